@@ -65,6 +65,13 @@ import sys, torch
 checkpoint = torch.load(sys.argv[1], "cpu", mmap=sys.argv[2] == "mmap")
 checkpoint["module.layers.7.weight"].sum()
 """
+TORCH_VALUES = """
+import sys, torch
+for tensor in torch.load(sys.argv[1], "cpu", mmap=sys.argv[2] == "mmap").values():
+    finite = tensor[tensor.isfinite()].double()
+    tensor.isnan().sum(), tensor.isinf().sum(), (finite == 0).sum(), finite.aminmax(), finite.mean(), finite.std()
+    finite.norm()
+"""
 LOAD_ONE = """
 import sys, ckptconv
 with ckptconv.open(sys.argv[1]) as file:
@@ -138,7 +145,7 @@ MAKE_MANY = """
 import sys, torch
 torch.serialization.location_tag = lambda storage: "cuda:0"
 parts = ["attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down"]
-names = [f"layers.{i}.{part}.weight" for i in range(10_000) for part in parts]
+names = [f"layers.{i}.{part}.weight" for i in range(int(sys.argv[2]) // 6) for part in parts]
 torch.save({name: torch.full((4, 4), float(i)) for i, name in enumerate(names)}, sys.argv[1])
 """
 MAKE_VIEWS = """
@@ -386,9 +393,35 @@ def inspect(folder: Path, size: int, runs: int) -> None:
     print_table("inspect", commands, runs, unit="`import torch`")
 
 
+def values(folder: Path, size: int, runs: int) -> None:
+    """The statistics of all tensors, beside reading them alone and beside torch's of what it has loaded."""
+    src = make(folder / "a.pt", size)
+    commands = {
+        "`cat`": ["sh", "-c", 'cat "$1" > /dev/null', "sh", str(src)],
+        "`ckptconv inspect --values`": ckptconv("inspect", src, "--values", "--limit", "0"),
+        "`ckptconv inspect --histogram`": ckptconv("inspect", src, "--histogram", "--limit", "0"),
+        "`torch.load`, the same without the histogram": python(TORCH_VALUES + PEAK, src, ""),
+        "`torch.load(mmap=True)`, the same": python(TORCH_VALUES + PEAK, src, "mmap"),
+    }
+    print_table(f"values of {size / GIB:g} GiB of float32", commands, runs, "`cat`")
+
+
+def pages(folder: Path, size: int, runs: int) -> None:  # noqa: ARG001 - the number of tensors counts, not their bytes
+    """How large a page is, and what making it takes."""
+    sizes = {}
+    commands = {}
+    for n in (300, 3_000, 60_000):
+        src, page = make(folder / f"{n}.pt", n, MAKE_MANY), folder / f"{n}.html"
+        commands[f"{n:,} tensors"] = ckptconv("inspect", src, "--html", page)
+        subprocess.run(commands[f"{n:,} tensors"], check=True, capture_output=True)
+        sizes[f"{n:,} tensors"] = page.stat().st_size
+    print_table("`ckptconv inspect --html`", commands, runs, "300 tensors")
+    print("\n" + ", ".join(f"{name}: {nbytes / 1e3:,.0f} kB" for name, nbytes in sizes.items()))
+
+
 def many(folder: Path, size: int, runs: int) -> None:  # noqa: ARG001 - the number of tensors counts, not their bytes
     """60,000 small tensors: what each tensor costs."""
-    src, dst = make(folder / "many.pt", 0, MAKE_MANY), folder / "many_cpu.pt"
+    src, dst = make(folder / "many.pt", 60_000, MAKE_MANY), folder / "many_cpu.pt"
     commands = {
         "`ckptconv inspect`": ckptconv("inspect", src),
         "`ckptconv convert --to cpu`": ckptconv("convert", "-q", "--force", src, dst, "--to", "cpu"),
@@ -501,7 +534,8 @@ TABLES: dict[str, tuple[Callable[[Path, int, int], None], float]] = {
     "legacy": (legacy, 1), "shards": (shards, 1), "distributed": (distributed, 1), "ranks": (ranks, 4),
     "cast": (cast, 2),
     "gather": (gather, 0.5), "diff": (diff, 1), "verify": (verify, 1), "inspect": (inspect, 1), "load": (load, 1),
-    "save": (save, 0.5), "many": (many, 1), "share_blocks": (share_blocks, 0.5),
+    "save": (save, 0.5), "values": (values, 1), "pages": (pages, 1), "many": (many, 1),
+    "share_blocks": (share_blocks, 0.5),
 }  # a table  # fmt: skip
 
 if __name__ == "__main__":

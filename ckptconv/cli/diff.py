@@ -46,6 +46,7 @@ __all__ = ["diff_command"]
     ),
     click.option("--atol", metavar="X", type=float, default=0.0, help="Let numbers differ by X."),
     click.option("--names-only", is_flag=True, help="Compare the names of tensors and nothing else."),
+    click.option("--values", is_flag=True, help="Say what tensors that differ are: NaN, min, max, mean, std, norm."),
     click.option("--full", is_flag=True, help="Read data with equal checksums too. Without it, they count as equal."),
 )
 @name_options

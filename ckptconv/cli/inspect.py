@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,26 +17,32 @@ import click
 from ckptconv.checkpoint.globs import matches
 from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option
-from ckptconv.cli.terminal import show_error, style_of
-from ckptconv.errors import CkptconvError, InputError, NoMatchError
+from ckptconv.cli.terminal import progress_bar, show_error, style_of
+from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError, size
 from ckptconv.formats.distributed.rank_names import as_sets
-from ckptconv.inspection.summary import Summary, TensorSummary, summary_of
+from ckptconv.hints import Placeholder, option
+from ckptconv.inspection.summary import Summary, TensorSummary, ValuesWanted, summary_of
 from ckptconv.inspection.verification import checkpoints_in
 from ckptconv.render.listing import Line, line_of, listing_lines, unread_line
 from ckptconv.render.summary import summary_lines
 from ckptconv.render.text import Style, natural
+from ckptconv.render.values import not_finite
 
 __all__ = ["inspect_command"]
+
+
+_KINDS = ("nan", "inf")
 
 
 @click.command(
     "inspect",
     cls=Command,
-    exits="0 all could be read, 1 one could not, 2 the command makes no sense",
+    exits="0 all could be read, 1 one could not or --fail-on found something, 2 the command makes no sense",
     epilog="Example: ckptconv inspect model.pt --sort size --limit 10",
 )
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
 @click.option("--tree", is_flag=True, help="Draw the tensors as a tree of paths and modules.")
+@click.option("--depth", metavar="N", type=click.IntRange(min=1), help="Draw N levels of the tree.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, sizes in bytes.")
 @click.option(
     "--include",
@@ -51,8 +59,29 @@ __all__ = ["inspect_command"]
     help="Show N rows of the table, or lines of the tree (on a terminal: what fits 24 lines in all).",
 )
 @click.option("--all", "everything", is_flag=True, help="Show every tensor in a row of its own.")
+@click.option(
+    "--html", metavar="FILE", help="Write a page to look at: a map and a table of the tensors. It needs no network."
+)
+@click.option("--open", "opens", is_flag=True, help="Open the page that --html writes.")
+@click.option("--values", is_flag=True, help="Read all tensors: NaN, inf, zeros, min, max, mean, std, norm of each.")
+@click.option("--histogram", is_flag=True, help="The same, with a histogram of 32 bins for each.")
+@click.option(
+    "--fail-on",
+    metavar="nan,inf",
+    help="Exit with 1 if a tensor has NaN, or an infinity, or either; reads the values.",
+)
 @debug_option
-def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: Any) -> int:
+def inspect_command(
+    paths: tuple[str, ...],
+    as_json: bool,
+    values: bool,
+    histogram: bool,
+    fail_on: str | None,
+    html: str | None,
+    opens: bool,
+    debug: bool,
+    **view: Any,
+) -> int:
     """Show what is in checkpoints, without loading them.
 
     A folder, or more than two files, gives a table with a line for each checkpoint. Shards, and folders of
@@ -60,12 +89,17 @@ def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: 
     """
     style = style_of(sys.stdout)
     every = list(chain.from_iterable(map(_checkpoints, paths)))
-    about_tensors = as_json or view["tree"] or view["include"] or view["exclude"]
+    page = _page_at(html, every, opens=opens)
+    wanted, kinds = None, _kinds(fail_on)
+    if values or histogram or kinds:
+        select = partial(_selected, include=view["include"], exclude=view["exclude"], sort=None)
+        wanted = ValuesWanted(histogram, select, partial(progress_bar, quiet=as_json))
+    about_tensors = as_json or view["tree"] or view["include"] or view["exclude"] or wanted
     lines: list[Line] | None = [] if len(every) > min(2, len(paths)) and not about_tensors else None
     status = 0
     for i, path in enumerate(every):
         try:
-            summary = summary_of(path)
+            summary = summary_of(path, wanted)
             if lines is not None:
                 lines.append(line_of(summary))
                 continue
@@ -78,18 +112,57 @@ def inspect_command(paths: tuple[str, ...], as_json: bool, debug: bool, **view: 
             if lines is not None:
                 lines.append(unread_line(path))
             continue
+        status = max(status, bool(kinds and not_finite(selected, kinds)))
+        if page:
+            _write_page(page, replace(summary, tensors=tuple(selected)), opens=opens)
+            continue
         if as_json:
             click.echo(json.dumps(replace(summary, tensors=tuple(selected)).as_dict()))
             continue
         if i:
             click.echo()
-        shown = {name: view[name] for name in ("tree", "limit", "everything")}
+        shown = {name: view[name] for name in ("tree", "depth", "limit", "everything")}
         _show(summary_lines(summary, style, tensors=selected, by_size=view["sort"] == "size", **shown), style)
     if lines is not None:
         if view["sort"]:
             lines.sort(key=lambda line: (-line.nbytes,) if view["sort"] == "size" else natural(line.path))
         _show(listing_lines(lines, style, limit=view["limit"], everything=view["everything"]), style)
     return status
+
+
+def _page_at(html: str | None, paths: Sequence[str], *, opens: bool) -> Path | None:
+    """Where the page is written, if one is asked for. Raises UsageError."""
+    if html is None:
+        if opens:
+            raise UsageError(option("open") + " opens the page that " + option("html", Placeholder("FILE")) + " writes")
+        return None
+    if Path(html).suffix.lower() not in (".html", ".htm"):  # else a checkpoint would be replaced by a page
+        raise UsageError(option("html", html) + " is no name of a page", expected="a FILE that ends in .html")
+    if len(paths) != 1:
+        raise UsageError("a page is of one checkpoint", got=f"{len(paths)}")
+    return Path(html)
+
+
+def _write_page(path: Path, summary: Summary, *, opens: bool) -> None:
+    """Write the page of `summary` to `path`, whole or not at all, and open it."""
+    from ckptconv.byteranges.sources import Readable  # all of it is for pages alone
+    from ckptconv.byteranges.spans import Literal, OutFile
+    from ckptconv.output.files import write
+    from ckptconv.render.page.document import summary_page
+
+    data = summary_page(summary).encode()
+    write(OutFile(path, (Literal(data),), len(data)), Readable(), replace=True, verify=False)
+    click.echo(f"{style_of(sys.stderr).text(path)}: written, {size(len(data))}", err=True)
+    if opens:
+        click.launch(str(path.absolute()))
+
+
+def _kinds(fail_on: str | None) -> list[str]:
+    """What is listed with ``--fail-on``. Raises UsageError."""
+    kinds = [] if fail_on is None else fail_on.lower().split(",")
+    if set(kinds) - {*_KINDS}:
+        raise UsageError(option("fail_on", fail_on) + " is no such list", expected="nan, inf, or nan,inf")
+    return kinds
 
 
 def _checkpoints(path: str) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -26,6 +26,7 @@ from ckptconv.hints import for_python, in_python
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host, this_host
+from ckptconv.inspection.values import Meter, TensorValues, values_of
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, Value, gc_paused, is_global
 from ckptconv.pickles.paths import Place
@@ -35,7 +36,7 @@ from ckptconv.render.summary import summary_lines
 from ckptconv.safety.scan import Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 
-__all__ = ["Share", "Summary", "TensorSummary", "inspect", "summarize", "summary_of"]
+__all__ = ["Share", "Summary", "TensorSummary", "ValuesWanted", "inspect", "summarize", "summary_of"]
 
 _ORDERED_DICT = "collections.OrderedDict"
 _Kind: TypeAlias = Literal["model", "EMA", "optimizer", "RNG states", "other"]
@@ -96,7 +97,8 @@ class TensorSummary:
     """One row of the tensor table; shape, stride and offset in elements.
 
     ``name`` is the key in a mapping, or the name in the state dict that the whole
-    module at the path ``module`` would give.
+    module at the path ``module`` would give. ``storage`` is the number of its storage, from 0, which others
+    may show too. ``values`` is None where they were not asked for, or are no numbers.
     """
 
     path: str
@@ -112,6 +114,8 @@ class TensorSummary:
     storage_nbytes: int | None
     requires_grad: bool
     tied_to: str | None
+    storage: int | None = None
+    values: TensorValues | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,7 @@ class Summary(Result):
     ``journals`` are those of changes in place, ``superseded`` what such a change replaced and left in the file.
     ``protocol`` is None where there is no pickle, ``device`` where the format stores none; ``metadata`` are the texts
     that a safetensors file has. ``parts`` say by what they are in all tensors; ``as_dict()`` has them not.
+    ``has_values``: the values of tensors were read.
     """
 
     path: str
@@ -224,10 +229,16 @@ class Summary(Result):
     notes: tuple[str, ...]
     tensors: tuple[TensorSummary, ...]
     parts: tuple[Part, ...]
+    has_values: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """What ``inspect --json`` prints."""
         return summary_as_dict(self)
+
+    def _repr_html_(self) -> str:
+        from ckptconv.render.notebook import summary_html  # which only notebooks need
+
+        return summary_html(self, self._title(), self._lines())
 
     def _lines(self) -> Iterator[str]:
         return summary_lines(self)
@@ -237,11 +248,14 @@ class Summary(Result):
 
 
 @for_python
-def inspect(path: Input) -> Summary:
-    """What is in the checkpoint at `path`. Reads headers and the pickle, no tensor data.
+def inspect(path: Input, *, values: bool = False, histogram: bool = False) -> Summary:
+    """What is in the checkpoint at `path`. Reads no tensor data, unless its `values` are asked for.
 
     Args:
         path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`ckptconv.open`.
+        values: Read all tensors in bounded memory, which needs torch: each has ``values``, which count NaN, infinities
+            and zeros and say the extremes, mean, standard deviation and norm.
+        histogram: The same, with a histogram of 32 bins for each tensor.
 
     Returns:
         Tensors, devices, dtypes, names, and the rest.
@@ -249,13 +263,31 @@ def inspect(path: Input) -> Summary:
     Raises:
         CkptconvError: One of its subclasses.
     """
-    return in_python(summary_of(path))
+    return in_python(summary_of(path, ValuesWanted(histogram=histogram) if values or histogram else None))
 
 
-def summary_of(path: Input) -> Summary:
-    """:func:`inspect` in the words of the command line."""
-    with open_input(path) as source, gc_paused():
-        return summarize(opening.read(source), this_host())
+@dataclass(frozen=True)
+class ValuesWanted:
+    """Which values are read: with a `histogram` or without, of the tensors that `select` gives of a summary."""
+
+    histogram: bool = False
+    select: Callable[[Summary], Iterable[TensorSummary]] = lambda summary: summary.tensors
+    progress: Meter | None = None
+
+
+def summary_of(path: Input, values: ValuesWanted | None = None) -> Summary:
+    """:func:`inspect` in the words of the command line, with `values` if they are wanted."""
+    with open_input(path) as source:
+        with gc_paused():
+            checkpoint = opening.read(source)
+            summary = summarize(checkpoint, this_host())
+        if values is None:
+            return summary
+        wanted = {tensor.path: checkpoint.tensors[tensor.path] for tensor in values.select(summary)}
+        found = values_of(wanted, checkpoint.byteorder, histogram=values.histogram, progress=values.progress)
+        source.check_unchanged()
+    tensors = (replace(tensor, values=found.get(tensor.path)) for tensor in summary.tensors)
+    return replace(summary, tensors=tuple(tensors), has_values=True)
 
 
 def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
@@ -275,6 +307,7 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
     }
     places = checkpoint.index.every_place
     others = dict(_others(checkpoint, places))
+    numbers = {id(storage): i for i, storage in enumerate(checkpoint.storages.values())}
     return Summary(
         path=str(checkpoint.source.path),
         format=checkpoint.format,
@@ -314,7 +347,13 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         ),
         notes=tuple(checkpoint.notes),
         tensors=tuple(
-            _tensor(info, *in_modules.get(info.path, (info.name, None)), stores_device=has_pickle) for info in tensors
+            _tensor(
+                info,
+                *in_modules.get(info.path, (info.name, None)),
+                stores_device=has_pickle,
+                storage=numbers.get(id(info.storage)),
+            )
+            for info in tensors
         ),
         parts=_parts(checkpoint),
     )
@@ -435,7 +474,9 @@ def _ties(tensors: list[TensorInfo]) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-def _tensor(info: TensorInfo, name: str | None, module: str | None, *, stores_device: bool) -> TensorSummary:
+def _tensor(
+    info: TensorInfo, name: str | None, module: str | None, *, stores_device: bool, storage: int | None
+) -> TensorSummary:
     return TensorSummary(
         path=info.path,
         name=name,
@@ -450,6 +491,7 @@ def _tensor(info: TensorInfo, name: str | None, module: str | None, *, stores_de
         storage_nbytes=info.storage.nbytes if info.storage else None,
         requires_grad=info.requires_grad,
         tied_to=info.tied_to,
+        storage=storage,
     )
 
 

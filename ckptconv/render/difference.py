@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptconv.errors import some
 from ckptconv.hints import command_in
 from ckptconv.render.text import PLAIN, Style, broken, cells, command_lines, count, fact, padded, size, wrapped
+from ckptconv.render.values import short_number
 
 if TYPE_CHECKING:
     from ckptconv.inspection.comparison.differences import (
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         TensorDifference,
         ValueDifference,
     )
+    from ckptconv.inspection.values import TensorValues
 
 __all__ = ["difference_lines"]
 
@@ -139,6 +141,9 @@ def _value_lines(style: Style, difference: Difference, most: int | None) -> Iter
     rows = [[each.path, *_how_far(each, values)] for each, values in apart]
     what = count(len(apart), "tensor") + ": elements that differ, by at most, relative to B"
     yield from _group(style, "values", what, rows, most)
+    both = [(each.path, *each.statistics) for each in difference.differing if each.statistics]
+    said = [[path, *_statistics(a, b)] for path, a, b in both if a and b]
+    yield from _group(style, "numbers", count(len(said), "tensor") + ": A → B", said, most)
     unknown = _unknown(difference)
     what = f"of {count(len(unknown), 'tensor')} not compared: elements share bytes with others"
     yield from _group(style, "values", what, [[each.path] for each in unknown], most)
@@ -163,6 +168,14 @@ def _how_far(found: TensorDifference, values: ValueDifference) -> list[str]:
         return [share, "", "", "NaN or infinite on one side"]
     more = f"{values.not_finite:,} of them NaN or infinite on one side" if values.not_finite else ""
     return [share, _number(values.largest), _number(values.largest_relative), more]
+
+
+def _statistics(a: TensorValues, b: TensorValues) -> list[str]:
+    """What the elements of a tensor are on both sides; counts where there is something to count."""
+    words = {"nan": "NaN", "inf": "inf"}
+    bad = [f"{word} {x:,} → {y:,}" for name, word in words.items() if (x := getattr(a, name)) | (y := getattr(b, name))]
+    numbers = [(name, getattr(a, name), getattr(b, name)) for name in ("min", "max", "mean", "std", "norm")]
+    return [", ".join(bad), *(f"{name} {short_number(x)} → {short_number(y)}" for name, x, y in numbers)]
 
 
 def _about_values(found: TensorDifference) -> str:

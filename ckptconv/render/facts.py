@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.hints import Command, Option, command, command_in, option
 from ckptconv.render.text import Style, command_lines, count, fact, first_of, headline, rows_of, size
+from ckptconv.render.values import values_fact
 
 if TYPE_CHECKING:
     from ckptconv.inspection.diagnosis.findings import Advice
@@ -56,6 +57,8 @@ def _blocks(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]
     """
     yield 0, headline(style, summary.path, f"{summary.format}, {size(summary.size)}")
     yield from _verdict(summary, style)
+    if summary.has_values:
+        yield 0, values_fact(summary.tensors, style)
     yield from _parts(summary, style)
     yield from _contents(summary, style)
     yield 3, _safety(summary, style)

@@ -28,7 +28,10 @@ SCHEMA_VERSION = 1
 def summary_as_dict(summary: Summary) -> dict[str, Any]:
     """`summary` for ``--json``."""
     shown = _plain(summary)
-    del shown["parts"]  # its schema has none
+    del shown["parts"], shown["has_values"]  # its schema has none
+    if not summary.has_values:
+        for tensor in shown["tensors"]:
+            del tensor["values"]
     return {"schema_version": SCHEMA_VERSION, **shown}
 
 
@@ -36,6 +39,8 @@ def _plain(value: Any) -> Any:
     """`value` with its objects as dicts and its tuples as lists."""
     if isinstance(value, (str, int)) or value is None:
         return value
+    if isinstance(value, float):
+        return _in_json(value)
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     if isinstance(value, dict):
@@ -148,11 +153,12 @@ def _differing(found: TensorDifference) -> dict[str, Any]:
             "largest_relative": _in_json(values.largest_relative),
         },
         "rng_state": found.rng_state,
+        **({} if found.statistics is None else {"statistics": _plain(found.statistics)}),
     }
 
 
 def _in_json(number: float | None) -> float | str | None:
-    return "inf" if isinstance(number, float) and isinf(number) else number
+    return str(number) if isinstance(number, float) and isinf(number) else number
 
 
 def skipped_as_dict(src: str, dst: str) -> dict[str, Any]:

@@ -27,5 +27,11 @@ class Result(ABC):
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ckptconv.render.notebook import text_html  # which only notebooks need
+
+        return text_html(self._title(), self._lines())
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._title()}>"

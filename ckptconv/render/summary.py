@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from ckptconv.render.facts import facts
 from ckptconv.render.table import table_lines
 from ckptconv.render.text import PLAIN, Style, rows_of
 from ckptconv.render.tree import tree_lines
+from ckptconv.render.values import values_lines
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import Summary, TensorSummary
@@ -25,6 +26,7 @@ def summary_lines(
     *,
     tensors: Sequence[TensorSummary] | None = None,
     tree: bool = False,
+    depth: int | None = None,
     limit: int | None = None,
     everything: bool = False,
     by_size: bool = False,
@@ -35,7 +37,11 @@ def summary_lines(
     """
     shown = summary.tensors if tensors is None else tensors
     in_brief = style.width is not None and limit is None and not everything
-    draw = partial(tree_lines if tree else table_lines, shown, style, fold=not everything, by_size=by_size)
+    draw: Callable[..., Iterator[str]] = partial(table_lines, shown, style, fold=not everything, by_size=by_size)
+    if tree or depth:
+        draw = partial(tree_lines, shown, style, fold=not everything, by_size=by_size, depth=depth)
+    elif summary.has_values:
+        draw = partial(values_lines, shown, style)
     said = [*facts(summary, style, shown=len(shown))]
     if not in_brief:
         yield from said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -103,14 +104,16 @@ def named(name: str, tensor: TensorSummary) -> str:
     return f"{name} = {tensor.tied_to}" if tensor.tied_to else name
 
 
-def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int) -> Iterator[str]:
-    """What the rows above stand for, and what is missing: `drawn` of `rows` are there, `shown` of `tensors`."""
+def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int, folded: bool = True) -> Iterator[str]:
+    """What the rows above stand for, if they are `folded`, and what is missing: `drawn` of `rows` are there, `shown` of
+    `tensors`.
+    """
     if rows > drawn:
         left = count(tensors - shown, "more tensor")
         rest = left if rows == tensors else f"{count(rows - drawn, 'more row')}, {left}"
         for line in wrapped(f"{style.text('…')} {rest} ({option('all')} shows them)", style.columns - 2):
             yield style.paint("  " + line, "quiet")
-    elif shown > drawn:
+    elif shown > drawn and folded:
         stands = style.text(f"the shape of one ×N, the size of all ({option('all')} unfolds)")
         for line in wrapped(f"{count(drawn, 'row')}, {count(shown, 'tensor')}: {stands}", style.columns - 2):
             yield style.paint("  " + line, "quiet")
@@ -119,7 +122,9 @@ def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int) -> 
 # Drawing
 
 
-def drawn(rows: list[Row], style: Style, tensors: int, *, every: int, height: int | None) -> list[str]:
+def drawn(
+    rows: list[Row], style: Style, tensors: int, *, every: int, height: int | None, folded: bool = True
+) -> list[str]:
     """`rows`, the first of `every` for all `tensors`, and the footer.
 
     As many rows as `height` lines take, if it is given.
@@ -127,7 +132,7 @@ def drawn(rows: list[Row], style: Style, tensors: int, *, every: int, height: in
     n = len(rows)
     while True:
         shown = sum(row.tensors for row in rows[:n])
-        lines = [*_draw(rows[:n], style), *footer(style, tensors, drawn=n, rows=every, shown=shown)]
+        lines = [*_draw(rows[:n], style), *footer(style, tensors, drawn=n, rows=every, shown=shown, folded=folded)]
         if height is None or len(lines) <= height or n <= 1:
             return lines
         n -= 1
@@ -173,13 +178,19 @@ def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int
 def _drawn(row: Row, columns: dict[int, int], bar: str, style: Style) -> Iterator[str]:
     """The lines of `row`: as many as its longest cell needs."""
     lines = {i: broken(row.texts[i], width) if i else _indented(row, width) for i, width in columns.items()}
-    device = "device" if row.texts[3] not in ("cpu", "-") else None
+    styles = {1: _style_of(row.texts[1]), 3: "device" if row.texts[3] not in ("cpu", "-") else None}
     for at in range(max(map(len, lines.values()))):
         line = ""
         for i, width in columns.items():
             text = padded(lines[i][at] if at < len(lines[i]) else "", width, right=i == 4)
-            line += (_GAP if i else "") + (style.paint(text, device) if i == 3 and text.strip() else text)
+            line += (_GAP if i else "") + (style.paint(text, styles.get(i)) if text.strip() else text)
         yield (line + (_GAP + style.paint(bar, "quiet") if bar and not at else "")).rstrip()
+
+
+def _style_of(dtype: str) -> str | None:
+    """The style of a dtype by its kind: whole numbers, floating-point numbers of one byte, of two, and all others."""
+    kind = re.match(r"(?P<whole>q?u?int|bool)|(?P<byte>float[48])|(?P<half>b?float16)", dtype)
+    return kind and kind.lastgroup
 
 
 def _indented(row: Row, width: int) -> list[str]:

@@ -43,6 +43,9 @@ _STYLES = {
     "bad": {"fg": "red", "bold": True},
     "command": {"fg": "cyan"},
     "device": {"fg": "yellow"},
+    "whole": {"fg": "green"},
+    "half": {"fg": "blue"},
+    "byte": {"fg": "magenta"},
     "title": {"bold": True},
     "quiet": {"dim": True},
 }

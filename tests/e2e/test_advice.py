@@ -1115,6 +1115,9 @@ NOT_TYPED: dict[Site, str] = {
     "inspection/comparison/suggestions.py:_simple:option unwrap": _NO_ADVICE,
     "inspection/diagnosis/refusals.py:around:issue not known": "it says that nothing is known, and advises nothing",
     "cli/convert.py:convert_command:option in_place": _NAMED,
+    "cli/inspect.py:_kinds:option fail_on": _NAMED,
+    "cli/inspect.py:_page_at:option html": _NAMED,
+    "cli/inspect.py:_page_at:option open": _NAMED,
     "cli/verify.py:verify_command:option expect_sha256": _NAMED,
     "conversion/in_place.py:check_edits:option *": _NAMED,
     "conversion/in_place.py:check_edits:option in_place": _NAMED,
@@ -1131,6 +1134,7 @@ NOT_TYPED: dict[Site, str] = {
     "formats/sharded/writing.py:_about_size:option max_shard_size": _NAMED,
     "inspection/comparison/diff.py:__post_init__:option *": _NAMED,
     "inspection/comparison/diff.py:__post_init__:option full": _NAMED,
+    "inspection/comparison/diff.py:__post_init__:option values": _NAMED,
     "inspection/comparison/diff.py:__post_init__:option names_only": _NAMED,
     "conversion/plan.py:_about_edits:option compact": _NO_CHANGE,
     "edits/dtype_casts.py:cast:option dtype": _NO_CHANGE,
@@ -1155,7 +1159,7 @@ NOT_TYPED: dict[Site, str] = {
     "formats/distributed/sharding_info.py:part_error:command convert": (
         "it takes a run of several processes; its folder is converted in formats/distributed/test_safetensors_parts.py"
     ),
-    "inspection/comparison/values.py:spend:option include": "it takes a file larger than a test makes",
+    "inspection/elements.py:spend:option include": "it takes a file larger than a test makes",
     "cli/convert_batch.py:_says_how_far:option skip_existing": f"after Ctrl-C; {_FAULT}",
     "conversion/in_place.py:_write:command undo": _FAULT,
     "output/files.py:_publish:option force": _FAULT,

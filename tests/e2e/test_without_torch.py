@@ -75,6 +75,7 @@ def test_what_moves_bytes_needs_none(typed: str) -> None:
         ("convert views.pt out.safetensors", "writing out views"),
         ("convert views.pt out.safetensors --dtype bf16", "a cast"),
         ("diff a.pt other.pt", "computing numbers"),
+        ("inspect a.pt --values", "computing numbers"),
     ],
 )
 def test_what_computes_is_refused_when_it_is_planned(typed: str, what: str) -> None:

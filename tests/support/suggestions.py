@@ -28,7 +28,7 @@ KEYWORDS = {
     *ConvertOptions.__annotations__,
     *JobOptions.__annotations__,
     *DiffOptions.__annotations__,
-    *("rtol", "atol", "names_only", "full", "expect_sha256"),
+    *("rtol", "atol", "names_only", "full", "values", "expect_sha256"),
 }
 
 #: A flag of ours; or a call that would make one, in a text that was to be an f-string.

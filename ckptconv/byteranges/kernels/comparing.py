@@ -15,7 +15,7 @@ import torch
 
 from ckptconv.dtypes import get_dtype
 
-__all__ = ["Comparer", "comparable"]
+__all__ = ["Comparer", "as_complex", "as_real", "comparable", "is_number"]
 
 _LOW = 0xFFFFFFFF
 _MODEST = 1 << 62
@@ -50,10 +50,11 @@ class _Far(NamedTuple):
 
 def comparable(a: str, b: str) -> bool:
     """Whether values of the dtypes `a` and `b` can be compared: both are numbers, or both are the same bits."""
-    return a == b or (_is_number(a) and _is_number(b))
+    return a == b or (is_number(a) and is_number(b))
 
 
-def _is_number(name: str) -> bool:
+def is_number(name: str) -> bool:
+    """Whether elements of the dtype `name` are numbers, one in each item, that this torch knows."""
     return name in _NUMBERS and isinstance(getattr(torch, name, None), torch.dtype)
 
 
@@ -66,7 +67,7 @@ class Comparer:
     """
 
     def __init__(self, a: str, b: str, rtol: float = 0.0, atol: float = 0.0) -> None:
-        numbers = _is_number(a) and _is_number(b)
+        numbers = is_number(a) and is_number(b)
         self._dtypes = (getattr(torch, a), getattr(torch, b)) if numbers else None
         self._rtol, self._atol = rtol, atol
         self._width = get_dtype(a).itemsize  # of what is compared as bits
@@ -89,9 +90,9 @@ class Comparer:
             return
         left, right = (torch.frombuffer(data, dtype=dtype) for data, dtype in zip((a, b), self._dtypes, strict=True))
         if left.is_complex() or right.is_complex():
-            far = self._complex(_as_complex(left), _as_complex(right))
+            far = self._complex(as_complex(left), as_complex(right))
         elif left.is_floating_point() or right.is_floating_point():
-            far = self._real(_as_real(left), _as_real(right))
+            far = self._real(as_real(left), as_real(right))
         else:
             far = self._whole(left, right)
         if far:
@@ -166,19 +167,21 @@ class Comparer:
         return _Far(outside, float(apart.max()), float(relative.max()))
 
 
-def _as_real(numbers: torch.Tensor) -> torch.Tensor:
+def as_real(numbers: torch.Tensor) -> torch.Tensor:
+    """Real `numbers` as float64."""
     if numbers.dtype == torch.bool:
         return (numbers.view(torch.uint8) != 0).double()
     return (numbers.float() if numbers.dtype.itemsize == 1 else numbers).double()
 
 
-def _as_complex(numbers: torch.Tensor) -> torch.Tensor:
+def as_complex(numbers: torch.Tensor) -> torch.Tensor:
+    """`numbers` as complex128."""
     if numbers.dtype == torch.complex32:
         return torch.view_as_complex(numbers.view(torch.float16).double().view(-1, 2))
     return (
         numbers.to(torch.complex128)
         if numbers.is_complex()
-        else torch.complex(_as_real(numbers), torch.zeros(()).double().expand(len(numbers)))
+        else torch.complex(as_real(numbers), torch.zeros(()).double().expand(len(numbers)))
     )
 
 

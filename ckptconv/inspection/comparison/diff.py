@@ -31,6 +31,7 @@ from ckptconv.inspection.comparison.differences import (
 from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, options_of
 from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of
+from ckptconv.inspection.values import values_of
 from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
 from ckptconv.pickles.paths import Place
 
@@ -53,6 +54,7 @@ class Compared:
     atol: float = 0.0
     names_only: bool = False
     full: bool = False
+    values: bool = False
 
     def __post_init__(self) -> None:
         """Raise ArgumentTypeError or UsageError for what makes no sense."""
@@ -66,6 +68,8 @@ class Compared:
                 )
         if self.names_only and self.full:
             raise UsageError(option("names_only") + " reads no tensor, and " + option("full") + " reads all")
+        if self.names_only and self.values:
+            raise UsageError(option("names_only") + " reads no tensor, and " + option("values") + " reads those")
 
 
 class DiffOptions(PartOptions, NameOptions, total=False):
@@ -86,6 +90,7 @@ def diff(
     atol: float = 0.0,
     names_only: bool = False,
     full: bool = False,
+    values: bool = False,
     **options: Unpack[DiffOptions],
 ) -> Difference:
     """What the checkpoints `a` and `b`, in whatever containers, do not have in common.
@@ -100,6 +105,7 @@ def diff(
         atol: See `rtol`.
         names_only: Compare the names of tensors and nothing else.
         full: Read data with equal checksums too; without it, they count as equal.
+        values: Say of each tensor that differs what its elements are in both, as :func:`ckptconv.inspect` does.
         **options: The keys of :class:`DiffOptions`.
 
     Returns:
@@ -110,7 +116,7 @@ def diff(
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
     edits = edits_from(**options)
-    return in_python(compare(a, b, edits, Compared(rtol, atol, names_only, full)))
+    return in_python(compare(a, b, edits, Compared(rtol, atol, names_only, full, values)))
 
 
 def compare(
@@ -134,9 +140,12 @@ def compare(
             comparison.pair()
             comparison.notes += filter(None, map(opening.interrupted, (source_a, source_b)))
         comparison.values.run(progress)
+        found = comparison.result()
+        if compared.values:
+            found = replace(found, differing=comparison.with_statistics(found.differing))
         source_a.check_unchanged()
         source_b.check_unchanged()
-        return comparison.result()
+        return found
 
 
 class _Comparison:
@@ -162,6 +171,7 @@ class _Comparison:
         self.pairing = Pairing(Side(a), Side(b), tensors_alone=bool(self.weights_alone))
         self.values = Values(a, b, compared.rtol, compared.atol, full=compared.full)
         self.found: list[tuple[TensorDifference, list[Key]]] = []
+        self.infos: dict[str, tuple[TensorInfo, TensorInfo]] = {}
         self.others: list[tuple[OtherDifference, Key | None]] = []
 
     # Parts
@@ -280,6 +290,7 @@ class _Comparison:
                 keys += [self.values.want(x, y) for x, y in alike]
         if keys or found != TensorDifference(""):
             self.found.append((replace(found, path=place_a.path), keys))
+            self.infos[place_a.path] = a, b
 
     def compare_storages(self, place_a: Place, place_b: Place) -> None:
         """Two bare storages, which are compared as bytes."""
@@ -295,6 +306,14 @@ class _Comparison:
         self.others.append((OtherDifference(place_a.path, *words), key))
 
     # What comes of it
+
+    def with_statistics(self, differing: Sequence[TensorDifference]) -> tuple[TensorDifference, ...]:
+        """`differing`, each with what its elements are on both sides."""
+        a, b = (
+            values_of({each.path: self.infos[each.path][side] for each in differing}, checkpoint.byteorder)
+            for side, checkpoint in enumerate((self.a, self.b))
+        )
+        return tuple(replace(each, statistics=(a.get(each.path), b.get(each.path))) for each in differing)
 
     def result(self) -> Difference:
         differing = []

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ckptconv.inspection.values import TensorValues
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.json_views import difference_as_dict
 from ckptconv.render.result import Result
@@ -52,6 +53,7 @@ class TensorDifference:
     else they are made of: their kinds (strided, sparse), or what the calls hold that make them. ``values`` is None
     where values were not compared, because shapes or kinds differ; if nothing else differs, because elements share
     bytes with what is not theirs, and the storages are not equal. ``rng_state``: it is the state of a random generator.
+    ``statistics``: what the elements of each are, where that was asked for; None for a side whose are no numbers.
     """
 
     path: str
@@ -63,6 +65,7 @@ class TensorDifference:
     made_of: tuple[str, str] | None = None
     values: ValueDifference | None = None
     rng_state: bool = False
+    statistics: tuple[TensorValues | None, TensorValues | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -18,20 +18,14 @@ from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Piece, P
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import get_dtype
-from ckptconv.errors import LimitError
-from ckptconv.hints import Placeholder, option
 from ckptconv.inspection.comparison.differences import ValueDifference
 from ckptconv.inspection.comparison.same_bytes import Unequal, unequal_parts
-from ckptconv.limits import LIMITS
+from ckptconv.inspection.elements import BLOCK, Budget, check_repeats, cost, in_numbers, without_repeats
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.comparing import Comparer
 
 __all__ = ["Key", "Meter", "Values", "bytes_of"]
-
-_BLOCK = 1 << 15  # elements that are compared at once where bytes differ: as few as torch gives to one thread
-_READ_THROUGH = 16  # bytes between elements that are read as quickly as one is compared
-_WHOLE_NUMBERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
 #: The views of a pair of tensors.
 Key = tuple[tuple[object, ...], tuple[object, ...]]
@@ -56,11 +50,11 @@ class Values:
         self._repeats: dict[Key, int] = {}
         self._packed: dict[Key, int] = {}
         self._believed: set[tuple[int, int]] = set()
-        self._room = 0
+        self._budget = Budget((), "")
 
     def want(self, a: TensorInfo, b: TensorInfo) -> Key:
         """Have `a` and `b`, of one shape, compared; where the result will be found."""
-        a, b = _in_numbers(a), _in_numbers(b)
+        a, b = in_numbers(a), in_numbers(b)
         key = a.view, b.view
         if key not in self.found and key not in self.wanted:
             if not a.nbytes or (not self.full and self.known_equal(a, b)):
@@ -70,7 +64,8 @@ class Values:
             elif get_dtype(a.dtype).packed != 1 or get_dtype(b.dtype).packed != 1:
                 self.want_storages(key, a, b)
             else:
-                self.wanted[key] = _without_repeats(a, b)
+                left, right = without_repeats(a, b)
+                self.wanted[key] = left, right
                 self._repeats[key] = prod(a.shape) // prod(self.wanted[key][0].shape)
         return key
 
@@ -105,12 +100,11 @@ class Values:
 
     def run(self, progress: Meter | None) -> None:
         """Compare what is wanted: as bytes where they can be, and as numbers where they differ."""
-        held = {id(info.storage): info.storage.nbytes for pair in self.wanted.values() for info in pair if info.storage}
-        self._room = max(LIMITS.gathered_ratio * sum(held.values()), sum(held.values()) + LIMITS.gathered_bytes)
+        self._budget = Budget(chain.from_iterable(self.wanted.values()), "compare a part: ")
         as_bytes = {key: spans for key, (a, b) in self.wanted.items() if (spans := self.spans(a, b))}
         pairs, homes = _merged(as_bytes)
         nbytes = sum(a.length for a, _ in pairs)
-        self.spend(2 * nbytes, "the tensors")
+        self._budget.spend(2 * nbytes, "the tensors")
         with progress(nbytes) if progress else nullcontext() as tick:
             unequal = unequal_parts(pairs, tick)
         slow: list[tuple[Key, Piece, Piece]] = []
@@ -163,9 +157,9 @@ class Values:
     ) -> None:
         """Compare as numbers what differs as bytes."""
         for info in infos:
-            self.spend(sum(length for _, length in parts), f"the tensors up to {info.path}")
+            self._budget.spend(sum(length for _, length in parts), f"the tensors up to {info.path}")
         comparer = self.comparer(*infos)
-        size = _BLOCK * get_dtype(infos[0].dtype).itemsize
+        size = BLOCK * get_dtype(infos[0].dtype).itemsize
         for offset, length in parts:
             buffers = [memoryview(bytearray(min(size, length))) for _ in spans]
             for at in range(0, length, size):
@@ -203,8 +197,8 @@ class Values:
         """Compare what has to be inflated, gathered, turned round or widened."""
         for key, *pieces in slow:
             for info, piece in zip(self.wanted[key], pieces, strict=True):
-                _check_repeats(info)
-                self.spend(_cost(info, piece), f"the tensors up to {info.path}")
+                check_repeats(info)
+                self._budget.spend(cost(info, piece), f"the tensors up to {info.path}")
         with Pieces(piece for _, *pieces in slow for piece in pieces) as reader:
             reader.check_space()
             for key, a, b in slow:
@@ -218,28 +212,12 @@ class Values:
                     self.equal(key)
                     continue
                 comparer = self.comparer(*infos)
-                sizes = [_BLOCK * get_dtype(info.dtype).itemsize for info in infos]
+                sizes = [BLOCK * get_dtype(info.dtype).itemsize for info in infos]
                 rooms = [memoryview(bytearray(size)) for size in sizes]
                 both = zip(fillings(reader.chunks(a), rooms[0]), fillings(reader.chunks(b), rooms[1]), strict=True)
                 for left, right in both:
                     comparer.add(rooms[0][:left], rooms[1][:right])
                 self.conclude(key, comparer)
-
-    def spend(self, nbytes: int, what: str) -> None:
-        """Count `nbytes` that are read for `what`.
-
-        Raises LimitError where all views together repeat what storages hold more often than anybody can wait for.
-        """
-        self._room -= nbytes
-        if self._room < 0:
-            raise LimitError(
-                f"{what} have too many elements for their storages",
-                expected=(
-                    f"at most {LIMITS.gathered_ratio} times what the storages hold, or {LIMITS.gathered_bytes:,} bytes"
-                    " more"
-                ),
-                hint="compare a part: " + option("include", Placeholder("GLOB")),
-            )
 
     def comparer(self, a: TensorInfo, b: TensorInfo) -> Comparer:
         from ckptconv.byteranges.kernels.comparing import Comparer
@@ -276,29 +254,6 @@ def bytes_of(storage: Storage) -> TensorInfo:
         False,
         True,
     )
-
-
-def _in_numbers(info: TensorInfo) -> TensorInfo:
-    """`info`, a tensor with a storage, where it is quantized as its whole numbers.
-
-    Where several are packed in a byte, and all bytes are its own, as bytes.
-    """
-    dtype = get_dtype(info.dtype)
-    if dtype.name in _WHOLE_NUMBERS:
-        return replace(info, dtype=_WHOLE_NUMBERS[dtype.name], kind="strided")
-    if dtype.packed == 1 or not info.contiguous or info.offset or prod(info.shape) % dtype.packed:
-        return info
-    return replace(info, dtype="uint8", kind="strided", shape=(info.nbytes,), stride=(1,))
-
-
-def _without_repeats(a: TensorInfo, b: TensorInfo) -> tuple[TensorInfo, TensorInfo]:
-    """`a` and `b`, of one shape, with one element in each dimension along which both repeat theirs."""
-    repeated = [not (left or right) and n > 1 for left, right, n in zip(a.stride, b.stride, a.shape, strict=True)]
-    if not any(repeated):
-        return a, b
-    shape = tuple(1 if again else n for again, n in zip(repeated, a.shape, strict=True))
-    infos = (replace(info, shape=shape, nbytes=prod(shape) * get_dtype(info.dtype).itemsize) for info in (a, b))
-    return next(infos), next(infos)
 
 
 def _storages(a: TensorInfo, b: TensorInfo) -> tuple[int, int]:
@@ -339,25 +294,3 @@ def _shared(parts: Sequence[Unequal], home: ByteRange, span: ByteRange, info: Te
         if start < stop:
             found.append((start, stop - start))
     return found
-
-
-def _check_repeats(info: TensorInfo) -> None:
-    """Raise LimitError where one view repeats its elements too often."""
-    most = LIMITS.gathered(info.storage.nbytes if info.storage else 0)
-    if info.nbytes > most:
-        raise LimitError(
-            f"{info.path} has too many elements for its storage",
-            expected=f"at most {most:,} bytes",
-            got=f"{info.nbytes:,}",
-        )
-
-
-def _cost(info: TensorInfo, piece: Piece) -> int:
-    """The bytes to compare, or as much as takes as long: what lies between the elements of a view has
-    to be read too.
-    """
-    of = piece.uncast()
-    if not isinstance(of, Gather):
-        return info.nbytes
-    reach = 1 + sum((n - 1) * step for n, step in zip(of.shape, of.stride, strict=True))
-    return max(info.nbytes, reach * of.itemsize // _READ_THROUGH)

@@ -30,7 +30,7 @@ def test_convert_has_a_flag_for_each_keyword() -> None:
 def test_diff_has_a_flag_for_each_keyword() -> None:
     """And a keyword for each flag."""
     flags = {each.name for each in diff_command.params if isinstance(each, click.Option)}
-    assert flags - SHOWN == DiffOptions.__annotations__.keys() | {"rtol", "atol", "names_only", "full"}
+    assert flags - SHOWN == DiffOptions.__annotations__.keys() | {"rtol", "atol", "names_only", "full", "values"}
 
 
 def test_defaults_agree() -> None:

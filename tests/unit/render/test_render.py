@@ -672,7 +672,7 @@ def test_tree_and_table_count_what_they_stand_for() -> None:
     assert list(table_lines(tensors, Style(80), by_size=True))[2].startswith("z ")
     assert len(list(table_lines(tensors, Style(80), fold=False))) == 2 + 65
     tree = list(tree_lines(tensors, Style(80)))
-    assert tree[2].split() == ["layers.0", "…", "layers.31", "×32", "64", "tensors", "2.56", "kB", "█████▏"]
+    assert tree[2].split() == ["layers.0", "…", "layers.31", "×32", "64", "tensors", "2.56", "kB", "39%", "█████▏"]
     assert next(iter(table_lines(tensors, Style()))) == "layers.0.a\tfloat32\t10\tcpu\t40"
     assert len(list(table_lines(tensors, Style()))) == 65
 

@@ -10,6 +10,7 @@ import torch
 from ckptconv.inspection.summary import inspect
 from ckptconv.render.text import Style
 from ckptconv.render.tree import tree_lines
+from tests.support.command import Command
 
 
 def saved(path: Path, obj: object, **kwargs: Any) -> Path:
@@ -29,3 +30,16 @@ def test_tree_of_a_single_tensor_and_of_paths(tmp_path: Path) -> None:
     assert tree[0] == "m/  3 tensors, 8 B"
     assert tree[1] == "  a.  2 tensors, 8 B"
     assert tree[2].strip() == "w  float32 2 cpu 8 B"
+
+
+def test_depth_and_shares(command: Command, here: Path) -> None:
+    """A terminal sees shares; what is deeper than N levels counts in the branch above it."""
+    torch.save(
+        {"a.b.c": torch.ones(3), "a.b.d": torch.ones(3), "a.e": torch.ones(2), "f": torch.ones(2)}, here / "m.pt"
+    )
+    tensors = inspect(here / "m.pt").tensors
+    lines = [line.split() for line in tree_lines(tensors, Style(width=80, unicode=False), depth=2)][2:]
+    assert [(words[0], words[-2]) for words in lines] == [("a.", "80%"), ("b.", "60%"), ("e", "20%"), ("f", "20%")]
+    said = command("inspect", "m.pt", "--depth", "1").out.split("\n\n")[1]
+    assert said == "a.  3 tensors, 32 B\nf  float32 2 cpu 8 B\n"
+    assert command("inspect", "m.pt", "--tree", "--depth", "1").out.endswith(said)

@@ -943,7 +943,7 @@ def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, mo
     assert len(found.differing) == (100 if step == 1 else 50)
     assert all(each.values and each.values.differing == 1 for each in found.differing)
     monkeypatch.setattr(
-        "ckptconv.inspection.comparison.values.LIMITS", replace(LIMITS, gathered_bytes=10_000, gathered_ratio=10)
+        "ckptconv.inspection.elements.LIMITS", replace(LIMITS, gathered_bytes=10_000, gathered_ratio=10)
     )
     assert ckptconv.diff(files["a"], files["same"]).same
     with pytest.raises(ckptconv.LimitError, match="have too many elements for their storages"):

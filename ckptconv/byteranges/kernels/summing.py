@@ -1,0 +1,158 @@
+"""Sum numbers up: counts of NaN, infinities and zeros, extremes, moments, and how many have which magnitude.
+
+Counts are exact, and so are the extremes. Mean and squares are float64: each block's by two passes over it, and blocks
+are put together by Chan's formulas, so that neither many elements nor a mean far from 0 costs more than a few digits.
+Complex numbers count by their magnitude.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import isfinite, sqrt
+
+import torch
+
+from ckptconv.byteranges.kernels.comparing import as_complex, as_real, is_number
+
+__all__ = ["BINS", "Statistics", "can_sum"]
+
+BINS = 32
+_BLOCK = 1 << 15  # elements that are summed at once: as few as torch gives to one thread, and they stay in its cache
+_EXPONENT = 52  # the bit of a float64 at which its exponent begins, which 11 bits and the sign are
+_SIGN = 1 << 11
+_BIAS = 1023
+
+
+def can_sum(name: str) -> bool:
+    """Whether elements of the dtype `name` are numbers, one in each item."""
+    return is_number(name)
+
+
+class Statistics:
+    """What numbers of the dtype `name` have in sum.
+
+    ``finite`` are so many of them, of which ``zeros`` are 0; the others are ``nan`` or ``inf``. ``low`` and ``high``
+    are the extremes of the finite ones, None where there are none, ``mean`` is their mean, and ``squares`` the sum of
+    the squares of their distances from it. ``exponents``: how many have which sign and exponent, if `histogram`.
+    """
+
+    def __init__(self, name: str, *, histogram: bool = False) -> None:
+        self._dtype: torch.dtype = getattr(torch, name)
+        self._histogram = histogram
+        self.nan = self.inf = self.zeros = self.finite = 0
+        self.low: float | int | None = None
+        self.high: float | int | None = None
+        self.mean = self.squares = 0.0
+        self.exponents = Counter[int]()
+
+    def add(self, data: memoryview) -> None:
+        """Count the elements in `data` in."""
+        numbers = torch.frombuffer(data, dtype=self._dtype)
+        for at in range(0, len(numbers), _BLOCK):
+            self._add(numbers[at : at + _BLOCK])
+
+    def _add(self, numbers: torch.Tensor) -> None:
+        values = _magnitudes(as_complex(numbers)) if numbers.is_complex() else as_real(numbers)
+        total = float(values.sum())
+        if not isfinite(total):  # as it nearly never is
+            values = self._finite(values)
+            total = float(values.sum())
+        n = len(values)
+        if not n:
+            return
+        self.zeros += n - int(values.count_nonzero())
+        if self._histogram:
+            words = (values.view(torch.int64) >> _EXPONENT) & (2 * _SIGN - 1)
+            counts = torch.bincount(words, minlength=1)
+            used = counts.nonzero().view(-1)
+            self.exponents.update(dict(zip(used.tolist(), counts[used].tolist(), strict=True)))
+        low, high = _extremes(values if numbers.is_floating_point() or numbers.is_complex() else numbers)
+        mean = total / n if isfinite(total) else min(max(float((values / n).sum()), low), high)
+        values = values - mean
+        self._put(n, low, high, mean, float(torch.dot(values, values)))
+
+    def _finite(self, values: torch.Tensor) -> torch.Tensor:
+        """The finite ones of `values`; the others are counted."""
+        is_finite = values.isfinite()
+        nan = int(values.isnan().sum())
+        self.nan += nan
+        self.inf += len(values) - int(is_finite.sum()) - nan
+        return values[is_finite]
+
+    def _put(self, n: int, low: float | int, high: float | int, mean: float, squares: float) -> None:
+        """Count `n` finite numbers in, of which that is known."""
+        before, self.finite = self.finite, self.finite + n
+        self.low = low if self.low is None else min(self.low, low)
+        self.high = high if self.high is None else max(self.high, high)
+        apart = mean - self.mean
+        if isfinite(apart):
+            self.mean += apart * (n / self.finite)
+        else:  # of numbers near the largest of float64
+            self.mean = self.mean * (before / self.finite) + mean * (n / self.finite)
+        self.squares += squares + (apart * apart * (before / self.finite) * n if before else 0.0)
+
+    def merge(self, other: Statistics) -> None:
+        """Count in what `other` has counted."""
+        self.nan += other.nan
+        self.inf += other.inf
+        self.zeros += other.zeros
+        self.exponents.update(other.exponents)
+        if other.low is not None and other.high is not None:
+            self._put(other.finite, other.low, other.high, other.mean, other.squares)
+
+    def repeat(self, times: int) -> None:
+        """Count everything so many `times`."""
+        self.nan *= times
+        self.inf *= times
+        self.zeros *= times
+        self.finite *= times
+        self.squares *= times
+        self.exponents = Counter({word: n * times for word, n in self.exponents.items()})
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation, as torch has it: of fewer than two numbers there is none."""
+        return sqrt(self.squares / (self.finite - 1)) if self.finite > 1 else None
+
+    @property
+    def norm(self) -> float:
+        """The square root of the sum of all squares."""
+        return sqrt(self.squares + self.finite * (self.mean * self.mean))
+
+    def histogram(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """The edges of the bins, and how many numbers each has.
+
+        Half of the bins are for negative numbers. From the largest magnitude down each is half as wide as the one
+        before it, but for the two around 0, which have the rest. A bin has its edge on the side of 0; zeros of both
+        signs, and float64's subnormal numbers, are on the positive side.
+        """
+        half = BINS // 2
+        lowest = half - _BIAS  # so that numbers with the exponent of subnormal ones are in a bin around 0
+        powers = {word: (word & (_SIGN - 1)) - _BIAS for word in self.exponents}
+        top = max([lowest, *powers.values()]) if powers else 0
+        edges = [0.0, *(2.0 ** (top - half + 1 + i) for i in range(1, half)), 2.0**top * 2]
+        counts = [0] * BINS
+        for word, n in self.exponents.items():
+            i = max(powers[word] - top + half - 1, 0)
+            counts[half + i if word <= _SIGN else half - 1 - i] += n
+        return (*(-edge for edge in reversed(edges[1:])), *edges), tuple(counts)
+
+
+def _magnitudes(numbers: torch.Tensor) -> torch.Tensor:
+    """Of complex `numbers`; what is NaN in one part is NaN."""
+    values = numbers.abs()
+    values[numbers.isnan()] = torch.nan
+    return values
+
+
+def _extremes(numbers: torch.Tensor) -> tuple[float | int, float | int]:
+    """The smallest and the largest of `numbers`, of which there are some: whole ones exactly."""
+    if numbers.is_floating_point():
+        low, high = numbers.aminmax()
+        return float(low) + 0.0, float(high) + 0.0  # -0.0 is 0.0
+    if numbers.dtype == torch.uint64:  # which torch has no order of: the upper half as int64 is negative
+        turned = numbers.view(torch.int64) ^ torch.iinfo(torch.int64).min
+        low, high = turned.aminmax()
+        return int(low) + (1 << 63), int(high) + (1 << 63)
+    low, high = (numbers.view(torch.uint8) != 0 if numbers.dtype == torch.bool else numbers).to(torch.int64).aminmax()
+    return int(low), int(high)

@@ -1,0 +1,206 @@
+"""Read the values of tensors, in threads and in bounded memory: how many are NaN, their extremes, mean and spread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.materialise import Pieces, fillings
+from ckptconv.byteranges.spans import Piece, Progress
+from ckptconv.checkpoint.model import TensorInfo
+from ckptconv.checkpoint.tensor_bytes import piece_of
+from ckptconv.dtypes import get_dtype
+from ckptconv.inspection.elements import BLOCK, Budget, check_repeats, cost, in_numbers, without_repeats
+
+if TYPE_CHECKING:
+    from ckptconv.byteranges.kernels.summing import Statistics
+
+__all__ = ["Histogram", "Meter", "TensorValues", "values_of"]
+
+_ROOM = 1 << 20  # bytes that a thread holds
+_SEGMENT = 16 << 20  # bytes that a thread takes at once,
+_MOST_TENSORS = 64  # of as many tensors
+_MOST_THREADS = 4
+
+#: Called with the bytes to read, for what is called with each number of bytes read.
+Meter = Callable[[int], AbstractContextManager[Progress | None]]
+#: Parts of pieces: the number of the tensor, the offset, and the length.
+_Batch = list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many finite numbers are between each of `edges` and the next one; half of the bins are for negative ones.
+
+    From the largest magnitude down each bin is half as wide as the one before it, but for the two around 0. A bin has
+    its edge on the side of 0, and zeros are on the positive side.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorValues:
+    """What the elements of a tensor are: how many are NaN, an infinity of either sign, or 0, and of all that are finite
+    the extremes, mean, standard deviation (torch's) and norm.
+
+    Counts and the extremes of whole numbers are exact. None stands where there is no such number: no element is finite,
+    or there is one alone and no deviation. Complex numbers count by their magnitude, quantized ones by the whole
+    numbers that are stored.
+    """
+
+    nan: int
+    inf: int
+    zeros: int
+    min: float | int | None
+    max: float | int | None
+    mean: float | None
+    std: float | None
+    norm: float
+    histogram: Histogram | None = None
+
+
+def values_of(
+    tensors: Mapping[str, TensorInfo], byteorder: str, *, histogram: bool = False, progress: Meter | None = None
+) -> dict[str, TensorValues]:
+    """The values of `tensors`, whose numbers stand in `byteorder`; what shows no numbers of its own has none.
+
+    Raises:
+        MissingTorchError: torch is not installed.
+        LimitError: Views repeat what storages hold more often than anybody can wait for.
+    """
+    from ckptconv.byteranges.kernels.summing import can_sum
+
+    homes: dict[str, tuple[object, ...]] = {}
+    wanted: dict[tuple[object, ...], TensorInfo] = {}
+    for path, info in tensors.items():
+        if info.storage is None or info.kind not in ("strided", "quantized"):
+            continue
+        number = in_numbers(info)
+        if get_dtype(info.dtype).packed == 1 and can_sum(number.dtype):
+            homes[path] = number.view
+            wanted.setdefault(number.view, number)
+    found = dict(zip(wanted, _Reader([*wanted.values()], byteorder, histogram=histogram).run(progress), strict=True))
+    return {path: found[view] for path, view in homes.items()}
+
+
+class _Reader:
+    """Reads the elements of `infos`, each view of which is another."""
+
+    def __init__(self, infos: Sequence[TensorInfo], byteorder: str, *, histogram: bool) -> None:
+        budget = Budget(infos, "read a part: ")
+        self.histogram = histogram
+        self.dtypes = [info.dtype for info in infos]
+        self.pieces: list[Piece] = []
+        self.repeats: list[int] = []
+        for info in infos:
+            (once,) = without_repeats(info) if info.nbytes else (info,)
+            check_repeats(once)
+            piece = piece_of(once, byteorder)
+            budget.spend(cost(once, piece), f"the tensors up to {info.path}")
+            self.pieces.append(piece)
+            self.repeats.append(prod(info.shape) // max(prod(once.shape), 1))
+
+    def run(self, progress: Meter | None) -> list[TensorValues]:
+        """The values of each."""
+        found: list[TensorValues | None] = [None] * len(self.pieces)
+        plain, others = [
+            [i for i, piece in enumerate(self.pieces) if bool(piece.ranges()) == is_plain] for is_plain in (True, False)
+        ]
+        with progress(sum(piece.length for piece in self.pieces)) if progress else nullcontext() as tick:
+            for i, statistics in self.in_threads(plain, tick):
+                found[i] = self.result(i, statistics)
+            with Pieces([self.pieces[i] for i in others]) as reader:
+                reader.check_space()
+                for i in others:
+                    found[i] = self.result(i, self.in_stream(reader, i))
+                    if tick:
+                        tick(self.pieces[i].length)
+        return [
+            each or self.result(i, self.statistics(i)) for i, each in enumerate(found)
+        ]  # those without elements too
+
+    def in_threads(self, numbers: Sequence[int], tick: Progress | None) -> Iterator[tuple[int, Statistics]]:
+        """The statistics of the tensors with these `numbers`, whose bytes stand in files as they are."""
+        from concurrent.futures import ThreadPoolExecutor  # which costs every other command some milliseconds
+
+        pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-values")
+        whole: Statistics | None = None
+        before = -1
+        try:
+            for batch, parts in pool.map(self.read, self.batches(numbers)):  # in order: sums do not depend on threads
+                for (i, _, _), part in zip(batch, parts, strict=True):
+                    if whole is None or i != before:
+                        if whole is not None:
+                            yield before, whole
+                        before, whole = i, part
+                    else:
+                        whole.merge(part)
+                if tick:
+                    tick(sum(length for _, _, length in batch))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if whole is not None:
+            yield before, whole
+
+    def batches(self, numbers: Sequence[int]) -> Iterator[_Batch]:
+        """The tensors with these `numbers` in parts of some megabytes."""
+        batch: _Batch = []
+        size = 0
+        for i in numbers:
+            length = self.pieces[i].length
+            for offset in range(0, length, _SEGMENT):
+                part = min(_SEGMENT, length - offset)
+                if batch and (size + part > _SEGMENT or len(batch) == _MOST_TENSORS):
+                    yield batch
+                    batch, size = [], 0
+                batch.append((i, offset, part))
+                size += part
+        if batch:
+            yield batch
+
+    def read(self, batch: _Batch) -> tuple[_Batch, list[Statistics]]:
+        """The statistics of each part."""
+        room = memoryview(bytearray(_ROOM))
+        found = []
+        for i, offset, length in batch:
+            statistics = self.statistics(i)
+            for at in range(0, length, _ROOM):
+                data = room[: min(_ROOM, length - at)]
+                reading.read_into(self.pieces[i], offset + at, data)
+                statistics.add(data)
+            found.append(statistics)
+        return batch, found
+
+    def in_stream(self, reader: Pieces, i: int) -> Statistics:
+        """The statistics of a tensor whose bytes have to be inflated, gathered, put together or turned round."""
+        statistics = self.statistics(i)
+        room = memoryview(bytearray(BLOCK * get_dtype(self.dtypes[i]).itemsize))
+        for filled in fillings(reader.chunks(self.pieces[i]), room):
+            statistics.add(room[:filled])
+        return statistics
+
+    def statistics(self, i: int) -> Statistics:
+        from ckptconv.byteranges.kernels.summing import Statistics
+
+        return Statistics(self.dtypes[i], histogram=self.histogram)
+
+    def result(self, i: int, found: Statistics) -> TensorValues:
+        found.repeat(self.repeats[i])
+        return TensorValues(
+            nan=found.nan,
+            inf=found.inf,
+            zeros=found.zeros,
+            min=found.low,
+            max=found.high,
+            mean=found.mean if found.finite else None,
+            std=found.std,
+            norm=found.norm,
+            histogram=Histogram(*found.histogram()) if self.histogram else None,
+        )

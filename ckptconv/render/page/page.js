@@ -1,0 +1,575 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const columns = data.tensors;
+  const $ = (id) => document.getElementById(id);
+  const collator = new Intl.Collator("en", { numeric: true });
+  const MEASURES = { bytes: "bytes", parameters: "parameters", count: "tensors" };
+  const VALUES = ["nan", "inf", "zeros", "min", "max", "mean", "std", "norm"];
+  const ROW = 28; // pixels of a row of the table
+  const ROWS_OPEN = 18; // rows of the tree that are open at first
+  const AT_ONCE = 200; // children that a branch of the tree shows before it asks
+  const LEAST_AREA = 90; // square pixels, below which what is inside is not drawn
+  const HIDDEN = /[\p{C}\p{Zl}\p{Zp}]/gu; // characters that nobody would see, or that turn others round
+
+  // Texts: everything that a file says goes through textContent, with what cannot be seen in escapes.
+
+  const shown = (text) => String(text).replace(HIDDEN, (c) => "\\u{" + c.codePointAt(0).toString(16) + "}");
+  const short = (text, most) =>
+    text.length <= most ? text : text.slice(0, most * 0.6) + "…" + text.slice(-most * 0.4);
+
+  function make(tag, attributes, ...below) {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes || {})) {
+      if (name === "on") for (const [event, run] of Object.entries(value)) element.addEventListener(event, run);
+      else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value);
+    }
+    element.append(...below.filter((each) => each !== null && each !== undefined));
+    return element;
+  }
+
+  const named = (text, most = 120) => make("span", { class: "name" }, short(shown(text), most));
+
+  function size(n) {
+    if (n < 1000) return n + " B";
+    let unit = -1;
+    for (; n >= 999.5 && unit < 3; unit++) n /= 1000;
+    return Number(n.toPrecision(3)) + " " + "kMGT"[unit] + "B";
+  }
+
+  const counted = (n) => n.toLocaleString("en");
+  const measured = (n) => (measure === "bytes" ? size(n) : counted(n));
+  const percent = (part, whole) => (whole ? ((100 * part) / whole).toFixed(part / whole < 0.1 ? 1 : 0) + " %" : "");
+  const number = (n) => (n === null ? "–" : typeof n === "number" && !Number.isInteger(n) ? String(Number(n.toPrecision(4))) : String(n));
+
+  // The tensors, and the tree of their paths.
+
+  const PIECE = /(?:\[(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^\]'"])*\](?:\\[0-9]+)?\/?)|\.*(?:\\.|[^\\/[.])*(?:[./]|(?=\[)|$)|./gs;
+  const DEEPEST = 64;
+
+  function pieces(path) {
+    const found = (path.match(PIECE) || []).filter((piece) => piece);
+    return found.length <= DEEPEST ? found : [...found.slice(0, DEEPEST - 1), found.slice(DEEPEST - 1).join("")];
+  }
+
+  const tensors = [];
+  for (let i = 0, before = ""; i < columns.dtype.length; i++) {
+    before = before.slice(0, columns.paths[2 * i]) + columns.paths[2 * i + 1];
+    const shape = columns.shapes[columns.shape[i]];
+    const values = (columns.values && columns.values[i]) || null;
+    tensors.push({
+      i, path: before, dtype: columns.dtypes[columns.dtype[i]], device: columns.devices[columns.device[i]],
+      part: columns.parts[columns.part[i]], shape, nbytes: columns.nbytes[i], tied: columns.tied[i], values,
+      numel: shape.reduce((a, b) => a * b, 1), bad: !!values && values[0] + values[1] > 0,
+      low: before.toLowerCase(),
+    });
+  }
+  const tiedTo = new Map();
+  const onStorage = new Map();
+  for (const each of tensors) {
+    const home = each.tied < 0 ? each.i : each.tied;
+    if (each.tied >= 0) (tiedTo.get(home) || tiedTo.set(home, [home]).get(home)).push(each.i);
+    const storage = columns.storage[each.i];
+    if (storage !== null) (onStorage.get(storage) || onStorage.set(storage, []).get(storage)).push(each.i);
+  }
+  const mates = (each) => (tiedTo.get(each.tied < 0 ? each.i : each.tied) || []).filter((i) => i !== each.i);
+
+  function branch(name, path, above) {
+    return { name, path, above, below: [], tensor: null, bytes: 0, parameters: 0, count: 0, bad: 0, kinds: null, id: 0 };
+  }
+  const root = branch("", "", null);
+  const nodes = [root];
+  const nodeOf = [];
+  const places = new Map([["", root]]);
+  for (const each of tensors) {
+    let at = root, path = "";
+    for (const piece of pieces(each.path)) {
+      path += piece;
+      let next = places.get(path);
+      if (!next) {
+        next = branch(piece, path, at);
+        next.id = nodes.length;
+        nodes.push(next);
+        places.set(path, next);
+        at.below.push(next);
+      }
+      at = next;
+    }
+    at.tensor = each;
+    nodeOf[each.i] = at;
+    for (let node = at; node; node = node.above) {
+      if (each.tied < 0) { node.bytes += each.nbytes; node.parameters += each.numel; }
+      node.count++;
+      if (each.bad) node.bad++;
+    }
+  }
+  function sole(node) { // what a chain of only children ends in
+    while (!node.tensor && node.below.length === 1) node = node.below[0];
+    return node;
+  }
+  const label = (node, from) => (node === root ? "everything" : node.path.slice(from ? from.path.length : 0));
+
+  // What is shown.
+
+  let measure = "bytes", colour = "dtype", focus = sole(root), chosen = null, query = "", onlyBad = false;
+  let order = { key: "nbytes", up: false };
+  const expanded = new Set([root]);
+  const more = new Map();
+  const hues = { dtype: [], device: [], part: [] };
+  for (const key of Object.keys(hues)) {
+    const sums = new Map();
+    for (const each of tensors) sums.set(each[key], (sums.get(each[key]) || 0) + (each.tied < 0 ? each.nbytes : 0) + 1e-9);
+    hues[key] = [...sums].sort((a, b) => b[1] - a[1]).map(([word]) => word);
+  }
+  colour = ["part", "dtype", "device"].find((key) => hues[key].length > 1) || "dtype";
+  const hue = (word) => "var(--c" + Math.min(hues[colour].indexOf(word), 7) + ")";
+
+  function main(node) { // the word that most of what is below has
+    if (node.tensor) return node.tensor[colour];
+    if (node.kinds && node.kinds[0] === colour) return node.kinds[1];
+    const sums = new Map(), stack = [node];
+    while (stack.length) {
+      const at = stack.pop();
+      if (at.tensor) sums.set(at.tensor[colour], (sums.get(at.tensor[colour]) || 0) + at.bytes + 1);
+      stack.push(...at.below);
+    }
+    const best = [...sums].reduce((a, b) => (b[1] > a[1] ? b : a))[0];
+    node.kinds = [colour, best];
+    return best;
+  }
+
+  // The head
+
+  function command(text) {
+    const code = make("code", { dir: "ltr", tabindex: "0" }, text);
+    const button = make("button", { type: "button", on: { click: copy } }, "Copy");
+    function copy() {
+      const range = document.createRange();
+      range.selectNodeContents(code);
+      getSelection().removeAllRanges();
+      getSelection().addRange(range);
+      button.textContent = document.execCommand("copy") ? "Copied" : "Selected"; // works in frames of notebooks too
+      setTimeout(() => { button.textContent = "Copy"; }, 1500);
+    }
+    return make("div", { class: "command" }, code, button);
+  }
+
+  function head() {
+    $("path").textContent = short(shown(data.path), 400);
+    const verdict = data.verdict;
+    $("verdict").textContent = verdict.text;
+    if (verdict.good !== null) $("verdict").className = verdict.good ? "good" : "bad";
+    if (verdict.findings.length) {
+      $("findings").append(make("ul", {}, ...verdict.findings.map((each) =>
+        make("li", {}, make("bdi", {}, shown(each.text)), each.command ? command(each.command) : null))));
+    }
+    if (verdict.remedy && verdict.findings.length > 1) $("findings").append("All of it:", command(verdict.remedy));
+    for (const [name, text] of data.facts) {
+      $("facts").append(make("dt", {}, name), make("dd", {}, make("bdi", {}, shown(text))));
+    }
+    const ties = [...tiedTo.values()];
+    if (ties.length) {
+      const list = make("dd", {});
+      ties.slice(0, 12).forEach((tie, n) => {
+        if (n) list.append("; ");
+        tie.slice(0, 6).forEach((i, m) => list.append(m ? " = " : "", link(tensors[i])));
+        if (tie.length > 6) list.append(" = … " + counted(tie.length - 6) + " more");
+      });
+      if (ties.length > 12) list.append("; … " + counted(ties.length - 12) + " more");
+      $("facts").append(make("dt", {}, "tied"), list);
+    }
+    const bad = tensors.filter((each) => each.bad && each.tied < 0);
+    if (columns.values) {
+      const list = make("dd", { class: bad.length ? "bad" : null }, bad.length ? "in " + counted(bad.length) + ": " : "none");
+      bad.slice(0, 12).forEach((each, n) => list.append(n ? ", " : "", link(each), " (" + notFinite(each) + ")"));
+      if (bad.length > 12) list.append(", … " + counted(bad.length - 12) + " more");
+      $("facts").append(make("dt", {}, "NaN or inf"), list);
+    }
+  }
+
+  const notFinite = (each) =>
+    [[each.values[0], "NaN"], [each.values[1], "inf"]].filter(([n]) => n).map(([n, word]) => counted(n) + " " + word).join(", ");
+  const link = (each) =>
+    make("button", { type: "button", class: "link", on: { click: () => choose(nodeOf[each.i], true) } }, named(each.path));
+
+  // The controls
+
+  function controls() {
+    for (const [key, word] of Object.entries(MEASURES)) {
+      const radio = make("input", { type: "radio", name: "measure", value: key, on: { change: () => { measure = key; draw(); } } });
+      radio.checked = key === measure;
+      $("measure").append(make("label", {}, radio, " " + word));
+    }
+    for (const key of Object.keys(hues)) $("colour").append(make("option", { value: key }, key));
+    $("colour").value = colour;
+    $("colour").addEventListener("change", () => { colour = $("colour").value; draw(); });
+    $("bad-label").hidden = !columns.values;
+    $("bad").addEventListener("change", () => { onlyBad = $("bad").checked; rows(); });
+    $("search").addEventListener("input", () => { query = $("search").value.toLowerCase(); rows(); });
+  }
+
+  function legend() {
+    $("legend").replaceChildren(...hues[colour].slice(0, 8).map((word, i) => {
+      const box = make("i", {});
+      box.style.background = "var(--c" + i + ")";
+      const text = i === 7 && hues[colour].length > 8 ? counted(hues[colour].length - 7) + " others" : short(shown(word), 40);
+      return make("li", {}, box, make("bdi", {}, text));
+    }));
+  }
+
+  function crumbs() {
+    const way = [];
+    for (let node = focus; node; node = node.above) if (node === focus || node === root || node.below.length > 1) way.unshift(node);
+    const parts = [];
+    way.forEach((node, n) => {
+      const text = short(shown(label(node, n ? way[n - 1] : null)), 60);
+      if (n) parts.push(" › ");
+      parts.push(node === focus ? make("b", {}, text)
+        : make("button", { type: "button", class: "link", on: { click: () => look(node) } }, text));
+    });
+    $("crumbs").replaceChildren(...parts, ": " + measured(focus[measure]) + (focus === root ? "" : ", " + percent(focus[measure], root[measure])));
+  }
+
+  // The map
+
+  function pruned(node, area) { // as deep as it can be seen
+    const value = node[measure];
+    if (node.tensor || !node.below.length || area < LEAST_AREA * 4) return { node, value };
+    const whole = node.below.reduce((sum, each) => sum + each[measure], 0) || 1;
+    const below = [];
+    let some = { node, value: 0, from: null, to: null };
+    for (const each of node.below) { // what is small is put together with its neighbours
+      const share = (area * each[measure]) / whole;
+      if (share >= LEAST_AREA) { below.push(pruned(sole(each), share)); continue; }
+      if (!each[measure]) continue;
+      some = { node, value: some.value + each[measure], from: some.from || each, to: each };
+      if ((area * some.value) / whole < 12 * LEAST_AREA) continue;
+      below.push(some);
+      some = { node, value: 0, from: null, to: null };
+    }
+    if (some.from) below.push(some);
+    if (below.length === 1 && !below[0].from) return below[0];
+    return below.length > 1 ? { node, below } : { node, value };
+  }
+
+  function span(some, node) { // what several neighbours are called
+    const from = label(some.from, node);
+    return some.from === some.to ? from : from + " … " + label(some.to, node);
+  }
+
+  function map() {
+    const element = $("map"), width = element.clientWidth, height = element.clientHeight;
+    element.replaceChildren();
+    if (!focus[measure] || !width) return;
+    const tree = d3.hierarchy(pruned(focus, width * height), (each) => each.below).sum((each) => each.value || 0);
+    const titled = (at) => at.depth > 0 && at.height > 0 && at.x1 - at.x0 > 50 && at.y1 - at.y0 > 40;
+    d3.treemap().size([width, height]).paddingTop((at) => (titled(at) ? 17 : 1))
+      .paddingInner(1).paddingRight(1).paddingBottom(1).round(true)(tree.sort((a, b) => b.value - a.value));
+    const drawn = document.createDocumentFragment();
+    const tied = chosen && chosen.tensor ? new Set(mates(chosen.tensor)) : new Set();
+    for (const at of tree.descendants()) {
+      if (!at.depth && at.children) continue;
+      const node = at.data.node, w = at.x1 - at.x0, h = at.y1 - at.y0;
+      if (w < 1 || h < 1) continue;
+      const box = make("div", { class: at.children ? "inner" : null });
+      Object.assign(box.style, { left: at.x0 + "px", top: at.y0 + "px", width: w + "px", height: h + "px" });
+      if (!at.children) box.style.background = hue(main(node));
+      const text = at.data.from ? span(at.data, node) : label(node, at.parent ? at.parent.data.node : node.above);
+      if (at.children ? titled(at) : w > (at.data.from ? 60 : 30) && h > 15) box.textContent = short(shown(text), 60) + (h > 32 && !at.children ? "\n" + measured(at.value) : "");
+      box.title = short(shown(node.path + (at.data.from ? text : "")), 300) + "\n" + measured(at.value) + ", " + percent(at.value, root[measure]);
+      if (!at.data.from && (node === chosen || (node.tensor && tied.has(node.tensor.i)))) {
+        const frame = make("div", { class: node === chosen ? "frame" : "frame tied" }); // above what is inside
+        Object.assign(frame.style, { left: at.x0 + "px", top: at.y0 + "px", width: w + "px", height: h + "px" });
+        drawn.append(frame);
+      }
+      if (!at.children && !at.data.from && node.bad) box.classList.add("bad");
+      box.addEventListener("click", () => choose(node, true));
+      box.addEventListener("dblclick", () => look(node));
+      drawn.append(box);
+    }
+    element.append(drawn);
+  }
+
+  function look(node) {
+    focus = node.tensor && node.above ? node.above : sole(node);
+    if (focus.tensor && focus.above) focus = focus.above;
+    draw();
+  }
+
+  // The tree
+
+  let visible = [];
+  function flatten() {
+    visible = [];
+    const add = (node, level, above) => {
+      const end = sole(node);
+      const kin = above ? above.kin : 1, place = above ? above.place : 1;
+      visible.push({ node: end, level, from: above ? above.node : null, kin, place });
+      if (!expanded.has(end)) return;
+      const below = [...end.below].sort((a, b) => b[measure] - a[measure] || 0);
+      const most = more.get(end) || AT_ONCE;
+      below.slice(0, most).forEach((each, n) => add(each, level + 1, { node: end, kin: below.length, place: n + 1 }));
+      if (below.length > most) visible.push({ node: end, level: level + 1, rest: below.length - most, kin: below.length, place: most + 1 });
+    };
+    add(root, 1, null);
+  }
+
+  let current = 0; // the place in what is visible that the keyboard is at
+  function tree(focused) {
+    flatten();
+    current = Math.max(0, Math.min(current, visible.length - 1));
+    const items = visible.map((each, n) => {
+      const node = each.node;
+      const opens = !each.rest && node.below.length > 0;
+      const twist = make("span", { class: "twist", "aria-hidden": "true" }, opens ? (expanded.has(node) ? "▾" : "▸") : "");
+      const text = each.rest ? "… " + counted(each.rest) + " more" : label(node, each.from);
+      const item = make("li", {
+        role: "treeitem", "aria-level": each.level, "aria-setsize": each.kin, "aria-posinset": each.place,
+        "aria-expanded": opens ? String(expanded.has(node)) : null, "aria-selected": String(!each.rest && node === chosen),
+        tabindex: n === current ? "0" : "-1",
+      }, twist, named(text, 80));
+      item.style.paddingLeft = 6 + 14 * (Math.min(each.level, 20) - 1) + "px";
+      if (!each.rest) {
+        item.append(make("span", { class: "size" }, 
+          (node.tensor && node.tensor.tied >= 0 && measure !== "count" ? "tied" : measured(node[measure])) + (node.bad ? " ⚠" : "")));
+        item.style.setProperty("--share", (100 * node[measure]) / (root[measure] || 1) + "%");
+        item.style.borderLeftColor = hue(main(node));
+      }
+      item.addEventListener("click", (event) => {
+        current = n;
+        if (each.rest) { more.set(node, (more.get(node) || AT_ONCE) + AT_ONCE); tree(true); return; }
+        if (opens && (event.target === twist || node === chosen)) toggle(node);
+        choose(node, false);
+        tree(true);
+      });
+      return item;
+    });
+    $("tree").replaceChildren(...items);
+    if (focused && items[current]) items[current].focus({ preventScroll: false });
+  }
+
+  const toggle = (node) => (expanded.has(node) ? expanded.delete(node) : expanded.add(node));
+
+  $("tree").addEventListener("keydown", (event) => {
+    const each = visible[current];
+    if (!each) return;
+    const node = each.node, opens = !each.rest && node.below.length > 0;
+    if (event.key === "ArrowDown") current = Math.min(current + 1, visible.length - 1);
+    else if (event.key === "ArrowUp") current = Math.max(current - 1, 0);
+    else if (event.key === "Home") current = 0;
+    else if (event.key === "End") current = visible.length - 1;
+    else if (event.key === "ArrowRight" && opens) { if (expanded.has(node)) current++; else expanded.add(node); }
+    else if (event.key === "ArrowLeft") {
+      if (opens && expanded.has(node)) expanded.delete(node);
+      else while (current > 0 && visible[current].level >= each.level) current--;
+    } else if (event.key === "Enter" || event.key === " ") {
+      if (each.rest) more.set(node, (more.get(node) || AT_ONCE) + AT_ONCE);
+      else choose(node, false);
+    } else return;
+    event.preventDefault();
+    tree(true);
+  });
+
+  // What is selected
+
+  const PLAIN = /^[\w@%+=:,./-]+$/;
+  function quoted(word) {
+    if (word && PLAIN.test(word)) return word;
+    if (!new RegExp(HIDDEN.source, "u").test(word)) return "'" + word.replaceAll("'", "'\"'\"'") + "'";
+    const bytes = (c) => [...new TextEncoder().encode(c)].map((b) => "\\x" + b.toString(16).padStart(2, "0")).join("");
+    return "$'" + word.replace(/[\\']/g, "\\$&").replace(HIDDEN, bytes) + "'";
+  }
+  const glob = (path) => {
+    const literal = path.replace(/[*?[]/g, "[$&]").replace(HIDDEN, "?");
+    return path.includes("/") || (data.named && /^[\w.]+$/.test(path)) ? literal : "./" + literal;
+  };
+  const type = (target, flag, value) => {
+    const src = data.path.startsWith("-") ? "./" + data.path : data.path;
+    return ["ckptconv", "convert", quoted(src), target, flag, quoted(value)].join(" ");
+  };
+
+  function details() {
+    const box = $("selected");
+    if (!chosen) {
+      box.replaceChildren(make("p", { class: "hint" }, "Select a module or a tensor: in the tree, on the map, or in the table."));
+      return;
+    }
+    const each = chosen.tensor, facts = [];
+    const fact = (name, ...what) => facts.push(make("dt", {}, name), make("dd", {}, ...what));
+    if (each) tensorFacts(each, fact);
+    else {
+      fact("tensors", counted(chosen.count));
+      fact("bytes", size(chosen.bytes) + ", " + percent(chosen.bytes, root.bytes) + " of all");
+      fact("parameters", counted(chosen.parameters));
+      if (chosen.bad) fact("NaN or inf", make("span", { class: "bad" }, "in " + counted(chosen.bad)));
+    }
+    const indexed = chosen.below.length && chosen.below[0].name.startsWith("[");
+    const whole = chosen.path.endsWith("/") ? chosen.path.slice(0, -1) : indexed ? chosen.path : null;
+    const pattern = glob(chosen.path) + (each ? "" : "*");
+    const commands = chosen === root ? [] : whole
+      ? [["Take this part alone", type("part.pt", "--select", whole)], ["Leave it out", type("rest.pt", "--drop", whole)]]
+      : [["Take this alone", type("part.pt", "--include", pattern)], ["Leave it out", type("rest.pt", "--exclude", pattern)]];
+    box.replaceChildren(
+      make("h3", { dir: "ltr" }, make("bdi", {}, chosen === root ? "everything" : shown(chosen.path))),
+      make("dl", {}, ...facts), each && each.values && each.values[8] ? histogram(each.values[8]) : null ?? "",
+      ...commands.flatMap(([what, text]) => [make("div", {}, what + ":"), command(text)]),
+      chosen.below.length ? make("button", { type: "button", on: { click: () => look(chosen) } }, "Show its inside on the map") : "",
+    );
+  }
+
+  function tensorFacts(each, fact) {
+    const i = each.i, storage = columns.storage[i], stored = columns.stored[i] || each.nbytes;
+    fact("path", make("bdi", {}, shown(each.path)));
+    fact("dtype", each.dtype);
+    fact("shape", each.shape.length ? each.shape.join(" × ") : "scalar");
+    fact("stride", columns.stride[i] === 0 ? "contiguous" : columns.stride[i].join(", "));
+    fact("bytes", counted(each.nbytes) + " (" + percent(each.nbytes, root.bytes) + " of all)");
+    fact("device", each.device);
+    fact("part", each.part);
+    if (storage !== null) {
+      fact("storage", "number " + storage + ", " + size(stored) + (columns.offset[i] ? ", from element " + counted(columns.offset[i]) : ""));
+    }
+    const same = mates(each);
+    if (same.length) fact("tied to", ...listed(same));
+    const others = (onStorage.get(storage) || []).filter((n) => n !== i && !same.includes(n));
+    if (others.length) fact("same storage", ...listed(others));
+    if (each.values) VALUES.forEach((name, n) => fact(name, make("span", { class: n < 2 && each.values[n] ? "bad" : null }, number(each.values[n]))));
+  }
+
+  const listed = (numbers) => [
+    ...numbers.slice(0, 12).flatMap((i, n) => [n ? ", " : "", link(tensors[i])]),
+    numbers.length > 12 ? ", … " + counted(numbers.length - 12) + " more" : "",
+  ];
+
+  function histogram([edge, ...counts]) {
+    const most = Math.max(...counts, 1), bars = make("div", { id: "bars", role: "img" });
+    const top = Number(edge), bins = counts.length / 2;
+    const from = counts.slice(0, bins).some((n) => n) ? 0 : bins;
+    const at = (n) => { const k = n - bins; return k === 0 ? 0 : Math.sign(k) * top * 2 ** (Math.abs(k) - bins); };
+    counts.slice(from).forEach((n, k) => {
+      const bar = make("i", { title: number(at(from + k)) + " to " + number(at(from + k + 1)) + ": " + counted(n) });
+      bar.style.height = (100 * n) / most + "%";
+      bars.append(bar);
+    });
+    const range = number(at(from)) + " to " + number(top);
+    bars.setAttribute("aria-label", "Histogram of 32 bins that double in width away from 0, from " + range);
+    return make("div", {}, bars, make("p", { class: "hint" }, "from " + range + "; each bin twice as wide as the next one towards 0"));
+  }
+
+  function choose(node, opens) {
+    chosen = node;
+    if (opens) {
+      for (let above = node.above; above; above = above.above) {
+        expanded.add(above);
+        const end = above.below.indexOf(node);
+        if (end >= AT_ONCE) more.set(above, above.below.length);
+      }
+      flatten();
+      current = Math.max(0, visible.findIndex((each) => each.node === sole(node) && !each.rest));
+    }
+    tree(false);
+    if (opens && $("tree").children[current]) {
+      const item = $("tree").children[current], list = $("tree");
+      list.scrollTop = item.offsetTop - list.offsetTop - list.clientHeight / 2;
+    }
+    map();
+    details();
+    paint();
+  }
+
+  // The table
+
+  const HEADS = [["path", "tensor"], ["dtype", "dtype"], ["numel", "shape"], ["device", "device"], ["nbytes", "bytes"]];
+  const KEYS = [...HEADS, ...(columns.values ? VALUES.map((name, n) => [n, name]) : [])];
+  let found = [];
+
+  function heads() {
+    $("heads").replaceChildren(...KEYS.map(([key, word], n) => {
+      const sorted = order.key === key ? (order.up ? "ascending" : "descending") : "none";
+      const mark = order.key === key ? (order.up ? " ▲" : " ▼") : "";
+      const sort = () => {
+        order = { key, up: order.key === key ? !order.up : typeof key === "string" && key !== "nbytes" && key !== "numel" };
+        heads();
+        rows();
+        $("heads").children[n].firstChild.focus();
+      };
+      return make("th", { scope: "col", "aria-sort": sorted, class: n > 3 ? "right" : null },
+        make("button", { type: "button", on: { click: sort } }, word, make("span", { "aria-hidden": "true" }, mark)));
+    }));
+  }
+
+  function rows() {
+    const words = query.split(/\s+/).filter((word) => word);
+    found = tensors.filter((each) => (!onlyBad || each.bad) && words.every((word) => each.low.includes(word)) && each.path.startsWith(focus.path));
+    const key = order.key, up = order.up ? 1 : -1;
+    if (typeof key === "number") {
+      const value = (each) => (each.values && each.values[key] !== null ? Number(each.values[key]) : -Infinity * up);
+      found.sort((a, b) => (value(a) === value(b) ? 0 : up * (value(a) - value(b))) || a.i - b.i);
+    } else if (key === "path") found.sort((a, b) => up * collator.compare(a.path, b.path));
+    else found.sort((a, b) => (typeof a[key] === "number" ? up * (a[key] - b[key]) : up * collator.compare(a[key], b[key])) || a.i - b.i);
+    $("shown").textContent = found.length === tensors.length ? counted(found.length) : counted(found.length) + " of " + counted(tensors.length);
+    $("table").setAttribute("aria-rowcount", found.length + 1);
+    $("scroll").scrollTop = 0;
+    paint();
+  }
+
+  function row(each, n) {
+    const cells = [
+      make("td", {}, make("button", { type: "button", class: "link", on: { click: () => choose(nodeOf[each.i], true) } },
+        named(each.path + (each.tied < 0 ? "" : " = " + tensors[each.tied].path)))),
+      make("td", {}, each.dtype), make("td", {}, each.shape.join("×") || "scalar"), make("td", {}, shown(each.device)),
+      make("td", { class: "right" }, size(each.nbytes)),
+      ...(columns.values ? VALUES.map((_, k) =>
+        make("td", { class: "right" + (k < 2 && each.values && each.values[k] ? " bad" : "") }, each.values ? number(each.values[k]) : "–")) : []),
+    ];
+    return make("tr", { "aria-rowindex": n + 2, class: chosen && chosen.tensor === each ? "chosen" : null }, ...cells);
+  }
+
+  let painting = false, printing = false;
+  function paint() {
+    const scroll = $("scroll"), top = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 10);
+    const first = printing ? 0 : top, last = printing ? Math.min(500, found.length) : Math.min(found.length, top + Math.ceil(scroll.clientHeight / ROW) + 20);
+    const space = (height) => {
+      const cell = make("td", { colspan: KEYS.length });
+      cell.style.height = height + "px";
+      return make("tr", { class: "space", "aria-hidden": "true" }, cell);
+    };
+    const drawn = [];
+    if (first) drawn.push(space(first * ROW));
+    for (let n = first; n < last; n++) drawn.push(row(found[n], n));
+    if (last < found.length && !printing) drawn.push(space((found.length - last) * ROW));
+    if (printing && last < found.length) {
+      drawn.push(make("tr", {}, make("td", { colspan: KEYS.length }, "… " + counted(found.length - last) + " more tensors")));
+    }
+    $("rows").replaceChildren(...drawn);
+  }
+  $("scroll").addEventListener("scroll", () => {
+    if (!painting) requestAnimationFrame(() => { painting = false; paint(); });
+    painting = true;
+  });
+  addEventListener("beforeprint", () => { printing = true; paint(); });
+  addEventListener("afterprint", () => { printing = false; paint(); });
+
+  function draw() {
+    legend();
+    crumbs();
+    map();
+    tree(false);
+    rows();
+  }
+
+  let resizing = 0;
+  addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { map(); paint(); }, 100); });
+  for (let n = 0, todo = [sole(root)]; n < ROWS_OPEN && todo.length;) { // as much of the tree as can be seen at once
+    const node = todo.sort((a, b) => b.bytes - a.bytes).shift();
+    if (n + node.below.length > ROWS_OPEN && node !== sole(root)) continue;
+    n += node.below.length;
+    expanded.add(node);
+    todo.push(...node.below.map(sole).filter((each) => each.below.length));
+  }
+  head();
+  controls();
+  heads();
+  details();
+  draw();
+})();

@@ -1,0 +1,135 @@
+"""Render the values of tensors as a table on a terminal, and as tab-separated lines in a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ckptconv.render.table import fields, footer, named
+from ckptconv.render.text import Style, broken, cells, count, fact, first_of, padded
+
+if TYPE_CHECKING:
+    from ckptconv.inspection.summary import TensorSummary
+    from ckptconv.inspection.values import TensorValues
+
+__all__ = ["not_finite", "short_number", "values_fact", "values_lines"]
+
+_GAP = "  "
+_NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
+_HEADINGS = ("tensor", "dtype", *_NUMBERS, "histogram")
+_LAST_TO_STAY = (0, 2, 5, 6, 7, 8, 3, 4, 10, 9, 1)  # columns, the last of which goes first where there is no room
+_LEAST_NAME = 24  # columns
+_SHOWN = 3
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def not_finite(tensors: Sequence[TensorSummary], kinds: Sequence[str] = ("nan", "inf")) -> list[TensorSummary]:
+    """Those of `tensors` that have any of `kinds`, ties once."""
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.values and tensor.tied_to is None and any(getattr(tensor.values, kind) for kind in kinds)
+    ]
+
+
+def values_fact(tensors: Sequence[TensorSummary], style: Style) -> Iterator[str]:
+    """Whether anything in `tensors` is NaN or infinite, and where."""
+    bad = not_finite(tensors)
+    read = sum(tensor.values is not None and tensor.tied_to is None for tensor in tensors)
+    if not bad:
+        yield from fact(style, "numbers", f"all finite in {count(read, 'tensor')}")
+        return
+    says = [f"{tensor.path} ({_counted(tensor.values)})" for tensor in bad if tensor.values]
+    text = f"NaN or inf in {len(bad):,} of {count(read, 'tensor')}: {', '.join(first_of(says, _SHOWN))}"
+    yield from fact(style, "numbers", text, paint=lambda line: style.paint(line, "bad"))
+
+
+def _counted(values: TensorValues) -> str:
+    return ", ".join(f"{n:,} {word}" for n, word in ((values.nan, "NaN"), (values.inf, "inf")) if n)
+
+
+def values_lines(
+    tensors: Sequence[TensorSummary], style: Style, *, limit: int | None = None, height: int | None = None
+) -> Iterator[str]:
+    """The table of `tensors` and their values, `limit` rows of it and no more than fit `height` lines."""
+    if style.width is None:
+        for tensor in tensors[:limit]:
+            numbers = [_exact(getattr(tensor.values, name, None)) for name in _NUMBERS]
+            words = (style.text(named(tensor.path, tensor)), *fields(tensor, style), str(tensor.nbytes), *numbers)
+            yield "\t".join((*words, *([_bars(tensor.values, style)] if _has_histogram(tensors) else [])))
+        n = len(tensors[:limit])
+        yield from footer(style, len(tensors), drawn=n, rows=len(tensors), shown=n)
+        return
+    rows = [_row(tensor, style) for tensor in tensors[:limit]]
+    columns = _fit(rows, style, histogram=_has_histogram(tensors))
+    lines = [*_drawn(rows, columns, tensors, style)]
+    n = len(rows)
+    while height is not None and n > 1 and sum(map(len, lines[:n])) + 3 > height:
+        n -= 1
+    if rows:
+        yield style.paint(_GAP.join(padded(_HEADINGS[i], w, right=i > 1) for i, w in columns.items()).rstrip(), "title")
+        yield style.paint(style.text("─") * (sum(columns.values()) + len(_GAP) * (len(columns) - 1)), "quiet")
+    for row in lines[:n]:
+        yield from row
+    yield from footer(style, len(tensors), drawn=n, rows=len(tensors), shown=n)
+
+
+def _has_histogram(tensors: Sequence[TensorSummary]) -> bool:
+    return any(tensor.values and tensor.values.histogram for tensor in tensors)
+
+
+def _row(tensor: TensorSummary, style: Style) -> tuple[str, ...]:
+    values = tensor.values
+    shown = [short_number(getattr(values, name, None)) for name in _NUMBERS]
+    return style.text(named(tensor.path, tensor)), fields(tensor, style)[0], *shown, _bars(values, style)
+
+
+def _fit(rows: Sequence[tuple[str, ...]], style: Style, *, histogram: bool) -> dict[int, int]:
+    """The columns that there is room for, with their widths."""
+    widths = {i: max(map(cells, column)) for i, column in enumerate(zip(_HEADINGS, *rows, strict=True))}
+    if not histogram:
+        del widths[len(_HEADINGS) - 1]
+    for spare in reversed(_LAST_TO_STAY):
+        room = style.columns - sum(widths[i] + len(_GAP) for i in widths if i)
+        if room >= min(_LEAST_NAME, widths[0]) or len(widths) <= 2:
+            break
+        widths.pop(spare, None)
+    widths[0] = max(min(widths[0], room), len(_HEADINGS[0]))
+    return widths
+
+
+def _drawn(
+    rows: Sequence[tuple[str, ...]], columns: dict[int, int], tensors: Sequence[TensorSummary], style: Style
+) -> Iterator[list[str]]:
+    """The lines of each row: the name goes on in the next one where it is too long."""
+    for row, tensor in zip(rows, tensors, strict=False):
+        names = broken(row[0], columns[0], hanging=2)
+        rest = "".join(_GAP + padded(row[i], width, right=i > 1) for i, width in columns.items() if i)
+        first = (padded(names[0], columns[0]) + rest).rstrip()
+        yield [style.paint(first, "bad" if not_finite([tensor]) else None), *names[1:]]
+
+
+def _exact(number: float | int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def short_number(number: float | int | None) -> str:
+    """`number` in few digits."""
+    if number is None:
+        return "-"
+    return f"{number:.3g}" if isinstance(number, float) or abs(number) >= 10**6 else str(number)
+
+
+def _bars(values: TensorValues | None, style: Style) -> str:
+    """The histogram as a line of bars, from the most negative to the largest; where nothing is negative, without that
+    half.
+    """
+    if values is None or values.histogram is None:
+        return ""
+    counts = values.histogram.counts
+    half = len(counts) // 2
+    shown = counts if any(counts[:half]) else counts[half:]
+    most = max(*shown, 1)
+    if not style.unicode:
+        return " ".join(map(str, shown))
+    return "".join(" " if not n else _BARS[n * (len(_BARS) - 1) // most] for n in shown)

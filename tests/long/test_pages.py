@@ -1,0 +1,212 @@
+"""Pages in headless Chromium: nothing is asked for, everything can be clicked and reached by keyboard, and names of
+files are text. torch and the command line judge the commands that pages show.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptconv
+from ckptconv.cli.main import main
+from tests.support.browser import axe_source, browser, opened
+from tests.support.rank_runs import save_as_ranks
+
+#: Names that would do harm as markup, as code, on a terminal or in a shell, or that objects of JavaScript have.
+HOSTILE = [
+    "</script><script>document.title='gone'</script>", "<img src=x onerror=document.title='gone'>", "</style>",
+    "--> <!--", "\x1b[31mred\x07", "a\u202egnp.exe", "\u2066x\u2069", "x" * 10_000, "a'b\"c`d$(touch gone)",
+    "new\nline", "*?[a]", "-rf", "é漢字😀.weight", "😀.bias", "\ud800", "__proto__", "constructor.prototype",
+    "toString", "${data}", "&amp;<b>", "a/b[0]\\c",
+]  # a table  # fmt: skip
+
+
+def state(n: int, wide: int = 8) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {f"layers.{i // 2}.{'weight' if i % 2 else 'bias'}": torch.randn(wide, 2 + i % 5) for i in range(n)}
+
+
+def bert() -> dict[str, torch.Tensor]:
+    """Ties, and an element that is NaN."""
+    found = {f"bert.{name}": tensor for name, tensor in state(40).items()}
+    embeddings = torch.randn(500, 8)
+    found = {"bert.embeddings.weight": embeddings, **found, "cls.decoder.weight": embeddings}
+    found["bert.layers.3.weight"][0, 0] = float("nan")
+    return found
+
+
+def training() -> dict[str, Any]:
+    model = state(20)
+    moments = {i: {"exp_avg": torch.rand_like(t), "step": torch.tensor(3.0)} for i, t in enumerate(model.values())}
+    return {
+        "model": model,
+        "ema": {name: tensor.bfloat16() for name, tensor in model.items()},
+        "optimizer": {"state": moments, "param_groups": [{"lr": 0.1, "params": [*range(20)]}]},
+        "rng": torch.get_rng_state(),
+    }
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints and their pages."""
+    folder = tmp_path_factory.mktemp("pages")
+    made = {"bert": bert(), "training": training(), "hostile": {name: torch.ones(2, 3) for name in HOSTILE}}
+    made["many"] = {f"model.layers.{i // 10}.experts.{i % 10}.weight": torch.ones(1 + i % 7) for i in range(60_000)}
+    for name, value in made.items():
+        torch.save(value, folder / f"{name}.pt")
+        values = ["--histogram"] if name == "bert" else []
+        assert main(["inspect", str(folder / f"{name}.pt"), "--html", str(folder / f"{name}.html"), *values]) == 0
+    save_as_ranks(state(6), folder / "ranks")
+    pattern = str(folder / "ranks" / "model_world_size_2_rank_*.pt")
+    assert main(["inspect", pattern, "--html", str(folder / "ranks.html")]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", ["bert", "training", "ranks", "hostile", "many"])
+@pytest.mark.parametrize("width", [400, 2000])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wrong_with_it(name: str, width: int, scheme: str, pages: Path, chromium: Any) -> None:
+    """No error, no request, nothing wider than the window; the map and the table have something."""
+    with opened(chromium, pages / f"{name}.html", width=width, scheme=scheme) as page:
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.locator("#map div").count() > 1 and page.locator("#rows button").count() > 5
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return axe_source(tmp_path_factory.mktemp("axe"))
+
+
+@pytest.mark.parametrize("name", ["bert", "training", "hostile"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everybody_can_use_it(name: str, scheme: str, pages: Path, chromium: Any, axe: str) -> None:
+    """axe-core has nothing to say, before and after something is selected."""
+    with opened(chromium, pages / f"{name}.html", scheme=scheme) as page:
+        page.evaluate(axe)
+        for _ in range(2):
+            found = page.evaluate("axe.run().then((r) => r.violations.map((v) => [v.id, v.nodes.map((n) => n.html)]))")
+            assert found == []
+            page.locator("#rows button").nth(1).click()
+
+
+def test_search_sort_and_select(pages: Path, chromium: Any) -> None:
+    """By mouse: the table, the map, the tree, the ties."""
+    with opened(chromium, pages / "bert.html") as page:
+        names = page.locator("#rows .name")
+        assert names.first.inner_text() == "bert.embeddings.weight"  # the largest
+        page.get_by_role("button", name="tensor", exact=True).click()
+        assert (
+            names.first.inner_text() == "bert.embeddings.weight" and names.nth(1).inner_text() == "bert.layers.0.bias"
+        )
+        assert page.locator("th[aria-sort=ascending]").inner_text().startswith("tensor")
+        page.fill("#search", "layers.1 weight")
+        assert page.locator("#shown").inner_text() == "11 of 42"
+        page.fill("#search", "")
+        page.check("#bad")
+        assert names.all_inner_texts() == ["bert.layers.3.weight"]
+        names.first.click()
+        assert page.locator("#selected h3").inner_text() == "bert.layers.3.weight"
+        assert page.locator("#selected .bad").inner_text() == "1" and page.locator("#bars i").count() in (16, 32)
+        page.locator("#facts button", has_text="cls.decoder.weight").click()
+        assert page.locator("#map .tied").count() == 1  # drawn where the first of them is
+        page.locator("#map div", has_text="layers.").first.click(position={"x": 4, "y": 4})
+        assert page.locator("#selected h3").inner_text().startswith("bert.layers.")
+        page.locator("input[value=count]").check()
+        assert "tensors" not in page.locator("#crumbs").inner_text() and "42" in page.locator("#crumbs").inner_text()
+
+
+def test_the_keyboard(pages: Path, chromium: Any) -> None:
+    """The tree, as screen readers expect it."""
+    with opened(chromium, pages / "training.html") as page:
+        page.locator("#tree li[tabindex='0']").focus()
+        for key in ("Home", "ArrowRight", "ArrowDown", "ArrowRight", "Enter"):
+            page.keyboard.press(key)
+        chosen = page.locator("#tree li[aria-selected=true]")
+        assert chosen.count() == 1 and chosen.get_attribute("aria-level") >= "2"
+        assert page.evaluate("document.activeElement.getAttribute('role')") == "treeitem"
+        assert page.locator("#selected code").count() == 2
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowLeft")
+        assert page.evaluate("document.activeElement.getAttribute('aria-level')") == "1"
+
+
+def test_names_are_text(pages: Path, chromium: Any) -> None:
+    """None of them is markup or code, none hides or turns anything, and all are shown."""
+    with opened(chromium, pages / "hostile.html") as page:
+        assert page.locator("#rows tr").count() == len(HOSTILE)
+        assert page.title().endswith("hostile.pt") and page.locator("img, #rows script").count() == 0
+        shown = page.locator("#rows").inner_text()
+        assert "\u202e" not in shown and "\x1b" not in shown and "a\\u{202e}gnp.exe" in shown
+
+
+@pytest.mark.parametrize("name", ["hostile", "training"])
+def test_the_commands_do_what_they_say(name: str, pages: Path, chromium: Any, tmp_path: Path) -> None:
+    """For each tensor or part: what is taken alone has that, and what leaves it out has not."""
+    whole = set(paths_of(pages / f"{name}.pt"))
+    with opened(chromium, pages / f"{name}.html") as page:
+        items = page.locator("#tree li" if name == "training" else "#rows button")
+        for n in range(min(items.count(), 24)):
+            items.nth(n).click()
+            path = page.evaluate("document.querySelector('#selected h3').textContent")
+            commands = [code.text_content() for code in page.locator("#selected code").all()]
+            if path == "everything" or "d800" in path:  # no shell can say half of a character
+                continue
+            found = []
+            for i, line in enumerate(commands):
+                words = words_of(line)
+                words[3] = str(tmp_path / f"{i}.pt")
+                assert main([*words[1:], "--force", "-q"]) == 0, line
+                found.append(set(paths_of(tmp_path / f"{i}.pt")))
+            taken, left = found
+            assert taken and len(taken) + len(left) == len(whole) and left < whole, (path, commands)
+
+
+def paths_of(path: Path) -> list[str]:
+    return [tensor.path for tensor in ckptconv.inspect(path).tensors]
+
+
+def words_of(line: str) -> list[str]:
+    """The words that bash makes of `line`."""
+    done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
+    return done.stdout.decode().split("\0")[:-1]
+
+
+def test_sixty_thousand(pages: Path, chromium: Any) -> None:
+    """Levels are put together, rows are made as they come into sight, and a search finds one."""
+    with opened(chromium, pages / "many.html") as page:
+        assert page.locator("#map div").count() < 3000 and page.locator("#rows tr").count() < 100
+        page.evaluate("document.getElementById('scroll').scrollTop = 28 * 30000")
+        page.wait_for_function("document.querySelectorAll('#rows tr')[1].getAttribute('aria-rowindex') > 20000")
+        page.fill("#search", "layers.4321.experts.7")
+        assert page.locator("#rows .name").all_inner_texts() == ["model.layers.4321.experts.7.weight"]
+
+
+def test_in_a_notebook(pages: Path, chromium: Any) -> None:
+    """In a frame without an origin all of it works, copying too, and the notebook around it stays as it was."""
+    html = ckptconv.inspect(pages / "hostile.pt")._repr_html_()
+    (pages / "notebook.html").write_text(f"<title>kept</title><table><tbody id=rows><tr></table>{html}")
+    with opened(chromium, pages / "notebook.html", frame="srcdoc") as page:
+        frame = page.frames[1]
+        frame.wait_for_selector("#map div")
+        frame.locator("#rows button").nth(1).click()
+        frame.locator(".command button").first.click()
+        assert frame.locator(".command button").first.inner_text() == "Copied" and page.title() == "kept"
+
+
+def test_on_paper(pages: Path, chromium: Any) -> None:
+    """The table has no window that would cut it, and its rows end after some hundred."""
+    with opened(chromium, pages / "training.html") as page:
+        page.emulate_media(media="print")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert page.locator("#rows tr").count() == 81 and not page.locator("#search").is_visible()
