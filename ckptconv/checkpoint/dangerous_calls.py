@@ -139,7 +139,7 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unk
     """
     yield from ((what, node, "dangerous") for what, node in _changed(graph))
     named = [node for node in graph.globals if not is_torchs(node)]
-    calls_results = bool(graph.left_out) or any(not isinstance(call.callable, Global) for call in graph.calls)
+    calls_results = bool(graph.left_out) or any(not isinstance(call.callable, Global) for call in graph.outer_calls)
     if not named and not calls_results:
         return
     look_ups = {id(node) for node in named if imported_name(node, 2) in _LOOK_UP}
@@ -169,7 +169,7 @@ def _undecided(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, No
 
 def _changed(graph: Graph) -> Iterator[tuple[str, Node]]:
     """What `graph`, read leniently, changes without a call: items, members or states of globals of known packages."""
-    for call in graph.calls:
+    for call in graph.outer_calls:
         if call.kind in _EFFECTS and isinstance(call.callable, Global):
             module, _ = imported_as(call.callable, 2)
             if is_known_package(module):

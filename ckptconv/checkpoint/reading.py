@@ -39,7 +39,7 @@ def checkpoint_of(
     is wrong, instead of the source's own sink.
     """
     faults = faults or source.faults
-    for call in graph.calls:
+    for call in graph.outer_calls:
         if isinstance(call.callable, PersistentId):
             faults.found(MalformedError("a storage is called as if it were a class", where=where))
     storages: dict[str, Storage] = {}

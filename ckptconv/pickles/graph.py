@@ -22,6 +22,7 @@ from ckptconv.limits import LIMITS
 
 __all__ = [
     "AT_ONCE",
+    "NO_EFFECTS",
     "SET_CLASSES",
     "Blob",
     "ByteArray",
@@ -166,7 +167,8 @@ class Effect:
         self.order = order
 
 
-_NO_EFFECTS: list[Effect] = []
+#: Shared while empty: most objects never get an effect.
+NO_EFFECTS: list[Effect] = []
 
 
 class Object(Node):
@@ -175,11 +177,11 @@ class Object(Node):
     __slots__ = ("effects",)
 
     def __init__(self) -> None:
-        self.effects = _NO_EFFECTS  # shared while empty: most objects never get one
+        self.effects = NO_EFFECTS
 
     def add(self, effect: Effect) -> None:
         """Append `effect` to what is done to this object."""
-        if self.effects is _NO_EFFECTS:
+        if self.effects is NO_EFFECTS:
             self.effects = [effect]
         else:
             self.effects.append(effect)
@@ -233,12 +235,16 @@ class Call(Object):
     def __init__(
         self, kind: str, callable_: Value, args: Value, kwargs: Value = None, order: int | None = None
     ) -> None:
-        self.effects = _NO_EFFECTS  # not by super().__init__(): of all objects these are the most
+        self.effects = NO_EFFECTS  # not by super().__init__(): of all objects these are the most
         self.kind = kind
         self.callable = callable_
         self.args = args
         self.kwargs = kwargs
         self.order = order
+
+    def calls(self) -> list[Call]:
+        """This call, behind those inside that the list of a graph's outer calls leaves out."""
+        return [self]
 
 
 class PersistentId(Node):
@@ -259,12 +265,13 @@ class Graph:
     """One parsed pickle. ``protocol`` is what its header says, ``used`` the codes of the opcodes in it.
 
     ``globals``, ``calls`` and ``references`` (persistent ids) are all that the source has, in its order, so that nobody
-    has to walk the graph for them; edits do not keep them up to date. ``discarded`` holds what the pickle made and
-    threw away again, where it had effects (a call whose result is popped is still a call). ``shared`` are the nodes
-    that the pickle names more than once. ``byte_strings`` and ``extensions`` are all of these that the source has,
-    those that it throws away too. ``changed`` are the objects to which the source does something after making them,
-    ``written`` the calls, as the source has them, that a reader put into today's words. ``left_out`` leads to what the
-    parts of a graph that was put together have, and it has not.
+    has to walk the graph for them; edits do not keep them up to date. If it ``has_rows``, ``outer_calls`` leaves out
+    the calls inside rows (:mod:`ckptconv.pickles.rows`), each of a global, without arguments, just before its row.
+    ``discarded`` holds what the pickle made and threw away again, where it had effects (a call whose result is popped
+    is still a call). ``shared`` are the nodes that the pickle names more than once. ``byte_strings`` and ``extensions``
+    are all of these that the source has, those that it throws away too. ``changed`` are the objects to which the source
+    does something after making them, ``written`` the calls, as the source has them, that a reader put into today's
+    words. ``left_out`` leads to what the parts of a graph that was put together have, and it has not.
     """
 
     root: Value
@@ -272,7 +279,7 @@ class Graph:
     opcodes: int
     used: frozenset[int]
     globals: list[Global]
-    calls: list[Call]
+    outer_calls: list[Call]
     references: list[PersistentId]
     discarded: list[Value]
     shared: set[Node]
@@ -281,6 +288,19 @@ class Graph:
     changed: list[Object] = field(default_factory=list)
     written: dict[Call, Call] = field(default_factory=dict)
     left_out: list[Value] = field(default_factory=list)
+    has_rows: bool = False
+
+    @property
+    def calls(self) -> list[Call]:
+        """All calls, those inside rows too, which become nodes for that."""
+        if self.has_rows:
+            self.calls = [each for call in self.outer_calls for each in call.calls()]
+        return self.outer_calls
+
+    @calls.setter
+    def calls(self, calls: list[Call]) -> None:
+        self.outer_calls = calls
+        self.has_rows = False
 
 
 @contextmanager
@@ -335,7 +355,8 @@ def subgraph(graph: Graph, root: Value) -> Graph:
         graph,
         root=root,
         globals=[node for node in reached if isinstance(node, Global)],
-        calls=[node for node in reached if isinstance(node, Call)],
+        outer_calls=[node for node in reached if isinstance(node, Call)],
+        has_rows=False,
         references=[node for node in reached if isinstance(node, PersistentId)],
         discarded=[],
         left_out=[],

@@ -10,8 +10,8 @@ from __future__ import annotations
 import codecs
 import struct
 from collections.abc import Callable, Sequence
-from itertools import compress
-from typing import NoReturn, TypeAlias
+from itertools import compress, islice
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.limits import LIMITS
@@ -29,6 +29,9 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.opcodes import CODES
+
+if TYPE_CHECKING:
+    from ckptconv.pickles.rows import Rows
 
 __all__ = ["HASHED_AS_IT_IS", "Operation", "PickleMachine", "kind_of"]
 
@@ -75,6 +78,8 @@ class PickleMachine:
         self.popped: list[Value] = []
         self.order = 0
         self.used = bytearray(256)
+        self.rows: Rows | None = None  # reads what is alike at once, where that is wanted
+        self.has_rows = False
 
     def load(self, dispatch: Sequence[Operation | None], most: int | None = None) -> Graph:
         """Execute opcodes up to STOP, at most `most` where that is less than the limit,
@@ -82,7 +87,8 @@ class PickleMachine:
         """
         stop, used = CODES["STOP"][0], self.used
         most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)
-        for opcodes in range(most):
+        self.steps = steps = iter(range(most))
+        for opcodes in steps:
             pos = self.pos
             try:
                 code = self.window[pos]
@@ -131,7 +137,12 @@ class PickleMachine:
             self.byte_strings,
             [*self.codes.values()],
             self.changed,
+            has_rows=self.has_rows,
         )
+
+    def count(self, opcodes: int) -> bool:
+        """Count `opcodes` that are done at once; False if that is more than there may be, and then no more are done."""
+        return next(islice(self.steps, opcodes - 1, None), None) is not None
 
     # Bytes
 
@@ -265,15 +276,25 @@ class PickleMachine:
         try:
             value = self.memo[slot if slot < HASHED_AS_IT_IS else hex(slot)]
         except KeyError:
-            self.fail("the memo has no such slot", got=slot)
+            value = self.rows.get(slot) if self.rows else None
+            if value is None:
+                self.fail("the memo has no such slot", got=slot)
         if isinstance(value, Node):
             self.shared.add(value)
         self.stack.append(value)
+        if self.rows is not None and type(value) is Global and self.window.startswith(b"((", self.pos):
+            self.rows.read(value)
 
     def put(self, slot: int) -> None:
         if slot < 0:
             self.fail("a memo slot is negative", got=slot)
         self.memo[slot if slot < HASHED_AS_IT_IS else hex(slot)] = self.stack[-1]
+
+    def memoize(self) -> None:
+        """Put as the slot that is the number of those there are."""
+        if self.rows is not None:
+            self.rows.stop()
+        self.put(len(self.memo))
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
         """Do `opcode` to the object on top of the stack, which must be one of `kinds` or a call's result."""

@@ -30,8 +30,9 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.machine import Operation, PickleMachine, kind_of
 from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.rows import Rows
 
-__all__ = ["OPERATIONS", "in_dispatch", "parse"]
+__all__ = ["DISPATCH", "OPERATIONS", "in_dispatch", "parse"]
 
 _HIGHEST_PROTOCOL = 5
 
@@ -52,7 +53,9 @@ def parse(
     MalformedError, LimitError, UnsupportedError.
     """
     machine = PickleMachine(read, size, where, offset, leave)
-    graph = machine.load(_DISPATCH)
+    if not leave:
+        machine.rows = Rows(machine, DISPATCH)
+    graph = machine.load(DISPATCH)
     return graph, machine.tell()
 
 
@@ -375,7 +378,7 @@ OPERATIONS: dict[str, Operation] = {
     "PUT": lambda m: m.put(_decimal(m, m.line())),
     "BINPUT": _binput,
     "LONG_BINPUT": _long_binput,
-    "MEMOIZE": lambda m: m.put(len(m.memo)),
+    "MEMOIZE": lambda m: m.memoize(),
     "EXT1": _extension(1),
     "EXT2": _extension(2),
     "EXT4": _extension(4),
@@ -400,4 +403,5 @@ def in_dispatch(operations: Mapping[str, Operation]) -> list[Operation | None]:
     return dispatch
 
 
-_DISPATCH = in_dispatch(OPERATIONS)
+#: The same by the codes of the opcodes.
+DISPATCH = in_dispatch(OPERATIONS)

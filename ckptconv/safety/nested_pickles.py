@@ -318,7 +318,7 @@ def _counts(seen: LenientScan) -> bool:
     graph = seen.graph
     if seen.is_whole:
         return bool(graph.globals or graph.extensions or graph.byte_strings)
-    return bool(graph.calls) or any(map(is_dangerous, graph.globals))
+    return bool(graph.outer_calls) or any(map(is_dangerous, graph.globals))
 
 
 def _members(held: Readable) -> tuple[Member, ...]:

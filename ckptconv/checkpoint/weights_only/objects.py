@@ -36,12 +36,14 @@ from ckptconv.pickles.graph import (
     Value,
     is_count,
 )
+from ckptconv.pickles.rows import RowCall, RowId
 
 __all__ = ["Contents", "Objects", "before"]
 
 _WINDOW = 1 << 20
 _BEYOND_LATIN_1 = re.compile(rb"[\xc4-\xf4]")  # what starts a character of UTF-8 above U+00FF
 _MUTABLE = (List, Dict, Set)
+_MADE = frozenset((Call, RowCall, PersistentId, RowId))
 
 
 class Contents:
@@ -92,7 +94,7 @@ class Objects:
     def held(self, value: Value) -> Held:
         """What the unpickler has for `value`."""
         kind = type(value)
-        if kind is Call or kind is PersistentId:
+        if kind in _MADE:
             found = self.made.get(id(value))
             if found is not None:
                 return found

@@ -1,0 +1,294 @@
+r"""Rows: what a pickle says of most tensors, with the same opcodes each time, read by one pattern into two nodes.
+
+A row is a call of a global with a persistent id, an integer, two tuples of integers, a flag, and a call without
+arguments, all put into the memo one behind another. Rows that differ in nothing but the key in the persistent id, and
+the numbers of memo slots, have one :class:`RowForm`, of which the machine itself has read the first. What else a row
+is made of becomes nodes when somebody asks for it, and the same ones however often.
+
+Nothing here knows what is called: whatever has this shape is read in this way, and means what it means anyway.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import is_, itemgetter
+from typing import Any, cast
+
+from ckptconv.errors import InputError
+from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, PersistentId, Tuple, Value
+from ckptconv.pickles.machine import Operation, PickleMachine
+from ckptconv.pickles.opcodes import CODES
+
+__all__ = ["RowCall", "RowForm", "RowId", "Rows"]
+
+_INT = rb"(?:K.|M..|J....)"
+_GET = rb"(?:h.|j....)"
+_PUT = rb"(r....)"  # of four bytes: rows begin behind the first 256 slots
+_PERHAPS = rb"((?:r....)?)"  # an empty tuple is not put, and neither is a text that the memo has
+_INTS = rb"(\)|I\x85|II\x86|III\x87|\(I{4,64}t)".replace(b"I", _INT)
+#: What follows the GET of what is called. All lengths are in it but those of the two texts, which are compared.
+_ROW = re.compile(
+    rb"(\(\(" + _GET + _GET + rb")X(....)([0-9]{1,19})" + _PUT
+    + rb"(" + _GET + rb"|X....[a-z]{2,20}(?::[0-9]{1,3})?)" + _PERHAPS
+    + rb"(" + _INT + rb"t)" + _PUT + rb"(Q" + _INT + rb")" + _INTS + _PERHAPS + _INTS + _PERHAPS
+    + rb"([\x88\x89]" + _GET + rb"\)R)" + _PUT + rb"t" + _PUT + rb"R" + _PUT,
+    re.DOTALL,
+)  # piece by piece  # fmt: skip
+_TEXT, _AT = CODES["BINUNICODE"], 5  # a text's first byte, and where its characters begin
+_LENGTHS = [n.to_bytes(4, "little") for n in range(30)]
+_PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(10)]
+_PARTS = ("key", "tag", "id", "shape", "stride", "inside", "args", "call")
+_PATIENCE = 64  # attempts that may be in vain, and one more for each that is not
+
+
+@dataclass(eq=False, slots=True)
+class RowForm:
+    """What some rows have in common: the nodes and texts that they read from the memo, and their numbers.
+
+    ``word``, ``cls``, ``numel`` stand in the persistent id, around the key and the tag; ``made_by`` is called without
+    arguments. ``tag`` is None where each row has a text of its own. ``parts`` are what is put into the memo, in order;
+    ``read`` gives what now stands in the memo slots that are read, and ``values`` is what stood there.
+    """
+
+    function: Global
+    word: str
+    cls: Global
+    tag: str | None
+    numel: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    flag: bool
+    made_by: Global
+    parts: list[str]
+    opcodes: int
+    read: Callable[[Any], tuple[Value, ...]]
+    values: tuple[Value, ...]
+
+
+class RowId(PersistentId):
+    """The persistent id in a row. ``form`` is None once its ``id`` was asked for: that can be anything then."""
+
+    __slots__ = ("_id", "form", "key", "tag")
+
+    def __init__(self, form: RowForm, key: str, tag: str, order: int) -> None:
+        self.form: RowForm | None = form
+        self.key = key
+        self.tag = tag
+        self.order = order
+
+    @property
+    def id(self) -> Value:
+        """The tuple, made now or before."""
+        form = self.form
+        if form is not None:
+            self.id = Tuple([form.word, form.cls, self.key, self.tag, form.numel])
+        return self._id
+
+    @id.setter
+    def id(self, value: Value) -> None:
+        self._id: Value = value
+        self.form = None
+
+
+class RowCall(Call):
+    """The call that is a row. ``form`` is None once its ``args`` were asked for: they can be anything then."""
+
+    __slots__ = ("_args", "_inside", "form", "reference")
+
+    def __init__(self, form: RowForm, reference: RowId, order: int) -> None:
+        self.effects = NO_EFFECTS
+        self.kind = "REDUCE"
+        self.callable = form.function
+        self.kwargs = None
+        self.order = order
+        self.form: RowForm | None = form
+        self.reference = reference
+
+    @property
+    def args(self) -> Value:
+        """The tuple, made now or before."""
+        if self.form is not None:
+            self._make(self.form)
+        return self._args
+
+    @args.setter
+    def args(self, value: Value) -> None:
+        if self.form is not None:
+            self._make(self.form)
+        self._args: Value = value
+
+    def _make(self, form: RowForm) -> None:
+        assert self.order is not None
+        self._inside = Call("REDUCE", form.made_by, Tuple([]), order=self.order - 1)
+        sizes = Tuple([*form.shape]), Tuple([*form.stride])
+        self._args = Tuple([self.reference, form.offset, *sizes, form.flag, self._inside])
+        self.form = None
+
+    @property
+    def row(self) -> RowForm | None:
+        """The form, while this is what it says: until somebody asked for what it is made of."""
+        form = self.form
+        is_so = form is not None and self.callable is form.function and self.reference.form is form
+        return form if is_so and not self.effects else None
+
+    def calls(self) -> list[Call]:
+        """The call inside, as the pickle has it, and this one."""
+        if self.form is not None:
+            self._make(self.form)
+        return [self._inside, self]
+
+    def part(self, name: str) -> Value:
+        """What the row puts into the memo under the `name` that its form gives it."""
+        if name in ("key", "tag"):
+            return self.reference.key if name == "key" else self.reference.tag
+        if name in ("id", "call"):
+            return self.reference.id if name == "id" else self
+        args = self.args
+        assert isinstance(args, Tuple)
+        return args if name == "args" else args.items[("shape", "stride", "flag", "inside").index(name) + 2]
+
+
+# Errors say what kind of node there is, which are these.
+RowId.__name__, RowCall.__name__ = PersistentId.__name__, Call.__name__
+
+
+class _Memo(dict[Any, Value]):
+    """Takes what is put, and notes what is read of `outer`."""
+
+    def __init__(self, outer: dict[int | str, Value]) -> None:
+        self.outer = outer
+        self.read: dict[Any, Value] = {}
+        self.reads = 0
+
+    def __missing__(self, slot: int | str) -> Value:
+        value = self.read[slot] = self.outer[slot]
+        self.reads += 1
+        return value
+
+
+class Rows:
+    """The rows that `machine` has read; `dispatch` is what it does for each opcode."""
+
+    def __init__(self, machine: PickleMachine, dispatch: Sequence[Operation | None]) -> None:
+        self._machine = machine
+        self._dispatch = dispatch
+        self._forms: dict[tuple[object, ...], RowForm] = {}
+        self._starts: list[int] = []  # the first memo slots of the rows, ascending
+        self._rows: list[RowCall] = []
+        self._parts: list[list[str]] = []
+        self._end = 0  # behind the last of these slots
+        self._patience = _PATIENCE
+
+    def read(self, function: Global) -> bool:
+        """Do what the row says that begins at the next opcode, with `function` on the stack, if there is one."""
+        m = self._machine
+        if m.frame_end is not None or self._patience < 0:
+            return False
+        self._patience -= 1
+        found = _ROW.match(m.window, m.pos)
+        if found is None:
+            return False
+        head, length, key, p0, tag, p1, numel, p2, offset, shape, p3, stride, p4, rest, p5, p6, p7 = found.groups()
+        puts = b"".join((p0, p1, p2, p3, p4, p5, p6, p7))
+        n = len(puts) // 5
+        slots = _PUTS[n](puts)
+        first = slots[0]
+        own = range(first, first + n)
+        if length != _LENGTHS[len(key)] or slots != (*own,) or first < self._end or not m.memo.keys().isdisjoint(own):
+            return False
+        # Which parts are put is in it too: their number, and whether the two that need not be are.
+        told = function, head, tag, p1[:1], numel, offset, shape, p3[:1], stride, p4[:1], rest
+        form = self._forms.get(told)
+        if form is None or not all(map(is_, form.read(m.memo), form.values)):
+            form = self._learn(function, found[0], tag, n)
+            if form is None:
+                return False
+            self._forms[told] = form
+        else:
+            self._patience += 2
+        if not m.count(form.opcodes):
+            return False
+        m.pos = found.end()
+        m.has_rows = True
+        text = tag[_AT:].decode() if form.tag is None else form.tag
+        reference = RowId(form, key.decode(), text, m.order + 1)
+        call = RowCall(form, reference, m.order + 3)
+        m.order += 3
+        m.references.append(reference)
+        m.calls.append(call)
+        m.stack[-1] = call
+        self._starts.append(first)
+        self._rows.append(call)
+        self._parts.append(form.parts)
+        self._end = first + n
+        return True
+
+    def _learn(self, function: Global, row: bytes, tag: bytes, n: int) -> RowForm | None:
+        """The form of `row`, as a machine reads it; None where it is another call, or the machine would not read it."""
+        m = self._machine
+        is_own = tag.startswith(_TEXT)
+        if is_own and tag[1:_AT] != _LENGTHS[len(tag) - _AT]:
+            return None
+        code = row + CODES["STOP"]
+        machine = PickleMachine(lambda offset, length: code[offset : offset + length], len(code), m.where, 0)
+        machine.stack.append(function)
+        machine.memo = memo = _Memo(m.memo)
+        try:
+            graph = machine.load(self._dispatch)
+        except InputError:
+            return None
+        (made, call), (reference,) = graph.calls, graph.references
+        assert isinstance(call.args, Tuple) and isinstance(reference.id, Tuple)
+        word, cls, key, text, size = reference.id.items
+        _, offset, shape, stride, flag, _ = call.args.items
+        if not isinstance(word, str) or not isinstance(text, str):
+            return None
+        if not isinstance(cls, Global) or not isinstance(made.callable, Global):
+            return None
+        if memo.reads != 3 + (not is_own) or len(memo) != n:
+            return None
+        names = dict(zip(map(id, (key, text, reference.id, shape, stride, made, call.args, call)), _PARTS, strict=True))
+        for opcode in graph.used:
+            m.used[opcode] = 1
+        m.shared |= graph.shared
+        return RowForm(
+            function,
+            word,
+            cls,
+            None if is_own else text,
+            cast("int", size),
+            cast("int", offset),
+            _numbers(shape),
+            _numbers(stride),
+            flag is True,
+            made.callable,
+            [names[id(value)] for value in memo.values()],
+            graph.opcodes - 1,
+            itemgetter(*memo.read),
+            tuple(memo.read.values()),
+        )
+
+    def get(self, slot: int) -> Value:
+        """What a row has put into the memo as `slot`; None where none did."""
+        i = bisect_right(self._starts, slot) - 1
+        if i < 0 or slot - self._starts[i] >= len(parts := self._parts[i]):
+            return None
+        return self._rows[i].part(parts[slot - self._starts[i]])
+
+    def stop(self) -> None:
+        """Put into the memo what rows have put there, and read no more rows."""
+        memo = self._machine.memo
+        for first, row, parts in zip(self._starts, self._rows, self._parts, strict=True):
+            for i, part in enumerate(parts):
+                memo.setdefault(first + i, row.part(part))
+        self._machine.rows = None
+
+
+def _numbers(value: Value) -> tuple[int, ...]:
+    assert isinstance(value, Tuple)
+    return cast("tuple[int, ...]", tuple(value.items))

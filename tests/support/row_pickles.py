@@ -1,0 +1,159 @@
+"""Pickles with rows, made at random and changed at random, and what a machine makes of them with rows and without."""
+
+from __future__ import annotations
+
+import struct
+from random import Random
+from typing import Any
+
+from ckptconv.errors import CkptconvError
+from ckptconv.pickles.graph import Call, Effect, Graph, Node, PersistentId
+from ckptconv.pickles.machine import PickleMachine
+from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.parser import DISPATCH
+from ckptconv.pickles.rows import Rows
+
+__all__ = ["described", "made", "read"]
+
+_SHAPES = ((), (4,), (4, 4), (300, 2), (70_000, 1, 1), (2, 2, 2, 2), (-1, 2))
+_TAGS = (b"cpu", b"cuda:0", b"cudar", b"privateuseone:1", b"x")
+
+
+def read(data: bytes, *, rows: bool, most: int | None = None, ahead: int = 4096) -> tuple[Graph | None, str]:
+    """The graph of `data`, or the error; `most` opcodes, and `ahead` bytes at first."""
+    machine = PickleMachine(lambda offset, length: data[offset : offset + length], len(data), "here", 0)
+    machine.ahead = ahead
+    machine.rows = Rows(machine, DISPATCH) if rows else None
+    try:
+        return machine.load(DISPATCH, most), str(machine.tell())
+    except CkptconvError as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def described(graph: Graph | None) -> object:
+    """All that `graph` says, with a number for each node and text, so that what is shared shows."""
+    if graph is None:
+        return None
+    numbers: dict[int, int] = {}
+    said: list[object] = []
+    todo: list[Any] = []
+
+    def name(value: Any) -> object:
+        if isinstance(value, list):
+            return [name(each) for each in value]
+        if not isinstance(value, (Node, Effect, str, bytes)):
+            return type(value).__name__, repr(value)
+        if id(value) not in numbers:
+            numbers[id(value)] = len(numbers)
+            todo.append(value)
+        return numbers[id(value)]
+
+    lists = "discarded", "calls", "references", "globals", "byte_strings", "extensions", "changed"
+    said += [name(graph.root), graph.protocol, graph.opcodes, graph.used]
+    said += [name([*getattr(graph, each)]) for each in lists]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, (str, bytes)):
+            said.append(value)
+            continue
+        cls = next((each for each in (Call, PersistentId) if isinstance(value, each)), type(value))
+        fields = [each for base in cls.__mro__ for each in getattr(base, "__slots__", ())]
+        said.append((cls.__name__, [(each, name(getattr(value, each))) for each in sorted(fields)]))
+    return said, sorted(numbers[id(node)] for node in graph.shared if id(node) in numbers), len(graph.shared)
+
+
+class _Maker:
+    """One pickle being made."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.slot = random.choice((256, 300, 1 << 20))
+        self.out = CODES["PROTO"] + bytes([random.choice((2, 2, 2, 3, 4, 5))])
+        self.slots: list[int] = []
+
+    def one_in(self, n: int) -> bool:
+        return self.random.randrange(n) == 0
+
+    def put(self) -> bytes:
+        if self.one_in(60):
+            return self.random.choice((b"", CODES["MEMOIZE"], CODES["BINPUT"] + b"\7", self.long_put(self.slot - 3)))
+        self.slots.append(self.slot)
+        self.slot += 1 + self.one_in(60)
+        return self.long_put(self.slots[-1])
+
+    def long_put(self, slot: int) -> bytes:
+        return CODES["LONG_BINPUT"] + struct.pack("<I", slot)
+
+    def get(self, slot: int | None = None) -> bytes:
+        if slot is None or self.one_in(100):
+            slot = self.random.choice(self.slots)
+        return CODES["LONG_BINGET"] + struct.pack("<I", slot)
+
+    def text(self, text: bytes) -> bytes:
+        return CODES["BINUNICODE"] + struct.pack("<I", len(text) + (self.one_in(80) and 5)) + text
+
+    def number(self, number: int) -> bytes:
+        if 0 <= number < 256:
+            return CODES["BININT1"] + bytes([number])
+        return CODES["BININT"] + struct.pack("<i", number)
+
+    def numbers(self, numbers: tuple[int, ...]) -> bytes:
+        items = b"".join(map(self.number, numbers))
+        if not numbers:
+            return CODES["EMPTY_TUPLE"]
+        if len(numbers) > 3:
+            return CODES["MARK"] + items + CODES["TUPLE"] + self.put()
+        return items + CODES[f"TUPLE{len(numbers)}"] + self.put()
+
+    def row(self, words: list[int], shape: tuple[int, ...], tag: bytes | None) -> bytes:
+        """A row as torch writes it, but for what `put`, `get` and `text` do now and then; pieces in the order of the
+        memo.
+        """
+        function, word, cls, cpu, made_by = words
+        key = str(self.random.choice((7, 12, 345))).encode()
+        pieces = [self.get(function), b"((", self.get(word), self.get(cls), self.text(key), self.put()]
+        given = self.slots[-1] if self.one_in(30) else cpu
+        pieces += [self.get(given)] if tag is None else [self.text(tag), self.put()]
+        pieces += [self.number(16), b"t", self.put(), b"Q", self.number(0), self.numbers(shape), self.numbers(shape)]
+        flag = CODES["NEWTRUE"] if self.one_in(3) else CODES["NEWFALSE"]
+        pieces += [flag, self.get(made_by), b")R", self.put(), b"t", self.put(), b"R", self.put()]
+        return b"".join(pieces)
+
+    def between(self) -> bytes:
+        """What stands between two rows: a value, what has been put there before, an effect, another word as before."""
+        ways = (b"", b"", b"N", self.get(), b"}b", b"0N", b"\x94", b"K\1", b"2", self.text(b"layer") + self.put())
+        if self.one_in(10):
+            return self.text(b"cpu") + self.long_put(self.random.choice(self.slots[:5])) + b"0"
+        if self.one_in(20):
+            self.slot -= self.random.choice((8, 9, 20))
+        if self.one_in(20):
+            return b"K\1" + self.long_put(self.slot + 3)
+        return self.random.choice(ways)
+
+
+def made(random: Random) -> bytes:
+    """A pickle with some rows, most of them sound."""
+    maker = _Maker(random)
+    names = (b"torch._utils\n_rebuild_tensor_v2", b"torch\nFloatStorage", b"collections\nOrderedDict")
+    start = b"".join(CODES["GLOBAL"] + name + b"\n" + maker.put() + b"0" for name in names)
+    start += b"".join(maker.text(text) + maker.put() + b"0" for text in (b"storage", b"cpu"))
+    if len(maker.slots) < 5:
+        return maker.out + start
+    function, cls, made_by, word, cpu = maker.slots[:5]
+    shapes = random.choices(_SHAPES, k=2)
+    tags = random.choices((None, None, *_TAGS), k=2)
+    out = maker.out + start + b"]("
+    for _ in range(random.randrange(1, 9)):
+        words = [function, word, cls, cpu, made_by]
+        if maker.one_in(20):
+            random.shuffle(words)
+        out += maker.row(words, random.choice(shapes), random.choice(tags)) + maker.between()
+    out += b"e" + b"".join(maker.get() for _ in range(3)) + b"\x87\x86."
+    if random.random() < 0.1:
+        out = out[:2] + CODES["FRAME"] + struct.pack("<Q", random.randrange(len(out) - 1)) + out[2:]
+    if random.random() < 0.3:
+        changed = bytearray(out)
+        for _ in range(random.choice((1, 1, 2))):
+            changed[random.randrange(len(changed))] = random.choice((random.randrange(256), *b"rhjXK)tRQ("))
+        out = bytes(changed)
+    return out
