@@ -94,7 +94,7 @@ class Index:
     @cached_property
     def device_arguments(self) -> list[DeviceArgument]:
         """The devices that are no storage's tag."""
-        return [argument for call in self.graph.calls for argument in device_arguments(call)]
+        return [argument for call in self.graph.outer_calls for argument in device_arguments(call)]
 
     def storages_below(self, *roots: Value, seen: set[int] | None = None) -> list[Storage]:
         """The storages that `roots` lead to, each once; nodes whose id is in `seen` are left out and added."""

@@ -24,6 +24,7 @@ from ckptconv.pickles.graph import (
     Global,
     List,
     Node,
+    PersistentId,
     Tuple,
     Value,
     args_of,
@@ -31,6 +32,7 @@ from ckptconv.pickles.graph import (
     is_global,
 )
 from ckptconv.pickles.paths import Place
+from ckptconv.pickles.rows import RowCall, RowForm
 
 __all__ = [
     "FROM_TYPE",
@@ -109,10 +111,11 @@ def torch_device(node: Value) -> str | None:
 
 
 def device_arguments(call: Call) -> list[DeviceArgument]:
-    function, args = call.callable, call.args
+    function = call.callable
     name = str(function) if isinstance(function, Global) else ""
     if name not in _WITH_DEVICE:
         return []
+    args = call.args
     nested = name in FROM_TYPE
     if nested and isinstance(args, Tuple) and len(args.items) >= 3:
         function, args = args.items[0], args.items[2]
@@ -179,6 +182,7 @@ class TensorReader:
         self.tensors: dict[str, TensorInfo] = {}
         self.same: dict[tuple[object, ...], str] = {}
         self.inside: dict[int, TensorInfo | None] = {}  # tensors that are arguments of calls
+        self.alike: dict[int, tuple[RowForm, TensorInfo, int]] = {}  # what rows of one form have in common, by its id
         self.rebuilders: dict[int, str | None] = {}  # what all calls share is asked once for its name
         self.depth = 0
 
@@ -192,6 +196,9 @@ class TensorReader:
         if not known and function is None and not is_spread(node.callable):
             return
         info = known and TensorInfo(*_facts_of(known))  # which is faster than replace()
+        form = None
+        if isinstance(node, RowCall) and (form := node.row) and info is None:
+            info = self.of_form(form, node.reference)
         try:
             if info is None:
                 info = self.read(function, args_of(node)) if function else self.sharded_object(node)
@@ -206,15 +213,34 @@ class TensorReader:
             self.faults.found(fault)
         if info is None:
             return
+        if form is not None and function in STRIDED and info.storage:
+            self.keep_form(form, info)
         info.path, info.name = place.path, place.key
         info.tied_to = self.first_of(info, node, info.path)
         self.nodes.setdefault(id(node), info)
         self.tensors[info.path] = info
 
+    def keep_form(self, form: RowForm, info: TensorInfo) -> None:
+        """Remember for other rows of the `form` what `info` says, and over how many bytes it reaches."""
+        if id(form) not in self.alike:
+            reach = _layout(info.shape, info.stride)[1]
+            self.alike[id(form)] = form, info, BY_NAME[info.dtype].bytes_of(info.offset + reach if reach else 0)
+
+    def of_form(self, form: RowForm, reference: PersistentId) -> TensorInfo | None:
+        """The tensor that a row of the `form` says; None where that is not known, or nothing sound."""
+        _, like, reach = self.alike.get(id(form), (form, None, 0))
+        storage = self.storages.get(id(reference))
+        if like is None or storage is None or reach > storage.nbytes:
+            return None
+        info = TensorInfo(*_facts_of(like))
+        info.storage = storage
+        return info
+
     def rebuilder(self, call: Call) -> str | None:
         """The name of the rebuild function that `call` calls, if it calls one."""
         function = call.callable
-        if not isinstance(function, Global) or not isinstance(call.args, Tuple):
+        is_row = isinstance(call, RowCall) and call.form
+        if not isinstance(function, Global) or not (is_row or isinstance(call.args, Tuple)):
             return None
         if id(function) not in self.rebuilders:
             self.rebuilders[id(function)] = name if (name := str(function)) in _REBUILDERS else None

@@ -14,10 +14,12 @@ from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.dtypes import BY_STORAGE_CLASS, DType
 from ckptconv.errors import MalformedError
 from ckptconv.pickles.graph import Global, Graph, PersistentId, Tuple, Value, is_count
+from ckptconv.pickles.rows import RowId
 
 __all__ = [
     "STORAGE",
     "StorageId",
+    "change_id",
     "changed_id",
     "checked_storage_id",
     "new_id",
@@ -53,6 +55,8 @@ def storage_id(node: Value) -> StorageId:
     Returns:
         Its parts, the texts as Python 3's.
     """
+    if isinstance(node, RowId) and (form := node.form):
+        return StorageId(form.cls, node.key, node.tag, form.numel)
     assert isinstance(node, PersistentId) and isinstance(node.id, Tuple)
     cls, key, tag, numel = node.id.items[1:5]
     return StorageId(cast("Global", cls), text_of(key) or "", text_of(tag) or "", cast("int", numel))
@@ -67,6 +71,8 @@ def storage_dtype(node: Value) -> DType:
     Returns:
         The dtype that its class stands for.
     """
+    if isinstance(node, RowId) and node.form:
+        return BY_STORAGE_CLASS[node.form.cls.name]
     assert isinstance(node, PersistentId) and isinstance(node.id, Tuple)
     return BY_STORAGE_CLASS[cast("Global", node.id.items[1]).name]
 
@@ -84,23 +90,27 @@ def checked_storage_id(node: PersistentId, where: str) -> StorageId:
     Raises:
         MalformedError: It names no storage.
     """
+    if isinstance(node, RowId) and (form := node.form) and node.tag and form.word == STORAGE:
+        cls = form.cls
+        if cls.module in _MODULES and cls.name in BY_STORAGE_CLASS and is_count(form.numel):
+            return StorageId(cls, node.key, node.tag, form.numel)
     expected = "('storage', class, key, location, elements)"
     items = node.id.items if isinstance(node.id, Tuple) else []
     if len(items) != 5 or text_of(items[0]) != STORAGE:
         raise MalformedError(
             "a persistent id names no storage", where=where, expected=expected, got=f"{len(items)} parts"
         )
-    cls, key, tag, numel = items[1], text_of(items[2]), text_of(items[3]), items[4]
-    if not isinstance(cls, Global) or cls.module not in _MODULES or cls.name not in BY_STORAGE_CLASS:
+    named, key, tag, numel = items[1], text_of(items[2]), text_of(items[3]), items[4]
+    if not isinstance(named, Global) or named.module not in _MODULES or named.name not in BY_STORAGE_CLASS:
         raise MalformedError(
             "a persistent id names no storage class",
             where=where,
             expected=expected,
-            got=cls if isinstance(cls, Global) else type(cls).__name__,
+            got=named if isinstance(named, Global) else type(named).__name__,
         )
     if key is None or not tag or not is_count(numel):
         raise MalformedError("a persistent id has parts of wrong types", where=where, expected=expected)
-    return StorageId(cls, key, tag, numel)
+    return StorageId(named, key, tag, numel)
 
 
 def new_id(cls: Global, key: str, tag: str, numel: int) -> Tuple:
@@ -142,6 +152,21 @@ def changed_id(
     word, *old = node.id.items
     new = (cls, key, tag, numel)
     return Tuple([word, *(before if part is None else part for before, part in zip(old, new, strict=True))])
+
+
+def change_id(node: PersistentId, *, key: str | None = None, tag: str | None = None) -> None:
+    """Let a mention of a storage say what :func:`changed_id` would make of it.
+
+    Args:
+        node: The mention.
+        key: What the file will know the storage by.
+        tag: The new location.
+    """
+    if isinstance(node, RowId) and node.form:
+        node.key = node.key if key is None else key
+        node.tag = node.tag if tag is None else tag
+    else:
+        node.id = changed_id(node, key=key, tag=tag)
 
 
 def storage_sizes(graph: Graph) -> dict[str, int]:

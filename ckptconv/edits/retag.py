@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable
 
 from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, Storage
 from ckptconv.checkpoint.rebuild_functions import torch_device
-from ckptconv.checkpoint.storage_ids import changed_id
+from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import FAMILIES, Devices, near_device
 from ckptconv.edits.no_match import no_match
@@ -37,7 +37,7 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
             _count(changes, storage.device, new, counts[storage], storage.nbytes)
     for reference in checkpoint.references:
         if reference.storage in new_tags:
-            reference.node.id = changed_id(reference.node, tag=new_tags[reference.storage])
+            change_id(reference.node, tag=new_tags[reference.storage])
     for storage, new in new_tags.items():
         storage.device = new
     for argument in arguments:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptconv.byteranges.spans import ByteRange, Cast, Data, Literal
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, Storage, TensorInfo
-from ckptconv.checkpoint.storage_ids import changed_id, storage_id
+from ckptconv.checkpoint.storage_ids import change_id, storage_id
 from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import RefusedError
@@ -43,7 +43,7 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
     """Give storages keys from 0 on, in the order of first use, in the graph too; old key → new key."""
     keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
     for reference in checkpoint.references:
-        reference.node.id = changed_id(reference.node, key=keys[reference.storage.key])
+        change_id(reference.node, key=keys[reference.storage.key])
     checkpoint.changed(same_tensors=True, same_places=True)
     return keys
 

@@ -38,6 +38,7 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.rows import RowCall, RowForm
 
 __all__ = ["emit"]
 
@@ -163,6 +164,7 @@ class _Plain(_Writer):
         self.todo: list[_Step] = [graph.root]
         self.open: set[int] = set()  # what is being made: its parts are written, it is not
         self.order = 0
+        self.rows: dict[tuple[int, str | int], tuple[bytes, Callable[..., bytes], list[bytes | int]]] = {}
 
     def pickle(self) -> list[bytes | Blob]:
         todo = self.todo
@@ -172,9 +174,95 @@ class _Plain(_Writer):
                 self.do(step)
             elif (slot := self.memo.get(id(step))) is not None:
                 self.get(slot)
+            elif type(step) is RowCall and self.row(step):
+                pass
             elif not self.atom(step):
                 self.start(step)
         return self.finish()
+
+    def row(self, call: RowCall) -> bool:
+        """Write `call` as its steps would, if it is a row and all that it reads from the memo is there."""
+        form, reference, slot, memo = call.row, call.reference, self.slots, self.memo
+        order, key, tag = reference.order, reference.key, reference.tag
+        if form is None or order is None or slot < len(_BINPUT) or id(key) in memo or reference in self.graph.shared:
+            return False
+        known = memo.get(id(tag))
+        pieces = self.rows.get((id(form), tag if known is None else known))
+        if pieces is None:
+            if any(id(each) not in memo for each in (form.function, form.word, form.cls, form.made_by)):
+                return False
+            pieces = self.rows[id(form), tag if known is None else known] = self.row_pieces(form, tag)
+        if order < self.order:
+            raise _OutOfOrder
+        self.order = call.order or order
+        text = key.encode("utf-8", "surrogatepass")
+        start, pack, parts = pieces
+        parts[1::2] = range(slot, slot + len(parts) // 2)
+        self.out += start + len(text).to_bytes(4, "little") + text
+        self.out += pack(*parts)
+        memo[id(key)] = slot
+        if known is None:
+            memo[id(tag)] = slot + 1
+        self.slots += len(parts) // 2
+        memo[id(call)] = self.slots - 1
+        self.kept += (key, tag, call)
+        return True
+
+    def row_pieces(self, form: RowForm, tag: str) -> tuple[bytes, Callable[..., bytes], list[bytes | int]]:
+        """What rows of the `form` start with, up to the length of the key, and what follows the key: bytes, and the
+        slots that they end with, in turn.
+        """
+        kept, self.out = self.out, bytearray()
+        parts: list[bytes | int] = []
+
+        def put() -> None:
+            parts.extend((bytes(self.out) + _LONG_BINPUT, 0))
+            self.out.clear()
+
+        def write(*values: Value) -> None:
+            for value in values:
+                if (slot := self.memo.get(id(value))) is not None and not isinstance(value, (int, tuple)):
+                    self.get(slot)
+                elif isinstance(value, str):
+                    text = value.encode("utf-8", "surrogatepass")
+                    self.out += _with_number(_BINUNICODE, len(text)) + text
+                    put()
+                else:
+                    _ATOMS[type(value)](self, value)
+
+        def numbers(shape: tuple[int, ...]) -> None:
+            self.out += _MARK if len(shape) > 3 else b""
+            write(*shape)
+            self.out += _TUPLE[min(len(shape), 4)]
+            if shape:
+                put()
+
+        write(form.function)
+        self.out += 2 * _MARK
+        write(form.word, form.cls)
+        start = bytes(self.out) + _BINUNICODE
+        self.out.clear()
+        put()
+        write(tag, form.numel)
+        self.out += _TUPLE[-1]
+        put()
+        self.out += _BINPERSID
+        write(form.offset)
+        numbers(form.shape)
+        numbers(form.stride)
+        write(form.flag, form.made_by)
+        self.out += _TUPLE[0] + _REDUCE
+        put()
+        self.out += _TUPLE[-1]
+        put()
+        self.out += _REDUCE
+        put()
+        self.out = kept
+        return (
+            start,
+            struct.Struct("<" + "".join(f"{len(each)}sI" for each in parts[::2] if isinstance(each, bytes))).pack,
+            parts,
+        )
 
     def do(self, step: _Do) -> None:
         if step.made is not None:
@@ -313,6 +401,9 @@ class _NotesReads(_Writer):
         super().__init__(graph, loadable)
         self.read: set[int] = set()
 
+    def row(self, call: RowCall) -> bool:  # noqa: ARG002 - what is read stands in its steps
+        return False
+
     def get(self, slot: int) -> None:
         self.read.add(slot)
         super().get(slot)
@@ -323,6 +414,9 @@ class _PutsWhatIsRead(_Writer):
 
     read: set[int]
     puts = 0
+
+    def row(self, call: RowCall) -> bool:  # noqa: ARG002 - which is read again stands in its steps
+        return False
 
     def put(self, value: Value) -> None:
         number = self.puts

@@ -9,6 +9,7 @@ Source: ``torch/_weights_only_unpickler.py`` of torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from ckptconv.checkpoint.safe_globals import (
@@ -32,6 +33,8 @@ from ckptconv.checkpoint.weights_only.values import (
     UNKNOWN,
     Held,
     SizeValue,
+    StorageValue,
+    TensorValue,
     said,
 )
 from ckptconv.limits import LIMITS
@@ -52,6 +55,7 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.python2_names import imported_name
+from ckptconv.pickles.rows import RowCall, RowForm
 
 _AnObject = TypeVar("_AnObject", bound=Object)
 
@@ -85,6 +89,7 @@ _NEW = {
 #: Classes that NEWOBJ makes as a call does.
 _MADE_AS_CALLED = ("torch.nn.parameter.Parameter", "torch.Tensor", "torch.Size", "torch.device", "builtins.complex")
 _STORAGES = ("torch.storage.TypedStorage", "torch.storage.UntypedStorage")
+_ROW = "torch._utils._rebuild_tensor_v2"  # which depends on its arguments alone
 _MORE_STEPS = 100_000  # that a file of any size may take
 _NO_UTF8 = "a byte string of Python 2 that is no UTF-8"
 _LONG = "an integer of more than 255 bytes"
@@ -108,7 +113,7 @@ def reasons(graph: Graph, contents: Contents | None = None) -> Iterator[Reason]:
             yield Reason("refused", _NO_UTF8, value)
     run = _Run(graph, contents or Contents(), graph.written)
     yield from run.globals(graph.globals)
-    yield from run.steps(graph.calls, graph.changed)
+    yield from run.steps(graph.outer_calls, graph.changed)
 
 
 def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[str, Value]]:
@@ -205,6 +210,7 @@ class _Run:
         self.objects = Objects(contents, self.make, 10 * graph.opcodes + _MORE_STEPS)
         self.found: list[Reason] = []
         self.callables: dict[int, tuple[str, Maker | None]] = {}
+        self.like: dict[int, tuple[RowForm, TensorValue]] = {}  # what a row made, by the id of its form
         self.depth = 0
         self.is_unknown = False
         self.has_foreign = False
@@ -227,7 +233,7 @@ class _Run:
         effects.sort(key=lambda each: each[1].order or 0)
         done = 0
         made = self.objects.made
-        for call in calls:
+        for call in self.each(calls):
             order = self.form(call).order or 0
             while done < len(effects) and (effects[done][1].order or 0) < order:
                 self.effect(*effects[done])
@@ -240,6 +246,28 @@ class _Run:
             self.found.append(Reason("not known", "what a global or a persistent id stands for"))
         return self.found
 
+    def each(self, calls: list[Call]) -> Iterator[Call]:
+        """`calls`, and those inside rows, but for rows of which one that says the same was made without a reason:
+        these are made if somebody needs them.
+        """
+        for call in calls:
+            if not isinstance(call, RowCall):
+                yield call
+            elif (form := call.row) is None or id(form) not in self.like:
+                is_new = id(call) not in self.objects.made  # nothing has been done to what it makes
+                yield from call.calls()
+                if form is not None and is_new:
+                    self.compare(form, call)
+
+    def compare(self, form: RowForm, call: RowCall) -> None:
+        """Take what the row `call` made for what others of its `form` make, which differ in nothing but the storage's
+        key, if that is a tensor.
+        """
+        inside, tensor = (self.objects.made[id(each)] for each in call.calls())
+        is_row = imported_name(form.function, 2) == _ROW and inside is ORDERED_DICT and not self.written
+        if is_row and isinstance(tensor, TensorValue):
+            self.like[id(form)] = form, replace(tensor)  # which stays as it is
+
     def form(self, target: _AnObject) -> _AnObject:
         """`target` in the words of the source."""
         return self.written.get(target, target) if self.written else target  # type: ignore[call-overload]
@@ -247,6 +275,12 @@ class _Run:
     def make(self, call: Call) -> Held:
         """The value of `call`; unknown where it is refused."""
         made = self.objects.made
+        if isinstance(call, RowCall) and (form := call.row) and id(form) in self.like:
+            like = self.like[id(form)][1]
+            assert like.storage is not None
+            storage = StorageValue(like.storage.dtype, like.storage.nbytes, call.reference)
+            made[id(call)] = value = replace(like, storage=storage)
+            return value
         made[id(call)] = UNKNOWN  # while it is made, for one that stands in itself
         self.depth += 1
         try:
