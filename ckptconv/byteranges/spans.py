@@ -65,6 +65,8 @@ class Piece:
     The answers here are those of most kinds.
     """
 
+    __slots__ = ()
+
     length: int
 
     #: Whether these are bytes of the source as it has them, stored or deflated: a record, or a part of a stored one.
@@ -120,7 +122,7 @@ class Literal(Piece):
         self.length = len(self.data)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ByteRange(Piece):
     """`length` bytes at `offset` of `source`. ``crc32`` is what their checksum should be, where the source says it."""
 

@@ -6,11 +6,12 @@ Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their argume
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
+from typing import Any
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.storage_ids import storage_dtype
@@ -182,7 +183,9 @@ class TensorReader:
         self.tensors: dict[str, TensorInfo] = {}
         self.same: dict[tuple[object, ...], str] = {}
         self.inside: dict[int, TensorInfo | None] = {}  # tensors that are arguments of calls
-        self.alike: dict[int, tuple[RowForm, TensorInfo, int]] = {}  # what rows of one form have in common, by its id
+        self.alike: dict[
+            int, tuple[RowForm, Sequence[Any], int]
+        ] = {}  # what rows of one form have in common, by its id
         self.rebuilders: dict[int, str | None] = {}  # what all calls share is asked once for its name
         self.depth = 0
 
@@ -196,12 +199,9 @@ class TensorReader:
         if not known and function is None and not is_spread(node.callable):
             return
         info = known and TensorInfo(*_facts_of(known))  # which is faster than replace()
-        form = None
-        if isinstance(node, RowCall) and (form := node.row) and info is None:
-            info = self.of_form(form, node.reference)
         try:
             if info is None:
-                info = self.read(function, args_of(node)) if function else self.sharded_object(node)
+                info = self.made_by(function, node) if function else self.sharded_object(node)
             if any(effect.opcode != "BUILD" for effect in node.effects):
                 raise _Bad("items are set on a tensor")
         except LimitError as error:
@@ -213,26 +213,30 @@ class TensorReader:
             self.faults.found(fault)
         if info is None:
             return
-        if form is not None and function in STRIDED and info.storage:
-            self.keep_form(form, info)
         info.path, info.name = place.path, place.key
         info.tied_to = self.first_of(info, node, info.path)
         self.nodes.setdefault(id(node), info)
         self.tensors[info.path] = info
 
-    def keep_form(self, form: RowForm, info: TensorInfo) -> None:
-        """Remember for other rows of the `form` what `info` says, and over how many bytes it reaches."""
-        if id(form) not in self.alike:
-            reach = _layout(info.shape, info.stride)[1]
-            self.alike[id(form)] = form, info, BY_NAME[info.dtype].bytes_of(info.offset + reach if reach else 0)
+    def made_by(self, function: str, call: Call) -> TensorInfo | None:
+        """The tensor that the `call` of `function` makes; None where something inside it is unknown."""
+        form = call.row if isinstance(call, RowCall) else None
+        info = self.of_form(form, call.reference) if form and isinstance(call, RowCall) else None
+        if info is None:
+            info = self.read(function, args_of(call))
+            if form and info and function in STRIDED:
+                reach = _layout(info.shape, info.stride)[1]
+                end = BY_NAME[info.dtype].bytes_of(info.offset + reach if reach else 0)
+                self.alike[id(form)] = form, _facts_of(info), end
+        return info
 
     def of_form(self, form: RowForm, reference: PersistentId) -> TensorInfo | None:
         """The tensor that a row of the `form` says; None where that is not known, or nothing sound."""
-        _, like, reach = self.alike.get(id(form), (form, None, 0))
+        _, facts, reach = self.alike.get(id(form), (form, None, 0))
         storage = self.storages.get(id(reference))
-        if like is None or storage is None or reach > storage.nbytes:
+        if facts is None or storage is None or reach > storage.nbytes:
             return None
-        info = TensorInfo(*_facts_of(like))
+        info = TensorInfo(*facts)
         info.storage = storage
         return info
 
@@ -296,7 +300,7 @@ class TensorReader:
         if not isinstance(node, Call) or function is None:
             return None
         if id(node) not in self.inside:  # once: it can stand in any number of calls
-            self.inside[id(node)] = self.nodes.get(id(node)) or self.read(function, args_of(node))
+            self.inside[id(node)] = self.nodes.get(id(node)) or self.made_by(function, node)
         return self.inside[id(node)]
 
     def strided(self, function: str, args: list[Value]) -> TensorInfo | None:

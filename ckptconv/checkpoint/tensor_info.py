@@ -11,7 +11,7 @@ from ckptconv.pickles.paths import Place
 __all__ = ["DeviceArgument", "LeftBehind", "Reference", "Replica", "Storage", "TensorInfo"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Storage:
     """The bytes that one or more tensors are views of. Identity is sharing.
 
@@ -24,7 +24,7 @@ class Storage:
     data: Data
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen: that makes them three times as slow
 class Reference:
     """One mention of a storage in the pickle."""
 

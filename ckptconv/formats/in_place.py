@@ -12,7 +12,7 @@ In a plain pickle the bytes of storages stand between opcodes: what is between t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ckptconv.byteranges.patches import SECTOR, Patch, Patches, between
 from ckptconv.byteranges.reading import read
@@ -331,7 +331,7 @@ def _appended(checkpoint: Checkpoint, archive: Archive, directory: RawDirectory)
     )
 
 
-def _free_name(name: str, names: dict[str, Member]) -> str | None:
+def _free_name(name: str, names: Mapping[str, Member]) -> str | None:
     """A name of the same length that no record has."""
     taken = {each.casefold() for each in names}
     tries = (f"{name[:-4]}.{number:03}" for number in range(1000))

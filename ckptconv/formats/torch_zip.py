@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,7 +215,7 @@ def _is_storage(name: str) -> bool:
     return name.startswith("data/") and not name.endswith("/")
 
 
-def _check_case(source: Readable, names: dict[str, Member]) -> None:
+def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
     """Torch looks records up without regard to case: it would read as its own what only resembles that."""
     for name in names:
         folded = name.casefold()
@@ -255,7 +255,7 @@ def _check_crc(source: Readable, member: Member, where: str) -> None:
         check_crc32(member.crc32, crc32_of(ByteRange(source, member.data_offset, member.size)), where)
 
 
-def _note(source: Readable, names: dict[str, Member], name: str, checked: bool) -> bytes | None:
+def _note(source: Readable, names: Mapping[str, Member], name: str, checked: bool) -> bytes | None:
     """The few bytes of the record `name`, if there is one."""
     member = names.get(name)
     if member is None:
@@ -484,7 +484,7 @@ class _Writer:
 
 
 def _with_sums(entries: list[NewEntry], awaited: dict[int, int], sums: Sequence[int]) -> list[NewEntry]:
-    return [replace(entry, crc32=sums[awaited[i]]) if i in awaited else entry for i, entry in enumerate(entries)]
+    return [entry._replace(crc32=sums[awaited[i]]) if i in awaited else entry for i, entry in enumerate(entries)]
 
 
 def _padding(at: int, wanted: int, modulus: int) -> int:

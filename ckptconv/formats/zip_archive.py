@@ -19,8 +19,9 @@ out memory as it finds it for their number.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
@@ -129,9 +130,14 @@ class Archive:
         """Whether `member` has a checksum."""
         return self.has_checksums and member.name not in self.unsummed
 
-    def names(self) -> dict[str, Member]:
+    def names(self) -> Mapping[str, Member]:
         """The members by name below the root."""
-        return {member.name[len(self.root) + 1 :]: member for member in self.members}
+        return self._names
+
+    @cached_property
+    def _names(self) -> dict[str, Member]:
+        start = len(self.root) + 1
+        return {member.name[start:]: member for member in self.members}
 
     def unread(self, source: Readable) -> Iterator[UnreadRecord]:
         """The records of `source` whose bytes can be checked, with their names below the root."""
@@ -579,8 +585,7 @@ def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
     )
 
 
-@dataclass(frozen=True)
-class NewEntry:
+class NewEntry(NamedTuple):
     """A member of an archive that is being written."""
 
     name: bytes

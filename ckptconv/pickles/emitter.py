@@ -307,6 +307,8 @@ class _Plain(_Writer):
         todo = [node]
         while todo:
             node = todo.pop()
+            if type(node) is RowCall and node.row:
+                continue
             if not isinstance(node, (Tuple, PersistentId)) and not (
                 isinstance(node, Call) and node.kind == "REDUCE" and not node.effects
             ):
@@ -329,7 +331,7 @@ class _Plain(_Writer):
                 self.get(slot)
             elif (write := _ATOMS.get(type(part))) is not None:
                 write(self, part)
-            else:
+            elif type(part) is not RowCall or not self.row(part):
                 self.write(part)
         if isinstance(node, (PersistentId, Call)):
             self.done(_REDUCE if isinstance(node, Call) else _BINPERSID, node.order, node)

@@ -45,6 +45,7 @@ from ckptconv.pickles.graph import (
     args_of,
     is_global,
 )
+from ckptconv.pickles.rows import RowCall
 
 __all__ = [
     "Leaf",
@@ -130,6 +131,8 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
         node = place.node
         if not isinstance(node, Node) or id(node) in entered:
             continue
+        if isinstance(node, RowCall) and node.row and leaf(node) == []:
+            continue  # most tensors: nothing stands in them
         if place.depth >= LIMITS.nesting:
             raise LimitError(
                 "the checkpoint is nested too deeply", where=where, expected=f"at most {LIMITS.nesting:,} levels"
