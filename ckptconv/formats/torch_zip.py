@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,7 +146,7 @@ def read(source: Readable) -> Checkpoint:
         if _is_storage(name) and name not in used
     ]
     checkpoint.unused += [
-        LeftBehind(name, member.size, SUPERSEDED) for name, member in names.items() if _SUPERSEDED.fullmatch(name)
+        LeftBehind(name, names[name].size, SUPERSEDED) for name in _others(names) if _SUPERSEDED.fullmatch(name)
     ]
     if not checked:
         checkpoint.notes.append(NO_CHECKSUMS)
@@ -183,9 +183,9 @@ def _without_sums(archive: Archive) -> Archive:
     """`archive`, where no storage has a checksum though the pickle has one: ``torch.serialization.skip_data`` writes
     none, and no bytes either, which others fill in later.
     """
-    storages = [member for name, member in archive.names().items() if _is_storage(name) and member.size]
-    if any(member.crc32 for member in storages):
+    if any(member.crc32 and member.size for name, member in archive.names().items() if _is_storage(name)):
         return archive
+    storages = [member for name, member in archive.names().items() if _is_storage(name) and member.size]
     return replace(archive, unsummed=frozenset(member.name for member in storages))
 
 
@@ -208,6 +208,11 @@ def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) 
             MalformedError("bytes behind the end of the pickle", where=where, expected=f"{end - start} bytes", got=size)
         )
     return graph, pickle
+
+
+def _others(names: Iterable[str]) -> list[str]:
+    """Those of `names` that are not below the folder of the storages: a few."""
+    return [name for name in names if not name.startswith("data/")]
 
 
 def _is_storage(name: str) -> bool:
@@ -336,7 +341,7 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     added = [name for name in storages if name not in members]
     keys = renumber(checkpoint) if dropped or added else {}
     new = {f"data/{key}": f"data/{number}" for key, number in keys.items()}
-    dropped.update(name for name in members if name in _LAYOUT_RECORDS or _SUPERSEDED.fullmatch(name))
+    dropped.update(name for name in _others(members) if name in _LAYOUT_RECORDS or _SUPERSEDED.fullmatch(name))
     kept = [(name, member) for name, member in members.items() if name not in dropped]
     pickle = pickle_pieces(checkpoint)
     writer = _Writer(archive.root, checked=archive.has_checksums)

@@ -191,6 +191,7 @@ class _Plain(_Writer):
         if pieces is None:
             if any(id(each) not in memo for each in (form.function, form.word, form.cls, form.made_by)):
                 return False
+            self.kept.append(form)
             pieces = self.rows[id(form), tag if known is None else known] = self.row_pieces(form, tag)
         if order < self.order:
             raise _OutOfOrder

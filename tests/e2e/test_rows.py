@@ -1,0 +1,114 @@
+"""Rows from end to end: what is read, proved, shown and written is what it is when the machine makes every node."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from ckptconv import convert, inspect
+from ckptconv.errors import CkptconvError
+from ckptconv.inspection.verification import verify
+from ckptconv.pickles import parser, rows
+from tests.support.archives import records_of, rezipped
+
+_EDITS: dict[str, dict[str, Any]] = {
+    "to": {"map_location": "cpu"},
+    "map": {"map_location": {"cuda:0": "cuda:1", "cpu": "cuda:0"}},
+    "strip": {"map_location": "cpu", "strip_prefix": "module."},
+    "part": {"select": "model", "exclude": ["*.3.*"]},
+    "dtype": {"dtype": "bfloat16"},
+    "compact": {"compact": True, "map_location": "cpu"},
+    "loadable": {"loadable": True},
+    "safetensors": {"select": "model", "copy_tied": True},
+    "legacy": {"format": "legacy", "map_location": "cpu"},
+}
+
+
+def _checkpoint(tag: Callable[[Any], str]) -> bytes:
+    """A training checkpoint with some two hundred tensors: parameters, views, ties, a moment that requires a gradient,
+    empty ones and scalars.
+    """
+    model: dict[str, Any] = {}
+    for i in range(30):
+        model[f"module.{i}.weight"] = torch.nn.Parameter(torch.full((4, 3), float(i)))
+        model[f"module.{i}.bias"] = torch.full((4,), float(i), dtype=torch.float16 if i % 2 else torch.float32)
+        model[f"module.{i}.steps"] = torch.tensor(i)
+    model["module.tied"] = model["module.0.bias"]
+    model["module.view"] = model["module.1.weight"].data[1:, :2]
+    model["module.empty"] = torch.zeros(0, 3)
+    moments = {i: {"step": torch.tensor(1.0), "exp_avg": torch.ones(4, 3), "at": f"cuda:{i % 2}"} for i in range(30)}
+    optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": [*range(30)]}]}
+    given = {"model": model, "optimizer": optimizer, "extra": [torch.ones(2, 2, requires_grad=True) for _ in range(9)]}
+    stream = io.BytesIO()
+    before = torch.serialization.location_tag
+    torch.serialization.location_tag = tag
+    try:
+        torch.save(given, stream)
+    finally:
+        torch.serialization.location_tag = before
+    return stream.getvalue()
+
+
+_CHECKPOINTS = {
+    "one text": _checkpoint(lambda storage: "cuda:0"),
+    "a text each": _checkpoint(lambda storage: f"cuda:{storage.nbytes() % 2}"),
+}
+
+
+def _result(data: bytes, folder: Path, edits: dict[str, Any], suffix: str) -> tuple[object, ...]:
+    """What `inspect`, `verify` and `convert` say and write."""
+    src, dst = folder / "src.pt", folder / f"dst{suffix}"
+    src.write_bytes(data)
+    said: list[object] = []
+    for ask in (lambda: inspect(src).as_dict(), lambda: verify(src).as_dict(), lambda: convert(src, dst, **edits)):
+        try:
+            found = ask()
+            said.append(found if isinstance(found, dict) else dst.read_bytes())
+        except CkptconvError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    dst.unlink(missing_ok=True)
+    return tuple(said)
+
+
+def _both(
+    data: bytes, folder: Path, edits: dict[str, Any], monkeypatch: pytest.MonkeyPatch, suffix: str = ".pt"
+) -> tuple[object, ...]:
+    """The result, which is the same without rows."""
+    found = _result(data, folder, edits, suffix)
+    with monkeypatch.context() as patch:
+        patch.setattr(parser, "Rows", lambda *_: None)
+        expected = _result(data, folder, edits, suffix)
+    assert found == expected
+    return found
+
+
+@pytest.mark.parametrize("edits", _EDITS)
+@pytest.mark.parametrize("tags", _CHECKPOINTS)
+def test_rows_change_nothing(tags: str, edits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkpoint whose tensors are rows."""
+    met: Counter[str] = Counter()
+    read = rows.Rows.read
+    monkeypatch.setattr(rows.Rows, "read", lambda self, function: met.update([str(read(self, function))]))
+    suffix = ".safetensors" if edits == "safetensors" else ".pt"
+    _, _, written = _both(_CHECKPOINTS[tags], tmp_path, _EDITS[edits], monkeypatch, suffix)
+    assert isinstance(written, bytes), written
+    assert met["True"] > 300
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_change_nothing_in_damaged_pickles(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a byte of the pickle is another: another number, slot, opcode, text."""
+    random = Random(seed)
+    whole = random.choice([*_CHECKPOINTS.values()])
+    pickle = bytearray(records_of(whole)["data.pkl"])
+    for _ in range(random.choice((1, 1, 3))):
+        at = random.randrange(2500, len(pickle))
+        pickle[at] = random.choice((random.randrange(256), (pickle[at] + 1) % 256, *b"rhjXK)tRQ(\x88\x89\x86\x87"))
+    _both(rezipped(whole, {"data.pkl": bytes(pickle)}), tmp_path, _EDITS["to"], monkeypatch)
