@@ -202,7 +202,7 @@ class TensorReader:
         try:
             if info is None:
                 info = self.made_by(function, node) if function else self.sharded_object(node)
-            if any(effect.opcode != "BUILD" for effect in node.effects):
+            if node.effects and any(effect.opcode != "BUILD" for effect in node.effects):
                 raise _Bad("items are set on a tensor")
         except LimitError as error:
             error.where = f"{self.where}: at {place.path}"

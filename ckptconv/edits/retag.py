@@ -30,8 +30,12 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
     new_tags: dict[Storage, str] = {}
     counts, arguments = checkpoint.index.tensor_counts, checkpoint.index.device_arguments
     seen_tags = tags_of(checkpoint)
+    known: dict[tuple[str, bool], str] = {}
     for storage in checkpoint.storages.values():
-        new = devices.new_tag(storage.device, rng=storage in rng_storages)
+        asked = storage.device, storage in rng_storages
+        if asked not in known:
+            known[asked] = devices.new_tag(storage.device, rng=asked[1])
+        new = known[asked]
         if new != storage.device:
             new_tags[storage] = tags.setdefault(new, new)
             _count(changes, storage.device, new, counts[storage], storage.nbytes)

@@ -139,11 +139,11 @@ def read(source: Readable) -> Checkpoint:
 
     checkpoint = checkpoint_of(NAME, source, graph, archive, record, where)
     checkpoint.blobs = BytesSource(pickle, source.path) if pickle is not None else source
-    used = {f"data/{key}" for key in checkpoint.storages}
+    unused = names.keys() - {f"data/{key}" for key in checkpoint.storages}
     checkpoint.unused = [
         LeftBehind(name, member.size, "no tensor uses it")
         for name, member in names.items()
-        if _is_storage(name) and name not in used
+        if name in unused and _is_storage(name)
     ]
     checkpoint.unused += [
         LeftBehind(name, names[name].size, SUPERSEDED) for name in _others(names) if _SUPERSEDED.fullmatch(name)
@@ -337,7 +337,7 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     """The source's own archive, with another pickle and without what describes its layout or is no longer used."""
     members = archive.names()
     storages = {f"data/{key}": storage.data for key, storage in checkpoint.storages.items()}
-    dropped = {name for name in members if _is_storage(name) and name not in storages}
+    dropped = {name for name in members.keys() - storages.keys() if _is_storage(name)}
     added = [name for name in storages if name not in members]
     keys = renumber(checkpoint) if dropped or added else {}
     new = {f"data/{key}": f"data/{number}" for key, number in keys.items()}

@@ -306,7 +306,8 @@ class Graph:
 @contextmanager
 def gc_paused() -> Iterator[None]:
     """No garbage collection meanwhile: a graph is large and alive, and looking through it for
-    garbage again and again doubles the time.
+    garbage again and again doubles the time. What was made counts as old afterwards, else it would be looked through
+    right away.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -314,6 +315,9 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # else the caller has frozen objects, which must stay so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -56,6 +56,7 @@ def parse(
     if not leave:
         machine.rows = Rows(machine, DISPATCH)
     graph = machine.load(DISPATCH)
+    machine.rows = None  # which has the machine, and the machine the memo: nothing else would free it
     return graph, machine.tell()
 
 

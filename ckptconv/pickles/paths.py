@@ -95,6 +95,8 @@ class Place:
     def path(self) -> str:
         """The path, as ``inspect`` prints it."""
         if self.parent is not None and self.parent.parent is None:  # most tensors stand right below the root
+            if self.key and len(self.segment) == len(self.key) + 1:  # nothing in it is escaped: one text for both
+                return self.key
             return self.segment.removeprefix("/") or "."
         segments: list[str] = []
         place: Place | None = self

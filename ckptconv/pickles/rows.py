@@ -23,7 +23,7 @@ from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, PersistentId, Tuple
 from ckptconv.pickles.machine import Operation, PickleMachine
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["RowCall", "RowForm", "RowId", "Rows"]
+__all__ = ["RowCall", "RowForm", "RowId", "Rows", "type_of"]
 
 _INT = rb"(?:K.|M..|J....)"
 _GET = rb"(?:h.|j....)"
@@ -151,6 +151,11 @@ class RowCall(Call):
         args = self.args
         assert isinstance(args, Tuple)
         return args if name == "args" else args.items[("shape", "stride", "flag", "inside").index(name) + 2]
+
+
+def type_of(value: Value) -> type:
+    """The type of `value`, which for what stands in a row is the one that it would have elsewhere."""
+    return Call if isinstance(value, RowCall) else PersistentId if isinstance(value, RowId) else type(value)
 
 
 # Errors say what kind of node there is, which are these.

@@ -46,6 +46,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.parser import parse
 from ckptconv.pickles.paths import key_segment
+from ckptconv.pickles.rows import type_of
 from tests.support.conversions import read
 from tests.support.judge import assert_same, refusal, tags_of
 
@@ -402,7 +403,7 @@ def assert_same_graph(left: tuple[Graph, bytes], right: tuple[Graph, bytes], tag
     assert len(left[0].calls) == len(right[0].calls)
     while todo:
         a, b = todo.pop()
-        assert type(a) is type(b)
+        assert type_of(a) is type_of(b)
         if not isinstance(a, Node):
             assert repr(a) == repr(b)  # NaN, 1 and True
             continue

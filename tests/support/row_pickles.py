@@ -135,14 +135,14 @@ def made(random: Random) -> bytes:
     """A pickle with some rows, most of them sound."""
     maker = _Maker(random)
     names = (b"torch._utils\n_rebuild_tensor_v2", b"torch\nFloatStorage", b"collections\nOrderedDict")
-    start = b"".join(CODES["GLOBAL"] + name + b"\n" + maker.put() + b"0" for name in names)
-    start += b"".join(maker.text(text) + maker.put() + b"0" for text in (b"storage", b"cpu"))
+    start = b"".join(CODES["GLOBAL"] + name + b"\n" + maker.put() for name in names)
+    start += b"".join(maker.text(text) + maker.put() for text in (b"storage", b"cpu"))
     if len(maker.slots) < 5:
         return maker.out + start
     function, cls, made_by, word, cpu = maker.slots[:5]
     shapes = random.choices(_SHAPES, k=2)
     tags = random.choices((None, None, *_TAGS), k=2)
-    out = maker.out + start + b"]("
+    out = maker.out + b"](" + start
     for _ in range(random.randrange(1, 9)):
         words = [function, word, cls, cpu, made_by]
         if maker.one_in(20):

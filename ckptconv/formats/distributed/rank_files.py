@@ -43,6 +43,7 @@ from ckptconv.pickles.graph import (
     replace_nodes,
 )
 from ckptconv.pickles.paths import Place, child_places
+from ckptconv.pickles.rows import type_of
 
 __all__ = ["NAME", "looks_like", "read"]
 
@@ -276,7 +277,7 @@ class _Comparison:
     def is_same(self, a: Place, b: Place) -> bool:
         """Whether `a` and `b` say the same, but for what stands in them and for bytes, which are compared later."""
         x, y = a.node, b.node
-        if type(x) is not type(y):
+        if type_of(x) is not type_of(y):
             return False
         if isinstance(x, PersistentId) and isinstance(y, PersistentId):
             stores = self.a.index.storage_of[id(x)], self.b.index.storage_of[id(y)]

@@ -6,8 +6,8 @@ import os
 from collections import Counter
 from random import Random
 
-from ckptconv.pickles.graph import Graph
-from ckptconv.pickles.rows import RowCall
+from ckptconv.pickles.graph import Call, Graph, PersistentId, Tuple
+from ckptconv.pickles.rows import RowCall, type_of
 from tests.support.row_pickles import described, made, read
 
 _COUNT = 100_000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1_500
@@ -37,3 +37,22 @@ def test_the_graph_is_the_machines() -> None:
         assert said == expected, (seed, data)
         assert described(graph) == described(plain), (seed, data)
     assert met["rows"] > _COUNT / 2 and met["read"] > _COUNT / 5 and met["refused"] > _COUNT / 10, met
+
+
+def test_what_a_row_is_made_of() -> None:
+    """It is made once, and then the row is a call like others: what is asked for can be changed."""
+    graphs = (read(made(Random(seed)), rows=True)[0] for seed in range(1_500))
+    calls = [call for graph in graphs for call in _rows(graph) if call.row]
+    assert len(calls) > 20
+    for i, call in enumerate(calls):
+        assert type_of(call) is Call and type_of(call.reference) is PersistentId
+        assert call.row and call.reference.form
+        if i % 3 == 0:
+            assert isinstance(call.args, Tuple) and call.args is call.args
+            assert call.args.items[0] is call.reference and call.reference.form
+        elif i % 3 == 1:
+            assert isinstance(call.reference.id, Tuple) and call.reference.id is call.reference.id
+        else:
+            call.args = given = Tuple([])
+            assert call.args is given and call.calls()[-1] is call and len(call.calls()) == 2
+        assert not call.row
