@@ -23,6 +23,7 @@ from tests.fuzz.folders import pack, unpack
 from tests.fuzz.json_changes import Pairs
 from tests.fuzz.odd_pickles import made, mutated
 from tests.fuzz.opcodes import Change
+from tests.support import row_pickles
 
 __all__ = ["MUTATORS", "Mutator", "fitting", "noise", "pickles_of", "storages_of"]
 
@@ -281,6 +282,7 @@ def _chunks(data: bytes, random: Random, change: Change) -> bytes:
 MUTATORS: dict[str, Mutator] = {
     "pickle": _pickle,
     "lenient": lambda data, random, change: made(random) if random.random() < 0.3 else mutated(data, random, change),
+    "rows": lambda data, random, change: row_pickles.made(random) if random.random() < 0.3 else change(data),
     "zip": _zip,
     "legacy": _legacy,
     "safetensors": _safetensors,

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from tests.fuzz.archives import archive, records_of
 from tests.fuzz.folders import pack, unpack
 from tests.fuzz.odd_pickles import BY_HAND, made
+from tests.support import row_pickles
 from tests.support.archives import rezipped
 from tests.support.legacy_files import legacy_file, storage_id
 from tests.support.reduced import Reduced
@@ -247,9 +248,16 @@ def _in_rows(files: dict[str, bytes]) -> bytes:
     return pack({".metadata": pickle.dumps(metadata), "__0_0.distcp": b"".join(parts)})
 
 
+def _pickles_with_rows() -> Iterator[tuple[str, bytes]]:
+    random = Random(0)
+    every = (row_pickles.made(random) for _ in range(100))
+    yield from ((f"made_{i}", data) for i, data in enumerate(every) if row_pickles.read(data, rows=False)[0])
+
+
 SEEDS = {
     "pickle": _pickles,
     "lenient": _odd_pickles,
+    "rows": _pickles_with_rows,
     "zip": _zips,
     "legacy": _legacies,
     "safetensors": _safetensors,

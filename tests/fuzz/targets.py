@@ -5,7 +5,8 @@ What stands in a folder always is.
 
 Whatever is raised that is no :class:`~ckptconv.errors.CkptconvError` is a finding, and so is a promise that is not
 kept: what is written can be read again and has the same tensors, what is written from that is the same bytes, a pickle
-that is emitted does what it did, and the lenient reader lists every global that one of CPython's unpicklers reaches.
+that is emitted does what it did, the lenient reader lists every global that one of CPython's unpicklers reaches, and
+a pickle says the same whether rows are read at once or not.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from ckptconv.render.table import table_lines
 from ckptconv.render.text import Style
 from ckptconv.render.tree import tree_lines
 from tests.fuzz import folders, unpicklers
+from tests.support import row_pickles
 from tests.support.reference_machine import trace
 
 __all__ = ["TARGETS", "Target", "run"]
@@ -122,6 +124,14 @@ def _check_lenient(data: bytes, folder: Path) -> bool:
         seen = unpicklers.compared(data)
     assert not seen.missed, seen.missed
     return seen.reached > 0
+
+
+def _check_rows(data: bytes, folder: Path) -> bool:
+    del folder
+    (graph, said), (plain, expected) = row_pickles.read(data, rows=True), row_pickles.read(data, rows=False)
+    assert said == expected, "an error, or its place, is another with rows"
+    assert row_pickles.described(graph) == row_pickles.described(plain), "the graph is another with rows"
+    return graph is not None
 
 
 # Files and folders
@@ -284,6 +294,7 @@ TARGETS = {
     for target in (
         Target("pickle", _check_pickle),
         Target("lenient", _check_lenient),
+        Target("rows", _check_rows),
         Target("zip", lambda data, folder: _check_file("input.pt", data, folder)),
         Target("legacy", lambda data, folder: _check_file("input.pt", data, folder)),
         Target("safetensors", lambda data, folder: _check_file("input.safetensors", data, folder)),
