@@ -9,7 +9,8 @@ CkptconvError
 │   ├── LimitError          it asks for more than ckptconv is willing to spend
 │   ├── UnsupportedError    it is sound, but not something that this version handles
 │   ├── DangerousError      carrying it over would carry code that no checkpoint needs
-│   └── InputChangedError   it changed while it was being read
+│   ├── InputChangedError   it changed while it was being read
+│   └── TransferError       a server, or the line to it, failed, or answered what no server should
 ├── MissingTorchError   what was asked for needs torch, which is not installed (an ImportError too)
 ├── DeviceUnavailable   tensors would go to a device that torch does not have here
 ├── RefusedError        doing it would lose data or surprise somebody
@@ -43,6 +44,7 @@ __all__ = [
     "OutputError",
     "RefusedError",
     "TargetExistsError",
+    "TransferError",
     "UnknownDeviceError",
     "UnsupportedError",
     "UsageError",
@@ -191,6 +193,10 @@ class DangerousError(InputError):
 
 class InputChangedError(InputError):
     """The input's size, modification time or identity changed while it was being read."""
+
+
+class TransferError(InputError):
+    """The server that has the input, or the line to it, failed, or answered what no server should."""
 
 
 class MissingTorchError(CkptconvError, ImportError):

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from ckptconv.byteranges.checksums import check_crc32, checksum
-from ckptconv.byteranges.spans import Inflate, Literal, Piece
+from ckptconv.byteranges.sources import Readable, SliceSource
+from ckptconv.byteranges.spans import ByteSource, Inflate, Literal, Piece
 from ckptconv.errors import MalformedError
 
-__all__ = ["BUFFER", "inflated", "read", "read_into", "same_streams"]
+__all__ = ["BUFFER", "announce", "inflated", "read", "read_into", "same_streams"]
 
 BUFFER = 4 << 20  # bytes held at once
+
+
+def announce(pieces: Iterable[Piece], *, keep: Path | None = None) -> int:
+    """Tell the far sources of `pieces` what is about to be read of them, in this order; how many bytes of it they will
+    `keep` in a folder, because it is read more than once.
+    """
+    found: dict[int, tuple[Readable, list[tuple[int, int]]]] = {}
+    for span in (span for piece in pieces for span in piece.read_from()):
+        source: ByteSource = span.source
+        offset = span.offset
+        while isinstance(source, SliceSource):
+            offset += source.offset
+            source = source.of
+        if isinstance(source, Readable) and source.is_far:
+            found.setdefault(id(source), (source, []))[1].append((offset, offset + span.length))
+    for source, ranges in found.values():
+        source.announce(ranges, keep=keep)
+    return sum(stop - start for _, ranges in found.values() for start, stop in ranges) if keep else 0
 
 
 def read(piece: Piece) -> Iterator[bytes]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 
 from ckptconv.byteranges.checksums import Sums, check_crc32, crc32_of
 from ckptconv.byteranges.crc32 import combined
 from ckptconv.byteranges.fault_sink import FaultSink, UnreadRecord
-from ckptconv.byteranges.reading import inflated
-from ckptconv.byteranges.sources import SliceSource, Source, SourceFolder
+from ckptconv.byteranges.reading import announce, inflated
+from ckptconv.byteranges.sources import Readable, SliceSource, Source, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Progress
 from ckptconv.errors import InputError
 
@@ -25,8 +26,10 @@ class CheckingSink(FaultSink):
     ``checked`` is the number of records that were compared, ``nbytes`` their bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Path | None = None) -> None:
+        """`keep`: the folder for what is read of a far file, which will be read again."""
         self.checked = self.nbytes = 0
+        self._keep = keep
         self._records: list[UnreadRecord] = []
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
@@ -36,7 +39,7 @@ class CheckingSink(FaultSink):
     def check(self) -> None:
         """Compare what was read since the last time. Raises InputError."""
         records, self._records = self._records, []
-        check_records(records, self)
+        check_records(records, self, keep=self._keep)
         self.checked += len(records)
         self.nbytes += length_of(records)
 
@@ -46,11 +49,14 @@ def length_of(records: Iterable[UnreadRecord]) -> int:
     return sum(record.data.length for record in records)
 
 
-def check_records(records: list[UnreadRecord], faults: FaultSink, counted: Progress | None = None) -> None:
+def check_records(
+    records: list[UnreadRecord], faults: FaultSink, counted: Progress | None = None, *, keep: Path | None = None
+) -> None:
     """Compare `records` with their checksums. `faults` takes what is wrong; `counted` is called with the bytes of each
-    piece that is done.
+    piece that is done. `keep` is as for :func:`~ckptconv.byteranges.reading.announce`.
     """
     counted = counted or _unheard
+    announce([record.data for record in records], keep=keep)
     apart = [record for record in records if isinstance(record.data, Inflate) or not _is_in_file(record.data.source)]
     alone = {id(record) for record in apart}
     for record in apart:
@@ -79,7 +85,7 @@ def _is_in_file(source: ByteSource) -> bool:
     """Whether threads may read `source` at once: the kernel does, what stands in for a file may not."""
     while isinstance(source, SliceSource):
         source = source.of
-    return isinstance(source, (Source, SourceFolder))
+    return isinstance(source, (Source, SourceFolder)) or (isinstance(source, Readable) and source.is_far)
 
 
 def _check_here(record: UnreadRecord) -> None:

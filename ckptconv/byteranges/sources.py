@@ -9,10 +9,11 @@ import contextlib
 import errno
 import io
 import os
+import re
 import stat
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
@@ -44,6 +45,7 @@ __all__ = [
     "SourceFolder",
     "first_bytes",
     "is_file_object",
+    "is_url",
     "list_folder",
     "path_of",
     "seeking",
@@ -54,6 +56,8 @@ _R = TypeVar("_R", bound="Readable")
 _SPARE = 64  # open files that the rest of the process may need
 
 _STEP = 1 << 24  # bytes that are asked of a file object at once
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
@@ -90,7 +94,8 @@ class Readable:
 
     ``path`` is for messages; only where it `is_stored` does that file stand there, so that a command can name it and
     others can stand beside it. ``fd`` is -1 where the kernel has no file for it, ``size`` in bytes. ``mode`` has the
-    permissions that a copy of it may have. ``faults`` takes what readers find wrong with it.
+    permissions that a copy of it may have. ``faults`` takes what readers find wrong with it. Where it `is_far`, each
+    read can cost a request to a server.
     """
 
     path: Path
@@ -99,6 +104,7 @@ class Readable:
     mode: int = 0o666
     faults: FaultSink = RAISED
     is_stored: bool = False
+    is_far: bool = False
 
     def __enter__(self: _R) -> _R:
         return self
@@ -144,6 +150,22 @@ class Readable:
 
     def check_unchanged(self) -> None:
         """Raise InputChangedError if it is not what it was when it was opened."""
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """`ranges`, from a start to an end, are about to be read: what is far is asked for them all at once."""
+
+    def announce(self, ranges: Iterable[tuple[int, int]], *, keep: Path | None = None) -> None:
+        """`ranges`, from a start to an end, are about to be read in this order: what is far comes ahead of who reads.
+        More than once only where there is a folder to `keep` them in.
+        """
+
+    def spares(self, offset: int, length: int, what: str) -> bool:  # noqa: ARG002 - what is near is read
+        """Whether bytes that only prove the file sound are not to be read; then it says itself that `what` was not."""
+        return False
+
+    def about(self) -> list[str]:
+        """What else to say of it, when it has been read."""
+        return []
 
     def _unreadable(self, error: OSError, offset: int) -> InputError:
         return InputError(f"cannot be read: {error.strerror or error}", where=f"{self.path} at byte {offset}")
@@ -252,6 +274,14 @@ def is_file_object(given: object) -> TypeIs[BinaryFile]:
     return not isinstance(given, (str, bytes, os.PathLike)) and (hasattr(given, "read") or hasattr(given, "write"))
 
 
+def is_url(given: object) -> bool:
+    """Whether `given` is a URL: pathlib has made one slash of two, and then no file may be called so."""
+    if not isinstance(given, (str, os.PathLike)):
+        return False
+    text = os.fsdecode(given)
+    return bool(_URL.match(text)) and ("://" in text or not os.path.lexists(text))
+
+
 def path_of(given: Input) -> Path:
     """The path `given`, or what a file object is called in messages: its ``name`` where that is a text."""
     if not is_file_object(given):
@@ -351,7 +381,7 @@ class SourceFolder(Readable):
         self,
         path: str | os.PathLike[str],
         faults: FaultSink = RAISED,
-        open_file: Callable[[Path, FaultSink], Source] = Source,
+        open_file: Callable[[Path, FaultSink], Readable] = Source,
     ) -> None:
         """`open_file` opens each part; its errors may say more than a source can."""
         self.path = Path(os.fsdecode(path))
@@ -363,14 +393,23 @@ class SourceFolder(Readable):
         self.parts: list[Readable] = []
         self._starts: list[int] = []
         self._start_of: dict[int, int] = {}  # by the id of the part
-        self._open: dict[str, Source] = {}
+        self._open: dict[str, Readable] = {}
 
-    def open(self, name: str) -> Source:
+    def open(self, name: str) -> Readable:
         """The file `name` in the folder, which is closed with it; the same one for the same name. Raises InputError."""
         if name not in self._open:
             self._open[name] = self._open_file(self.folder / name, self.faults)
             self.add(self._open[name])
         return self._open[name]
+
+    def missing(self, names: Iterable[str]) -> set[str]:
+        """Those of `names` that are not there. A link to nowhere is not: nobody has fetched it."""
+        return {name for name in names if not os.path.exists(self.folder / name)}
+
+    def names(self) -> list[str]:
+        """What is in the folder, folders too: one with the name of a shard is said to be one. Raises InputError."""
+        folders, files = list_folder(self.folder)
+        return [*folders, *files]
 
     def add(self, part: Readable) -> int:
         """Make `part` one of the parts; where its bytes begin."""
@@ -412,6 +451,10 @@ class SourceFolder(Readable):
         """Raise InputChangedError if one of the files is not what it was when it was opened."""
         for part in self.parts:
             part.check_unchanged()
+
+    def about(self) -> list[str]:
+        """What else to say of the files, once where it is said of several."""
+        return [*dict.fromkeys(note for part in self.parts for note in part.about())]
 
     def close(self) -> None:
         """Let the files go."""

@@ -79,6 +79,10 @@ class Piece:
         """The ranges of the source whose bytes, one behind another, these are; none where they are others."""
         return ()
 
+    def read_from(self) -> tuple[ByteRange, ...]:
+        """The ranges that are read to make it."""
+        return self.ranges()
+
     def stored(self) -> ByteRange | None:
         """The whole range of the source that this is made of, if it stands there as it is: what has the checksum."""
         return None
@@ -164,6 +168,9 @@ class Inflate(Piece):
     def crc32_known(self) -> int | None:
         return self.crc32
 
+    def read_from(self) -> tuple[ByteRange, ...]:
+        return (self.of,)
+
     def _part(self, offset: int, length: int) -> InflateSlice:
         return InflateSlice(self, offset, length)
 
@@ -175,6 +182,9 @@ class InflateSlice(Piece):
     of: Inflate
     offset: int
     length: int
+
+    def read_from(self) -> tuple[ByteRange, ...]:
+        return self.of.read_from()
 
     def spooled(self) -> Inflate:
         return self.of
@@ -242,6 +252,9 @@ class Gather(Piece):
 
     is_computed = True
 
+    def read_from(self) -> tuple[ByteRange, ...]:
+        return self.of.read_from()
+
     def spooled(self) -> Inflate | None:
         return self.of if isinstance(self.of, Inflate) else None
 
@@ -271,6 +284,9 @@ class Assemble(Piece):
 
     is_computed = True
 
+    def read_from(self) -> tuple[ByteRange, ...]:
+        return tuple(placement.of for placement in self.placements)
+
     def with_checksums(self) -> tuple[ByteRange, ...]:
         return tuple(placement.of for placement in self.placements if placement.of.crc32 is not None)
 
@@ -297,6 +313,9 @@ class Cast(Piece):
     shown: tuple[tuple[int, int], ...] = ()
 
     is_computed = True
+
+    def read_from(self) -> tuple[ByteRange, ...]:
+        return self.of.read_from()
 
     def with_checksums(self) -> tuple[ByteRange, ...]:
         return self.of.with_checksums()

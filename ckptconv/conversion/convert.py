@@ -102,7 +102,7 @@ def run(
     elif path.name in ("", "..") or os.path.islink(os.path.abspath(path)):  # a link to a folder is that folder
         path = Path(os.path.realpath(path))
     with ExitStack() as opened:
-        faults = CheckingSink()
+        faults = CheckingSink(keep=path if path.is_dir() else path.parent)
         source = open_input(src, faults if output.verify else RAISED)
         opened.enter_context(source)
         if not is_folder:

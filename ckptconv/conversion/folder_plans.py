@@ -79,7 +79,7 @@ def plan_folder(
     files would have one name.
     """
     folder, is_whole = source.folder, source.path.is_dir()
-    every = find(folder) if is_whole else find_in(folder)
+    every = find(folder) if is_whole else [] if source.is_far else find_in(folder)
     chosen = [each for each in every if each.kind in ("file", "shards", "dcp")]
     if not is_whole:
         named = Found(source.path, "shards", (source.path,))  # whatever it is called

@@ -29,6 +29,7 @@ from ckptconv.errors import InputError, MissingInputError, NoMatchError, OutputE
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.foreign.paths import refuse_url
 from ckptconv.formats.in_place import patches_of, rest_sum
 from ckptconv.formats.sharded.index import find_set, is_index_file, read_index
 from ckptconv.formats.writers import writer_of
@@ -76,6 +77,7 @@ def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOpt
         DangerousError: It carries what no checkpoint needs.
         OutputError: Writing failed; the journal has the old bytes.
     """
+    refuse_url(src)
     check_edits(edits, output)
     started = time.monotonic()
     index, paths = _files_of(Path(os.fsdecode(src)))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptconv.byteranges.sources import list_folder
+from ckptconv.byteranges.sources import is_url, list_folder
 from ckptconv.conversion.discovery import Found, Kind, find, find_in, is_hub_blob, is_part
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.errors import InputError, RefusedError, UsageError, count, some
@@ -105,41 +105,53 @@ def list_items(
     Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where a
     folder holds no checkpoint.
     """
+    dst = _as_path(dst)
     path = _checked(dst, output.format)
-    if not _is_folder(dst):
-        _refuse_odd_suffix(path, output.format, map(Path, srcs))
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
         raise InputError("no path given: it is empty")
-    if output.copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in srcs):
-        raise UsageError(option("copy_others") + " is for folders, and the input is none", where=srcs[0])
-    if len(srcs) > 1 and not _will_be_folder(path, dst):
-        srcs = _as_pattern([Path(src) for src in srcs])
-    if len(srcs) == 1:
-        listing = _of_one(Path(srcs[0]), path, dst, output)
+    paths: Sequence[Path] = [src if isinstance(src := _as_path(each), Path) else Path(src) for each in srcs]
+    if not _is_folder(dst):
+        _refuse_odd_suffix(path, output.format, paths)
+    if output.copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in paths):
+        raise UsageError(option("copy_others") + " is for folders, and the input is none", where=paths[0])
+    if len(paths) > 1 and not _will_be_folder(path, dst):
+        paths = _as_pattern(paths)
+    if len(paths) == 1:
+        listing = _of_one(paths[0], path, dst, output)
     elif not _will_be_folder(path, dst):
         raise UsageError(
             "several inputs need a folder to go to",
             where=path,
             expected="a folder, or a path without a suffix",
-            hint=_merging(srcs, path),
+            hint=_merging(paths, path),
         )
     else:
-        parts = [_of_several(Path(src), path, output) for src in srcs]
+        parts = [_of_several(src, path, output) for src in paths]
         listing = Listing(
             tuple(item for part in parts for item in part.items),
             True,
             tuple(other for part in parts for other in part.other),
             tuple(each for part in parts for each in part.unentered),
-            _about_shards([Path(src) for src in srcs]),
+            _about_shards(paths),
         )
     _refuse_one_name(listing.items)
     _refuse_among_parts(listing)
     return listing
 
 
-def _merging(srcs: Sequence[str | os.PathLike[str]], path: Path) -> str | None:
+def _as_path(given: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """`given`, or what it is where it is a URL: what is near is a path like any other, what is far knows its URL."""
+    if not is_url(given):
+        return given
+    from ckptconv.byteranges.far.urls import far_path, local_path  # which no path needs
+
+    path = far_path(given)
+    return (local_path(path.url) if path.url else None) or path
+
+
+def _merging(srcs: Sequence[Path], path: Path) -> str | None:
     """What to type to merge `srcs` into `path`, where they lie in one folder with their index."""
-    folder, *others = {Path(src).parent for src in srcs}
+    folder, *others = {src.parent for src in srcs}
     is_set = not others and any(map(is_index_file, folder.glob("*.index.json")))
     return "to merge a sharded set: " + command("convert", folder, path) if is_set else None
 

@@ -15,6 +15,7 @@ from ckptconv.errors import InputError, RefusedError, UsageError, some
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.distributed.metadata import read_metadata
+from ckptconv.formats.foreign.paths import refuse_url
 from ckptconv.formats.in_place import rest_sum, tensor_spans
 from ckptconv.formats.sharded.index import read_index
 from ckptconv.hints import command, for_python
@@ -47,6 +48,7 @@ def undo(path: str | os.PathLike[str]) -> int:
 
 def take_back(path: str | os.PathLike[str]) -> int:
     """:func:`undo` in the words of the command line."""
+    refuse_url(path)
     found = journals_of(Path(os.fsdecode(path))) if os.path.isdir(path) else [(Path(os.fsdecode(path)), HOT)]
     changed = [target for target, state in found if state == HOT] or [target for target, _ in found]
     if not changed:

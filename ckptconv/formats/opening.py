@@ -9,10 +9,18 @@ import glob
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.sources import FileObjectSource, Input, Readable, Source, SourceFolder, is_file_object
+from ckptconv.byteranges.sources import (
+    FileObjectSource,
+    Input,
+    Readable,
+    Source,
+    SourceFolder,
+    is_file_object,
+    is_url,
+)
 from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, MissingInputError, UnsupportedError
@@ -24,9 +32,11 @@ from ckptconv.formats.foreign.folders import distributed_part_error, folder_erro
 from ckptconv.formats.foreign.paths import no_path_error
 from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.sharded import reading as sharded
-from ckptconv.formats.sharded.index import is_index_file
+from ckptconv.formats.sharded.index import is_index, is_index_file
 from ckptconv.formats.two_readings import refuse_two_readings
 from ckptconv.hints import Message, command, shell
+
+_R = TypeVar("_R", bound=Readable)
 
 __all__ = ["interrupted", "open_file", "open_input", "open_part", "read"]
 
@@ -60,25 +70,43 @@ FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, rank_files, 
 _HEAD = 64
 
 
-def open_input(path: Input, faults: FaultSink = RAISED) -> Readable:
+def open_input(path: Input, faults: FaultSink = RAISED, *, skims: bool = False) -> Readable:
     """What `path` means: a folder, the index of shards or the pattern of rank files, else a file; or the file object
     that it is.
 
-    A context manager; `faults` takes what readers find wrong with it. Raises InputError, and UsageError for a file
-    object that cannot be read by position.
+    A context manager; `faults` takes what readers find wrong with it. `skims`: of a far file nothing is wanted but what
+    is in it. Raises InputError, and UsageError for a file object that cannot be read by position.
     """
     if is_file_object(path):
         return FileObjectSource(path, faults)
+    if is_url(path):
+        return _open_url(path, faults, skims=skims)
     name = os.fsdecode(path)
     if name and "\0" not in name and (os.path.isdir(name) or is_index_file(Path(name)) or is_pattern(name)):
         return SourceFolder(name, faults, open_part)
     return open_file(path, faults)
 
 
+def _open_url(given: str | os.PathLike[str], faults: FaultSink, *, skims: bool) -> Readable:
+    """What the URL `given` means: the index of shards, else a file. Raises InputError, UsageError."""
+    from ckptconv.byteranges.far.folder import FarFolder  # which no file here needs
+    from ckptconv.byteranges.far.source import FarSource
+    from ckptconv.byteranges.far.urls import far_path, local_path
+
+    path = far_path(given)
+    assert path.url is not None
+    here = local_path(path.url)
+    if here is not None:
+        return open_input(here, faults)
+    if is_index(path.name):
+        return FarFolder(path.url, faults, checked_part, skims=skims)
+    return FarSource(path.url, faults, skims=skims)
+
+
 def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
     """The file `path`.
 
-    Raises InputError, which says what a folder is, and which name is like that of a missing file; UsageError for a URL.
+    Raises InputError, which says what a folder is, and which name is like that of a missing file.
     """
     try:
         return Source(path, faults, locked=True)
@@ -101,7 +129,11 @@ def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
 
     Raises InputError, and MalformedError where it can be read in two ways.
     """
-    source = open_file(path, faults)
+    return checked_part(open_file(path, faults))
+
+
+def checked_part(source: _R) -> _R:
+    """`source`, a file of a checkpoint of several. Raises MalformedError where it can be read in two ways."""
     try:
         format_ = _format_of(source)
         if format_:
@@ -124,6 +156,7 @@ def read(source: Readable) -> Checkpoint:
         error.hint = said or error.hint
         raise
     checkpoint.notes += [said] if said else []
+    checkpoint.notes += source.about()
     return checkpoint
 
 

@@ -25,6 +25,7 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -350,9 +351,14 @@ def _read_sizes(
             where=where,
             hint=DOWNLOAD_AGAIN,
         )
+    sizes = {key: first[key].numel * first[key].dtype.itemsize for key in keys}
+    starts = [*accumulate((_SIZE + sizes[key] for key in keys), initial=at)]
+    unread = {start for start in starts[:-1] if source.spares(start, _SIZE, "storage length")}
+    source.prefetch((start, start + _SIZE) for start in starts[:-1] if start not in unread)
     spans = {}
     for key in keys:
-        numel = int.from_bytes(source.read(at, _SIZE), "little", signed=True)
+        said = first[key].numel.to_bytes(_SIZE, "little") if at in unread else source.read(at, _SIZE)
+        numel = int.from_bytes(said, "little", signed=True)
         if numel != first[key].numel:
             raise MalformedError(
                 f"storage {key} has another size than its persistent id says",

@@ -119,7 +119,7 @@ def looks_like(head: bytes) -> bool:
 def read(source: Readable) -> Checkpoint:
     """The checkpoint in `source`. Raises MalformedError, UnsupportedError, LimitError."""
     try:
-        archive = read_archive(source, lambda names: refuse_foreign_zips(source, names))
+        archive = read_archive(source, lambda names: refuse_foreign_zips(source, names), _is_storage)
     except EndMissing as error:
         raise cut_short(source) from error
     archive = _without_sums(archive)

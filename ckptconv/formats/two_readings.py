@@ -42,6 +42,7 @@ _BLOCK = 512  # bytes of a tar header, and where the first file in HDF5 may star
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _GZIP = b"\x1f\x8b\x08"
 _UNPACKED = 1 << 17  # bytes: the header of gzip, as long as it can be here, and some of what follows
+_SUPERBLOCK = "possible HDF5 start"
 _PICKLES = 5  # one behind another, before torch 1.6
 _PICKLED = (torch_legacy.NAME, plain_pickle.NAME)
 #: What stands in every part of a safetensors header, and in no name of a module.
@@ -166,8 +167,13 @@ def _gzip(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever
 
 def _hdf5(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
     at = _BLOCK
+    if source.is_far:
+        places = [_BLOCK << i for i in range((source.size // _BLOCK).bit_length())]
+        places = [place for place in places if not source.spares(place, len(_HDF5), _SUPERBLOCK)]
+        source.prefetch((place, place + len(_HDF5)) for place in places)
     while at + len(_HDF5) <= source.size:
-        if source.read(at, len(_HDF5)) == _HDF5:
+        is_spared = source.spares(at, len(_HDF5), _SUPERBLOCK)
+        if not is_spared and source.read(at, len(_HDF5)) == _HDF5:
             return f"an HDF5 file from byte {at} on, which h5py finds"
         at *= 2
     return None

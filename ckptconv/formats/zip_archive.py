@@ -21,7 +21,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
@@ -76,6 +76,7 @@ _ZIP64_EXTRA, _UNICODE_NAME_EXTRA, PADDING_EXTRA = 1, 0x7075, int.from_bytes(b"F
 _ONES16, _ONES32 = 0xFFFF, 0xFFFFFFFF
 LONGEST_END = END_SIZE + _ONES16  # with a comment
 _READ_BACK = LONGEST_END + 4096  # torch's reader goes back in steps of that
+_DESCRIPTORS, _HEADERS = 32, 256  # bytes before and behind the start of a local header that are asked for with it
 _ENTRIES_ASKED = 16  # of a directory that may be none
 _ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13
 HAS_DESCRIPTOR = 1 << 3
@@ -98,15 +99,37 @@ class Member(NamedTuple):
     stored_size: int
     size: int
     header_offset: int
-    data_offset: int
+    placed: int | Callable[[], int]
     end: int
+
+    @property
+    def data_offset(self) -> int:
+        """Where its data stands. Raises MalformedError where its local header, read only now, is damaged."""
+        return self.placed if isinstance(self.placed, int) else self.placed()
 
     def data(self, source: Readable, *, checked: bool) -> ByteRange | Inflate:
         """Its bytes, inflated where they are deflated. `checked`: the archive has checksums."""
         crc32 = self.crc32 if checked else None
+        of, offset = (source, self.placed) if isinstance(self.placed, int) else (_Unplaced(source, self), 0)
         if self.method == STORED:
-            return ByteRange(source, self.data_offset, self.size, crc32)
-        return Inflate(ByteRange(source, self.data_offset, self.stored_size), self.size, crc32)
+            return ByteRange(of, offset, self.size, crc32)
+        return Inflate(ByteRange(of, offset, self.stored_size), self.size, crc32)
+
+
+class _Unplaced(Readable):
+    """The data of `member`, whose local header has not been read."""
+
+    def __init__(self, source: Readable, member: Member) -> None:
+        self.path, self.fd, self.size, self.faults = source.path, -1, member.stored_size, source.faults
+        self._source, self._member = source, member
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes at `offset`. Raises InputError."""
+        return self._source.read(self._member.data_offset + offset, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with what stands at `offset`. Raises InputError."""
+        self._source.read_into(self._member.data_offset + offset, buffer)
 
 
 @dataclass(frozen=True)
@@ -151,12 +174,17 @@ class EndMissing(MalformedError):
     """What starts as a zip archive has no end: it was truncated."""
 
 
-def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = None) -> Archive:
+def read_archive(
+    source: Readable,
+    refuse: Callable[[list[str]], None] | None = None,
+    is_large: Callable[[str], bool] | None = None,
+) -> Archive:
     """The members of `source`, which must be a zip from its first byte to its last.
 
     Raises MalformedError, UnsupportedError, LimitError.
 
-    `refuse` is shown the names first: what is another kind of zip is said before what is wrong with it.
+    `refuse` is shown the names first: what is another kind of zip is said before what is wrong with it. Of members that
+    are `large` by their names below the root the local headers wait where the source spares them.
     """
     found = source.faults.found
     count, directory, start = _read_end(source)
@@ -165,6 +193,8 @@ def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = 
     if refuse:
         refuse([entry.name for entry in entries])
     entries.sort(key=lambda entry: entry.header_offset)
+    if source.is_far:
+        source.prefetch(_borders(source, entries, start, is_large))
     members = []
     broken = set()
     at = 0
@@ -181,7 +211,10 @@ def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = 
                 )
             )
         try:
-            members.append(_read_member(window, entry, following))
+            if is_large and _is_spared(source, entry, following, is_large):
+                members.append(_with_place(entry, partial(_placed, window, entry, following), following))
+            else:
+                members.append(_read_member(window, entry, following))
         except InputError as error:
             found(error)
             members.append(_without_header(entry))
@@ -192,6 +225,29 @@ def read_archive(source: Readable, refuse: Callable[[list[str]], None] | None = 
     root = members[0].name.split("/")[0]
     members = _check_names(source, members, root)
     return Archive(root, tuple(members), any(member.crc32 for member in members), frozenset(broken))
+
+
+def _is_spared(source: Readable, entry: _Entry, following: int, is_large: Callable[[str], bool]) -> bool:
+    """Whether the local header of `entry`, and its descriptor, wait until somebody asks where its data stands."""
+    if not is_large(entry.name.partition("/")[2]):
+        return False
+    places = [(entry.header_offset, _LOCAL.size + len(entry.raw_name)), (following - _DESCRIPTORS, _DESCRIPTORS)]
+    return any(source.spares(max(at, 0), length, "record header") for at, length in places)
+
+
+def _placed(window: _Window, entry: _Entry, following: int) -> int:
+    return _read_member(window, entry, following).data_offset
+
+
+def _borders(
+    source: Readable, entries: list[_Entry], end: int, is_large: Callable[[str], bool] | None
+) -> Iterator[tuple[int, int]]:
+    """Where the headers and descriptors of `entries` stand that are read, the last of which ends at `end`."""
+    following = [*(entry.header_offset for entry in entries[1:]), end]
+    for entry, stop in zip(entries, following, strict=True):
+        if not (is_large and _is_spared(source, entry, stop, is_large)):
+            yield entry.header_offset, entry.header_offset + _LOCAL.size + _HEADERS
+            yield stop - _DESCRIPTORS, stop
 
 
 class FirstMember(NamedTuple):
@@ -231,7 +287,8 @@ class _Window:
         """`length` bytes at `offset`, which the source must have."""
         start = offset - self.offset
         if start < 0 or start + length > len(self.data):
-            self.data = self.source.read(offset, max(length, min(_AHEAD, self.source.size - offset)))
+            ahead = 0 if self.source.is_far else _AHEAD  # what is far holds what came with the last request
+            self.data = self.source.read(offset, max(length, min(ahead, self.source.size - offset)))
             self.offset, start = offset, 0
         return self.data[start : start + length]
 
@@ -527,15 +584,18 @@ def _read_member(window: _Window, entry: _Entry, following: int) -> Member:
     except MalformedError as error:
         found(error)
     _check_descriptor(source, entry, window.read(end_of_data, min(following - end_of_data, 25)), end_of_data)
-    return Member(
-        entry.name, entry.flags, entry.method, entry.crc32, entry.stored_size, entry.size, at, data_offset, following
-    )
+    return _with_place(entry, data_offset, following)
 
 
 def _without_header(entry: _Entry) -> Member:
     """`entry` where its data cannot be found."""
-    at = entry.header_offset
-    return Member(entry.name, entry.flags, entry.method, entry.crc32, entry.stored_size, entry.size, at, at, at)
+    return _with_place(entry, entry.header_offset, entry.header_offset)
+
+
+def _with_place(entry: _Entry, placed: int | Callable[[], int], end: int) -> Member:
+    """`entry` with where its data stands and where it ends."""
+    sizes = entry.stored_size, entry.size
+    return Member(entry.name, entry.flags, entry.method, entry.crc32, *sizes, entry.header_offset, placed, end)
 
 
 def _check_local_numbers(source: Readable, entry: _Entry, local: tuple[int, int, int], wide: bytes) -> None:

@@ -277,7 +277,7 @@ class ValuesWanted:
 
 def summary_of(path: Input, values: ValuesWanted | None = None) -> Summary:
     """:func:`inspect` in the words of the command line, with `values` if they are wanted."""
-    with open_input(path) as source:
+    with open_input(path, skims=values is None) as source:
         with gc_paused():
             checkpoint = opening.read(source)
             summary = summarize(checkpoint, this_host())

@@ -137,7 +137,7 @@ def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress:
     What overflowed. Raises OSError, and what :func:`write` raises.
     """
     check_system()
-    transfer = Transfer(file)
+    transfer = Transfer(file, compared=verify)
     kept = _kept_mode(file.path)
     mode = file.mode | stat.S_IWUSR if kept is None else kept
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode & 0o777)
@@ -145,7 +145,7 @@ def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress:
         if kept is not None:  # now without the umask
             os.fchmod(fd, kept)
         _forget(file.path, source)
-        _reserve(fd, file, beside=transfer.pieces.spooled_bytes)
+        _reserve(fd, file, beside=transfer.beside)
         with transfer:
             transfer.fill(FileDestination(fd), progress)
             os.fsync(fd)
@@ -161,7 +161,7 @@ def write_to_object(file: OutFile, out: FileObjectDestination, *, verify: bool) 
 
     Raises OutputError, and what reading its ranges raises. `verify`: read everything back and compare it.
     """
-    transfer = Transfer(file)
+    transfer = Transfer(file, compared=verify)
     with as_output_error(file.path), transfer:
         transfer.fill(out, None)
         if verify:

@@ -48,9 +48,14 @@ class Transfer:
     A context manager: leaving it ends the threads and forgets what was inflated.
     """
 
-    def __init__(self, file: OutFile) -> None:
+    def __init__(self, file: OutFile, *, compared: bool = False) -> None:
+        """`compared`: what is written will be compared with its sources."""
         self.file = file
         self.pieces = Pieces(file.pieces, file.path.parent)
+        is_read_again = compared or bool(file.sums) or any(piece.is_computed for piece in file.pieces)
+        kept = reading.announce(file.pieces, keep=file.path.parent if is_read_again else None)
+        #: Bytes that are needed beside the file for a while.
+        self.beside = self.pieces.spooled_bytes + kept
         self.sums = Sums([each for each in file.sums if not each.is_computed])
         self.awaited = {id(each) for each in file.sums if each.is_computed}  # whose checksums come as it is written
         self.computed_sums: dict[int, int] = {}  # by the id of the piece

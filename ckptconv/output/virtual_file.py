@@ -30,6 +30,7 @@ class VirtualFile(io.RawIOBase):
             Literal(piece.make(unsummed)) if isinstance(piece, Deferred) else piece for piece in file.pieces
         ]
         self._lengths = [piece.length for piece in file.pieces]
+        reading.announce(self._pieces)
         self._starts = [0, *accumulate(self._lengths)][:-1]
         self._at = 0
         self._streaming: tuple[Piece | None, int, bytes | memoryview, Iterator[bytes | memoryview]] = (

@@ -1146,6 +1146,7 @@ NOT_TYPED: dict[Site, str] = {
     "formats/sharded/planning.py:deal:text": _NETWORK,
     "formats/foreign/files.py:_pointer:git": _NETWORK,
     "formats/foreign/folders.py:_pointers:git": _NETWORK,
+    "byteranges/far/source.py:transport_for:text": _NETWORK,
     "formats/foreign/paths.py:no_path_error:*": _NETWORK,
     "formats/foreign/files.py::text": f"{_OTHERS} (zstd, lz4, 7z, unrar); bzip2 and xz are typed as the row's",
     "formats/foreign/folders.py:_deepspeed:python": f"{_OTHERS} (DeepSpeed)",

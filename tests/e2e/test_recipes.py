@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("here")
 #: What stands under the title of each page, which is the error as it stands on the screen.
 RECIPES: dict[str, str] = {}
 for _page in sorted([*(ROOT / "docs/fix").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]):
-    if _page.name not in ("index.md", "completion.md"):
+    if _page.name not in ("index.md", "completion.md", "far-files.md"):
         _title, _, _body = _page.read_text().removeprefix("# ").partition("\n")
         RECIPES[re.sub(r"\\(.)", r"\1", _title)] = _body
 

@@ -28,7 +28,7 @@ from operator import is_not
 from pathlib import Path
 from typing import TypeAlias
 
-from ckptconv.byteranges.sources import Readable, SliceSource, Source, SourceFolder, first_bytes, list_folder
+from ckptconv.byteranges.sources import Readable, SliceSource, SourceFolder, first_bytes, list_folder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
@@ -75,7 +75,7 @@ class DcpFolder:
         objects: What is done to objects that are stored in other files than ``.metadata``, and with which values.
     """
 
-    file: Source
+    file: Readable
     metadata: Metadata
     tree: dict[str, _Tree]
     devices: dict[str, str]

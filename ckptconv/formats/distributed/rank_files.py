@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
-from ckptconv.byteranges.sources import Source, SourceFolder, list_folder
+from ckptconv.byteranges.sources import Readable, SourceFolder, list_folder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement, Gather, Piece
 from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.merging import Merger
@@ -59,7 +59,7 @@ def looks_like(folder: SourceFolder) -> bool:
     return set_of(folder.path) is not None and "*" in folder.path.name
 
 
-def read(folder: SourceFolder, read_file: Callable[[Source], Checkpoint]) -> Checkpoint:
+def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
     """The checkpoint in the rank files of `folder`, each of which `read_file` reads.
 
     Raises MalformedError, UnsupportedError, LimitError, and what that raises.

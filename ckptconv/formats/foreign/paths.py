@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+from ckptconv.byteranges.sources import is_url
 from ckptconv.errors import UsageError
 from ckptconv.hints import option, shell
 
-__all__ = ["no_path_error", "odd_suffix_error"]
+__all__ = ["no_path_error", "odd_suffix_error", "refuse_url"]
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(?=[^/])")  # pathlib has made one slash of two
 _DOWNLOADS = {
@@ -60,6 +61,12 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
     behind = ["."] if download and download[0] != "curl" else []
     command = f": {shell(*download, text, *behind)}" if download else ""
     return UsageError("a URL and not a path", where=text, hint=f"download it first{command}")
+
+
+def refuse_url(path: str | os.PathLike[str]) -> None:
+    """Raise UsageError where `path` is a URL, for what is done to files here alone."""
+    if is_url(path) and (error := no_path_error(path, is_output=False)):
+        raise error
 
 
 def odd_suffix_error(path: Path, known: Iterable[str], sources: Iterable[Path]) -> UsageError | None:

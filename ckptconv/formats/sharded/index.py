@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.sources import Readable, Source, list_folder
+from ckptconv.byteranges.sources import Readable, Source, SourceFolder, list_folder
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
 from ckptconv.formats.layout import HubName
 from ckptconv.formats.safetensors_header import is_text
@@ -285,15 +284,15 @@ def _refuse_gaps(path: Path, found: ShardSet, faults: FaultSink) -> None:
         )
 
 
-def refuse_missing(folder: Path, shards: list[str], faults: FaultSink = RAISED) -> list[str]:
+def refuse_missing(folder: SourceFolder, shards: list[str]) -> list[str]:
     """`shards`, named by an index; it is a fault if one is not in `folder`, and who collects faults gets the others."""
-    there = [name for name in shards if os.path.exists(folder / name)]  # a link to nowhere has not been fetched
-    if len(there) < len(shards):
-        faults.found(_missing(folder, sorted({*shards}.difference(there)), len(shards)))
-    return there
+    missing = folder.missing(shards)
+    if missing:
+        folder.faults.found(_missing(folder.folder, sorted(missing), len(shards)))
+    return [name for name in shards if name not in missing]
 
 
-def refuse_unnamed(folder: Path, index: Index, faults: FaultSink) -> None:
+def refuse_unnamed(folder: SourceFolder, index: Index) -> None:
     """Find a fault where shards stand in `folder` that are numbered as those of `index` are, and that it does not name:
     who goes by the names reads them.
     """
@@ -301,16 +300,16 @@ def refuse_unnamed(folder: Path, index: Index, faults: FaultSink) -> None:
     numbered = {(_family(found), found["count"]) for name in named if (found := _SHARD.fullmatch(name))}
     beside = [
         name
-        for name in names_in(folder)
+        for name in folder.names()
         if (found := _SHARD.fullmatch(name)) and (_family(found), found["count"]) in numbered
     ]
     unnamed = sorted({*beside} - {*named})
     if unnamed:
         are = "is" if len(unnamed) == 1 else "are"
-        faults.found(
+        folder.faults.found(
             MalformedError(
                 f"{count(len(unnamed), 'shard')} {are} not in the index: {some(unnamed, _SHOWN)}",
-                where=folder,
+                where=folder.folder,
                 hint=_WITHOUT,
             )
         )

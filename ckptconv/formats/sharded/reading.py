@@ -23,7 +23,6 @@ from ckptconv.formats.sharded.index import (
     Index,
     find_set,
     index_name,
-    names_in,
     read_index,
     refuse_missing,
     refuse_unnamed,
@@ -69,7 +68,7 @@ class ShardedContainer:
 
 def looks_like(folder: SourceFolder) -> bool:
     """Whether `folder` is an index, or has shards."""
-    return not folder.path.is_dir() or bool(sets_in(names_in(folder.path)))
+    return not folder.path.is_dir() or bool(sets_in(folder.names()))
 
 
 def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
@@ -83,8 +82,8 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
     index = read_index(folder.open(found.index)) if found.index else None
     names = index.shards() if index else [*found.shards]
     if index:
-        refuse_unnamed(folder.folder, index, folder.faults)
-    names = refuse_missing(folder.folder, names, folder.faults)
+        refuse_unnamed(folder, index)
+    names = refuse_missing(folder, names)
     merger = Merger(folder)
     shards = []
     for name in names:

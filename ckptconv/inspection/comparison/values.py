@@ -105,6 +105,7 @@ class Values:
         pairs, homes = _merged(as_bytes)
         nbytes = sum(a.length for a, _ in pairs)
         self._budget.spend(2 * nbytes, "the tensors")
+        reading.announce(span for pair in pairs for span in pair)
         with progress(nbytes) if progress else nullcontext() as tick:
             unequal = unequal_parts(pairs, tick)
         slow: list[tuple[Key, Piece, Piece]] = []

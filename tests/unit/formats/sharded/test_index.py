@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv.byteranges.sources import BytesSource
+from ckptconv.byteranges.sources import BytesSource, SourceFolder
 from ckptconv.errors import CkptconvError, InputError, LimitError, MalformedError, RefusedError, UsageError
 from ckptconv.formats.sharded.index import (
     Index,
@@ -317,9 +317,9 @@ def test_missing_shards(tmp_path: Path) -> None:
     (tmp_path / "blob").touch()
     os.symlink("blob", tmp_path / "a.bin")
     os.symlink("nowhere", tmp_path / "b.bin")
-    refuse_missing(tmp_path, ["a.bin"])
+    refuse_missing(SourceFolder(tmp_path), ["a.bin"])
     with pytest.raises(MalformedError, match=r"2 of 3 shards are missing: b\.bin, c\.bin"):
-        refuse_missing(tmp_path, ["a.bin", "b.bin", "c.bin"])
+        refuse_missing(SourceFolder(tmp_path), ["a.bin", "b.bin", "c.bin"])
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""Far files that are one checkpoint: an index, and what it names beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ckptconv.byteranges.far.planning import POLICY
+from ckptconv.byteranges.far.source import FarSource
+from ckptconv.byteranges.far.urls import Url, far_path
+from ckptconv.byteranges.fault_sink import RAISED, FaultSink
+from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.errors import MissingInputError
+
+__all__ = ["FarFolder"]
+
+
+class FarFolder(SourceFolder):
+    """The far set whose index is at `url`. Nothing is read but what stands beside that."""
+
+    is_far = True
+    is_stored = False
+
+    def __init__(
+        self,
+        url: Url,
+        faults: FaultSink = RAISED,
+        check: Callable[[FarSource], Readable] = lambda source: source,
+        *,
+        skims: bool = False,
+    ) -> None:
+        """`check` is called with each file that is opened, and raises what is wrong with it."""
+
+        def open_file(path: Path, faults: FaultSink) -> Readable:
+            return check(FarSource(url.beside(path.name), faults, skims=skims))
+
+        super().__init__(far_path(url), faults, open_file)
+        self.mode = 0o666
+
+    def missing(self, names: Iterable[str]) -> set[str]:
+        """Those of `names` that are not there: all are opened at once."""
+        names = [name for name in names if name not in self._open]
+
+        def opened(name: str) -> Readable | None:
+            try:
+                return self._open_file(self.folder / name, self.faults)
+            except MissingInputError:
+                return None
+
+        with ThreadPoolExecutor(POLICY.concurrency) as pool:
+            tasks = [(name, pool.submit(opened, name)) for name in names]
+        found = {name: task.result() for name, task in tasks if task.exception() is None}
+        for name, source in found.items():
+            if source:
+                self._open[name] = source
+                self.add(source)
+        for _, task in tasks:
+            task.result()  # which raises
+        return {name for name, source in found.items() if source is None}
+
+    def names(self) -> list[str]:
+        """Nothing: servers list no folders."""
+        return []

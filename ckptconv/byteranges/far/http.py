@@ -1,0 +1,228 @@
+"""Ranges over HTTP (RFC 9110), and files on the Hub, which are such: urllib3 carries the requests.
+
+Redirects are followed, but never from https to http nor to another scheme, and credentials stay with the host that they
+are for. Each answer must be of the version that the first one was.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import email.utils
+import netrc
+import os
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+import urllib3
+
+from ckptconv.byteranges.far.planning import KIB, POLICY
+from ckptconv.byteranges.far.requests import Answer, Transient, Version, check_range, received
+from ckptconv.byteranges.far.urls import HTTP, Url, parse
+from ckptconv.errors import (
+    InputChangedError,
+    InputError,
+    MissingInputError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+)
+
+__all__ = ["HttpTransport", "hub_transport"]
+
+_CHUNK = 256 * KIB
+_REDIRECTS = (301, 302, 303, 307, 308)
+_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+_HUB = "https://huggingface.co"
+_LONGEST_WAIT = 3600.0  # seconds that a server can ask for; more is a lie, and no deadline is that long
+
+
+class HttpTransport:
+    """The file at `url`. `token` is sent to its host as a bearer's."""
+
+    def __init__(self, url: Url, shown: object, token: str | None = None) -> None:
+        self._start, self._shown = url, shown
+        self._at = url.full  # where redirects have led
+        self._authorization = f"Bearer {token}" if token else _basic(url)
+        timeout = urllib3.Timeout(connect=POLICY.silence, read=POLICY.silence)
+        kept: dict[str, Any] = {"maxsize": POLICY.concurrency, "timeout": timeout, "retries": False}
+        proxy = _proxy(url)
+        self._pool = urllib3.ProxyManager(proxy, **kept) if proxy else urllib3.PoolManager(**kept)
+
+    def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
+        """As :class:`~ckptconv.byteranges.far.requests.Transport` has it."""
+        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", "User-Agent": "ckptconv"}
+        if expected and expected.strong_etag:
+            headers |= {"If-Match": expected.strong_etag, "If-Range": expected.strong_etag}
+        elif expected and expected.modified:
+            headers |= {"If-Unmodified-Since": expected.modified}
+        try:
+            with self._followed(headers) as response:
+                return self._answer(response, start, stop, expected, deadline)
+        except urllib3.exceptions.SSLError as error:
+            raise TransferError(f"no secure connection: {error}", where=self._shown) from error
+        except (urllib3.exceptions.LocationValueError, UnicodeError) as error:
+            raise UsageError(f"no URL: {error}", where=self._shown) from error
+        except urllib3.exceptions.HTTPError as error:
+            raise Transient(_reason(error)) from error
+
+    def close(self) -> None:
+        """Let connections go."""
+        self._pool.clear()
+
+    @contextlib.contextmanager
+    def _followed(self, headers: dict[str, str]) -> Iterator[urllib3.BaseHTTPResponse]:
+        """The answer behind all redirects. Where the place that they led to is closed by now, they are followed anew:
+        the Hub's are signed for an hour.
+        """
+        response = self._request(self._at, headers)
+        if response.status in (401, 403) and self._at != self._start.full:
+            response.close()
+            self._at = self._start.full
+            response = self._request(self._at, headers)
+        at = self._at
+        for _ in range(POLICY.redirects):
+            if response.status not in _REDIRECTS:
+                break
+            response.close()  # its body can be endless
+            at = self._checked(at, urljoin(at, response.headers.get("Location", "")))
+            response = self._request(at, headers)
+        try:
+            if response.status in _REDIRECTS:
+                what = f"more than {POLICY.redirects} redirects"
+                raise TransferError(what, where=self._shown, hint="the server sends its visitors round in a circle")
+            self._at = at
+            yield response
+        except BaseException:
+            response.close()  # what is left of it is not wanted
+            raise
+        response.release_conn()
+
+    def _request(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+        if self._authorization and urlsplit(url).netloc == urlsplit(self._start.full).netloc:
+            headers = {**headers, "Authorization": self._authorization}
+        return self._pool.request(
+            "GET", url, headers=headers, redirect=False, preload_content=False, decode_content=False
+        )
+
+    def _checked(self, before: str, after: str) -> str:
+        """`after`, to which a server leads from `before`. Raises TransferError where nobody should follow."""
+        old, new = urlsplit(before).scheme.lower(), urlsplit(after).scheme.lower()
+        if new not in HTTP or (old == "https" and new == "http"):
+            raise TransferError(
+                "the server leads to a place that is not followed", where=self._shown, expected=old, got=f"{new}://…"
+            )
+        return after
+
+    def _answer(
+        self, response: urllib3.BaseHTTPResponse, start: int, stop: int, expected: Version | None, deadline: float
+    ) -> Answer:
+        said = response.headers
+        etag, modified = said.get("ETag"), said.get("Last-Modified")
+        if response.status == 416 and start == 0 and said.get("Content-Range", "").endswith("*/0"):
+            return Answer(b"", Version(0, etag, modified))
+        if response.status != 206:
+            raise self._refused(response, start, expected)
+        if (coding := said.get("Content-Encoding", "identity")).lower() != "identity":
+            raise UnsupportedError("the server compresses what it sends, unasked", where=self._shown, got=coding)
+        end, size = check_range(said.get("Content-Range"), start, stop, self._shown)
+        length = said.get("Content-Length")
+        if length is not None and length != str(end - start):
+            raise TransferError(
+                "the server says two lengths", where=self._shown, expected=f"{end - start} bytes", got=length
+            )
+        return Answer(
+            received(iter(lambda: response.read1(_CHUNK), b""), end - start, deadline), Version(size, etag, modified)
+        )
+
+    def _refused(self, response: urllib3.BaseHTTPResponse, start: int, expected: Version | None) -> Exception:
+        """Why an answer without the bytes has none."""
+        status, where = response.status, self._shown
+        got = f"{status} {response.reason or ''}".strip()
+        if status == 200 and expected is None:
+            return UnsupportedError(
+                "the server sends whole files alone, and no ranges of them",
+                where=where,
+                hint="download the file first, as with curl -LO",
+            )
+        if status in (200, 412, 416):  # 200 because of If-Range
+            return InputChangedError("the file changed while it was read", where=f"{where} at byte {start}", got=got)
+        if status in (404, 410):
+            return MissingInputError("cannot be read: the server has no such file", where=where, got=got)
+        if status in (401, 403, 407):
+            hint = "log in as for other programs: ~/.netrc, for the Hub HF_TOKEN or hf auth login"
+            return InputError("cannot be read: the server does not let us", where=where, got=got, hint=hint)
+        if status in _AGAIN:
+            return Transient(f"the server answers {got}", _seconds(response.headers.get("Retry-After")))
+        return TransferError("cannot be read: the server refuses", where=where, got=got)
+
+
+def hub_transport(url: Url, shown: object) -> HttpTransport:
+    """The file `url`, ``hf://[datasets/|spaces/]OWNER/REPO[@REVISION]/PATH``, by the Hub's own URLs and with its token.
+
+    Raises UsageError.
+    """
+    kinds = ("datasets", "spaces", "models")
+    parts = [url.host, *url.path.split("/")]
+    kind = [parts.pop(0)] if parts[0] in kinds else []
+    if len(parts) < 3:
+        raise UsageError("a URL that names no file", where=shown, expected="hf://OWNER/REPO/PATH")
+    repo, _, revision = parts[1].partition("@")
+    folder = [each for each in kind if each != "models"]
+    path = "/".join([*folder, parts[0], repo, "resolve", revision or "main", *parts[2:]])
+    return HttpTransport(parse(f"{os.environ.get('HF_ENDPOINT', _HUB).rstrip('/')}/{path}"), shown, _hub_token())
+
+
+def _hub_token() -> str | None:
+    """The token that the Hub's own tools would send."""
+    try:
+        from huggingface_hub import get_token
+    except ImportError:
+        return os.environ.get("HF_TOKEN")
+    return get_token()
+
+
+def _basic(url: Url) -> str | None:
+    """What the URL, or ~/.netrc, says who we are."""
+    if url.userinfo:
+        return "Basic " + base64.b64encode(unquote(url.userinfo).encode()).decode()
+    try:
+        found = netrc.netrc().authenticators(urlsplit(url.full).hostname or "")
+    except (OSError, netrc.NetrcParseError):
+        return None
+    return "Basic " + base64.b64encode(f"{found[0]}:{found[2]}".encode()).decode() if found else None
+
+
+def _proxy(url: Url) -> str | None:
+    """The proxy for `url`, by the variables that all programs read."""
+    if urllib.request.proxy_bypass(urlsplit(url.full).hostname or ""):
+        return None
+    return urllib.request.getproxies().get(url.scheme)
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without the URL, which can be signed."""
+    words = {
+        urllib3.exceptions.ReadTimeoutError: f"the server sent nothing for {POLICY.silence:g} s",
+        urllib3.exceptions.ConnectTimeoutError: f"no connection within {POLICY.silence:g} s",
+        urllib3.exceptions.NewConnectionError: "no connection to the server",
+        urllib3.exceptions.NameResolutionError: "there is no such host",
+        urllib3.exceptions.ProtocolError: "the connection was cut, or what came is no HTTP",
+    }
+    known = next((text for kind, text in reversed(words.items()) if isinstance(error, kind)), None)
+    return known or f"the connection failed: {type(error).__name__}"
+
+
+def _seconds(after: str | None) -> float | None:
+    """What a Retry-After says, which is a number of seconds or a date."""
+    if after is None:
+        return None
+    if after.strip().isdigit():
+        return min(float(after), _LONGEST_WAIT)
+    try:
+        return email.utils.parsedate_to_datetime(after).timestamp() - time.time()
+    except ValueError:
+        return None

@@ -1,0 +1,58 @@
+"""Ranges of what fsspec knows beside HTTP and S3: tried as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fsspec
+
+from ckptconv.byteranges.far.requests import Answer, Transient, Version
+from ckptconv.byteranges.far.urls import Url
+from ckptconv.errors import CkptconvError, InputError, MissingInputError, UnsupportedError, UsageError
+
+__all__ = ["FsspecTransport"]
+
+
+class FsspecTransport:
+    """The file at `url` of a filesystem of fsspec's."""
+
+    def __init__(self, url: Url, shown: object) -> None:
+        self._where = shown
+        who = f"{url.userinfo}@" if url.userinfo else ""
+        text = f"{url.scheme}://{who}{url.host}/{url.path}" + (f"?{url.query}" if url.query else "")
+        try:
+            self._files, self._path = fsspec.core.url_to_fs(text)
+            self._asked()
+        except ImportError as error:
+            raise UsageError(f"{url.scheme} needs a package: {error}", where=shown) from error
+        except FileNotFoundError as error:
+            raise MissingInputError("cannot be read: there is no such file", where=shown) from error
+        except CkptconvError:
+            raise
+        except Exception as error:  # of a filesystem that nobody here knows
+            kind = UsageError if "rotocol" in str(error) else InputError
+            raise kind(f"cannot be read: {type(error).__name__}: {error}", where=shown) from error
+
+    def _asked(self) -> Version:
+        said: dict[str, Any] = self._files.info(self._path)
+        if said.get("type") == "directory" or not isinstance(said.get("size"), int):
+            raise UnsupportedError("no file whose size the store says", where=self._where)
+        modified = next((str(said[key]) for key in ("LastModified", "last_modified", "mtime") if key in said), None)
+        return Version(said["size"], said.get("ETag") or said.get("etag"), modified)
+
+    def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:  # noqa: ARG002
+        """As :class:`~ckptconv.byteranges.far.requests.Transport` has it; fsspec knows no deadline."""
+        try:
+            version = self._asked()
+            stop = min(stop, version.size)
+            data = bytes(self._files.cat_file(self._path, start=start, end=stop)) if start < stop else b""
+        except CkptconvError:
+            raise
+        except Exception as error:  # of a filesystem that nobody here knows
+            raise Transient(f"{type(error).__name__}: {error}") from error
+        if len(data) != stop - start:
+            raise Transient(f"the store sent {len(data):,} of {stop - start:,} bytes")
+        return Answer(data, version)
+
+    def close(self) -> None:
+        """Nothing is open."""

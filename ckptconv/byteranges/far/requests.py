@@ -1,0 +1,145 @@
+"""Ask a server for one range, again where that may help, until a deadline; and hold each answer against the first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptconv.byteranges.far.planning import POLICY
+from ckptconv.errors import InputChangedError, TransferError
+
+__all__ = ["Answer", "Requests", "Transient", "Transport", "Version", "check_range", "received"]
+
+
+@dataclass(frozen=True)
+class Version:
+    """What a server says of the file that it sends from: its size, and what changes with its content."""
+
+    size: int
+    etag: str | None = None
+    modified: str | None = None
+
+    @property
+    def strong_etag(self) -> str | None:
+        """The ETag, where it stands for these very bytes."""
+        return self.etag if self.etag and not self.etag.startswith("W/") else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The bytes of a range, and the version of the file that they are of."""
+
+    data: bytes
+    version: Version
+
+
+class Transient(Exception):
+    """A fault that may be gone when one asks again: what it is, and after how many seconds the server wants that."""
+
+    def __init__(self, what: str, after: float | None = None) -> None:
+        super().__init__(what)
+        self.after = after
+
+
+class Transport(Protocol):
+    """How ranges of one file come."""
+
+    def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
+        """The bytes from `start` to `stop`, or to the end if that comes first, of the version `expected`.
+
+        Raises Transient, and what is never worth another try: MissingInputError, InputError, InputChangedError,
+        UnsupportedError, TransferError. It gives up at `deadline`, a time of :func:`time.monotonic`.
+        """
+
+    def close(self) -> None:
+        """Let connections go."""
+
+
+class Requests:
+    """The requests for one file, counted: `number` of them, and the `nbytes` that came."""
+
+    def __init__(self, transport: Transport, where: object) -> None:
+        self._transport, self._where = transport, where
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.version: Version | None = None
+        self.number = self.nbytes = 0
+
+    def get(self, start: int, stop: int) -> bytes:
+        """The bytes from `start` to `stop`; the first time, to the end of the file if that comes first.
+
+        Raises InputError.
+        """
+        deadline = time.monotonic() + POLICY.deadline
+        where = f"{self._where} at byte {start}"
+        for attempt in range(POLICY.attempts):
+            if self._closed.is_set():
+                raise TransferError("the file was closed while it was read", where=where)
+            with self._lock:
+                self.number += 1
+            try:
+                answer = self._transport.get(start, stop, self.version, deadline)
+                break
+            except Transient as error:
+                wait = max(error.after or 0.0, POLICY.backoff * 2**attempt)
+                if attempt + 1 == POLICY.attempts or time.monotonic() + wait >= deadline:
+                    tries = f"attempt {attempt + 1} of at most {POLICY.attempts} within {POLICY.deadline:g} s"
+                    raise TransferError(f"{error} ({tries})", where=where, hint="try again later") from error
+            self._closed.wait(wait)
+        else:
+            raise AssertionError("the last attempt has raised")
+        self._check(answer, where)
+        return answer.data
+
+    def _check(self, answer: Answer, where: str) -> None:
+        """Raise InputChangedError where `answer` is of another version than the first was."""
+        with self._lock:
+            self.nbytes += len(answer.data)
+            first = self.version = self.version or answer.version
+        for what in ("size", "etag", "modified"):
+            before, now = getattr(first, what), getattr(answer.version, what)
+            if before != now:
+                what = f"the file changed while it was read: {what}"
+                raise InputChangedError(what, where=where, expected=before, got=now)
+
+    def close(self) -> None:
+        """Let connections go, and end what waits."""
+        self._closed.set()
+        self._transport.close()
+
+
+def check_range(said: str | None, start: int, stop: int, where: object) -> tuple[int, int]:
+    """Where the range ends that a Content-Range says, and how large the file is.
+
+    Raises TransferError where it is not the range that was asked for.
+    """
+    unit, _, rest = (said or "").strip().partition(" ")
+    span, _, total = rest.partition("/")
+    first, _, last = span.partition("-")
+    numbers = [first, last, total]
+    if unit.lower() != "bytes" or not all(number.isascii() and number.isdigit() for number in numbers):
+        what = "the server does not say which bytes it sends"
+        raise TransferError(what, where=where, expected="bytes A-B/SIZE", got=said)
+    at, end, size = int(first), int(last) + 1, int(total)
+    if at != start or end != min(stop, size):
+        raise TransferError(
+            "the server sends other bytes than were asked for", where=where, expected=f"{start}-{stop - 1}", got=said
+        )
+    return end, size
+
+
+def received(chunks: Iterator[bytes], length: int, deadline: float) -> bytes:
+    """All of `chunks`, which must have `length` bytes. Raises Transient."""
+    data = bytearray()
+    for chunk in chunks:
+        data += chunk
+        if len(data) > length:
+            raise Transient(f"the server sent more than the {length:,} bytes that it promised")
+        if time.monotonic() > deadline:
+            raise Transient(f"the server is too slow: {len(data):,} of {length:,} bytes came")
+    if len(data) < length:
+        raise Transient(f"the connection was cut: {len(data):,} of {length:,} bytes came")
+    return bytes(data)

@@ -1,0 +1,273 @@
+"""A far file as a source: read by position, each byte asked for once, neighbours together, several ranges at once."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptconv.byteranges.far.planning import POLICY, Extents, Range, enlarged, in_parts, merged
+from ckptconv.byteranges.far.requests import Requests, Transport
+from ckptconv.byteranges.far.urls import Url, far_path
+from ckptconv.byteranges.far.workers import Task, Workers
+from ckptconv.byteranges.fault_sink import RAISED, FaultSink
+from ckptconv.byteranges.sources import Readable
+from ckptconv.errors import OutputError, UsageError, count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["FarSource", "open_far"]
+
+
+class FarSource(Readable):
+    """The far file at `url`.
+
+    `skims`: who opened it wants to know what is in it, and no more: what only proves that the file is sound, and would
+    cost a request of its own, is left out and said in :meth:`about`.
+    """
+
+    is_far = True
+
+    def __init__(self, url: Url, faults: FaultSink = RAISED, *, skims: bool = False) -> None:
+        """Raises InputError, and UsageError where no package can reach it."""
+        self.path, self.fd, self.faults = far_path(url), -1, faults
+        self._skims = skims
+        self._skipped: dict[str, set[int]] = {}
+        self._lock = threading.Lock()
+        self._known = Extents(POLICY.held)
+        self._deliveries: list[_Delivery] = []
+        self.requests = Requests(transport_for(url, self.path), self.path)
+        self._workers = Workers()
+        try:
+            head = self._ask((0, POLICY.window)).wait()
+        except BaseException:
+            self.close()
+            raise
+        version = self.requests.version
+        assert version is not None
+        self.size = version.size
+        self._has_validator = bool(version.strong_etag or version.modified)
+        self._known.put(0, head)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes at `offset`. Raises InputError."""
+        stop = offset + length
+        if stop > self.size:
+            raise self._too_short(stop)
+        for delivery in self._deliveries:
+            if (data := delivery.read(offset, stop)) is not None:
+                return data
+        while (data := self._held(offset, stop)) is None:
+            with self._lock:
+                gaps = self._known.missing(offset, stop)
+            wanted = [enlarged(gap, self.size, POLICY.window) for gap in merged(gaps, POLICY.gap)]
+            parts = self._fetch(in_parts(merged(wanted, POLICY.gap), POLICY.part))
+            if length > POLICY.held // 2:  # more than is worth holding
+                return _cut(parts, offset, stop)
+        return data
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with what stands at `offset`. Raises InputError."""
+        buffer[:] = self.read(offset, len(buffer))
+
+    def _held(self, start: int, stop: int) -> bytes | None:
+        with self._lock:
+            return self._known.get(start, stop)
+
+    def _fetch(self, ranges: list[Range]) -> list[tuple[int, bytes]]:
+        """The bytes of `ranges`, with where they start, known from now on."""
+        with self._lock:
+            ranges = [gap for each in ranges for gap in self._known.missing(*each)]
+        tasks = [(each[0], self._ask(each)) for each in ranges]
+        parts = [(start, task.wait()) for start, task in tasks]
+        with self._lock:
+            for start, data in parts:
+                self._known.put(start, data)
+        return parts
+
+    def _ask(self, wanted: Range) -> Task:
+        return self._workers.submit(lambda: self.requests.get(*wanted), f"{self.path} at byte {wanted[0]}")
+
+    def prefetch(self, ranges: Iterable[Range]) -> None:
+        """Ask for `ranges`, which are about to be read, at once."""
+        cut = [(max(start, 0), min(stop, self.size)) for start, stop in ranges]
+        self._fetch(in_parts(merged(cut, POLICY.gap), POLICY.part))
+
+    def announce(self, ranges: Iterable[Range], *, keep: Path | None = None) -> None:
+        """Have `ranges`, which are about to be read in this order, fetched ahead. Each is there once, unless a folder
+        is given to `keep` them in until the file is closed.
+        """
+        ranges = [*ranges]
+        for delivery in self._deliveries:
+            if delivery.is_kept:
+                ranges = [each for each in ranges if not delivery.has(*each)]
+        self._deliveries = [each for each in self._deliveries if each.is_kept or not each.is_done]
+        if ranges:
+            self._deliveries.append(_Delivery(self._ask, ranges, keep))
+
+    def spares(self, offset: int, length: int, what: str) -> bool:
+        """Whether what stands there is not to be read: nobody needs it who skims, and it would cost a request."""
+        if not self._skims or self._held(offset, offset + length) is not None:
+            return False
+        self._skipped.setdefault(what, set()).add(offset)
+        return True
+
+    def about(self) -> list[str]:
+        """What else to say of it: what was not read, and what could go unseen."""
+        found = [count(len(places), what) for what, places in self._skipped.items()]
+        notes = [f"not read, to save requests: {', '.join(found)}; verify and convert read them"] if found else []
+        if not self._has_validator:
+            notes.append(
+                "the server says no ETag and no time of change: a change meanwhile would show in the size alone"
+            )
+        return notes
+
+    def close(self) -> None:
+        """Let connections go, and forget what is known."""
+        self.requests.close()
+        self._workers.close()
+        for delivery in self._deliveries:
+            delivery.close()
+        self._deliveries = []
+
+
+def open_far(url: Url, faults: FaultSink = RAISED, *, skims: bool = False) -> FarSource:
+    """The far file at `url`. Raises InputError, UsageError."""
+    return FarSource(url, faults, skims=skims)
+
+
+def transport_for(url: Url, shown: object) -> Transport:
+    """How the ranges of `url` come. Raises UsageError where the package for that is not installed."""
+    package = {"http": "urllib3", "https": "urllib3", "hf": "urllib3", "s3": "botocore"}.get(url.scheme, "fsspec")
+    try:
+        if url.is_http:
+            from ckptconv.byteranges.far.http import HttpTransport
+
+            return HttpTransport(url, shown)
+        if url.scheme == "hf":
+            from ckptconv.byteranges.far.http import hub_transport
+
+            return hub_transport(url, shown)
+        if url.scheme == "s3":
+            from ckptconv.byteranges.far.s3 import S3Transport
+
+            return S3Transport(url, shown)
+        from ckptconv.byteranges.far.others import FsspecTransport
+
+        return FsspecTransport(url, shown)
+    except ImportError as error:
+        raise UsageError(
+            f"reading it needs {package}, which is not installed", where=shown, hint="pip install 'ckptconv[remote]'"
+        ) from error
+
+
+def _cut(parts: list[tuple[int, bytes]], start: int, stop: int) -> bytes:
+    """The bytes from `start` to `stop`, all of which are in `parts`, in ascending order."""
+    return b"".join(data[max(start - at, 0) : max(stop - at, 0)] for at, data in parts)
+
+
+class _Delivery:
+    """Ranges on their way, in the order in which they will be read, some ahead of who reads."""
+
+    def __init__(self, ask: Callable[[Range], Task], ranges: list[Range], keep: Path | None) -> None:
+        self._ask = ask
+        self._parts = in_parts(merged(ranges, POLICY.gap), POLICY.part)
+        self._starts = [start for start, _ in self._parts]
+        self._order = [*dict.fromkeys(i for each in ranges for i in self._among(*each))]
+        self._needed = [0] * len(self._parts)  # bytes of each part that will be read
+        for start, stop in merged(ranges, 0):
+            for i in self._among(start, stop):
+                self._needed[i] += min(stop, self._parts[i][1]) - max(start, self._parts[i][0])
+        self._place = {part: place for place, part in enumerate(self._order)}
+        self._tasks: dict[int, Task] = {}
+        self._read: Counter[int] = Counter()  # bytes of each part that have been read
+        self._lock = threading.Lock()
+        self._folder, self._file, self._stored = keep, -1, set[int]()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it can be read more than once."""
+        return self._folder is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it has been read."""
+        return all(self._read[i] >= needed for i, needed in enumerate(self._needed))
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether the bytes from `start` to `stop` are in it."""
+        among = [self._parts[i] for i in self._among(start, stop)]
+        return sum(min(stop, end) - max(start, at) for at, end in among) == stop - start
+
+    def _among(self, start: int, stop: int) -> range:
+        """The parts that have bytes from `start` to `stop`."""
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        while first < len(self._parts) and self._parts[first][1] <= start:
+            first += 1
+        last = first
+        while last < len(self._parts) and self._parts[last][0] < stop:
+            last += 1
+        return range(first, last)
+
+    def read(self, start: int, stop: int) -> bytes | None:
+        """The bytes from `start` to `stop`; None where they are not in it, or not any more."""
+        if not self.has(start, stop):
+            return None
+        parts = []
+        for i in self._among(start, stop):
+            at, end = self._parts[i]
+            first, last = max(start, at), min(stop, end)
+            data = self._part(i, first, last)
+            if data is None:
+                return None
+            parts.append(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _part(self, i: int, first: int, last: int) -> bytes | None:
+        with self._lock:
+            if i in self._stored:
+                return os.pread(self._file, last - first, first)
+            if self._read[i] >= self._needed[i]:
+                return None
+            place = self._place[i]
+            for ahead in self._order[place : place + POLICY.concurrency]:
+                if ahead not in self._tasks and not self._read[ahead] and ahead not in self._stored:
+                    self._tasks[ahead] = self._ask(self._parts[ahead])
+            task = self._tasks[i]
+        data = task.wait()
+        at = self._starts[i]
+        with self._lock:
+            self._read[i] += last - first
+            if self._folder is not None and i not in self._stored:
+                self._store(i, data)
+            if self._folder is not None or self._read[i] >= self._needed[i]:
+                self._tasks.pop(i, None)
+        return data[first - at : last - at]
+
+    def _store(self, i: int, data: bytes) -> None:
+        """Keep the part in a file without a name."""
+        try:
+            if self._file < 0:
+                with tempfile.TemporaryFile(dir=self._folder) as file:
+                    self._file = os.dup(file.fileno())
+            done = os.pwrite(self._file, data, self._parts[i][0])
+            if done < len(data):  # which says why
+                os.pwrite(self._file, data[done:], self._parts[i][0] + done)
+        except OSError as error:
+            what = f"what is read twice cannot be kept there: {error.strerror or error}"
+            raise OutputError(what, where=self._folder, expected=f"{len(data):,} bytes more") from error
+        self._stored.add(i)
+
+    def close(self) -> None:
+        """Forget all of it."""
+        for task in self._tasks.values():
+            task.cancel()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

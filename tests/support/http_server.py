@@ -1,0 +1,257 @@
+"""A small HTTP server of files in memory, on the loopback, that counts what it sends and can lie in many ways."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+__all__ = ["LIES", "Exchange", "FileServer", "Seen", "serving"]
+
+_MODIFIED = "Mon, 02 Nov 2026 10:00:00 GMT"
+
+
+class Seen(NamedTuple):
+    """One request, and how many bytes of a file were sent for it."""
+
+    path: str
+    headers: dict[str, str]
+    status: int
+    sent: int
+
+
+@dataclass
+class FileServer:
+    """`files` by path. From the request number `honest` on it does what `lie` does; each answer comes `latency` seconds
+    late.
+    """
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    lie: Callable[[Exchange], None] | None = None
+    honest: int = 0
+    latency: float = 0.0
+    etags: bool = True
+    seen: list[Seen] = field(default_factory=list)
+    port: int = 0
+
+    def url(self, name: str) -> str:
+        """Where the file `name` is."""
+        return f"http://127.0.0.1:{self.port}/{name}"
+
+    @property
+    def sent(self) -> int:
+        """All bytes of files that were sent."""
+        return sum(each.sent for each in self.seen)
+
+
+class Exchange:
+    """One request for the range from `start` to `stop` of `data`, the `number`-th, and ways of answering it."""
+
+    def __init__(self, handler: _Handler, data: bytes, number: int) -> None:
+        self.handler, self.data, self.number = handler, data, number
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", ""))
+        self.start = int(found[1]) if found else 0
+        self.stop = min(int(found[2]) + 1, len(data)) if found else len(data)
+        self.is_range = bool(found)
+
+    @property
+    def part(self) -> bytes:
+        """The bytes that are asked for."""
+        return self.data[self.start : self.stop]
+
+    def headers(self, **more: str) -> dict[str, str]:
+        """Those of an honest answer, changed as `more` says; an empty text leaves one out."""
+        said = {
+            "Content-Range": f"bytes {self.start}-{self.stop - 1}/{len(self.data)}",
+            "Content-Length": str(self.stop - self.start),
+            "Last-Modified": _MODIFIED,
+        }
+        if self.handler.files.etags:
+            said["ETag"] = f'"{sha256(self.data).hexdigest()[:16]}"'
+        said |= {name.replace("_", "-"): text for name, text in more.items()}
+        return {name: text for name, text in said.items() if text}
+
+    def send(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        """Answer so."""
+        handler = self.handler
+        handler.files.seen.append(Seen(handler.path, dict(handler.headers.items()), status, len(body)))
+        handler.send_response(status)
+        for name, text in headers.items():
+            handler.send_header(name, text)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    def answer(self) -> None:
+        """As RFC 9110 has it."""
+        wanted = self.handler.headers
+        honest = self.headers()
+        if wanted.get("If-Match", honest.get("ETag")) != honest.get("ETag"):
+            self.send(412, {"Content-Length": "0"}, b"")
+        elif not self.is_range:
+            self.send(200, self.headers(Content_Range=""), self.data)
+        elif self.start >= len(self.data):
+            self.send(416, {"Content-Range": f"bytes */{len(self.data)}", "Content-Length": "0"}, b"")
+        else:
+            self.send(206, honest, self.part)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    files: FileServer
+
+    def do_GET(self) -> None:
+        files = self.files
+        number = len(files.seen)
+        time.sleep(files.latency)
+        data = files.files.get(unquote(urlsplit(self.path).path).lstrip("/"))
+        if data is None:
+            Exchange(self, b"", number).send(404, {"Content-Length": "9"}, b"not found")
+            return
+        exchange = Exchange(self, data, number)
+        if files.lie and number >= files.honest:
+            with contextlib.suppress(OSError):  # who is lied to may hang up
+                files.lie(exchange)
+            return
+        exchange.answer()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody reads it."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Who is lied to may hang up."""
+
+
+@contextlib.contextmanager
+def serving(files: dict[str, bytes] | None = None, **how: Any) -> Iterator[FileServer]:
+    """A server of `files`, as a :class:`FileServer` that says `how`."""
+    server = FileServer(files or {}, **how)
+    handler = type("Handler", (_Handler,), {"files": server})
+    with _Server(("127.0.0.1", 0), handler) as running:
+        server.port = running.server_address[1]
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+# Lies
+
+
+def _dribble(it: Exchange, head: bytes, body: bytes) -> None:
+    """Send `head` at once, and of `body` a byte at a time."""
+    it.handler.files.seen.append(Seen(it.handler.path, {}, 206, len(body)))
+    it.handler.close_connection = True
+    it.handler.wfile.write(head)
+    for i in range(len(body)):
+        it.handler.wfile.write(body[i : i + 1])
+        it.handler.wfile.flush()
+        time.sleep(0.05)
+
+
+def _reset(it: Exchange) -> None:
+    it.send(206, it.headers(), it.part[: len(it.part) // 2])
+    it.handler.wfile.flush()
+    it.handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    it.handler.close_connection = True
+
+
+def _cut(it: Exchange) -> None:
+    it.send(206, it.headers(), it.part[:-1])
+    it.handler.close_connection = True
+
+
+def _unmeasured(it: Exchange) -> None:
+    it.handler.close_connection = True
+    it.send(206, it.headers(Content_Length=""), it.part + b"more")
+
+
+def _silent(it: Exchange) -> None:
+    it.handler.files.seen.append(Seen(it.handler.path, {}, 0, 0))
+    time.sleep(1.5)
+    it.handler.close_connection = True
+
+
+def _range(it: Exchange, text: str) -> None:
+    it.send(206, it.headers(Content_Range=text), it.part)
+
+
+def _redirect(it: Exchange, place: str) -> None:
+    it.send(302, {"Location": place, "Content-Length": "0"}, b"")
+
+
+def _changes(it: Exchange, **how: str) -> None:
+    """Each answer is of another version, and no condition is kept."""
+    more = {name: text.replace("#", str(it.number)) for name, text in how.items()}
+    it.send(206, it.headers(**more), it.part)
+
+
+#: What a server can do that it should not, and the error that ends it.
+LIES: dict[str, tuple[Callable[[Exchange], None], str]] = {
+    "no ranges": (
+        lambda it: it.send(200, it.headers(Content_Range="", Content_Length=str(len(it.data))), it.data),
+        "UnsupportedError",
+    ),
+    "other bytes": (lambda it: _range(it, f"bytes {it.start + 1}-{it.stop}/{len(it.data)}"), "TransferError"),
+    "fewer bytes": (lambda it: _range(it, f"bytes {it.start}-{it.stop - 2}/{len(it.data)}"), "TransferError"),
+    "no Content-Range": (lambda it: _range(it, ""), "TransferError"),
+    "garbage in Content-Range": (lambda it: _range(it, "bytes -5-x/٣"), "TransferError"),
+    "no size": (lambda it: _range(it, f"bytes {it.start}-{it.stop - 1}/*"), "TransferError"),
+    "another size each time": (
+        lambda it: _range(it, f"bytes {it.start}-{it.stop - 1}/{len(it.data) + it.number}"),
+        "InputChangedError",
+    ),
+    "cut": (_cut, "TransferError"),
+    "reset": (_reset, "TransferError"),
+    "longer than the range": (
+        lambda it: it.send(206, it.headers(Content_Length=str(len(it.part) + 4)), it.part + b"more"),
+        "TransferError",
+    ),
+    "longer, without a length": (_unmeasured, "TransferError"),
+    "206 with all of the file": (
+        lambda it: it.send(206, it.headers(Content_Length=str(len(it.data) + 1)), it.data + b"x"),
+        "TransferError",
+    ),
+    "slow body": (lambda it: _dribble(it, _head(it), it.part), "TransferError"),
+    "slow head": (lambda it: _dribble(it, b"HTTP/1.1 206 Partial Content\r\n", _head(it) * 9), "TransferError"),
+    "silence": (_silent, "TransferError"),
+    "no HTTP": (lambda it: _dribble(it, b"SSH-2.0-OpenSSH_9.9\r\n\r\n", b""), "TransferError"),
+    "redirects in a circle": (lambda it: _redirect(it, it.handler.path), "TransferError"),
+    "redirect to a file": (lambda it: _redirect(it, "file:///etc/passwd"), "TransferError"),
+    "gzip": (lambda it: it.send(206, it.headers(Content_Encoding="gzip"), it.part), "UnsupportedError"),
+    "several ranges": (
+        lambda it: it.send(206, it.headers(Content_Range="", Content_Type="multipart/byteranges; boundary=x"), it.part),
+        "TransferError",
+    ),
+    "another ETag each time": (lambda it: _changes(it, ETag='"#"'), "InputChangedError"),
+    "another weak ETag each time": (lambda it: _changes(it, ETag='W/"#"'), "InputChangedError"),
+    "another time each time": (
+        lambda it: _changes(it, ETag="", Last_Modified="Mon, 02 Nov 2026 10:00:0# GMT"),
+        "InputChangedError",
+    ),
+    "429, for an hour": (lambda it: it.send(429, {"Retry-After": "3600", "Content-Length": "0"}, b""), "TransferError"),
+    "503, each time": (lambda it: it.send(503, {"Retry-After": "0", "Content-Length": "0"}, b""), "TransferError"),
+    "not let in": (lambda it: it.send(403, {"Content-Length": "0"}, b""), "InputError"),
+    "gone": (lambda it: it.send(410, {"Content-Length": "0"}, b""), "MissingInputError"),
+    "a size of exabytes": (lambda it: _range(it, f"bytes {it.start}-{it.stop - 1}/{1 << 60}"), "InputError"),
+}
+
+
+def _head(it: Exchange) -> bytes:
+    said = "".join(f"{name}: {text}\r\n" for name, text in it.headers().items())
+    return f"HTTP/1.1 206 Partial Content\r\n{said}\r\n".encode()

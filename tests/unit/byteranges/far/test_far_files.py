@@ -1,0 +1,381 @@
+"""Checkpoints over HTTP: what every command makes of them is what it makes of the file here, in few requests."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptconv
+from ckptconv.byteranges.far.planning import POLICY, Extents, enlarged, in_parts, merged
+from ckptconv.byteranges.far.urls import far_path, local_path, parse
+from ckptconv.errors import InputChangedError, MalformedError, MissingInputError, TransferError, UsageError
+from tests.support.command import Command
+from tests.support.conversions import run_without_torch
+from tests.support.http_server import Exchange, FileServer, serving
+from tests.support.paths import ROOT
+
+KINDS = ("zip.pt", "legacy.pt", "s.safetensors")
+HEADERS = 256 << 10  # bytes that looking into a file may cost
+
+needs_urllib3 = pytest.mark.skipif(not find_spec("urllib3"), reason="the extra remote is not installed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One state dict in each format, and as a set of three shards with their index."""
+    folder = tmp_path_factory.mktemp("far")
+    state = {f"module.layer.{i}": torch.arange(100_000.0) + i for i in range(6)}
+    torch.save(state, folder / "zip.pt")
+    torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+    save_file(state, folder / "s.safetensors")
+    ckptconv.convert(folder / "s.safetensors", folder / "set/", max_shard_size="1MB")
+    return folder
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[FileServer]:
+    """All files of the folder, by their names."""
+    files = {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    with serving(files) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second attempt comes at once."""
+    monkeypatch.setattr(POLICY, "backoff", 0.01)
+
+
+def index_in(folder: Path) -> str:
+    """The name of the set's index."""
+    return next(f"set/{each.name}" for each in (folder / "set").glob("*.index.json"))
+
+
+@needs_urllib3
+@pytest.mark.parametrize("name", KINDS)
+def test_inspect_reads_the_headers_alone(name: str, server: FileServer, folder: Path) -> None:
+    """It says what it says of the file here, but for what it left out, in at most three requests."""
+    near, far = ckptconv.inspect(folder / name), ckptconv.inspect(server.url(name))
+    assert far.path == server.url(name)
+    assert (far.tensors, far.state_dicts, far.format, far.size) == (
+        near.tensors,
+        near.state_dicts,
+        near.format,
+        near.size,
+    )
+    assert any(note.startswith("not read, to save requests: ") for note in far.notes)
+    assert len(server.seen) <= 3 - (name == "s.safetensors")
+    assert server.sent <= HEADERS
+
+
+@needs_urllib3
+@pytest.mark.parametrize("options", [{"map_location": "cuda:1"}, {"dtype": "bf16", "strip_prefix": "module."}])
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors"])
+@pytest.mark.parametrize("name", KINDS)
+def test_converts_to_the_same_bytes(
+    name: str, out: str, options: dict[str, str], server: FileServer, folder: Path, tmp_path: Path
+) -> None:
+    """And asks for no byte of a tensor twice, whatever is computed of it."""
+    for place in ("near", "far"):
+        (tmp_path / place).mkdir()
+    ckptconv.convert(folder / name, tmp_path / "near" / out, **options)
+    report = ckptconv.convert(server.url(name), tmp_path / "far" / out, verify=True, **options)
+    assert (tmp_path / "far" / out).read_bytes() == (tmp_path / "near" / out).read_bytes()
+    assert [each.name for each in (tmp_path / "far").iterdir()] == [out]
+    assert server.sent <= len(server.files[name]) + HEADERS
+    assert report.src == server.url(name)
+
+
+@needs_urllib3
+@pytest.mark.parametrize("name", KINDS)
+def test_the_library_reads_it(name: str, server: FileServer, folder: Path) -> None:
+    """verify, diff, load and open: as of the file here."""
+    assert ckptconv.verify(server.url(name)).ok
+    assert ckptconv.diff(server.url(name), folder / name, full=True).same
+    expected = ckptconv.load(folder / name)
+    loaded = ckptconv.load(server.url(name))
+    assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+    server.seen.clear()
+    with ckptconv.open(server.url(name)) as file:
+        assert torch.equal(file.load("module.layer.3"), expected["module.layer.3"])
+    assert server.sent <= HEADERS + expected["module.layer.3"].nbytes + 6 * POLICY.window
+
+
+@needs_urllib3
+def test_damage_is_found(server: FileServer) -> None:
+    """A bit that flipped in the store is one that flipped on the disk."""
+    data = bytearray(server.files["zip.pt"])
+    data[len(data) // 2] ^= 1
+    server.files["zip.pt"] = bytes(data)
+    assert [each.level for each in ckptconv.verify(server.url("zip.pt")).findings] == ["damaged"]
+
+
+@needs_urllib3
+def test_a_set_is_read_by_its_index(server: FileServer, folder: Path, tmp_path: Path) -> None:
+    """At most two requests for each file to see what is in it; it becomes a file, or the same set."""
+    index = index_in(folder)
+    far = ckptconv.inspect(server.url(index))
+    assert far.tensors == ckptconv.inspect(folder / index).tensors
+    assert len(server.seen) <= 2 * len([name for name in server.files if name.startswith("set/")])
+    ckptconv.convert(server.url(index), tmp_path / "whole.safetensors")
+    assert ckptconv.diff(tmp_path / "whole.safetensors", folder / "s.safetensors").same
+    ckptconv.convert(server.url(index), tmp_path / "set/", strip_prefix="module.")
+    ckptconv.convert(folder / index, tmp_path / "near/", strip_prefix="module.")
+    for each in (tmp_path / "near").iterdir():
+        assert (tmp_path / "set" / each.name).read_bytes() == each.read_bytes()
+
+
+@needs_urllib3
+def test_a_shard_that_is_not_there(server: FileServer, folder: Path) -> None:
+    """It is named, as on a disk."""
+    shard = next(name for name in server.files if "00002-of" in name)
+    del server.files[shard]
+    with pytest.raises(MalformedError, match=rf"1 of \d shards is missing: {Path(shard).name}"):
+        ckptconv.inspect(server.url(index_in(folder)))
+
+
+@needs_urllib3
+def test_an_index_names_only_what_stands_beside_it(server: FileServer, folder: Path) -> None:
+    """Whatever it says, nothing else is asked for."""
+    index = index_in(folder)
+    for elsewhere in ("../zip.pt", "http://127.0.0.1:1/x.safetensors", "/etc/passwd"):
+        server.files[index] = json.dumps({"weight_map": {"a": elsewhere}}).encode()
+        server.seen.clear()
+        with pytest.raises(MalformedError):
+            ckptconv.inspect(server.url(index))
+        assert {each.path for each in server.seen} == {"/" + index}
+
+
+@needs_urllib3
+def test_faults_that_pass(server: FileServer, tmp_path: Path) -> None:
+    """A 503, a cut and a reset, each once: the file comes all the same."""
+
+    def lie(it: Exchange) -> None:
+        if it.number == 0:
+            it.send(503, {"Retry-After": "0", "Content-Length": "0"}, b"")
+        elif it.number in (2, 4):
+            it.send(206, it.headers(), it.part[:-7])
+            it.handler.close_connection = True
+        else:
+            it.answer()
+
+    server.lie = lie
+    ckptconv.convert(server.url("zip.pt"), tmp_path / "a.pt")
+    assert ckptconv.verify(tmp_path / "a.pt").ok
+    assert {each.status for each in server.seen} == {503, 206}
+
+
+@needs_urllib3
+@pytest.mark.parametrize("etags", [True, False])
+def test_a_file_that_changes_meanwhile(etags: bool, server: FileServer, tmp_path: Path) -> None:
+    """Also to one of the same size: the ETag is sent along, and the server says so."""
+    server.etags = etags
+
+    def lie(it: Exchange) -> None:
+        if it.number == 1:
+            it.data = server.files["zip.pt"] = it.data[:-500] + bytes(500 - (not etags))
+        it.answer()
+
+    server.lie = lie
+    with pytest.raises(InputChangedError):
+        ckptconv.convert(server.url("zip.pt"), tmp_path / "a.pt")
+    assert [*tmp_path.iterdir()] == []
+    if etags:
+        assert {each.status for each in server.seen} == {206, 412}
+
+
+@needs_urllib3
+def test_without_a_validator_it_is_said(server: FileServer) -> None:
+    """A server that says neither ETag nor Last-Modified: a change could go unseen."""
+    server.lie = lambda it: it.send(206, it.headers(ETag="", Last_Modified=""), it.part)
+    assert any("no ETag" in note for note in ckptconv.inspect(server.url("zip.pt")).notes)
+
+
+@needs_urllib3
+def test_secrets_are_sent_and_never_shown(
+    server: FileServer, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Name and password in a header, to their host alone; a signed query as it is. Neither is printed."""
+    far = server.url("zip.pt").replace("//", "//me:pass%20word@") + "?X-Amz-Signature=s3cret"
+    said = command("inspect", far)
+    said = said._replace(out=said.out + command("convert", far, tmp_path / "a.pt", "--to", "cuda:1", "-v").err)
+    server.lie = lambda it: it.send(403, {"Content-Length": "0"}, b"")
+    errors = command("verify", far, status=1).err
+    for text in (*said, errors):
+        assert "pass" not in text and "s3cret" not in text
+    assert server.url("zip.pt") in said.out and server.url("zip.pt") in errors
+    basic = "Basic " + base64.b64encode(b"me:pass word").decode()
+    assert {each.headers["Authorization"] for each in server.seen} == {basic}
+    assert {each.path for each in server.seen} == {"/zip.pt?X-Amz-Signature=s3cret"}
+
+
+@needs_urllib3
+def test_credentials_stay_with_their_host(server: FileServer) -> None:
+    """Where a server leads elsewhere, they do not go along."""
+    elsewhere = server.url("zip.pt").replace("127.0.0.1", "localhost")
+
+    def lie(it: Exchange) -> None:
+        here = it.handler.headers["Host"].startswith("127.0.0.1")
+        it.send(302, {"Location": elsewhere, "Content-Length": "0"}, b"") if here else it.answer()
+
+    server.lie = lie
+    ckptconv.inspect(server.url("zip.pt").replace("//", "//me:word@"))
+    hosts = {each.headers["Host"].split(":")[0]: "Authorization" in each.headers for each in server.seen}
+    assert hosts == {"127.0.0.1": True, "localhost": False}
+
+
+@needs_urllib3
+@pytest.mark.parametrize(
+    ("before", "after"), [("https://a/x", "http://a/x"), ("https://a/x", "ftp://a/x"), ("http://a/x", "file:///x")]
+)
+def test_redirects_that_are_not_followed(before: str, after: str) -> None:
+    """From https to http, and to any other scheme."""
+    from ckptconv.byteranges.far.http import HttpTransport
+
+    transport = HttpTransport(parse(before), before)
+    with pytest.raises(TransferError, match="not followed"):
+        transport._checked(before, after)
+    assert transport._checked(before, "https://b/x") == "https://b/x"
+
+
+@needs_urllib3
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("hf://me/model/a/zip.pt", "me/model/resolve/main/a/zip.pt"),
+        ("hf://me/model@v2/zip.pt", "me/model/resolve/v2/zip.pt"),
+        ("hf://datasets/me/data/zip.pt", "datasets/me/data/resolve/main/zip.pt"),
+    ],
+)
+def test_the_hub(url: str, path: str, server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its resolve URLs, with its token; a link that has expired by now is asked for again."""
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    server.files[path] = b""
+
+    def lie(it: Exchange) -> None:
+        if it.handler.path == "/" + path:
+            place = server.url(f"zip.pt?number={it.number}").replace("127.0.0.1", "localhost")
+            it.send(307, {"Location": place, "Content-Length": "0"}, b"")
+        elif it.handler.path.endswith("=0") and it.number > 1:
+            it.send(403, {"Content-Length": "0"}, b"")
+        else:
+            it.answer()
+
+    server.lie = lie
+    assert ckptconv.inspect(url).path == url
+    assert [each.status for each in server.seen] == [307, 206, 403, 307, 206]
+    sent = {each.headers["Host"].split(":")[0]: each.headers.get("Authorization") for each in server.seen}
+    assert sent == {"127.0.0.1": "Bearer hf_secret", "localhost": None}
+
+
+@needs_urllib3
+def test_missing_files(server: FileServer, command: Command) -> None:
+    """The error is Python's own, too."""
+    with pytest.raises(MissingInputError, match="no such file"):
+        ckptconv.inspect(server.url("none.pt"))
+    command("inspect", server.url("none.pt"), status=1, err=f"{server.url('none.pt')}: cannot be read")
+
+
+def test_other_filesystems_are_tried(folder: Path) -> None:
+    """fsspec's, here the one in memory."""
+    fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
+    fsspec.filesystem("memory").pipe_file("/far/zip.pt", (folder / "zip.pt").read_bytes())
+    assert ckptconv.inspect("memory://far/zip.pt").tensors == ckptconv.inspect(folder / "zip.pt").tensors
+    with pytest.raises(MissingInputError):
+        ckptconv.inspect("memory://far/none.pt")
+    with pytest.raises(UsageError, match=r"nosuch://far/zip.pt: cannot be read"):
+        ckptconv.inspect("nosuch://far/zip.pt")
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the extra."""
+    for name in (
+        "urllib3",
+        "botocore",
+        "botocore.session",
+        "ckptconv.byteranges.far.http",
+        "ckptconv.byteranges.far.s3",
+    ):
+        monkeypatch.setitem(sys.modules, name, None)
+    for url, package in (("https://h/a.pt", "urllib3"), ("hf://me/m/a.pt", "urllib3"), ("s3://b/a.pt", "botocore")):
+        with pytest.raises(UsageError, match=rf"needs {package}.*pip install 'ckptconv\[remote\]'"):
+            ckptconv.inspect(url)
+
+
+@needs_urllib3
+def test_the_page_runs(
+    server: FileServer, folder: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command and the Python of the how-to page, on a server that has its files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
+    zipped = server.files["zip.pt"]
+    server.files |= {"runs/zip.pt": zipped, "me/model/resolve/main/zip.pt": zipped}
+    server.files["set/model.safetensors.index.json"] = server.files[index_in(folder)]
+    page = (ROOT / "docs/how-to/far-files.md").read_text().replace("https://example.org/", server.url(""))
+    for line in "".join(re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)).splitlines():
+        command(*shlex.split(line)[1:])
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+
+
+def test_files_here_by_their_url(folder: Path, tmp_path: Path) -> None:
+    """``file:`` is a path like any other, on both sides."""
+    url = f"file://{folder}/zip.pt"
+    assert ckptconv.inspect(url).path == str(folder / "zip.pt")
+    ckptconv.convert(url, f"file://{tmp_path}/a.pt", map_location="cpu")
+    assert ckptconv.diff(tmp_path / "a.pt", folder / "zip.pt").same
+    assert local_path(parse("file://localhost/tmp/a%20b.pt")) == Path("/tmp/a b.pt")
+
+
+def test_what_is_here_needs_nothing_of_it(folder: Path) -> None:
+    """Nothing that reads far files is imported for those that are here."""
+    program = """
+import ckptconv
+ckptconv.inspect(sys.argv[1])
+ckptconv.convert(sys.argv[1], sys.argv[2], map_location="cuda:1", force=True)
+far = [name for name in sys.modules if name.split(".")[0] in ("urllib3", "botocore", "fsspec") or ".far" in name]
+assert not far, far
+"""
+    run_without_torch(program, folder / "zip.pt", folder / "other.pt")
+    (folder / "other.pt").unlink()
+
+
+def test_a_url_as_a_path() -> None:
+    """It shows its slashes and no secrets, and what stands beside it is one too."""
+    path = far_path("https://me:word@host:81/a%20b/c.pt?sig=x")
+    assert (str(path), path.name, path.suffix) == ("https://host:81/a b/c.pt", "c.pt", ".pt")
+    assert str(path.parent / "d.pt") == "https://host:81/a b/d.pt"
+    assert path.url is not None
+    assert path.url.full == "https://host:81/a%20b/c.pt?sig=x"
+    assert path.url.beside("d e.pt").full == "https://host:81/a%20b/d%20e.pt"
+    assert "word" not in repr(path.url) and "sig" not in repr(path.url)
+    assert str(far_path("s3:/bucket/odd?key#1")) == "s3://bucket/odd?key#1"
+
+
+def test_ranges_are_put_together() -> None:
+    """What is near goes into one request, what is long into several, and no less than a window is asked for."""
+    assert merged([(50, 60), (0, 10), (12, 20), (5, 5)], 2) == [(0, 20), (50, 60)]
+    assert in_parts([(0, 25)], 10) == [(0, 10), (10, 20), (20, 25)]
+    assert [enlarged(each, 100, 30) for each in ((0, 5), (80, 90), (50, 95))] == [(0, 30), (70, 100), (50, 95)]
+
+
+def test_what_is_known_is_bounded() -> None:
+    """What came first is forgotten first; what overlaps is held once."""
+    known = Extents(10)
+    known.put(0, b"abcd")
+    known.put(2, b"cdef")
+    assert (known.get(0, 6), known.missing(0, 8), known.get(5, 7)) == (b"abcdef", [(6, 8)], None)
+    known.put(20, b"0123456789")
+    assert (known.get(20, 30), known.missing(0, 6)) == (b"0123456789", [(0, 6)])
