@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.byteranges.fault_sink import RAISED
 from ckptconv.byteranges.record_checks import CheckingSink
-from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.byteranges.sources import Readable, SourceFolder, is_url
 from ckptconv.byteranges.spans import Overflow, Progress
 from ckptconv.conversion.folder_plans import FolderPlan, plan_folder, successor
 from ckptconv.conversion.in_place import change_in_place
@@ -27,6 +27,7 @@ from ckptconv.formats.opening import open_input
 from ckptconv.formats.writers import usual_format, writer_for
 from ckptconv.hints import for_python, in_python, option
 from ckptconv.output import files as output_files
+from ckptconv.output.far_targets import s3_upload
 from ckptconv.output.folders import NewFolder, write_folder
 from ckptconv.pickles.graph import gc_paused
 
@@ -93,7 +94,9 @@ def run(
     if is_folder is None:
         item = find_item(src, dst, output)
         dst, is_folder, about = item.dst, item.is_folder, item.notes
-    path = Path(dst)
+    path = dst if isinstance(dst, Path) else Path(dst)
+    if is_folder and is_url(path):
+        raise UsageError("sets of files are not written to a URL", where=path, expected="the URL of one file")
     if not is_folder:
         output = replace(output, format=format_of(path, output.format))
         if output.force:
@@ -102,20 +105,22 @@ def run(
     elif path.name in ("", "..") or os.path.islink(os.path.abspath(path)):  # a link to a folder is that folder
         path = Path(os.path.realpath(path))
     with ExitStack() as opened:
-        faults = CheckingSink(keep=path if path.is_dir() else path.parent)
+        faults = CheckingSink(keep=_folder_for(path))
         source = open_input(src, faults if output.verify else RAISED)
         opened.enter_context(source)
         if not is_folder:
             _check_target(source, path, force=output.force)
         with gc_paused():
             whole = _planned(source, path, edits, output, is_folder=is_folder, opened=opened)
+        if is_url(path):
+            about += s3_upload(path).about_upload(whole.plan.files[0])
         whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))
         overflowed: Overflow = {}
         verified = None
         if not output.dry_run:
             if output.verify:
                 faults.check()
-                verified = Verified(faults.checked, faults.nbytes, output=True)
+                verified = Verified(faults.checked, faults.nbytes, output=not is_url(path))
             with progress(whole.plan.size) if progress else nullcontext() as tick:
                 overflowed = write(whole, source, output, tick)
         return report_of(
@@ -165,14 +170,31 @@ def write(whole: FolderPlan, source: Readable, output: OutputOptions, progress: 
     `progress` is called with each number of bytes written.
     """
     plan = whole.plan
+    if is_url(plan.target):
+        overflowed: Overflow = s3_upload(plan.target).upload(
+            plan.files[0], source, replace=output.force, verify=output.verify, progress=progress
+        )
+        return overflowed
     if not plan.is_folder:
         return output_files.write(plan.files[0], source, replace=output.force, verify=output.verify, progress=progress)
     new = NewFolder(plan.target, plan.files, plan.others, whole.may_go, whole.like)
     return write_folder(new, source, replace=output.force, verify=output.verify, jobs=output.jobs, progress=progress)
 
 
+def _folder_for(path: Path) -> Path:
+    """Where files can stand for a while that are needed to write `path`."""
+    if is_url(path):
+        import tempfile  # which costs every other conversion a megabyte
+
+        return Path(tempfile.gettempdir())
+    return path if path.is_dir() else path.parent
+
+
 def _check_target(source: Readable, path: Path, *, force: bool) -> None:
     """Raise where `path` can hold no file."""
+    if is_url(path):
+        s3_upload(path).check_object(path, replace=force)
+        return
     try:
         same = source.is_same_file(os.stat(path))
     except OSError:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptconv.byteranges.checksums import crc32_of
-from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.sources import Source, is_url
 from ckptconv.byteranges.spans import ByteRange, OutFile, Progress
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.in_place import change_in_place
@@ -173,6 +173,8 @@ def _converted(task: Task, tick: Progress | None) -> Outcome:
 
 def _run(item: Item, task: Task, tick: Progress | None) -> Report:
     """Convert `item`, without the edits that mean nothing in it, and make the folders above its output."""
+    if is_url(item.dst):  # stores have no folders
+        return _run_to(item, item.dst, task, tick)
     if not task.job.as_output().dry_run:
         output_files.make_folder(item.dst.parent, like=item.src.parent)
         return _run_to(item, item.dst, task, tick)

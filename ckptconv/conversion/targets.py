@@ -17,6 +17,7 @@ from ckptconv.formats.foreign.paths import no_path_error, odd_suffix_error
 from ckptconv.formats.sharded.index import hub_name, is_index_file, sets_in
 from ckptconv.formats.writers import DEFAULT, SUFFIXES, WRITERS, admitted, split_suffix, suffix_of
 from ckptconv.hints import Placeholder, command, option
+from ckptconv.output.far_targets import s3_upload
 
 __all__ = [
     "Item",
@@ -211,6 +212,8 @@ def through_link(src: str | os.PathLike[str], dst: Path) -> tuple[Path, tuple[st
 
 def is_there(item: Item) -> bool:
     """Whether the output of `item` exists; an empty folder does not count as one."""
+    if is_url(item.dst):
+        return bool(s3_upload(item.dst).exists(item.dst))
     if item.is_folder and item.dst.is_dir():
         return any(list_folder(item.dst))
     return os.path.lexists(item.dst)
@@ -230,12 +233,13 @@ def size_of(item: Item) -> int:
 
 
 def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
-    path = Path(dst)
+    path = dst if isinstance(dst, Path) else Path(dst)
     if not os.fspath(dst):
         raise UsageError("no output given: its path is empty")
     if "\0" in os.fspath(path):
         raise UsageError("no such path can exist", where=path)
-    if error := no_path_error(dst, is_output=True):
+    is_object = isinstance(dst, Path) and is_url(dst) and os.fspath(dst).startswith("s3:")
+    if not is_object and (error := no_path_error(dst, is_output=True)):
         raise error
     if format is not None and format not in WRITERS:
         raise UsageError(f"no format is called {format!r}", expected=" or ".join(WRITERS))
@@ -251,6 +255,8 @@ def _refuse_odd_suffix(path: Path, format: str | None, sources: Iterable[Path]) 
 
 def _is_folder(dst: str | os.PathLike[str]) -> bool:
     """Whether `dst` is a folder, or is said to be one."""
+    if url := getattr(dst, "url", None):
+        return bool(url.path.endswith("/"))
     return os.path.isdir(dst) or os.fspath(dst).endswith(os.sep)
 
 

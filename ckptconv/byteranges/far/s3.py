@@ -19,7 +19,7 @@ from ckptconv.byteranges.far.requests import Answer, Transient, Version, check_r
 from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import InputChangedError, InputError, MissingInputError, TransferError
 
-__all__ = ["S3Transport", "client"]
+__all__ = ["S3Transport", "client", "is_transient"]
 
 _CHUNK = 256 * KIB
 _MISSING = ("NoSuchKey", "NoSuchBucket", "NotFound", "404")
@@ -41,6 +41,14 @@ def client() -> Any:
     )
     region = session.get_config_variable("region") or "us-east-1"  # which any endpoint takes, and S3 corrects
     return session.create_client("s3", config=config, region_name=region)
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether `error`, which botocore raised, may be gone when one asks again."""
+    if not isinstance(error, ClientError):
+        return isinstance(error, (HTTPClientError, IncompleteReadError))
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return str(error.response.get("Error", {}).get("Code", "")) in _AGAIN or status >= 500 or status == 429
 
 
 class S3Transport:
@@ -99,7 +107,7 @@ class S3Transport:
         if status in (412, 416):
             where = f"{self._where} at byte {start}"
             return InputChangedError("the file changed while it was read", where=where, got=got)
-        if code in _AGAIN or status >= 500 or status == 429:
+        if is_transient(error):
             return Transient(f"the store answers {got}")
         hint = "say who you are as for other programs: aws configure, or AWS_ACCESS_KEY_ID" if status == 403 else None
         return InputError("cannot be read: the store refuses", where=self._where, got=got, hint=hint)

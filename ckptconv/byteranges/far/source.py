@@ -36,7 +36,7 @@ class FarSource(Readable):
 
     def __init__(self, url: Url, faults: FaultSink = RAISED, *, skims: bool = False) -> None:
         """Raises InputError, and UsageError where no package can reach it."""
-        self.path, self.fd, self.faults = far_path(url), -1, faults
+        self.url, self.path, self.fd, self.faults = url, far_path(url), -1, faults
         self._skims = skims
         self._skipped: dict[str, set[int]] = {}
         self._lock = threading.Lock()

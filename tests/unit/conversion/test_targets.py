@@ -160,7 +160,7 @@ def test_a_name_that_promises_another_file(tmp_path: Path, name: str, words: str
     ("path", "words"),
     [
         ("-", "standard output is no file"),
-        ("s3://bucket/a.pt", "s3://bucket/a.pt: a URL"),
+        ("hf://me/model/a.pt", "hf://me/model/a.pt: a URL"),
         (Path("https://host/a.pt"), "https://host/a.pt: a URL"),
     ],
 )

@@ -1,0 +1,109 @@
+"""Cut a planned file into the parts of a multipart upload: those that the store copies itself, and those that we send.
+
+Rules of S3: at most 10,000 parts, each but the last of 5 MiB to 5 GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptconv.byteranges.spans import ByteRange, ByteSource, Literal, OutFile, Piece
+
+__all__ = ["LEAST", "Part", "is_streamed", "parts_of"]
+
+MIB = 1 << 20
+LEAST = 5 * MIB
+_SENT = 8 * MIB  # bytes of a part that is sent: it is in memory, as are as many as are sent at once
+_COPIED = 256 * MIB  # of one that the store copies: several are copied at once
+_MOST = 9_000  # parts of a file that is larger than so many of these: with room for those that are cut elsewhere
+
+
+@dataclass(frozen=True)
+class Part:
+    """`length` bytes of a file: `pieces`, one behind another; where `copied`, one range of another object, which the
+    store copies itself.
+    """
+
+    pieces: tuple[Piece, ...]
+    length: int
+    copied: bool
+
+
+def is_streamed(file: OutFile) -> bool:
+    """Whether all bytes of `file` are known, or stand in sources, before any is written."""
+    return all(isinstance(piece, Literal) or piece.ranges() for piece in file.pieces)
+
+
+def parts_of(file: OutFile, copies: Callable[[ByteSource], bool]) -> list[Part]:
+    """The parts of `file`, which is streamed. Ranges of sources that the store `copies` are not sent, but for what
+    makes the part before them large enough.
+    """
+    sent = max(_SENT, -(-file.size // _MOST))
+    copied = max(_COPIED, -(-file.size // _MOST))
+    parts: list[Part] = []
+    waiting: list[Piece] = []  # to be sent
+
+    def send() -> None:
+        length = _length(waiting)
+        number = max(1, length // sent)
+        for piece in _cut(waiting, -(-length // number)) if length else ():
+            parts.append(Part(tuple(piece), _length(piece), copied=False))
+        waiting.clear()
+
+    for piece in _atoms(file.pieces):
+        lacking = max(0, LEAST - _length(waiting)) if waiting else 0
+        if not (isinstance(piece, ByteRange) and copies(piece.source) and piece.length - lacking >= LEAST):
+            waiting.append(piece)
+            continue
+        if lacking:
+            waiting.append(piece.slice(0, lacking))
+        rest = piece.length - lacking
+        send()
+        step = -(-rest // -(-rest // copied))
+        for at in range(0, rest, step):
+            length = min(step, rest - at)
+            parts.append(Part((piece.slice(lacking + at, length),), length, copied=True))
+    send()
+    return parts
+
+
+def _atoms(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """`pieces` as literals and ranges, one range where several of a source follow one another."""
+    last: ByteRange | None = None
+    for piece in pieces:
+        for each in piece.ranges() or (piece,):
+            follows = last and isinstance(each, ByteRange) and each.source is last.source
+            if last and follows and isinstance(each, ByteRange) and each.offset == last.offset + last.length:
+                last = ByteRange(last.source, last.offset, last.length + each.length)
+                continue
+            if last:
+                yield last
+            last = each if isinstance(each, ByteRange) else None
+            if last is None:
+                yield each
+    if last:
+        yield last
+
+
+def _cut(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
+    """`pieces`, in groups of `most` bytes; the last may have fewer."""
+    group: list[Piece] = []
+    room = most
+    for piece in pieces:
+        at = 0
+        while at < piece.length:
+            length = min(piece.length - at, room)
+            group.append(
+                Literal(piece.data[at : at + length]) if isinstance(piece, Literal) else piece.slice(at, length)
+            )
+            at, room = at + length, room - length
+            if not room:
+                yield group
+                group, room = [], most
+    if group:
+        yield group
+
+
+def _length(pieces: Sequence[Piece]) -> int:
+    return sum(piece.length for piece in pieces)

@@ -1,0 +1,229 @@
+"""A real store that speaks S3: sources, uploads that are there whole or not at all, and copies within the store."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptconv
+from ckptconv.byteranges.far.planning import POLICY
+from ckptconv.errors import CkptconvError, InputError, MissingInputError, OutputError, TargetExistsError, UsageError
+from tests.support.command import Command
+from tests.support.counting_proxy import relaying
+from tests.support.seaweed import BUCKET, Store, running_store
+
+KINDS = ("zip.pt", "legacy.pt", "s.safetensors")
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One state dict in each format, large enough for several parts."""
+    folder = tmp_path_factory.mktemp("here")
+    state = {f"module.layer.{i}": torch.rand(6 * MIB // 4) for i in range(6)}
+    torch.save(state, folder / "zip.pt")
+    torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+    save_file(state, folder / "s.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A store that has these files."""
+    with running_store(tmp_path_factory.mktemp("store")) as store:
+        for name in KINDS:
+            store.put(name, (folder / name).read_bytes())
+        yield store
+
+
+def url(key: str) -> str:
+    return f"s3://{BUCKET}/{key}"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_sources(name: str, store: Store, folder: Path, tmp_path: Path) -> None:
+    """Every command says of the object what it says of the file."""
+    assert ckptconv.inspect(url(name)).tensors == ckptconv.inspect(folder / name).tensors
+    assert ckptconv.verify(url(name)).ok
+    assert ckptconv.diff(url(name), folder / name, full=True).same
+    ckptconv.convert(url(name), tmp_path / "a.pt", dtype="bf16")
+    assert ckptconv.diff(tmp_path / "a.pt", folder / name, names_only=True).same
+
+
+def test_what_is_not_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object, a bucket, permission."""
+    for missing in (url("none.pt"), "s3://nobucket/none.pt"):
+        with pytest.raises(MissingInputError):
+            ckptconv.inspect(missing)
+    store.put("empty.pt", b"")
+    with pytest.raises(InputError, match="empty"):
+        ckptconv.inspect(url("empty.pt"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    with pytest.raises(InputError, match=r"the store refuses \(got 403"):
+        ckptconv.inspect(url("zip.pt"))
+
+
+@pytest.mark.parametrize("options", [{"map_location": "cuda:1"}, {"strip_prefix": "module."}, {"dtype": "bf16"}])
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors"])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("is_far", [True, False], ids=["from S3", "from here"])
+def test_targets(
+    is_far: bool, name: str, out: str, options: dict[str, str], store: Store, folder: Path, tmp_path: Path
+) -> None:
+    """The object has the bytes that the file here would have; no upload stays open."""
+    key = f"{is_far}-{name}-{options}/{out}"
+    ckptconv.convert(folder / name, tmp_path / out, **options)
+    report = ckptconv.convert(url(name) if is_far else folder / name, url(key), **options)
+    assert store.get(key) == (tmp_path / out).read_bytes()
+    assert report.dst == url(key)
+    assert store.uploads() == []
+
+
+def test_a_retag_within_the_store_sends_five_mebibytes(
+    store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted on the line, both ways together: the first part, and the headers."""
+    state = {f"layer.{i}": torch.rand(8 * MIB) for i in range(4)}
+    torch.save(state, tmp_path / "large.pt")
+    store.put("large.pt", (tmp_path / "large.pt").read_bytes())
+    (tmp_path / "near").mkdir()
+    ckptconv.convert(tmp_path / "large.pt", tmp_path / "near" / "a.pt", map_location="cuda:1")
+    with relaying(urlsplit(store.endpoint).port or 0) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{relay.port}")
+        report = ckptconv.convert(url("large.pt"), url("copied/a.pt"), map_location="cuda:1")
+    assert relay.sent + relay.received <= 12 * MIB
+    assert store.get("copied/a.pt") == (tmp_path / "near" / "a.pt").read_bytes()
+    assert any("copied within S3" in note for note in report.notes)
+
+
+def test_a_dry_run_says_what_it_takes(store: Store, command: Command) -> None:
+    """Parts, and bytes here and there; nothing is written."""
+    command("convert", url("zip.pt"), url("dry.pt"), "--to", "cuda:1", "-n", out=["sent from here", "copied within S3"])
+    assert store.keys("dry.pt") == []
+
+
+def test_an_object_that_is_there(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    """It stays without --force: also one that appears while the parts are on their way."""
+    store.put("there.pt", b"old")
+    with pytest.raises(TargetExistsError):
+        ckptconv.convert(folder / "zip.pt", url("there.pt"))
+    monkeypatch.setattr("ckptconv.output.s3_upload.check_object", lambda *_, **__: None)
+    for name in ("zip.pt", "s.safetensors"):
+        with pytest.raises(TargetExistsError, match="exists by now"):
+            ckptconv.convert(url(name), url("there.pt"), format="pt")
+    assert (store.get("there.pt"), store.uploads()) == (b"old", [])
+    command("convert", url("zip.pt"), url("there.pt"), "--skip-existing", "--force")
+    assert store.get("there.pt") == b"old"
+    ckptconv.convert(url("zip.pt"), url("there.pt"), force=True)
+    assert ckptconv.verify(url("there.pt")).ok
+
+
+def test_onto_itself(store: Store, folder: Path) -> None:
+    """With --force, as for a file."""
+    store.put("self.pt", (folder / "zip.pt").read_bytes())
+    ckptconv.convert(url("self.pt"), url("self.pt"), map_location="cuda:1", force=True)
+    assert set(ckptconv.inspect(url("self.pt")).devices) == {"cuda:1"}
+
+
+def test_a_source_that_changes_meanwhile(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store compares the ETag of what it copies."""
+    store.put("moving.pt", (folder / "zip.pt").read_bytes())
+    made = calls(monkeypatch, lambda name, _: name == "UploadPartCopy" and store.put("moving.pt", b"another"))
+    with pytest.raises(CkptconvError):
+        ckptconv.convert(url("moving.pt"), url("never.pt"), map_location="cuda:1")
+    assert "UploadPartCopy" in made
+    assert store.keys("never.pt") == []
+    assert store.uploads() == []
+
+
+def calls(monkeypatch: pytest.MonkeyPatch, before: Any) -> list[str]:
+    """The names of the requests that are made from now on, for each of which `before` is called with its number."""
+    from botocore.client import BaseClient
+
+    original = BaseClient._make_api_call
+    made: list[str] = []
+
+    def make(self: Any, name: str, arguments: Any) -> Any:
+        made.append(name)
+        before(name, len(made))
+        return original(self, name, arguments)
+
+    monkeypatch.setattr(BaseClient, "_make_api_call", make)
+    return made
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, "refused", "line"])
+def test_a_fault_at_every_request(fault: Any, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever fails: the old object as it was, and no open upload."""
+    from botocore.exceptions import ClientError, EndpointConnectionError
+
+    monkeypatch.setattr(POLICY, "backoff", 0.001)
+    store.put("old.pt", b"old")
+    numbers, failed = iter(range(1, 1000)), 0
+    for number in numbers:
+
+        def fail(name: str, at: int, number: int = number) -> None:
+            if at < number or name in ("AbortMultipartUpload", "ListMultipartUploads"):
+                return
+            if fault is KeyboardInterrupt and at == number:
+                raise KeyboardInterrupt
+            if fault == "refused" and at == number:
+                raise ClientError({"Error": {"Code": "X"}, "ResponseMetadata": {"HTTPStatusCode": 400}}, name)
+            if fault == "line" and at >= number:
+                raise EndpointConnectionError(endpoint_url="x")
+
+        with pytest.MonkeyPatch.context() as patch:
+            made = calls(patch, fail)
+            try:
+                ckptconv.convert(url("zip.pt"), url("old.pt"), map_location="cuda:1", force=True)
+            except (InputError, OutputError, KeyboardInterrupt):
+                failed += 1
+            else:
+                break
+        assert store.get("old.pt") == b"old", (number, made)
+        assert store.uploads() == [], (number, made)
+    assert failed == number - 1 > 6
+    assert ckptconv.verify(url("old.pt")).ok
+
+
+_KILLED = """
+import os, signal, sys
+from botocore.client import BaseClient
+original, made = BaseClient._make_api_call, []
+def make(self, name, arguments):
+    made.append(name)
+    if len(made) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, name, arguments)
+BaseClient._make_api_call = make
+import ckptconv
+ckptconv.convert(sys.argv[1], sys.argv[2], map_location="cuda:1", force=True)
+"""
+
+
+@pytest.mark.parametrize("number", [1, 3, 6, 8, 10])
+def test_killed_at_a_request(number: int, store: Store) -> None:
+    """The old object stays; an upload can stay open, which nothing sees that reads the folder."""
+    store.put("killed/old.pt", b"old")
+    words = [sys.executable, "-c", _KILLED, url("zip.pt"), url("killed/old.pt"), str(number)]
+    assert subprocess.run(words, capture_output=True).returncode == -9
+    assert store.get("killed/old.pt") == b"old"
+    assert store.keys("killed/") == ["killed/old.pt"]
+    for each in store.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()):
+        store.client.abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
+
+
+def test_several_at_once(store: Store, folder: Path) -> None:
+    """Several files go to a prefix under their own names; sets do not."""
+    ckptconv.convert(folder / "zip.pt", url("prefix/"), map_location="cpu")
+    assert store.keys("prefix/") == ["prefix/zip.pt"]
+    with pytest.raises(UsageError, match="sets of files are not written to a URL"):
+        ckptconv.convert(folder / "zip.pt", url("set"), max_shard_size="10MB")

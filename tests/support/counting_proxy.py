@@ -1,0 +1,49 @@
+"""A relay on the loopback that counts the bytes of each direction."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Relay", "relaying"]
+
+
+@dataclass
+class Relay:
+    """What went through: `sent` to the server, `received` from it, in bytes."""
+
+    port: int
+    sent: int = 0
+    received: int = 0
+
+
+@contextlib.contextmanager
+def relaying(port: int) -> Iterator[Relay]:
+    """A relay to the server at `port`."""
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        relay = Relay(listener.getsockname()[1])
+
+        def pump(source: socket.socket, to: socket.socket, name: str) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    to.sendall(data)
+                    setattr(relay, name, getattr(relay, name) + len(data))  # each has one thread at a time in turn
+                to.shutdown(socket.SHUT_WR)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    ours, _ = listener.accept()
+                    theirs = socket.create_connection(("127.0.0.1", port))
+                    for each in (ours, theirs):
+                        opened.callback(each.close)
+                    for words in ((ours, theirs, "sent"), (theirs, ours, "received")):
+                        threading.Thread(target=pump, args=words, daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        opened.callback(listener.close)
+        yield relay
