@@ -221,9 +221,14 @@ def test_killed_at_a_request(number: int, store: Store) -> None:
         store.client.abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
 
 
-def test_several_at_once(store: Store, folder: Path) -> None:
+def test_several_at_once(store: Store, folder: Path, command: Command) -> None:
     """Several files go to a prefix under their own names; sets do not."""
     ckptconv.convert(folder / "zip.pt", url("prefix/"), map_location="cpu")
     assert store.keys("prefix/") == ["prefix/zip.pt"]
+    words = [url("zip.pt"), folder / "s.safetensors", url("many/"), "--to", "cuda:1", "--format", "pt"]
+    command("convert", *words, "-j", "2")
+    command("convert", *words, "--skip-existing")
+    command("convert", *words, status=1, err="the output exists")
+    assert store.keys("many/") == ["many/s.pt", "many/zip.pt"]
     with pytest.raises(UsageError, match="sets of files are not written to a URL"):
         ckptconv.convert(folder / "zip.pt", url("set"), max_shard_size="10MB")

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
+from zlib import crc32
 
 __all__ = ["LIES", "Exchange", "FileServer", "Seen", "serving"]
 
+_ENDS = 1 << 16  # bytes at each end that the ETag is made of: files can have gigabytes
 _MODIFIED = "Mon, 02 Nov 2026 10:00:00 GMT"
 
 
@@ -76,7 +77,7 @@ class Exchange:
             "Last-Modified": _MODIFIED,
         }
         if self.handler.files.etags:
-            said["ETag"] = f'"{sha256(self.data).hexdigest()[:16]}"'
+            said["ETag"] = f'"{len(self.data)}-{crc32(self.data[:_ENDS] + self.data[-_ENDS:]):08x}"'
         said |= {name.replace("_", "-"): text for name, text in more.items()}
         return {name: text for name, text in said.items() if text}
 
