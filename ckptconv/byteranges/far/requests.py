@@ -59,14 +59,13 @@ class Transport(Protocol):
 
 
 class Requests:
-    """The requests for one file, counted: `number` of them, and the `nbytes` that came."""
+    """The requests for one file, all of one version of it."""
 
     def __init__(self, transport: Transport, where: object) -> None:
         self._transport, self._where = transport, where
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.version: Version | None = None
-        self.number = self.nbytes = 0
 
     def get(self, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop`; the first time, to the end of the file if that comes first.
@@ -78,8 +77,6 @@ class Requests:
         for attempt in range(POLICY.attempts):
             if self._closed.is_set():
                 raise TransferError("the file was closed while it was read", where=where)
-            with self._lock:
-                self.number += 1
             try:
                 answer = self._transport.get(start, stop, self.version, deadline)
                 break
@@ -97,7 +94,6 @@ class Requests:
     def _check(self, answer: Answer, where: str) -> None:
         """Raise InputChangedError where `answer` is of another version than the first was."""
         with self._lock:
-            self.nbytes += len(answer.data)
             first = self.version = self.version or answer.version
         for what in ("size", "etag", "modified"):
             before, now = getattr(first, what), getattr(answer.version, what)

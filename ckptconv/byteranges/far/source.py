@@ -22,7 +22,7 @@ from ckptconv.errors import OutputError, UsageError, count
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FarSource", "open_far"]
+__all__ = ["FarSource"]
 
 
 class FarSource(Readable):
@@ -135,11 +135,6 @@ class FarSource(Readable):
         for delivery in self._deliveries:
             delivery.close()
         self._deliveries = []
-
-
-def open_far(url: Url, faults: FaultSink = RAISED, *, skims: bool = False) -> FarSource:
-    """The far file at `url`. Raises InputError, UsageError."""
-    return FarSource(url, faults, skims=skims)
 
 
 def transport_for(url: Url, shown: object) -> Transport:

@@ -42,7 +42,9 @@ class Task(Future[bytes]):
             try:
                 return self.result(timeout=min(1.0, most))
             except NotDone:
-                if self.done() or (self._started is not None and time.monotonic() - self._started > most):
+                if self.done():  # just now
+                    return self.result()
+                if self._started is not None and time.monotonic() - self._started > most:
                     what = f"no answer within {POLICY.deadline:g} s"
                     raise TransferError(what, where=self._where, hint="try again later") from None
             except CancelledError:
@@ -58,11 +60,14 @@ class Workers:
         self._waiting: SimpleQueue[Task | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = self._left = 0
+        self._is_closed = False
 
     def submit(self, ask: Callable[[], bytes], where: object) -> Task:
         """Have `ask` called."""
         task = Task(ask, where)
         with self._lock:
+            if self._is_closed:
+                raise TransferError("the file was closed while it was read", where=where)
             self._left += 1
             is_new = self._threads < min(self._left, POLICY.concurrency)
             self._threads += is_new
@@ -79,5 +84,7 @@ class Workers:
 
     def close(self) -> None:
         """Let the threads end when they have nothing to wait for."""
-        for _ in range(self._threads):
-            self._waiting.put(None)
+        with self._lock:
+            self._is_closed = True
+            for _ in range(self._threads):
+                self._waiting.put(None)

@@ -19,6 +19,7 @@ import ckptconv
 from ckptconv.byteranges.far.planning import POLICY, Extents, enlarged, in_parts, merged
 from ckptconv.byteranges.far.urls import far_path, local_path, parse
 from ckptconv.errors import InputChangedError, MalformedError, MissingInputError, TransferError, UsageError
+from ckptconv.formats.opening import open_input
 from tests.support.command import Command
 from tests.support.conversions import run_without_torch
 from tests.support.http_server import Exchange, FileServer, serving
@@ -300,6 +301,15 @@ def test_missing_files(server: FileServer, command: Command) -> None:
     with pytest.raises(MissingInputError, match="no such file"):
         ckptconv.inspect(server.url("none.pt"))
     command("inspect", server.url("none.pt"), status=1, err=f"{server.url('none.pt')}: cannot be read")
+
+
+@needs_urllib3
+def test_a_file_that_was_closed(server: FileServer) -> None:
+    """Nobody waits for an answer that nobody asks for any more."""
+    source = open_input(server.url("zip.pt"))
+    source.close()
+    with pytest.raises(TransferError, match="closed"):
+        source.read(1 << 20, 10)
 
 
 def test_other_filesystems_are_tried(folder: Path) -> None:
