@@ -17,21 +17,21 @@ class FsspecTransport:
     """The file at `url` of a filesystem of fsspec's."""
 
     def __init__(self, url: Url, shown: object) -> None:
-        self._where = shown
+        self._where, self._secrets = shown, [each for each in (url.userinfo, url.query) if each]
         who = f"{url.userinfo}@" if url.userinfo else ""
         text = f"{url.scheme}://{who}{url.host}/{url.path}" + (f"?{url.query}" if url.query else "")
         try:
             self._files, self._path = fsspec.core.url_to_fs(text)
             self._asked()
         except ImportError as error:
-            raise UsageError(f"{url.scheme} needs a package: {error}", where=shown) from error
+            raise UsageError(f"{url.scheme} needs a package: {self._said(error)}", where=shown) from error
         except FileNotFoundError as error:
             raise MissingInputError("cannot be read: there is no such file", where=shown) from error
         except CkptconvError:
             raise
         except Exception as error:  # of a filesystem that nobody here knows
             kind = UsageError if "rotocol" in str(error) else InputError
-            raise kind(f"cannot be read: {type(error).__name__}: {error}", where=shown) from error
+            raise kind(f"cannot be read: {self._said(error)}", where=shown) from error
 
     def _asked(self) -> Version:
         said: dict[str, Any] = self._files.info(self._path)
@@ -49,10 +49,17 @@ class FsspecTransport:
         except CkptconvError:
             raise
         except Exception as error:  # of a filesystem that nobody here knows
-            raise Transient(f"{type(error).__name__}: {error}") from error
+            raise Transient(self._said(error)) from error
         if len(data) != stop - start:
             raise Transient(f"the store sent {len(data):,} of {stop - start:,} bytes")
         return Answer(data, version)
+
+    def _said(self, error: Exception) -> str:
+        """What `error` says, which can repeat the URL, without the secrets in that."""
+        text = f"{type(error).__name__}: {error}"
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        return text
 
     def close(self) -> None:
         """Nothing is open."""

@@ -323,6 +323,19 @@ def test_other_filesystems_are_tried(folder: Path) -> None:
         ckptconv.inspect("nosuch://far/zip.pt")
 
 
+def test_what_other_stores_say_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their errors can repeat the URL."""
+    fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
+
+    def fail(url: str) -> None:
+        raise OSError(f"no route to {url}")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", fail)
+    with pytest.raises(ckptconv.CkptconvError, match="no route to") as caught:
+        ckptconv.inspect("sftp://me:pass@host/m.pt?signed=abc")
+    assert not re.search(r"me:pass|signed=abc", str(caught.value))
+
+
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the extra."""
     for name in (
