@@ -61,7 +61,7 @@ _BOOKKEEPING = {
 }  # a table  # fmt: skip
 #: What names may cost: a parameter takes some thirty opcodes. One module can stand in another twice, that one in a
 #: third twice, and so on.
-_ROOM, _ROOM_EACH = 200_000, 50
+_ROOM, _ROOM_EACH = 500_000, 50
 
 
 @dataclass(frozen=True, eq=False)

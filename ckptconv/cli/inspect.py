@@ -74,9 +74,6 @@ _KINDS = ("nan", "inf")
 def inspect_command(
     paths: tuple[str, ...],
     as_json: bool,
-    values: bool,
-    histogram: bool,
-    fail_on: str | None,
     html: str | None,
     opens: bool,
     debug: bool,
@@ -90,10 +87,8 @@ def inspect_command(
     style = style_of(sys.stdout)
     every = list(chain.from_iterable(map(_checkpoints, paths)))
     page = _page_at(html, every, opens=opens)
-    wanted, kinds = None, _kinds(fail_on)
-    if values or histogram or kinds:
-        select = partial(_selected, include=view["include"], exclude=view["exclude"], sort=None)
-        wanted = ValuesWanted(histogram, select, partial(progress_bar, quiet=as_json))
+    kinds = _kinds(view["fail_on"])
+    wanted = _values_wanted(view, kinds, quiet=as_json)
     about_tensors = as_json or view["tree"] or view["include"] or view["exclude"] or wanted
     lines: list[Line] | None = [] if len(every) > min(2, len(paths)) and not about_tensors else None
     status = 0
@@ -128,6 +123,14 @@ def inspect_command(
             lines.sort(key=lambda line: (-line.nbytes,) if view["sort"] == "size" else natural(line.path))
         _show(listing_lines(lines, style, limit=view["limit"], everything=view["everything"]), style)
     return status
+
+
+def _values_wanted(view: dict[str, Any], kinds: list[str], *, quiet: bool) -> ValuesWanted | None:
+    """Of which tensors the values are read, if that is asked for."""
+    if not (view["values"] or view["histogram"] or kinds):
+        return None
+    select = partial(_selected, include=view["include"], exclude=view["exclude"], sort=None)
+    return ValuesWanted(view["histogram"], select, partial(progress_bar, quiet=quiet))
 
 
 def _page_at(html: str | None, paths: Sequence[str], *, opens: bool) -> Path | None:

@@ -90,20 +90,7 @@ def run(
         progress: Called with the planned size, and what it gives with each number of bytes written.
     """
     started = time.monotonic()
-    about: tuple[str, ...] = ()
-    if is_folder is None:
-        item = find_item(src, dst, output)
-        dst, is_folder, about = item.dst, item.is_folder, item.notes
-    path = dst if isinstance(dst, Path) else Path(dst)
-    if is_folder and is_url(path):
-        raise UsageError("sets of files are not written to a URL", where=path, expected="the URL of one file")
-    if not is_folder:
-        output = replace(output, format=format_of(path, output.format))
-        if output.force:
-            path, link = through_link(src, path)
-            about += link
-    elif path.name in ("", "..") or os.path.islink(os.path.abspath(path)):  # a link to a folder is that folder
-        path = Path(os.path.realpath(path))
+    path, is_folder, output, about = _target(src, dst, output, is_folder)
     with ExitStack() as opened:
         faults = CheckingSink(keep=_folder_for(path))
         source = open_input(src, faults if output.verify else RAISED)
@@ -132,6 +119,27 @@ def run(
             failed=whole.failed,
             verified=verified,
         )
+
+
+def _target(
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], output: OutputOptions, is_folder: bool | None
+) -> tuple[Path, bool, OutputOptions, tuple[str, ...]]:
+    """The path that is written, whether it is a folder, `output` with the format that its name means, and notes."""
+    about: tuple[str, ...] = ()
+    if is_folder is None:
+        item = find_item(src, dst, output)
+        dst, is_folder, about = item.dst, item.is_folder, item.notes
+    path = dst if isinstance(dst, Path) else Path(dst)
+    if is_folder and is_url(path):
+        raise UsageError("sets of files are not written to a URL", where=path, expected="the URL of one file")
+    if not is_folder:
+        output = replace(output, format=format_of(path, output.format))
+        if output.force:
+            path, link = through_link(src, path)
+            about += link
+    elif path.name in ("", "..") or os.path.islink(os.path.abspath(path)):  # a link to a folder is that folder
+        path = Path(os.path.realpath(path))
+    return path, is_folder, output, about
 
 
 def _planned(

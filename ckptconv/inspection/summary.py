@@ -324,27 +324,20 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         state_dicts=tuple(_state_dict(found, checkpoint) for found in detected.state_dicts),
         modules=tuple(_module(found, checkpoint) for found in detected.modules),
         ties=_ties(tensors),
-        views=tuple(
-            info.path for info in untied if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
-        ),
+        views=_views(untied),
         rng_states=tuple(info.path for info in detected.rng_states),
         weights_only=loading.loads or not has_pickle,
         obstacles=dict(refusals),
         torch_load=_torch_load(loading, checkpoint),
         safety=level_of(checkpoint, concerned, loading),
-        concerns=tuple(
-            ConcernSummary(name=each.name, path=each.path, dangerous=each.dangerous, more=each.more)
-            for each in concerned
-        ),
+        concerns=tuple(ConcernSummary(each.name, each.path, each.dangerous, each.more) for each in concerned),
         dangerous=tuple(sorted(concern.name for concern in concerned if concern.dangerous)),
         globals=dict(globals_.most_common()),
         user_devices=user_devices(places),
         others=others,
         metadata=checkpoint.metadata,
         journals=_journals(checkpoint.source),
-        superseded=tuple(
-            RecordSummary(name=each.path, nbytes=each.nbytes) for each in checkpoint.unused if each.why == SUPERSEDED
-        ),
+        superseded=tuple(RecordSummary(each.path, each.nbytes) for each in checkpoint.unused if each.why == SUPERSEDED),
         notes=tuple(checkpoint.notes),
         tensors=tuple(
             _tensor(
@@ -356,6 +349,13 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
             for info in tensors
         ),
         parts=_parts(checkpoint),
+    )
+
+
+def _views(infos: list[TensorInfo]) -> tuple[str, ...]:
+    """The paths of `infos` that show a part of their storage, or not in its order."""
+    return tuple(
+        info.path for info in infos if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
     )
 
 

@@ -557,7 +557,7 @@ def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
     assert [outcome.job for outcome in outcomes] == jobs
     error = outcomes.pop(3).error
     assert isinstance(error, ckptconv.OutputError)
-    assert "not done in 3 attempts" in str(error)
+    assert "its process ended too early, 3 times" in str(error)
     assert all(outcome.report and outcome.report.written for outcome in outcomes)
     assert sum(not Path(name).name.startswith(".") for name in files_in(Path("new"))) == 8
     assert not multiprocessing.active_children()

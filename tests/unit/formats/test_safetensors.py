@@ -632,7 +632,7 @@ def test_several_are_listed_and_the_hint_selects(names: tuple[str, str], src: Pa
 def test_a_selection_that_means_nothing(src: Path, safe: Path) -> None:
     """The state dicts are listed; what is none is refused."""
     torch.save({"model": WEIGHTS, "epoch": 3, "list": [torch.ones(1)]}, src)
-    refused(NoMatchError, r"neither .* stands at modle .*model \(32 bytes\)", src, safe, select="modle")
+    refused(NoMatchError, r"nothing stands at modle .*model \(32 bytes\)", src, safe, select="modle")
     for path in ("list", "model/layer.bias"):
         refused(RefusedError, "no state dict", src, safe, select=path)
 
