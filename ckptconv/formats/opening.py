@@ -28,7 +28,7 @@ from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip,
 from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.distributed.rank_names import about_one, is_pattern
 from ckptconv.formats.foreign.files import foreign_file_error
-from ckptconv.formats.foreign.folders import distributed_part_error, folder_error, name_like
+from ckptconv.formats.foreign.folders import about_part, distributed_part_error, folder_error, name_like
 from ckptconv.formats.foreign.paths import no_path_error
 from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.sharded import reading as sharded
@@ -187,8 +187,8 @@ def read_file(source: Readable) -> Checkpoint:
         refuse_two_readings(source, format_.NAME)
     checkpoint = _read_as(source, format_)
     is_part = any(info.kind == "partial" for info in checkpoint.tensors.values())
-    about_ranks = about_one(source.path) if is_part else None
-    checkpoint.notes += [about_ranks] if about_ranks else []
+    about = about_one(source.path) if is_part else about_part(source.path) if source.is_stored else None
+    checkpoint.notes += [about] if about else []
     return checkpoint
 
 

@@ -22,7 +22,15 @@ from ckptconv.errors import InputError, UnsupportedError, some
 from ckptconv.hints import Placeholder, command, joined, shell
 from ckptconv.limits import LIMITS
 
-__all__ = ["CHECKPOINT_SUFFIXES", "FILE_SUFFIXES", "LFS", "distributed_part_error", "folder_error", "name_like"]
+__all__ = [
+    "CHECKPOINT_SUFFIXES",
+    "FILE_SUFFIXES",
+    "LFS",
+    "about_part",
+    "distributed_part_error",
+    "folder_error",
+    "name_like",
+]
 
 LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".pth.tar")
@@ -224,6 +232,21 @@ def _megatron(folder: _Folder) -> _Answer | None:
         "a checkpoint of Megatron-LM, each folder of it one rank's part",
         f"let Megatron-LM merge it, in its repository: {merge}",
     )
+
+
+def about_part(path: Path) -> str | None:
+    """What the file at `path` is one rank's part of, and what merges all of them, where DeepSpeed or Megatron-LM saved
+    it.
+    """
+    here = Path(os.path.abspath(path)).parent
+    if _ZERO.fullmatch(path.name):
+        folder, row = _folder_at(here), _deepspeed
+    elif _RANK.fullmatch(f"{here.name}/"):
+        folder, row = _folder_at(here.parent), _megatron
+    else:
+        return None
+    found = row(folder) if folder else None
+    return f"one rank's part of {found.what.partition(',')[0]}; {found.hint}" if found else None
 
 
 def _has_ranks(folder: _Folder) -> bool:

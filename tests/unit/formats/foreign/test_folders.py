@@ -423,3 +423,26 @@ def test_a_shell_takes_a_path_as_the_message_shows_it(folder: Path, name: str) -
     command = str(error_of(folder / name)).rsplit("give that file: ", 1)[1]
     found = subprocess.run(["bash", "-c", f"stat -c %i -- {command}"], check=True, capture_output=True).stdout
     assert int(found) == (folder / name / "model.safetensors").stat().st_ino
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (
+            ["mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"],
+            "a checkpoint of Megatron-LM; let Megatron",
+        ),
+        (
+            ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"],
+            "a DeepSpeed ZeRO checkpoint; let",
+        ),
+    ],
+)
+def test_one_part_alone(names: list[str], words: str, tmp_path: Path) -> None:
+    """It is what it is, and what merges all of them is said; a file of that name alone is a file."""
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        torch.save({"model": {"w": torch.ones(2)}}, tmp_path / name)
+    assert any(f"one rank's part of {words}" in note for note in inspect(tmp_path / names[0]).notes)
+    torch.save({"w": torch.ones(2)}, tmp_path / "model_optim_rng.pt")
+    assert not inspect(tmp_path / "model_optim_rng.pt").notes
