@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from ckptconv.hints import Message
 from tests.support.command import Command
-from tests.support.paths import FIXTURES, SUPPORT, UNIT
+from tests.support.paths import FIXTURES, SUPPORT, TESTS
 
 settings.register_profile(
     "gate", max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
@@ -46,12 +47,12 @@ for _name in ("__format__", "__mod__", "format", "partition", "removeprefix", "r
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and count as covered what the tests of each package reach: the others
-    go over all modules again and again.
+    """Skip what needs a GPU where there is none. Coverage looks at the tests of each package and of its use alone: the
+    others go over the same lines again and again.
     """
     for item in items:
-        if not item.path.is_relative_to(UNIT):
-            item.add_marker(pytest.mark.no_cover)
+        if item.path.relative_to(TESTS).parts[0] not in ("unit", "e2e"):
+            item.add_marker(pytest.mark.untraced)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked:
         import torch
@@ -59,6 +60,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="there is no GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let coverage not look at what is marked so. pytest-cov's own mark has no effect in the processes of xdist, where
+    a second measurement goes on beneath the one that it stops.
+    """
+    traces = sys.gettrace(), threading.gettrace()
+    if item.get_closest_marker("untraced"):
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]  # as threads have it by themselves
+    try:
+        return (yield)
+    finally:
+        sys.settrace(traces[0])
+        threading.settrace(traces[1])  # type: ignore[arg-type]
 
 
 @pytest.fixture

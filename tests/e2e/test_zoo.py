@@ -37,7 +37,10 @@ from tests.support.judge import assert_same, tags_of
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
 # deprecated, once for each process.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:tests.support.zoo"),
+    pytest.mark.untraced,
+]
 
 Rule = Callable[[str, bool], str]
 #: What is asked for, and which tag that makes of a tag (True: of a generator's state).

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["FIXTURES", "GOLDEN", "ROOT", "SUPPORT", "UNIT"]
+__all__ = ["FIXTURES", "GOLDEN", "ROOT", "SUPPORT", "TESTS"]
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
-SUPPORT = ROOT / "tests" / "support"
-UNIT = ROOT / "tests" / "unit"
+TESTS = ROOT / "tests"
+SUPPORT = TESTS / "support"
 #: Texts that commands are to print.
 GOLDEN = SUPPORT / "golden"

@@ -172,7 +172,7 @@ def test_every_function_speaks_python() -> None:
 # All of them
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_every_suggestion_is_an_option() -> None:
     """A flag of the command that it stands in, else of some command; and where Python shows it, a keyword."""
     found = suggestions()
@@ -203,7 +203,7 @@ def test_every_edit_is_an_option() -> None:
     assert options_of(Edits()) == ()
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_no_flag_stands_in_a_text() -> None:
     """But in the examples of the help, and where words are looked at before click does it."""
     assert flags_in_texts() == [

@@ -11,7 +11,7 @@ import pytest
 
 import ckptconv
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.untraced
 LINES, PARAMETERS = 60, 8
 #: Their keywords are what a user can ask for, declared in ``conversion.options``.
 PUBLIC = {"convert", "diff", "jobs_in", "save"}

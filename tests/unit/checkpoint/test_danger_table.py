@@ -200,7 +200,7 @@ assert compared > 20_000, compared
 """
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.skipif(make.PYTHON not in make.read_table().pythons, reason="the table was made with other Pythons")
 def test_the_same_object_under_all_its_names() -> None:
     """Whatever a module that is imported has of another is in the table under both names, if it is there at all."""

@@ -49,7 +49,7 @@ def read(path: Path) -> Checkpoint:
         return opening.read(source)
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in ("sets", "long_values")])  # which are large
 def test_every_part_is_right_whenever_it_is_used(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every edit of every kind of object, on the way to every format."""

@@ -672,7 +672,7 @@ def test_what_a_person_sees(tmp_path: Path, command: Command) -> None:
 WITHOUT_LAYOUT = dict.fromkeys((".format_version", ".storage_alignment"))
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_random_changes_are_typed_errors(tmp_path: Path) -> None:
     """Any opcode's argument put in the place of another's: read, refused or converted, never another exception."""
     torch.save({"model": made("shared")}, tmp_path / "m.pt")

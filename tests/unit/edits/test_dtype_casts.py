@@ -545,7 +545,7 @@ def dtypes_of(obj: Any) -> list[str]:
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
 # deprecated, once for each process.
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo(name: str, tmp_path: Path) -> None:
@@ -1008,7 +1008,7 @@ def test_keys_that_are_taken(tmp_path: Path) -> None:
     assert dtypes_of(found) == ["bfloat16", "float16", "bfloat16", "bfloat16"]
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_very_many_views_of_one_storage(tmp_path: Path) -> None:
     """Each is looked at a few times, not once for each other one: this would take minutes."""
     base = torch.arange(24_000.0)
@@ -1108,7 +1108,7 @@ def test_what_torch_cannot_cast_is_named_before(tmp_path: Path) -> None:
     assert found["late"].tolist() == [-1.0, -1.0]
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_one_tensor_under_very_many_names(tmp_path: Path) -> None:
     """Looked at a few times for each name, and not once for each other one."""
     weight = torch.ones(2)

@@ -345,14 +345,14 @@ def test_storages_do_not_count_as_pickle(write: Write, monkeypatch: pytest.Monke
     assert len(read(path).tensors) == 50
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_thousands_of_nested_files(write: Write, tmp_path: Path) -> None:
     """As many storages as a large model has."""
     layers = {f"layer.{i}": torch.full((2,), float(i)) for i in range(3000)}
     assert_same(layers, converted(write(tagged(layers)), tmp_path / "dst.pkl", map_location="cpu"))
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize("step", [1, 2, 1000, 4093])
 def test_bytes_that_are_spelled_as_a_text_are_decoded_piece_by_piece(
     write: Write, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
@@ -737,7 +737,7 @@ def test_a_pickle_in_the_corpus(corpus: Path, tmp_path: Path) -> None:
     assert len(ckptconv.inspect(path).tensors) == len(rebuilt)
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_many_storages_of_protocol_2_take_no_memory(write: Write, tmp_path: Path) -> None:
     """Their bytes stand in texts, which stay in the file, short ones too; one piece of one text is
     decoded at a time.

@@ -34,7 +34,7 @@ def test_a_suffix_of_one_writer_is_that_of_its_new_files() -> None:
             assert writer in writers.admitted(f"{writer.hub.model}{writer.hub.suffix}")
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_no_format_is_compared_by_name() -> None:
     """Code asks a writer what it can hold; a new format changes nothing else."""
     names = {*WRITERS, *(writer.name for writer in WRITERS.values())}

@@ -489,7 +489,7 @@ def test_too_many_members_are_a_limit(read: Read) -> None:
 # Every truncation, every flip
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_every_truncation_is_malformed(src: Path, dst: Path) -> None:
     """A file cut anywhere ends in a typed error, here and in ``convert``; from the fourth byte on it is
     a broken zip.
@@ -502,7 +502,7 @@ def test_every_truncation_is_malformed(src: Path, dst: Path) -> None:
     assert os.listdir(src.parent) == ["src.pt"]
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize("writer", ["torch", "zipfile"])
 def test_every_flipped_bit_is_found_or_harmless(
     src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch, writer: str

@@ -556,7 +556,7 @@ HOLDER = Plain()
 HOLDER.members = {HOLDER}  # type: ignore[attr-defined]
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @example(RING[0], 2)
 @example(RING, 4)
 @example(HOLDER, 2)
@@ -841,7 +841,7 @@ DEEP = {
 }
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize("kind", DEEP)
 def test_depth_of_any_kind_needs_no_stack(kind: str) -> None:
     """100,000 levels: parsed, walked, written and freed without recursion."""
@@ -850,7 +850,7 @@ def test_depth_of_any_kind_needs_no_stack(kind: str) -> None:
     assert len(b"".join(p for p in emit(graph, loadable=False) if isinstance(p, bytes))) > LEVELS
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_every_flipped_bit_and_every_cut_end_in_our_errors() -> None:
     """A good pickle of every kind of object, with any bit turned or cut anywhere: an error
     of ours, or what can be written again.

@@ -274,7 +274,7 @@ def test_little_that_says_much(tmp_path: Path) -> None:
         loadable({"a": arrays}, tmp_path / "a.pt")
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_many_objects(tmp_path: Path) -> None:
     """Twenty thousand of them, shared and not."""
     same = argparse.Namespace(x=1)

@@ -58,7 +58,7 @@ def test_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(parsed) == 3
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_every_change_is_seen() -> None:
     """With any byte changed, the answer is the one that there is without having read another file before."""
     raw, other = saved(torch.arange(4.0)), saved(torch.ones(4))

@@ -237,7 +237,7 @@ def test_every_cut_is_one_error() -> None:
             read(raw[:end])
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_every_byte_changed_is_an_error_or_an_answer() -> None:
     """Whatever byte was changed, there is an answer or one typed error."""
     raw = bytearray(pickle.dumps(good(), 4))

@@ -109,7 +109,7 @@ def run() -> dict[str, Any]:
 # What is the same
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo_is_the_same_as_itself_and_its_conversions(name: str, tmp_path: Path) -> None:
     """In every protocol and container that can hold it: as the second of a pair, and as the first with the bytes read;
