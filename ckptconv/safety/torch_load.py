@@ -131,7 +131,7 @@ def _of_records(checkpoint: Checkpoint, archive: Archive) -> Iterator[Reason]:
     except InputError as error:
         yield _not_known(f"a record that torch reads: {error.what}")
         return
-    yield from _of_version(said[_OTHER_VERSION if _OTHER_VERSION in said else "version"])
+    yield from _of_version(said.get(_OTHER_VERSION, said.get("version")))
     try:
         int(said.get(_ALIGNMENT, b"64"))
     except ValueError:
@@ -155,9 +155,11 @@ def _of_name(name: bytes, root: bytes) -> Iterator[Reason]:
         yield _refused(f"a record's name begins with {torchscript.CONSTANTS}, and torch sees no more of it")
 
 
-def _of_version(note: bytes) -> Iterator[Reason]:
-    found = _NUMBER.match(note)
-    if found is None:
+def _of_version(note: bytes | None) -> Iterator[Reason]:
+    found = _NUMBER.match(note) if note is not None else None
+    if note is None:  # the record is damaged, or differs from torch's in case as Unicode has it
+        yield _refused("there is no record that says the archive's version")
+    elif found is None:
         yield _refused("the record that says the archive's version is no number")
     elif int(found[1]) not in _VERSIONS:
         yield _refused(f"the archive has version {int(found[1])}, and torch reads {_VERSIONS[0]} to {_VERSIONS[-1]}")
