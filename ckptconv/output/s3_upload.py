@@ -23,7 +23,7 @@ from ckptconv.byteranges.checksums import Sums
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.byteranges.far.s3 import client, is_transient
 from ckptconv.byteranges.far.source import FarSource
-from ckptconv.byteranges.far.urls import Url, far_path
+from ckptconv.byteranges.far.urls import far_path
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
 from ckptconv.errors import OutputError, TargetExistsError, count, size
@@ -113,7 +113,8 @@ class _Object:
     """The object at `path`, to be written."""
 
     def __init__(self, path: Path) -> None:
-        url: Url = far_path(path).url or far_path(str(path)).url  # type: ignore[assignment]  # which one of both has
+        url = far_path(path).url
+        assert url is not None
         self.path = path
         self._client = client()
         self._at = {"Bucket": url.host, "Key": url.path}

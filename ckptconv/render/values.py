@@ -25,17 +25,21 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 def not_finite(tensors: Sequence[TensorSummary], kinds: Sequence[str] = ("nan", "inf")) -> list[TensorSummary]:
     """Those of `tensors` that have any of `kinds`, ties once."""
-    return [
-        tensor
-        for tensor in tensors
-        if tensor.values and tensor.tied_to is None and any(getattr(tensor.values, kind) for kind in kinds)
-    ]
+    return [each for each in _untied(tensors) if each.values and any(getattr(each.values, kind) for kind in kinds)]
+
+
+def _untied(tensors: Sequence[TensorSummary]) -> list[TensorSummary]:
+    """The first of each of `tensors` that are tied: what they are tied to may have been filtered out."""
+    first: dict[str, TensorSummary] = {}
+    for tensor in tensors:
+        first.setdefault(tensor.tied_to or tensor.path, tensor)
+    return [*first.values()]
 
 
 def values_fact(tensors: Sequence[TensorSummary], style: Style) -> Iterator[str]:
     """Whether anything in `tensors` is NaN or infinite, and where."""
     bad = not_finite(tensors)
-    read = sum(tensor.values is not None and tensor.tied_to is None for tensor in tensors)
+    read = sum(tensor.values is not None for tensor in _untied(tensors))
     if not bad:
         yield from fact(style, "numbers", f"all finite in {count(read, 'tensor')}")
         return

@@ -176,6 +176,14 @@ def test_fail_on(command: Command) -> None:
     command("inspect", "m.pt", "--fail-on", "zero", status=2, err="--fail-on zero is no such list (expected nan, inf")
 
 
+def test_fail_on_a_tie_alone(here: Path, command: Command) -> None:
+    """What it is tied to is not shown, and its numbers are NaN all the same."""
+    w = torch.tensor([float("nan")])
+    torch.save({"a": w, "tied": w}, here / "ties.pt")
+    command("inspect", "ties.pt", "--fail-on", "nan", "--include", "tied", status=1)
+    assert command("inspect", "ties.pt", "--values").out.count("1 of 1 tensor") == 1
+
+
 def test_in_a_difference(here: Path, command: Command) -> None:
     """Both sides of what differs, and of nothing else; each as inspect says it."""
     torch.save({"w": torch.tensor([1.0, 3.0]), "same": torch.ones(2), "s": torch.ones(2)}, here / "a.pt")
