@@ -27,8 +27,12 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One state dict in each format, large enough for several parts."""
-    folder = tmp_path_factory.mktemp("here")
-    state = {f"module.layer.{i}": torch.rand(6 * MIB // 4) for i in range(6)}
+    return state_dicts(tmp_path_factory.mktemp("here"), 6 * MIB)
+
+
+def state_dicts(folder: Path, size: int) -> Path:
+    """`folder` with a state dict of six tensors of `size` bytes in each format."""
+    state = {f"module.layer.{i}": torch.rand(size // 4) for i in range(6)}
     torch.save(state, folder / "zip.pt")
     torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
     save_file(state, folder / "s.safetensors")

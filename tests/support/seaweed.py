@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["BUCKET", "Store", "running_store"]
+__all__ = ["BUCKET", "Store", "credentials", "running_store"]
 
 BUCKET = "bucket"
 _IDENTITIES = (
@@ -54,6 +54,19 @@ class Store:
         return [each["Key"] for each in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())]
 
 
+def credentials(endpoint: str, folder: Path = Path()) -> dict[str, str]:
+    """The environment in which botocore asks the store at `endpoint`, and nobody else."""
+    return {
+        "AWS_ENDPOINT_URL_S3": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "testsecret",
+        "AWS_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(folder / "none"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(folder / "none"),
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
 def _program() -> str:
     here = Path(sysconfig.get_path("scripts")) / "weed"
     beside = [Path(folder) / "bin" / "weed" for folder in sys.path]
@@ -88,17 +101,8 @@ def running_store(folder: Path) -> Iterator[Store]:
     words += [f"-s3.config={folder / 'identities.json'}", "-master.volumeSizeLimitMB=64", "-volume.max=0"]
     words += [f"-{name}={port}" for name, port in ports.items()] + ["-master.telemetry=false"]
     endpoint = f"http://127.0.0.1:{ports['s3.port']}"
-    mine = {
-        "AWS_ENDPOINT_URL_S3": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "testsecret",
-        "AWS_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": str(folder / "none"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(folder / "none"),
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
     with pytest.MonkeyPatch.context() as patch, open(folder / "log", "wb") as log:
-        for name, text in mine.items():
+        for name, text in credentials(endpoint, folder).items():
             patch.setenv(name, text)
         process = subprocess.Popen(words, stdout=log, stderr=log, cwd=folder)
         try:

@@ -1,0 +1,207 @@
+"""As much of S3 as our uploads ask for, in memory on the loopback. It keeps S3's rules of parts, sums and conditions.
+
+The tests that run against it run against a real store too (tests/long), which says whether it is true to one.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+import pytest
+
+from tests.support.seaweed import BUCKET, Store, credentials
+
+__all__ = ["running_fake"]
+
+_LEAST = 5 << 20  # bytes of a part that is not the last
+_MODIFIED = "Mon, 02 Nov 2026 10:00:00 GMT"
+
+
+class _Refused(Exception):
+    """What S3 answers instead: a status and a code."""
+
+
+@dataclass
+class _Bucket:
+    """Objects by key, and uploads that are open by id: their key and parts."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    uploads: dict[str, tuple[str, dict[int, bytes]]] = field(default_factory=dict)
+    etags: dict[str, str] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    begun: int = 0
+
+    def put(self, key: str, data: bytes, etag: str) -> None:
+        self.objects[key], self.etags[key] = data, etag
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    bucket: _Bucket
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def _answer(self) -> None:
+        url = urlsplit(self.path)
+        query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
+        _, name, *rest = unquote(url.path).split("/", 2)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        try:
+            if name != BUCKET:
+                raise _Refused(404, "NoSuchBucket")
+            if f"Credential={credentials('')['AWS_ACCESS_KEY_ID']}/" not in self.headers.get("Authorization", ""):
+                raise _Refused(403, "InvalidAccessKeyId")
+            sum_ = self.headers.get("Content-MD5")
+            if sum_ and sum_ != base64.b64encode(_md5(body)).decode():
+                raise _Refused(400, "BadDigest")
+            key = rest[0] if rest else ""
+            with self.bucket.lock:
+                status, headers, data = self._of_object(key, query, body) if key else self._of_bucket(query)
+        except _Refused as refused:
+            status, code = refused.args
+            data = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+            headers = {}
+        self.send_response(status)
+        for field_name, text in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(field_name, text)
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else data)
+
+    def _of_bucket(self, query: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        """Lists of objects and of open uploads."""
+        if "uploads" in query:
+            keys = (key for key, _ in self.bucket.uploads.values())
+            return 200, {}, _xml("ListMultipartUploadsResult", (("Upload", {"Key": key}) for key in keys))
+        keys = (key for key in sorted(self.bucket.objects) if key.startswith(query.get("prefix", "")))
+        sized = (("Contents", {"Key": key, "Size": len(self.bucket.objects[key])}) for key in keys)
+        return 200, {}, _xml("ListBucketResult", sized)
+
+    def _of_object(self, key: str, query: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        bucket = self.bucket
+        if self.command in ("GET", "HEAD"):
+            return self._read(key)
+        if "uploads" in query:
+            bucket.begun += 1
+            bucket.uploads[str(bucket.begun)] = (key, {})
+            return 200, {}, _xml("InitiateMultipartUploadResult", [("UploadId", bucket.begun)])
+        if "uploadId" not in query:
+            self._check_condition(key)
+            etag = f'"{_md5(body).hex()}"'
+            bucket.put(key, body, etag)
+            return 200, {"ETag": etag}, b""
+        parts = bucket.uploads.get(query["uploadId"], ("", {}))[1]
+        if query["uploadId"] not in bucket.uploads:
+            raise _Refused(404, "NoSuchUpload")
+        if self.command == "PUT":
+            copied = self.headers.get("x-amz-copy-source")
+            data = self._copied(unquote(copied)) if copied else body
+            parts[int(query["partNumber"])] = data
+            etag = f'"{_md5(data).hex()}"'
+            return 200, {"ETag": etag}, _xml("CopyPartResult", [("ETag", etag)]) if copied else b""
+        if self.command == "POST":
+            self._complete(key, parts, body)
+        del bucket.uploads[query["uploadId"]]
+        return (200, {}, _xml("CompleteMultipartUploadResult", [("Key", key)])) if body else (204, {}, b"")
+
+    def _read(self, key: str) -> tuple[int, dict[str, str], bytes]:
+        if key not in self.bucket.objects:
+            raise _Refused(404, "NoSuchKey")
+        data, etag = self.bucket.objects[key], self.bucket.etags[key]
+        headers = {"ETag": etag, "Last-Modified": _MODIFIED}
+        if self.headers.get("If-Match", etag) != etag:
+            raise _Refused(412, "PreconditionFailed")
+        if self.command == "HEAD":
+            return 200, {**headers, "Content-Length": str(len(data))}, b""
+        if "Range" not in self.headers:
+            return 200, headers, data
+        part, start = self._range(self.headers["Range"], data)
+        return 206, {**headers, "Content-Range": f"bytes {start}-{start + len(part) - 1}/{len(data)}"}, part
+
+    def _range(self, text: str, data: bytes) -> tuple[bytes, int]:
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", text)
+        if not found or int(found[1]) >= len(data):
+            raise _Refused(416, "InvalidRange")
+        return data[int(found[1]) : int(found[2]) + 1], int(found[1])
+
+    def _copied(self, place: str) -> bytes:
+        """The range of another object that becomes a part."""
+        key = place.removeprefix(f"{BUCKET}/")
+        if key not in self.bucket.objects:
+            raise _Refused(404, "NoSuchKey")
+        etag = self.bucket.etags[key]
+        if self.headers.get("x-amz-copy-source-if-match", etag) != etag:
+            raise _Refused(412, "PreconditionFailed")
+        return self._range(self.headers["x-amz-copy-source-range"], self.bucket.objects[key])[0]
+
+    def _check_condition(self, key: str) -> None:
+        if self.headers.get("If-None-Match") == "*" and key in self.bucket.objects:
+            raise _Refused(412, "PreconditionFailed")
+
+    def _complete(self, key: str, parts: dict[int, bytes], body: bytes) -> None:
+        self._check_condition(key)
+        named = [(int(each[0].text or 0), each[1].text) for each in map(_sorted_fields, ElementTree.fromstring(body))]
+        digests = {number: f'"{_md5(data).hex()}"' for number, data in parts.items()}
+        if any(digests.get(number) != etag for number, etag in named):
+            raise _Refused(400, "InvalidPart")
+        if any(len(parts[number]) < _LEAST for number, _ in named[:-1]):
+            raise _Refused(400, "EntityTooSmall")
+        together = b"".join(_md5(parts[number]) for number, _ in named)
+        data = b"".join(parts[number] for number, _ in named)
+        self.bucket.put(key, data, f'"{_md5(together).hex()}-{len(named)}"')
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody reads it."""
+
+
+def _sorted_fields(part: ElementTree.Element) -> list[ElementTree.Element]:
+    """The number of a part, and its ETag, in whatever order they were sent."""
+    return sorted(part, key=lambda each: not each.tag.endswith("PartNumber"))
+
+
+def _md5(data: bytes) -> bytes:
+    return hashlib.md5(data, usedforsecurity=False).digest()
+
+
+def _xml(name: str, fields: Any) -> bytes:
+    """An answer of S3."""
+
+    def text(value: object) -> str:
+        if isinstance(value, dict):
+            return "".join(f"<{name}>{text(each)}</{name}>" for name, each in value.items())
+        return escape(str(value))
+
+    inner = "".join(f"<{field}>{text(value)}</{field}>" for field, value in fields)
+    return f'<{name} xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{inner}</{name}>'.encode()
+
+
+@contextlib.contextmanager
+def running_fake(folder: Path) -> Iterator[Store]:
+    """Such a store with one bucket; credentials and endpoint are in the environment meanwhile."""
+    session = pytest.importorskip("botocore.session", reason="the extra remote is not installed")
+    handler = type("Handler", (_Handler,), {"bucket": _Bucket()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, pytest.MonkeyPatch.context() as patch:
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        for name, text in credentials(endpoint, folder).items():
+            patch.setenv(name, text)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield Store(endpoint, session.get_session().create_client("s3", region_name="us-east-1"))
+        finally:
+            server.shutdown()
+            thread.join()
