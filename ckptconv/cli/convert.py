@@ -14,11 +14,11 @@ import click
 from ckptconv.cli.commands import Command
 from ckptconv.cli.completion import complete_device, complete_rule
 from ckptconv.cli.convert_batch import convert_batch
-from ckptconv.cli.options import PATH, debug_option, group, name_options, take_options
+from ckptconv.cli.options import PATH, debug_option, group, name_options, others_of, take_options
 from ckptconv.cli.terminal import progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.in_place import change_in_place, check_edits
-from ckptconv.conversion.options import OutputOptions
+from ckptconv.conversion.options import ConvertOptions, OutputOptions
 from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import is_there, list_in_place, list_items
 from ckptconv.edits.devices import to_devices
@@ -39,6 +39,7 @@ __all__ = ["convert_command"]
     epilog="Example: ckptconv convert ddp.pt plain.pt --to cpu --strip-prefix module.",
 )
 @click.argument("paths", metavar="SRC... DST", type=PATH, nargs=-1)
+@others_of(ConvertOptions, "Output")
 @group(
     "Devices",
     "model.pt cpu.pt --to cpu",
@@ -113,8 +114,6 @@ __all__ = ["convert_command"]
         metavar="SIZE",
         help="Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then.",
     ),
-    click.option("--copy-tied", is_flag=True, help="safetensors: write tied tensors under each of their names."),
-    click.option("--copy-others", is_flag=True, help="Copy the other files of a folder SRC too."),
     click.option("--skip-existing", is_flag=True, help="Leave outputs that exist as they are, even with --force."),
     click.option(
         "-j",

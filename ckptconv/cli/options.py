@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from ckptconv.cli.completion import complete_prefix
 
-__all__ = ["PATH", "debug_option", "group", "name_options", "take_options"]
+__all__ = ["PATH", "debug_option", "group", "name_options", "others_of", "take_options"]
 PATH = click.Path(path_type=str)
 
 
@@ -41,6 +41,25 @@ def group(title: str, example: str, *options: Callable[[Any], Any]) -> Callable[
         for option in reversed(options):
             command = option(command)
             vars(command.__click_params__[-1])["group"] = title, example  # where click collects them
+        return command
+
+    return decorate
+
+
+def others_of(options: Any, title: str) -> Callable[[Any], Any]:
+    """An option for each keyword of this TypedDict for which the decorators below have none, as it is declared there:
+    a flag, or a text. They are the last ones under `title`.
+    """
+
+    def decorate(command: Any) -> Any:
+        params: list[click.Parameter] = command.__click_params__  # where click collects them, the last one first
+        there = {each.name for each in params}
+        for name, (type_, text) in ((name, get_args(each)) for name, each in options.__annotations__.items()):
+            if name in there:
+                continue
+            made = click.Option([f"--{name.replace('_', '-')}"], is_flag=type_ is bool, help=text.replace("``", ""))
+            vars(made)["group"] = title, ""
+            params.insert(0, made)
         return command
 
     return decorate

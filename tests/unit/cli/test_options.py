@@ -1,14 +1,18 @@
 """The flags of the command line and the keywords of the functions are the same, but for what is named here."""
 
-from __future__ import annotations
+# No annotations from __future__: what stands in Annotated is read.
 
 import inspect
+import re
+from typing import Annotated, Any
 
 import click
 
 import ckptconv
+from ckptconv.cli.commands import Command
 from ckptconv.cli.convert import convert_command
 from ckptconv.cli.diff import diff_command
+from ckptconv.cli.options import group, others_of
 from ckptconv.conversion.options import ConvertOptions
 from ckptconv.inspection.comparison.diff import DiffOptions
 
@@ -25,6 +29,27 @@ def test_convert_has_a_flag_for_each_keyword() -> None:
     assert flags.keys() - DEVICES - SHOWN - BATCH == ConvertOptions.__annotations__.keys()
     for name in ConvertOptions.__annotations__:
         assert f"--{name.replace('_', '-')}" in flags[name].opts
+
+
+def test_what_needs_no_words_of_its_own_is_made_of_its_declaration() -> None:
+    """A flag or a text; after the options of its group that have such words."""
+
+    class Declared(ConvertOptions, total=False):
+        swap: Annotated[bool, "Swap ``a`` and b."]
+        label: Annotated[str | None, "Say this."]
+
+    @click.command("convert", cls=Command, exits="0")
+    @others_of(Declared, "Output")
+    @group("Output", "a b", *(click.option(f"--{name}", name) for name in ConvertOptions.__annotations__))
+    def declared(**flags: Any) -> None:
+        """Nothing."""
+
+    assert [each.name for each in declared.params][-2:] == ["swap", "label"]
+    assert {"swap": True, "label": "x"}.items() <= declared.make_context("c", ["--swap", "--label", "x"]).params.items()
+    assert re.search(
+        r"(?s)Output.*--compact.*--swap +Swap a and b\..*--label TEXT +Say this\.",
+        declared.get_help(click.Context(declared)),
+    )
 
 
 def test_diff_has_a_flag_for_each_keyword() -> None:
