@@ -223,8 +223,9 @@ def _is_storage(name: str) -> bool:
 def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
     """Torch looks records up without regard to case: it would read as its own what only resembles that."""
     for name in names:
-        folded = name.casefold()
-        if (folded in _LOOKED_FOR and name != folded) or (folded.startswith("data/") and not name.startswith("data/")):
+        if (folded := name.casefold()) == name:
+            continue
+        if folded in _LOOKED_FOR or (folded.startswith("data/") and not name.startswith("data/")):
             source.faults.found(
                 MalformedError(
                     "a record's name differs from torch's in case", where=source.path, expected=folded, got=name

@@ -21,7 +21,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
@@ -67,6 +68,7 @@ LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_DESCRIPTOR, _PADDING = struct.Struct("<4sIII"), struct.Struct("<HH")
 END_FIELDS = struct.Struct("<4sHHHHIIH")
 ZIP64_END_FIELDS = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
@@ -85,6 +87,8 @@ _KNOWN_FLAGS = HAS_DESCRIPTOR | UTF8 | 1 << 1 | 1 << 2  # the last two say how h
 _FOLDER = 0x10  # among the external attributes
 STORED, DEFLATED = 0, 8
 _AHEAD = 4096  # bytes read at once where headers are expected: small members stand close together
+_ALIKE = 1 << 18  # bytes of a directory read at once
+_UNSAID = bytes(12)  # the numbers of a local header, where they stand in the descriptor
 
 
 class Member(NamedTuple):
@@ -192,7 +196,7 @@ def read_archive(
     entries = _read_directory(window, count, directory, start)
     if refuse:
         refuse([entry.name for entry in entries])
-    entries.sort(key=lambda entry: entry.header_offset)
+    entries.sort(key=attrgetter("header_offset"))
     if source.is_far:
         source.prefetch(_borders(source, entries, start, is_large))
     members = []
@@ -211,13 +215,14 @@ def read_archive(
                 )
             )
         try:
-            if is_large and _is_spared(source, entry, following, is_large):
-                members.append(_with_place(entry, partial(_placed, window, entry, following), following))
+            if is_large and source.is_far and _is_spared(source, entry, following, is_large):
+                placed: int | Callable[[], int] = partial(_placed, window, entry, following)
             else:
-                members.append(_read_member(window, entry, following))
+                placed = _plain_place(window, entry, following) or _placed(window, entry, following)
+            members.append(Member._make((*entry[:7], placed, following)))
         except InputError as error:
             found(error)
-            members.append(_without_header(entry))
+            members.append(Member._make((*entry[:7], entry.header_offset, entry.header_offset)))
             broken.add(entry.name)
         at = following
     if not members:
@@ -233,10 +238,6 @@ def _is_spared(source: Readable, entry: _Entry, following: int, is_large: Callab
         return False
     places = [(entry.header_offset, _LOCAL.size + len(entry.raw_name)), (following - _DESCRIPTORS, _DESCRIPTORS)]
     return any(source.spares(max(at, 0), length, "record header") for at, length in places)
-
-
-def _placed(window: _Window, entry: _Entry, following: int) -> int:
-    return _read_member(window, entry, following).data_offset
 
 
 def _borders(
@@ -429,16 +430,16 @@ def _is_local(source: Readable, at: int) -> bool:
 
 
 class _Entry(NamedTuple):
-    """A member as the central directory has it."""
+    """A member as the central directory has it; a :class:`Member` begins with the same."""
 
     name: str
-    raw_name: bytes
     flags: int
     method: int
     crc32: int
     stored_size: int
     size: int
     header_offset: int
+    raw_name: bytes
 
 
 def _read_directory(window: _Window, count: int, size: int, start: int) -> list[_Entry]:
@@ -451,9 +452,19 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
         raise _bad(
             source, start, "the zip's directory is too large for its members", f"{count} entries", f"{size} bytes"
         )
-    entries = []
+    entries: list[_Entry] = []
     at, end = start, start + size
-    for _ in range(count):
+    alike, left = 1, count
+    while left:
+        length = CENTRAL_SIZE + len(entries[-1].raw_name) if entries else size
+        alike = min(2 * alike, left, _ALIKE // length)
+        if alike * length <= end - at and (found := _alike(window.read(at, alike * length), length)):
+            entries += found
+            at += alike * length
+            left -= alike
+            continue
+        alike = 1
+        left -= 1
         if end - at < _CENTRAL.size:
             raise _bad(source, at, "the zip's directory ends inside an entry")
         fields = _CENTRAL.unpack(window.read(at, _CENTRAL.size))
@@ -468,6 +479,35 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
     if at != end:
         raise _bad(source, at, "the zip's directory has bytes behind its entries", end, at)
     return entries
+
+
+@lru_cache(maxsize=16)
+def _with_name(fields: str, length: int) -> struct.Struct:
+    """Of a header with a name of so many bytes."""
+    return struct.Struct(f"{fields}{length}s")
+
+
+def _alike(data: bytes, length: int) -> list[_Entry]:
+    """The entries of `length` bytes each that `data` is made of, if they are of files that are stored, with nothing
+    behind the name; else none.
+    """
+    form = _with_name("<4s4xHH4xIII8s2xII", length - CENTRAL_SIZE)
+    columns = [*zip(*form.iter_unpack(data), strict=True)]
+    if not columns:
+        return []
+    signatures, flags, methods, sums, stored, sizes, lengths, attributes, offsets, raw_names = columns
+    variable = struct.pack("<HHHH", length - CENTRAL_SIZE, 0, 0, 0)  # no extra field, no comment, the first disk
+    if (set(signatures), set(methods), set(lengths)) != ({CENTRAL}, {STORED}, {variable}) or stored != sizes:
+        return []
+    if any(each & ~_KNOWN_FLAGS for each in set(flags)) or any(each & _FOLDER for each in set(attributes)):
+        return []
+    if max(sizes) == _ONES32 or max(offsets) == _ONES32 or any(name.endswith(b"/") for name in raw_names):
+        return []
+    try:
+        names = [name.decode() for name in raw_names]
+    except UnicodeDecodeError:
+        return []
+    return [*map(_Entry, names, flags, methods, sums, stored, sizes, offsets, raw_names)]
 
 
 def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) -> _Entry:
@@ -498,7 +538,7 @@ def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) 
         raise _bad(source, at, f"{name!r} is stored but has two sizes", size, stored_size)
     if size and (name.endswith("/") or attributes & _FOLDER):
         raise _bad(source, at, f"the folder {name!r} has bytes of its own", 0, size)
-    return _Entry(name, raw_name, flags, method, crc32, stored_size, size, header_offset)
+    return _Entry(name, flags, method, crc32, stored_size, size, header_offset, raw_name)
 
 
 def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
@@ -533,6 +573,11 @@ def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[in
 
 def _check_names(source: Readable, members: list[Member], root: str) -> list[Member]:
     """Those of `members` that have a name: all below the folder `root`, none twice, none that leads out of it."""
+    every = "".join(f"\n{member.name}" for member in members)
+    is_sound = root and every.count("\n") == every.count(f"\n{root}/") == len(members)
+    is_sound = is_sound and not any(part in every for part in ("//", "..", "\0"))
+    if is_sound and len(set(every.casefold().split("\n"))) == len(members) + 1:
+        return members
     seen: dict[str, Member] = {}
     for member in members:
         segments = member.name.split("/")
@@ -551,8 +596,29 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 # Local headers and descriptors
 
 
-def _read_member(window: _Window, entry: _Entry, following: int) -> Member:
-    """`entry` with its local header and descriptor, which must fill the file up to `following` and agree with it.
+def _plain_place(window: _Window, entry: _Entry, following: int) -> int:
+    """Where the data of `entry` stands, if its header and its descriptor are those that torch writes; else 0."""
+    at, n = entry.header_offset, len(entry.raw_name)
+    form = _with_name("<4s2xHH4x12sHH", n)
+    if following - at < form.size + 4:
+        return 0
+    header = window.read(at, form.size + 4)
+    *fields, n_extra, raw_name = form.unpack_from(header)
+    if fields != [LOCAL, entry.flags, entry.method, _UNSAID, n] or raw_name != entry.raw_name:
+        return 0
+    data_offset: int = at + form.size + n_extra
+    end = data_offset + entry.stored_size
+    if header[-4:] != _PADDING.pack(PADDING_EXTRA, n_extra - 4 & _ONES16) or following - end != _DESCRIPTOR.size:
+        return 0
+    if not entry.flags & HAS_DESCRIPTOR or max(entry.size, entry.stored_size) >= _ONES32:
+        return 0
+    descriptor = _DESCRIPTOR.pack(DESCRIPTOR, entry.crc32, entry.stored_size, entry.size)
+    return data_offset if window.read(end, _DESCRIPTOR.size) == descriptor else 0
+
+
+def _placed(window: _Window, entry: _Entry, following: int) -> int:
+    """Where the data of `entry` stands, whose local header and descriptor must fill the file up to `following` and
+    agree with it.
 
     Raises MalformedError where it is not known where its data stands.
     """
@@ -584,18 +650,7 @@ def _read_member(window: _Window, entry: _Entry, following: int) -> Member:
     except MalformedError as error:
         found(error)
     _check_descriptor(source, entry, window.read(end_of_data, min(following - end_of_data, 25)), end_of_data)
-    return _with_place(entry, data_offset, following)
-
-
-def _without_header(entry: _Entry) -> Member:
-    """`entry` where its data cannot be found."""
-    return _with_place(entry, entry.header_offset, entry.header_offset)
-
-
-def _with_place(entry: _Entry, placed: int | Callable[[], int], end: int) -> Member:
-    """`entry` with where its data stands and where it ends."""
-    sizes = entry.stored_size, entry.size
-    return Member(entry.name, entry.flags, entry.method, entry.crc32, *sizes, entry.header_offset, placed, end)
+    return data_offset
 
 
 def _check_local_numbers(source: Readable, entry: _Entry, local: tuple[int, int, int], wide: bytes) -> None:
