@@ -1,9 +1,10 @@
 """Change what a PyTorch checkpoint says about its tensors, without running it, loading it, or having its devices.
 
-On files: :func:`convert`, :func:`undo` (of a change in place), :func:`inspect`, :func:`diff`, :func:`verify`,
-:func:`open` (single tensors), :func:`load`, :func:`save`; many of them: :func:`jobs_in`, :func:`convert_many`,
-:func:`write_index`. In memory: :func:`remap`, :func:`devices`, :func:`strip_prefix`, :func:`add_prefix`. Every error is
-a :class:`CkptconvError`; its subclasses are drawn in :mod:`ckptconv.errors`.
+On files: :func:`convert`, :func:`plan` (what that would write, as parts), :func:`undo` (of a change in place),
+:func:`inspect`, :func:`diff`, :func:`verify`, :func:`open` (single tensors), :func:`load`, :func:`save`; many of them:
+:func:`jobs_in`, :func:`convert_many`, :func:`write_index`. In memory: :func:`remap`, :func:`devices`,
+:func:`strip_prefix`, :func:`add_prefix`. Every error is a :class:`CkptconvError`; its subclasses are drawn in
+:mod:`ckptconv.errors`.
 """
 
 from ckptconv.errors import (
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ckptconv.conversion.batches import convert_many, jobs_in, write_index
     from ckptconv.conversion.convert import convert
     from ckptconv.conversion.jobs import Job, Outcome
+    from ckptconv.conversion.parts import FilePart, PlannedFile, plan
     from ckptconv.conversion.plan import InPlace, Report, Verified
     from ckptconv.conversion.undo import undo
     from ckptconv.edits.changes import Changes, NameChange
@@ -63,6 +65,7 @@ __all__ = [
     "DangerousError",
     "DeviceUnavailable",
     "Difference",
+    "FilePart",
     "Finding",
     "InPlace",
     "InputChangedError",
@@ -80,6 +83,7 @@ __all__ = [
     "OtherDifference",
     "Outcome",
     "OutputError",
+    "PlannedFile",
     "RefusedError",
     "Report",
     "Summary",
@@ -102,6 +106,7 @@ __all__ = [
     "jobs_in",
     "load",
     "open",
+    "plan",
     "remap",
     "save",
     "strip_prefix",
@@ -117,6 +122,7 @@ _HOMES = {
     "conversion.batches": "convert_many jobs_in write_index",
     "conversion.convert": "convert",
     "conversion.jobs": "Job Outcome",
+    "conversion.parts": "FilePart PlannedFile plan",
     "conversion.plan": "InPlace Report Verified",
     "conversion.undo": "undo",
     "edits.changes": "Changes NameChange",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -186,6 +185,8 @@ def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator
 
 def _import_kernels() -> None:
     """Import what needs torch: while there is no output yet, and Ctrl-C waiting, which torch does not stand there."""
+    import signal  # which a browser has not whole
+
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         from ckptconv.byteranges.kernels import assembling, casting, gathering  # noqa: F401

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.sources import Readable, SliceSource
-from ckptconv.byteranges.spans import ByteSource, Inflate, Literal, Piece
+from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Literal, Piece
 from ckptconv.errors import MalformedError
 
-__all__ = ["BUFFER", "announce", "inflated", "read", "read_into", "same_streams"]
+__all__ = ["BUFFER", "announce", "inflated", "located", "read", "read_into", "same_streams"]
 
 BUFFER = 4 << 20  # bytes held at once
 
@@ -22,16 +22,20 @@ def announce(pieces: Iterable[Piece], *, keep: Path | None = None) -> int:
     """
     found: dict[int, tuple[Readable, list[tuple[int, int]]]] = {}
     for span in (span for piece in pieces for span in piece.read_from()):
-        source: ByteSource = span.source
-        offset = span.offset
-        while isinstance(source, SliceSource):
-            offset += source.offset
-            source = source.of
+        source, offset = located(span)
         if isinstance(source, Readable) and source.is_far:
             found.setdefault(id(source), (source, []))[1].append((offset, offset + span.length))
     for source, ranges in found.values():
         source.announce(ranges, keep=keep)
     return sum(stop - start for _, ranges in found.values() for start, stop in ranges) if keep else 0
+
+
+def located(span: ByteRange) -> tuple[ByteSource, int]:
+    """The source in which the bytes of `span` stand, which is no slice of another, and where they begin in it."""
+    source, offset = span.source, span.offset
+    while isinstance(source, SliceSource):
+        source, offset = source.of, source.offset + offset
+    return source, offset
 
 
 def read(piece: Piece) -> Iterator[bytes]:

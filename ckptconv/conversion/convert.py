@@ -17,14 +17,12 @@ from ckptconv.byteranges.spans import Overflow, Progress
 from ckptconv.conversion.folder_plans import FolderPlan, plan_folder, successor
 from ckptconv.conversion.in_place import change_in_place
 from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, takes
-from ckptconv.conversion.plan import Plan, Report, Verified, make_plan, report_of
+from ckptconv.conversion.plan import Plan, Report, Verified, read_and_plan, report_of
 from ckptconv.conversion.targets import find_item, format_of, through_link
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError
-from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.opening import open_input
-from ckptconv.formats.writers import usual_format, writer_for
 from ckptconv.hints import for_python, in_python, option
 from ckptconv.output import files as output_files
 from ckptconv.output.far_targets import s3_upload
@@ -154,11 +152,7 @@ def _planned(
     """What `source` becomes at `path`. What is opened is closed with `opened`."""
 
     def plan_one(source: Readable, path: Path, is_folder: bool, edits: Edits) -> Plan:
-        checkpoint = opening.read(source)
-        shards = writer_for(objects=not checkpoint.is_state_dict).word
-        usual = shards if is_folder else usual_format(path.name, checkpoint.format)
-        meant = replace(output, format=output.format or usual)
-        return make_plan(checkpoint, path, edits, meant, is_folder=is_folder)
+        return read_and_plan(source, path, edits, output, is_folder=is_folder)
 
     if is_folder and isinstance(source, SourceFolder) and not _is_distributed(source):
         return plan_folder(source, path, edits, plan_one, output, opened)

@@ -13,7 +13,16 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 from ckptconv.edits.options import EditOptions, Edits, check_flags
 from ckptconv.formats.writers import WRITERS, FormatWord
 
-__all__ = ["USUAL", "ConvertOptions", "JobOptions", "OutputOptions", "SaveOptions", "WriteOptions", "takes"]
+__all__ = [
+    "USUAL",
+    "ConvertOptions",
+    "JobOptions",
+    "OutputOptions",
+    "PlanOptions",
+    "SaveOptions",
+    "WriteOptions",
+    "takes",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -23,22 +32,27 @@ _WORDS = ", ".join(f"``{word!r}``{writer.about and f' ({writer.about})'}" for wo
 _ENTRY = re.compile(r"^    \*\*options: .*\n(?: {8}.*\n)*", re.MULTILINE)
 
 
-class SaveOptions(EditOptions, total=False):
-    """The keywords of :func:`ckptconv.save`."""
+class PlanOptions(EditOptions, total=False):
+    """The keywords of :func:`ckptconv.plan`: all that say what an output is."""
 
     format: Annotated[
         FormatWord | None,
         f"{_WORDS}, where the suffix of the output does not say it; a plain pickle stays one in a ``.pkl``.",
     ]
     copy_tied: Annotated[bool, "Write tied tensors to safetensors under each name."]
+    allow_unsafe: Annotated[
+        bool, "Carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here."
+    ]
+
+
+class SaveOptions(PlanOptions, total=False):
+    """The keywords of :func:`ckptconv.save`."""
+
     force: Annotated[bool, "The output may exist, and may be the input."]
     verify: Annotated[
         bool,
         "Compare the input's records with their checksums, where it has some, and read the output back before it"
         " appears; the report says what was compared.",
-    ]
-    allow_unsafe: Annotated[
-        bool, "Carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here."
     ]
 
 

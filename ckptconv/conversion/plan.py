@@ -20,11 +20,11 @@ from ckptconv.edits.devices import Devices
 from ckptconv.edits.options import Edits
 from ckptconv.edits.retag import tags_of, unmatched_rules
 from ckptconv.errors import CkptconvError, DangerousError, UsageError, require_torch, some
-from ckptconv.formats import torchscript
+from ckptconv.formats import opening, torchscript
 from ckptconv.formats.layout import Writer
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
-from ckptconv.formats.writers import DEFAULT, WRITERS, words
+from ckptconv.formats.writers import DEFAULT, WRITERS, usual_format, words, writer_for
 from ckptconv.hints import option
 from ckptconv.output.other_files import OtherFile
 from ckptconv.pickles.graph import Global
@@ -33,7 +33,7 @@ from ckptconv.render.report import report_lines
 from ckptconv.render.result import Result
 from ckptconv.safety.scan import dangers_carried
 
-__all__ = ["InPlace", "Plan", "Report", "Verified", "make_plan", "report_of"]
+__all__ = ["InPlace", "Plan", "Report", "Verified", "make_plan", "read_and_plan", "report_of"]
 
 _SHOWN = 5  # dangers in an error
 #: What is done to numbers, by the pieces that stand for it.
@@ -204,6 +204,17 @@ def make_plan(
         (*changes.left_behind, *layout.left_behind, *checkpoint.unused),
         (*checkpoint.notes, *changes.notes, *layout.notes, *notes),
     )
+
+
+def read_and_plan(
+    source: Readable, path: Path, edits: Edits, output: OutputOptions = USUAL, *, is_folder: bool = False
+) -> Plan:
+    """:func:`make_plan` for what stands in `source`; what the name of `path` leaves open is written as usual."""
+    checkpoint = opening.read(source)
+    shards = writer_for(objects=not checkpoint.is_state_dict).word
+    usual = shards if is_folder else usual_format(path.name, checkpoint.format)
+    output = replace(output, format=output.format or usual)
+    return make_plan(checkpoint, path, edits, output, is_folder=is_folder)
 
 
 def report_of(
