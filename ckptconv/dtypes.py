@@ -6,7 +6,7 @@ safetensors 0.8; tests compare them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["BY_NAME", "BY_STORAGE_CLASS", "BY_WORD", "UNTYPED", "DType", "get_dtype"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections.abc import Iterable, Sequence
 
-__all__ = ["ALWAYS", "OPTIONS", "PATHS", "PLACES", "USUAL_VALUES", "keyword_for", "normal", "unneeded"]
+__all__ = ["ALWAYS", "OPTIONS", "PATHS", "PLACES", "USUAL_VALUES", "close_matches", "keyword_for", "normal", "unneeded"]
 
 #: Keywords, their values (None: what is given; it also stands for {}), and what they are taken for. Of several with one
 #: guess, that is meant which the command or function has.
@@ -84,6 +83,13 @@ def unneeded(guess: str, known: Sequence[str]) -> str | None:
     return None if "dst" in known else _UNNEEDED.get(guess)
 
 
+def close_matches(word: str, known: Iterable[str], *, n: int = 3, cutoff: float = 0.6) -> list[str]:
+    """What ``difflib.get_close_matches`` gives; the module is imported where something is spelled wrong."""
+    from difflib import get_close_matches
+
+    return get_close_matches(word, [*known], n, cutoff)
+
+
 def keyword_for(guess: str, value: object, known: Sequence[str]) -> tuple[str, object] | None:
     """Which of the keywords `known`, and which value, is meant by `guess` with `value`; a value None is not known."""
     word = normal(guess)
@@ -98,5 +104,5 @@ def keyword_for(guess: str, value: object, known: Sequence[str]) -> tuple[str, o
     places = [each for each in PLACES if each in known]
     if word in PATHS and places and (PATHS[word] == 0 or len(places) > 1 or "obj" in known):
         return places[PATHS[word]], value
-    near = get_close_matches(guess, known, n=1, cutoff=0.7)
+    near = close_matches(guess, known, n=1, cutoff=0.7)
     return (near[0], value) if near else None

@@ -7,12 +7,13 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar, cast
 
 from ckptconv.errors import ArgumentTypeError, CkptconvError, printable
 from ckptconv.guesses import PLACES, keyword_for, unneeded
+from ckptconv.light_dataclass import dataclass
 
 __all__ = [
     "UNNAMED",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["LIMITS", "Limits", "lower"]
 

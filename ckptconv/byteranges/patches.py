@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["SECTOR", "Patch", "Patches", "between"]
 

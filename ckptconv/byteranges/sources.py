@@ -30,6 +30,7 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.hints import UNNAMED
+from ckptconv.lazy_regex import regex
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -57,7 +58,7 @@ _SPARE = 64  # open files that the rest of the process may need
 
 _STEP = 1 << 24  # bytes that are asked of a file object at once
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
+_URL = regex(r"[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 

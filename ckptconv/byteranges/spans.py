@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol, TypeAlias
 
 from ckptconv.byteranges.crc32 import combined
 from ckptconv.dtypes import BY_NAME
+from ckptconv.light_dataclass import dataclass
 
 __all__ = [
     "FILESYSTEM_BLOCK",
@@ -116,11 +117,12 @@ class Piece:
         raise NotImplementedError  # nobody takes a part of what is made for one tensor, or for the file
 
 
-@dataclass
+@dataclass(slots=True)
 class Literal(Piece):
     """Bytes of our own."""
 
     data: bytes
+    length: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.length = len(self.data)

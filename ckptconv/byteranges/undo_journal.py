@@ -26,12 +26,13 @@ import re
 import stat
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptconv.byteranges.patches import SECTOR, Patch
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
 __all__ = [
@@ -54,7 +55,7 @@ _HEAD = len(MAGIC) + len(HOT) + _LENGTH.size
 _SUM = 32  # bytes of a SHA-256
 NO_JOURNAL = "there is no undo journal: nothing was changed in place here"
 _POISON = 2  # bytes at most, of a change
-_NAME = re.compile(r"\.(.+)\.ckptconv-undo", re.DOTALL)
+_NAME = regex(r"\.(.+)\.ckptconv-undo", re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ Source: ``Tensor.__setstate__`` in ``torch/_tensor.py`` of torch 2.13, which sti
 
 from __future__ import annotations
 
-import re
-
+from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import (
     Call,
     Effect,
@@ -31,7 +30,7 @@ from ckptconv.pickles.opcodes import CODES
 __all__ = ["modernize", "text_of"]
 
 _PYTHON_2 = frozenset(CODES[name][0] for name in ("STRING", "BINSTRING", "SHORT_BINSTRING"))
-_TENSOR_CLASS = re.compile(r"torch\.(?:cuda\.)?[A-Z][A-Za-z0-9]*Tensor")
+_TENSOR_CLASS = regex(r"torch\.(?:cuda\.)?[A-Z][A-Za-z0-9]*Tensor")
 _PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.state_dicts import Detected, detect
 from ckptconv.checkpoint.tensor_info import DeviceArgument, LeftBehind, Reference, Replica, Storage, TensorInfo
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Global, Graph, PersistentId, subgraph, walk
 from ckptconv.pickles.paths import Place
 

@@ -19,10 +19,11 @@ which no file of tensors can hold; here they are ``NAME.weight`` and ``NAME.bias
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, PARAMETER, STRIDED
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import (
     Call,
     Dict,

@@ -7,7 +7,7 @@ Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their argume
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
@@ -18,6 +18,7 @@ from ckptconv.checkpoint.storage_ids import storage_dtype
 from ckptconv.checkpoint.tensor_info import DeviceArgument, Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType
 from ckptconv.errors import LimitError, MalformedError, some
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     Call,

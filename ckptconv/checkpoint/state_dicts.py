@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
 from ckptconv.checkpoint.rng_states import RngStates
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
 from ckptconv.hints import option
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Value, is_global, strings_of
 from ckptconv.pickles.paths import Place
 

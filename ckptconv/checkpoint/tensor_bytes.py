@@ -1,4 +1,4 @@
-"""The bytes of one tensor as a piece: its elements in row-major order."""
+"""The bytes of one tensor: which of its storage, and as a piece, its elements in row-major order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from ckptconv.byteranges.spans import (
 from ckptconv.checkpoint.model import TensorInfo
 from ckptconv.dtypes import BY_NAME, get_dtype
 
-__all__ = ["piece_of"]
+__all__ = ["extent", "piece_of"]
+
+
+def extent(info: TensorInfo) -> tuple[int, int]:
+    """The bytes of its storage that `info` reaches over."""
+    if 0 in info.shape:
+        return 0, 0
+    dtype = get_dtype(info.dtype)
+    last = sum((size - 1) * step for size, step in zip(info.shape, info.stride, strict=True))
+    return dtype.bytes_of(1) * info.offset, dtype.bytes_of(1) * (info.offset + last + 1)
 
 
 def piece_of(info: TensorInfo, byteorder: str) -> Piece:

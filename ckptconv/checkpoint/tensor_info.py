@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckptconv.byteranges.spans import Data, Piece
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, PersistentId
 from ckptconv.pickles.paths import Place
 

@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from ckptconv.byteranges.sources import check_system
-from ckptconv.cli.guesses import wrong_command, wrong_option
 from ckptconv.errors import UsageError
 from ckptconv.guesses import keyword_for
 from ckptconv.hints import shell
@@ -41,6 +40,8 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption:
+            from ckptconv.cli.guesses import wrong_option  # which only a mistake needs
+
             assert self.name is not None
             raise wrong_option(
                 self.name, typed, _commands_of(ctx.parent.command if ctx.parent else self, ctx)
@@ -121,6 +122,8 @@ class Group(click.Group):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption:
+            from ckptconv.cli.guesses import wrong_command
+
             raise wrong_command(typed[0], typed[1:], _commands_of(self, ctx)) from None
 
     def resolve_command(
@@ -130,6 +133,8 @@ class Group(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
+            from ckptconv.cli.guesses import wrong_command
+
             raise wrong_command(args[0], args[1:], _commands_of(self, ctx)) from None
 
 

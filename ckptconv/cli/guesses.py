@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import click
 
 from ckptconv.errors import UsageError
-from ckptconv.guesses import ALWAYS, PATHS, USUAL_VALUES, normal
+from ckptconv.guesses import ALWAYS, PATHS, USUAL_VALUES, close_matches, normal
 from ckptconv.guesses import OPTIONS as GUESSED
 from ckptconv.hints import Option, Placeholder, shell
 
@@ -67,7 +66,7 @@ def wrong_option(name: str, args: Sequence[str], commands: _Commands) -> UsageEr
 def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> UsageError:
     """The error for the word `guess` in place of one of `commands`."""
     words = [*args]
-    near = get_close_matches(guess, commands, n=1)
+    near = close_matches(guess, commands, n=1)
     name, options = COMMANDS.get(normal(guess), (near[0] if near else "", ()))
     words += [word for option in options for flag in option.words() for word in flag]
     error = UsageError(f"no command is called {guess}")
@@ -112,7 +111,7 @@ def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple
         return owner, [*(each for each in before if each not in outputs), spelled, *behind]
     if guess in COMMANDS:
         return COMMANDS[guess][0], [each for each in (*before, *behind) if os.path.lexists(each)]
-    near = get_close_matches(f"--{guess}", known, n=1, cutoff=0.75)
+    near = close_matches(f"--{guess}", known, n=1, cutoff=0.75)
     return (name, [*before, *near, *behind]) if near else None
 
 

@@ -22,7 +22,6 @@ from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError,
 from ckptconv.formats.distributed.rank_names import as_sets
 from ckptconv.hints import Placeholder, option
 from ckptconv.inspection.summary import Summary, TensorSummary, ValuesWanted, summary_of
-from ckptconv.inspection.verification import checkpoints_in
 from ckptconv.render.listing import Line, line_of, listing_lines, unread_line
 from ckptconv.render.summary import summary_lines
 from ckptconv.render.text import Style, natural
@@ -172,8 +171,12 @@ def _checkpoints(path: str) -> list[str]:
     """The checkpoints that `path` means; a set of shards in a folder of its own is called by the folder, and the files
     of all ranks by their pattern.
     """
+    if not os.path.isdir(path):
+        return [path]
+    from ckptconv.inspection.verification import checkpoints_in  # which one file does without
+
     try:
-        found = as_sets(checkpoints_in(path)) if os.path.isdir(path) else [path]
+        found = as_sets(checkpoints_in(path))
     except InputError:  # which inspecting it says again
         return [path]
     return [path] if len(found) == 1 and found[0].endswith(".json") else found

@@ -7,11 +7,13 @@ or dangerous.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
 import sys
 from importlib import import_module
+from types import ModuleType
 
 import click
 
@@ -108,8 +110,21 @@ class _LazyGroup(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"ckptconv.cli.{_COMMANDS[cmd_name]}"), f"{cmd_name}_command")
+        module = sys.modules.get(name := f"ckptconv.cli.{_COMMANDS[cmd_name]}") or _imported(name)
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
+
+
+def _imported(name: str) -> ModuleType:
+    """The module `name`. What it brings stays until the end, so the garbage collector never looks at it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 @click.group(

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
 
 from ckptconv.byteranges.sources import list_folder
+from ckptconv.conversion.target_names import Found, Kind
 from ckptconv.errors import InputError
 from ckptconv.formats.distributed.dcp import looks_like_metadata
 from ckptconv.formats.distributed.rank_names import pattern_of
 from ckptconv.formats.foreign.folders import FILE_SUFFIXES
 from ckptconv.formats.sharded.index import sets_in
+from ckptconv.lazy_regex import regex
 from ckptconv.output.files import is_own_file
 
-__all__ = ["Found", "Kind", "find", "find_in", "is_hub_blob", "is_part"]
-
-#: ``ranks``: the rank files of one run, where they are to become one; else each is a file. ``unentered``: a hidden
-#: folder that holds something, or a link to a folder.
-Kind: TypeAlias = Literal["file", "shards", "dcp", "ranks", "other", "unentered"]
+__all__ = ["find", "find_in", "is_hub_blob", "is_part"]
 
 #: The parts of a checkpoint of torch.distributed.checkpoint, of its own format and of safetensors.
-_CHUNK = re.compile(r".*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_CHUNK = regex(r".*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 #: The folders in the Hub's cache: what is in ``snapshots`` are links to what is in ``blobs``.
 _OF_CACHE = {"blobs", "refs", "snapshots"}
-
-
-class Found(NamedTuple):
-    """Something in a folder.
-
-    `path` is that of the file; of ``shards`` that of their index, or of the folder where there is none; of ``dcp`` that
-    of the folder. `parts` are the files that belong to it.
-    """
-
-    path: Path
-    kind: Kind
-    parts: tuple[Path, ...]
 
 
 def find(folder: Path) -> list[Found]:

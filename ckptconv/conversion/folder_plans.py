@@ -10,15 +10,16 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable, SourceFolder, first_bytes
 from ckptconv.checkpoint.model import LeftBehind
-from ckptconv.conversion.discovery import Found, find, find_in
+from ckptconv.conversion.discovery import find, find_in
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan
-from ckptconv.conversion.targets import name_in_folder, refuse_one_place
+from ckptconv.conversion.target_names import Found, name_in_folder
+from ckptconv.conversion.targets import refuse_one_place
 from ckptconv.edits.changes import CastCount, Changes, Dropped
 from ckptconv.edits.options import Edits, option_of
 from ckptconv.errors import CkptconvError, NoMatchError, count, some
@@ -26,6 +27,7 @@ from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.sharded.index import family_of
 from ckptconv.hints import option
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.output.folders import names_in, no_name
 from ckptconv.output.other_files import OtherFile, others_in, rest_of

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 from ckptconv.byteranges.locks import lock_exclusive
@@ -34,6 +34,7 @@ from ckptconv.formats.in_place import patches_of, rest_sum
 from ckptconv.formats.sharded.index import find_set, is_index_file, read_index
 from ckptconv.formats.writers import writer_of
 from ckptconv.hints import Option, Placeholder, command, option, shell
+from ckptconv.light_dataclass import dataclass
 from ckptconv.output.files import as_output_error
 from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place.writing import apply as write_new

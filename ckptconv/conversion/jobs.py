@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits, edits_from, option_of
 from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError, UsageError
 from ckptconv.hints import joined, option, unknown_keyword
+from ckptconv.light_dataclass import dataclass
 from ckptconv.output import files as output_files
 from ckptconv.output.other_files import check_inside
 

@@ -7,11 +7,13 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 
 from ckptconv.edits.options import EditOptions, Edits, check_flags
 from ckptconv.formats.writers import WRITERS, FormatWord
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 
 __all__ = [
     "USUAL",
@@ -29,7 +31,7 @@ _R = TypeVar("_R")
 
 _WIDTH = 112  # columns of a docstring
 _WORDS = ", ".join(f"``{word!r}``{writer.about and f' ({writer.about})'}" for word, writer in WRITERS.items())
-_ENTRY = re.compile(r"^    \*\*options: .*\n(?: {8}.*\n)*", re.MULTILINE)
+_ENTRY = regex(r"^    \*\*options: .*\n(?: {8}.*\n)*", re.MULTILINE)
 
 
 class PlanOptions(EditOptions, total=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from ckptconv.edits.options import Edits
 from ckptconv.edits.retag import tags_of, unmatched_rules
 from ckptconv.errors import CkptconvError, DangerousError, UsageError, require_torch, some
 from ckptconv.formats import opening, torchscript
-from ckptconv.formats.layout import Writer
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
-from ckptconv.formats.writers import DEFAULT, WRITERS, usual_format, words, writer_for
+from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, usual_format, words, writer_for
 from ckptconv.hints import option
+from ckptconv.light_dataclass import dataclass
 from ckptconv.output.other_files import OtherFile
 from ckptconv.pickles.graph import Global
 from ckptconv.render.json_views import report_as_dict

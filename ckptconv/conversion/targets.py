@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.byteranges.sources import is_url, list_folder
-from ckptconv.conversion.discovery import Found, Kind, find, find_in, is_hub_blob, is_part
+from ckptconv.conversion.discovery import find, find_in, is_hub_blob, is_part
 from ckptconv.conversion.options import USUAL, OutputOptions
+from ckptconv.conversion.target_names import Found, Kind, name_in_folder
 from ckptconv.errors import InputError, RefusedError, UsageError, count, some
 from ckptconv.formats.distributed import rank_names
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.foreign.paths import no_path_error, odd_suffix_error
-from ckptconv.formats.sharded.index import hub_name, is_index_file, sets_in
-from ckptconv.formats.writers import DEFAULT, SUFFIXES, WRITERS, admitted, split_suffix, suffix_of
+from ckptconv.formats.sharded.index import is_index_file, sets_in
+from ckptconv.formats.writers import SUFFIXES, WRITERS, admitted, suffix_of
 from ckptconv.hints import Placeholder, command, option
+from ckptconv.light_dataclass import dataclass
 from ckptconv.output.far_targets import s3_upload
 
 __all__ = [
@@ -28,7 +30,6 @@ __all__ = [
     "is_there",
     "list_in_place",
     "list_items",
-    "name_in_folder",
     "refuse_one_place",
     "size_of",
     "through_link",
@@ -472,30 +473,3 @@ def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
                 hint="convert them to folders of their own",
             )
         origin[path] = src
-
-
-def name_in_folder(found: Found, format: str | None, *, is_folder: bool = False) -> str:
-    """The name in a folder of what becomes of `found`, whatever the way in.
-
-    A file keeps its name where its suffix admits the format; else it has the name that the Hub's tools know, or another
-    suffix. A folder of torch.distributed.checkpoint gets a suffix behind its whole name.
-
-    Args:
-        found: A checkpoint; what is none keeps its name.
-        format: What the user asked for. None: parts become what they are files of, all else what its suffix says.
-        is_folder: It becomes a folder of shards, which has no suffix.
-    """
-    name = os.path.basename(os.path.abspath(found.path))
-    stem, suffix, _ = split_suffix(name) if found.kind == "file" else (name, "", "")
-    if is_folder:
-        is_index = found.kind == "shards" and not found.path.is_dir()
-        return name.split(".")[0] if is_index else stem or name
-    if found.kind == "ranks":
-        return rank_names.stem_of(name) + (WRITERS[format] if format else DEFAULT).new_suffix
-    if found.kind == "dcp":
-        of_parts = (each for each in WRITERS.values() if all(part.suffix in each.suffixes for part in found.parts))
-        return name + (WRITERS[format] if format else next(of_parts, DEFAULT)).new_suffix
-    if found.kind == "other" or format is None or (suffix and WRITERS[format] in admitted(name)):
-        return name
-    writer = WRITERS[format]
-    return (writer.hub and hub_name(stem, writer.hub)) or stem + writer.new_suffix

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from ckptconv.checkpoint.model import LeftBehind
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["CastCount", "Changes", "Dropped", "MadePlain", "NameChange"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class NameChange:
     """One name of the state dict at `path`."""
 

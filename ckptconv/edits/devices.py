@@ -11,18 +11,32 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from ckptconv.checkpoint.rebuild_functions import torch_device
 from ckptconv.errors import ArgumentTypeError, UsageError
-from ckptconv.guesses import keyword_for
+from ckptconv.guesses import close_matches, keyword_for
 from ckptconv.hints import option
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
+from ckptconv.pickles.graph import Call
+from ckptconv.pickles.paths import Place
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FAMILIES", "Devices", "MapLocation", "Rule", "Target", "near_device", "parse_target", "to_devices"]
+__all__ = [
+    "FAMILIES",
+    "Devices",
+    "MapLocation",
+    "Rule",
+    "Target",
+    "near_device",
+    "parse_target",
+    "to_devices",
+    "user_devices",
+]
 
 #: Where tensors may be sent. The device need not exist here.
 FAMILIES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "mlu", "musa", "privateuseone")
@@ -37,7 +51,8 @@ _REFUSED = {
 #: What people call some of them.
 _CALLED = {"all": "any", "rocm": "cuda", "hip": "cuda", "nvidia": "cuda", "metal": "mps", "mac": "mps", "host": "cpu"}
 _AUTO = "'auto' is for load and remap, which know what is here"
-_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
+_DEVICE_STRING = regex(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
+_DEVICE = regex(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
 
 MapLocation: TypeAlias = "str | torch.device | Mapping[str, str | torch.device] | Callable[[str], str]"
 
@@ -135,7 +150,7 @@ def near_device(word: str, families: Collection[str]) -> str | None:
     """
     match = re.match(r"([a-z]*)[^a-z0-9]*([0-9]*)", word.lower())
     assert match is not None  # it matches the empty string
-    near = get_close_matches(_CALLED.get(match[1], match[1]), families, n=1)
+    near = close_matches(_CALLED.get(match[1], match[1]), families, n=1)
     family = near[0] if near else "cuda" if match[2] and not match[1] else None
     is_indexed = family in _INDEXED and match[2] and _index(match) <= _HIGHEST_INDEX
     return f"{family}:{_index(match)}" if is_indexed else family
@@ -234,3 +249,15 @@ def _of_one_argument(function: Callable[..., str]) -> Callable[[str], str]:
     except ValueError:  # a builtin without a signature: calling it will tell
         pass
     return function
+
+
+def user_devices(places: Iterable[Place]) -> dict[str, str]:
+    """Devices that are the user's data, and stay what they are: ``torch.device`` objects and strings like ``'cuda:0'``,
+    by path.
+    """
+    found = {}
+    for place in places:
+        device = torch_device(place.node)
+        if device is not None and (isinstance(place.node, Call) or _DEVICE_STRING.fullmatch(device)):
+            found[place.path] = device
+    return found

@@ -7,7 +7,7 @@ particular rule that names it under any of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 
 from ckptconv.checkpoint.globs import glob_of
@@ -20,6 +20,7 @@ from ckptconv.edits.no_match import no_match
 from ckptconv.edits.views import Group, View, Views
 from ckptconv.errors import NoMatchError, UsageError, some
 from ckptconv.hints import option, quoted
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Node
 from ckptconv.pickles.paths import Place
 

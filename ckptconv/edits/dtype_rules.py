@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import ArgumentTypeError, UsageError
+from ckptconv.light_dataclass import dataclass
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@
 # No annotations from __future__: what stands in Annotated is read when the package is imported.
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from functools import partial
 from typing import Annotated, Any, TypedDict
 
@@ -12,6 +12,7 @@ from ckptconv.edits.dtype_rules import DTypeLike, DTypeRule, to_dtypes
 from ckptconv.edits.names import strings
 from ckptconv.errors import ArgumentTypeError
 from ckptconv.hints import Message, option
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["EditOptions", "Edits", "NameOptions", "PartOptions", "check_flags", "edits_from", "option_of"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from difflib import get_close_matches
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
@@ -14,6 +13,7 @@ from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
 from ckptconv.edits.wrappers import modules_unwrapped, unwrapped
 from ckptconv.errors import CollisionError, NoMatchError, UsageError
+from ckptconv.guesses import close_matches
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Dict, Effect, Object, Value
 
@@ -204,7 +204,7 @@ def _near(prefix: str, names: list[str]) -> str | None:
     its letters, or less than a segment.
     """
     known = [known for known, _ in prefixes_of(names).most_common(_LOOKED_AT)]
-    near = get_close_matches(prefix, known, n=1, cutoff=0.75)
+    near = close_matches(prefix, known, n=1, cutoff=0.75)
     if near:
         return option("strip_prefix", near[0]) + " may be meant"
     if any(name.startswith(prefix[:-1]) for name in names):

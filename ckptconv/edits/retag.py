@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Container, Iterable
+from collections.abc import Container
 
 from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, Storage
-from ckptconv.checkpoint.rebuild_functions import torch_device
 from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.edits.changes import Changes
-from ckptconv.edits.devices import FAMILIES, Devices, near_device
+from ckptconv.edits.devices import FAMILIES, Devices, near_device, user_devices
 from ckptconv.edits.no_match import no_match
 from ckptconv.errors import NoMatchError, UnknownDeviceError, some
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Global, Tuple, Value
-from ckptconv.pickles.paths import Place
 
-__all__ = ["kept_devices", "retag", "tags_of", "unmatched_rules", "user_devices"]
-
-_DEVICE_STRING = re.compile(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
+__all__ = ["kept_devices", "retag", "tags_of", "unmatched_rules"]
 
 
 def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
@@ -100,18 +95,6 @@ def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) ->
         )
         no_match("map WORD=NEW", error)
     return notes
-
-
-def user_devices(places: Iterable[Place]) -> dict[str, str]:
-    """Devices that are the user's data, and stay what they are: ``torch.device`` objects and strings like ``'cuda:0'``,
-    by path.
-    """
-    found = {}
-    for place in places:
-        device = torch_device(place.node)
-        if device is not None and (isinstance(place.node, Call) or _DEVICE_STRING.fullmatch(device)):
-            found[place.path] = device
-    return found
 
 
 def _count(changes: Changes, old: str, new: str, tensors: int, nbytes: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 
 from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.globs import matches
@@ -19,6 +18,7 @@ from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
+from ckptconv.guesses import close_matches
 from ckptconv.hints import Option, command, joined, option
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Object, Set, Tuple, Value, set_items, strings_of
 from ckptconv.pickles.paths import Place, item_segments, key_segment
@@ -311,7 +311,7 @@ def _places_at(checkpoint: Checkpoint, path: str) -> list[Place]:
     if not found:
         every = [written for written, _ in known[:_LOOKED_AT]]
         parts = [written for written in every if "/" not in written]  # which are what people mean by one word
-        near = get_close_matches(path, parts, n=1) or get_close_matches(path, every, n=1)
+        near = close_matches(path, parts, n=1) or close_matches(path, every, n=1)
         error = NoMatchError(
             f"nothing stands at {path}",
             where=checkpoint.source.path,

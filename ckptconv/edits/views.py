@@ -8,26 +8,28 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, count
 
 from ckptconv.byteranges.spans import Cast, Concat, Data, Inflate, Piece
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import PARAMETER, StridedPart, TensorReader, strided_part
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
+from ckptconv.checkpoint.tensor_bytes import extent
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
 from ckptconv.edits.no_match import no_match
 from ckptconv.errors import NoMatchError
 from ckptconv.hints import option
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children
 
-__all__ = ["Group", "View", "Views", "compact", "extent"]
+__all__ = ["Group", "View", "Views", "compact"]
 
 _Range = tuple[int, int]  # of bytes: the first, and the one behind the last
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class View:
     """A strided tensor: the `call` that makes it, `nested` in one that gives it a class.
 
@@ -222,15 +224,6 @@ def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPa
             inner = outer.get(id(child)) or arguments.get(id(child))
             if inner is not None:  # somebody else's arguments too
                 yield inner.items[0]
-
-
-def extent(info: TensorInfo) -> _Range:
-    """The bytes of its storage that `info` reaches over."""
-    if 0 in info.shape:
-        return 0, 0
-    dtype = get_dtype(info.dtype)
-    last = sum((size - 1) * step for size, step in zip(info.shape, info.stride, strict=True))
-    return dtype.bytes_of(1) * info.offset, dtype.bytes_of(1) * (info.offset + last + 1)
 
 
 def _packed_ranges(data: Data, views: list[View]) -> list[_Range]:

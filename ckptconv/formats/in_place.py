@@ -24,6 +24,7 @@ from ckptconv.errors import UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.distributed.metadata import renamed
+from ckptconv.formats.legacy_file import LegacyFile
 from ckptconv.formats.pickle_writing import blob_bytes, pickle_pieces, say_for_older_loaders
 from ckptconv.formats.zip_archive import (
     END_SIZE,
@@ -63,7 +64,7 @@ def patches_of(checkpoint: Checkpoint) -> Patches | None:
     """
     if isinstance(checkpoint.container, Archive) and checkpoint.script_classes is None:
         return _zip(checkpoint, checkpoint.container)
-    if isinstance(checkpoint.container, torch_legacy.LegacyFile):
+    if isinstance(checkpoint.container, LegacyFile):
         return _stream(checkpoint, checkpoint.container)
     if isinstance(checkpoint.container, plain_pickle.PickleFile):
         return _plain(checkpoint, checkpoint.container.files)
@@ -158,7 +159,7 @@ def _padded(pickle: bytes, more: int) -> bytes | None:
 # Streams
 
 
-def _stream(checkpoint: Checkpoint, file: torch_legacy.LegacyFile) -> Patches | None:
+def _stream(checkpoint: Checkpoint, file: LegacyFile) -> Patches | None:
     """Of torch's older format: the object's pickle, behind which the keys and bytes of the storages stay."""
     if checkpoint.storages.keys() != file.keys:  # parts of storages that stand alone now
         return None

@@ -1,16 +1,15 @@
-"""What a writer says of itself, and the output files that it lays out: pieces in order, with adjacent ranges joined."""
+"""The output files that writers lay out: pieces in order, with adjacent ranges joined."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from ckptconv.byteranges.spans import ByteRange, Literal, OutFile, Piece
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind, Storage
+from ckptconv.checkpoint.model import LeftBehind, Storage
+from ckptconv.light_dataclass import dataclass
 
-__all__ = ["HubName", "Layout", "Writer", "file_of", "joined"]
+__all__ = ["Layout", "file_of", "joined"]
 
 
 @dataclass(frozen=True)
@@ -23,73 +22,6 @@ class Layout:
     left_behind: tuple[LeftBehind, ...] = ()
     notes: tuple[str, ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
-
-
-class HubName(NamedTuple):
-    """What the Hub's tools call a whole model in a format: ``model`` + ``.safetensors``."""
-
-    model: str
-    suffix: str
-
-
-@dataclass(frozen=True)
-class Writer:
-    """A format that can be written: its names, and what it can hold. Everything else asks this, and no format's name.
-
-    Attributes:
-        word: What ``--format`` calls it.
-        name: What reports call it.
-        layout: Lays out a checkpoint as the file at a path; with ``copy_tied`` where `ties` is False.
-        suffixes: Those of its files. What the first of several writers with a suffix writes is meant by it.
-        new_suffix: That of a file whose own suffix belongs to other formats.
-        about: What it is, for who has to choose.
-        hub: What the Hub's tools call a model in it, if they read it.
-        shards: Whether they read shards of it.
-        stays: Whether a file of this format stays one under a suffix that means another format first.
-        devices: Whether it stores the device of a tensor.
-        objects: Whether it holds whatever a pickle can say; else names and their tensors alone.
-        ties: Whether two names can have one tensor; else texts say so.
-        views: Whether it holds storages, of which tensors show parts; else what tensors show and no more.
-        texts: Whether it holds texts beside tensors.
-        records: Whether it holds what else stands in an archive of torch's.
-        safe_loader: Whether torch's safe loader reads it, which refuses code that it does not know.
-    """
-
-    word: str
-    name: str
-    layout: Callable[..., Layout]
-    suffixes: tuple[str, ...]
-    new_suffix: str
-    about: str = ""
-    hub: HubName | None = None
-    shards: bool = False
-    stays: bool = False
-    devices: bool = True
-    objects: bool = True
-    ties: bool = True
-    views: bool = True
-    texts: bool = False
-    records: bool = False
-    safe_loader: bool = True
-
-    @property
-    def shard_suffix(self) -> str:
-        """The suffix of its shards, if it has any."""
-        assert self.hub is not None
-        return self.hub.suffix
-
-    def lay_out(self, checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> Layout:
-        """The file that `checkpoint`, edited, becomes at `path`.
-
-        Args:
-            checkpoint: It can be changed by this.
-            path: Of the file.
-            copy_tied: Write tied tensors under each of their names; not where `ties` is True.
-
-        Raises:
-            RefusedError: The format cannot hold it.
-        """
-        return self.layout(checkpoint, path, copy_tied=True) if copy_tied else self.layout(checkpoint, path)
 
 
 def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:

@@ -5,9 +5,8 @@ That it is one part of a distributed checkpoint is what the files beside it say.
 
 from __future__ import annotations
 
-import glob
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -24,16 +23,12 @@ from ckptconv.byteranges.sources import (
 from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, MissingInputError, UnsupportedError
-from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
-from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
+from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed.rank_names import about_one, is_pattern
-from ckptconv.formats.foreign.files import foreign_file_error
 from ckptconv.formats.foreign.folders import about_part, distributed_part_error, folder_error, name_like
-from ckptconv.formats.foreign.paths import no_path_error
-from ckptconv.formats.foreign.pickles import looks_like_pickle
-from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.index import is_index, is_index_file
 from ckptconv.formats.two_readings import refuse_two_readings
+from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Message, command, shell
 
 _R = TypeVar("_R", bound=Readable)
@@ -64,10 +59,34 @@ class FolderFormat(Protocol):
     def read(self, folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint: ...
 
 
-#: safetensors before pickles: the length of a header can be the bytes with which a pickle starts.
-FORMATS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, plain_pickle)
-FOLDER_FORMATS: tuple[FolderFormat, ...] = (dcp, safetensors_parts, rank_files, sharded)
+_SAFETENSORS = WRITERS["safetensors"]
 _HEAD = 64
+
+
+def _file_formats() -> Iterator[Format]:
+    """What a file can be. Each is imported when the ones before it are not what the file starts like, which saves a
+    third of the start.
+
+    safetensors before pickles: the length of a header can be the bytes with which a pickle starts.
+    """
+    yield torch_zip
+    from ckptconv.formats import torch_legacy
+
+    yield torch_legacy
+    from ckptconv.formats import safetensors
+
+    yield safetensors
+    from ckptconv.formats import plain_pickle
+
+    yield plain_pickle
+
+
+def _folder_formats() -> Iterator[FolderFormat]:
+    """What a folder can be."""
+    from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
+    from ckptconv.formats.sharded import reading as sharded
+
+    yield from (dcp, safetensors_parts, rank_files, sharded)
 
 
 def open_input(path: Input, faults: FaultSink = RAISED, *, skims: bool = False) -> Readable:
@@ -114,6 +133,10 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
         name = os.fsdecode(path)
         if name and os.path.isdir(name):
             raise folder_error(Path(name)) from error
+        import glob
+
+        from ckptconv.formats.foreign.paths import no_path_error
+
         is_missing = isinstance(error, MissingInputError)
         if is_missing and (no_path := no_path_error(name, is_output=False)):
             raise no_path from None
@@ -174,7 +197,7 @@ def interrupted(source: Readable) -> Message | None:
 
 def read_folder(source: SourceFolder) -> Checkpoint:
     """The checkpoint whose parts stand in `source`. Raises as :func:`read` does."""
-    for format_ in FOLDER_FORMATS:
+    for format_ in _folder_formats():
         if format_.looks_like(source):
             return format_.read(source, read_part)
     raise folder_error(source.path)
@@ -200,11 +223,13 @@ def read_part(source: Readable) -> Checkpoint:
 def _format_of(source: Readable) -> Format | None:
     """What `source` starts like; None where that is nothing that is read."""
     head = source.read(0, min(_HEAD, source.size))
-    for format_ in FORMATS:
+    for format_ in _file_formats():
         if format_.looks_like(head):
             return format_
+    from ckptconv.formats.foreign.pickles import looks_like_pickle
+
     # protocols 0 and 1, which have no signature
-    return plain_pickle if head and looks_like_pickle(source, head) else None
+    return format_ if head and looks_like_pickle(source, head) else None
 
 
 def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
@@ -215,13 +240,18 @@ def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
     if format_:
         checkpoint = format_.read(source)
         with source.faults:
-            if torchscript.is_program(checkpoint):
+            if torch_zip.is_program(checkpoint):
+                from ckptconv.formats import torchscript
+
                 torchscript.read_program(source, checkpoint)
         return checkpoint
+    from ckptconv.formats import safetensors
+    from ckptconv.formats.foreign.files import foreign_file_error
+
     error = foreign_file_error(source)
     if error:
         raise error
-    if source.path.suffix in safetensors.WRITER.suffixes:
+    if source.path.suffix in _SAFETENSORS.suffixes:
         return safetensors.read(source)  # which says what is wrong with it
     raise UnsupportedError(
         "no checkpoint that this version reads",

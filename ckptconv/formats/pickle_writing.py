@@ -11,7 +11,6 @@ from ckptconv.checkpoint.storage_ids import change_id, storage_id
 from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import RefusedError
-from ckptconv.formats.layout import HubName
 from ckptconv.formats.refusals import cannot_hold
 from ckptconv.hints import joined, option
 from ckptconv.pickles.emitter import emit
@@ -19,9 +18,6 @@ from ckptconv.pickles.graph import Blob, Graph, Py2String, Tuple
 from ckptconv.pickles.paths import Place
 
 __all__ = [
-    "PICKLE_SUFFIXES",
-    "TORCH_HUB_NAME",
-    "TORCH_SUFFIXES",
     "blob_bytes",
     "little_endian",
     "pickle_pieces",
@@ -32,11 +28,6 @@ __all__ = [
     "storage_classes",
     "texts_left_behind",
 ]
-
-#: What ``torch.save`` gets called by, and what ``pickle.dump`` does, which is torch's too.
-PICKLE_SUFFIXES = (".pkl", ".pickle", ".p")
-TORCH_SUFFIXES = (".pt", ".pth", ".pth.tar", ".bin", ".ckpt", ".th", ".tar", *PICKLE_SUFFIXES)
-TORCH_HUB_NAME = HubName("pytorch_model", ".bin")
 
 
 def renumber(checkpoint: Checkpoint) -> dict[str, str]:

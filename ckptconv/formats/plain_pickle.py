@@ -17,11 +17,10 @@ again. Source: ``__reduce__`` in ``torch/storage.py`` of torch 2.13.
 
 from __future__ import annotations
 
-import re
 import struct
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -45,9 +44,9 @@ from ckptconv.errors import (
 )
 from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.foreign.pickles import LOADER, pickle_error
-from ckptconv.formats.layout import Layout, Writer, file_of
+from ckptconv.formats.layout import Layout, file_of
+from ckptconv.formats.legacy_file import MAGIC_BYTES, LegacyFile
 from ckptconv.formats.pickle_writing import (
-    PICKLE_SUFFIXES,
     blob_bytes,
     little_endian,
     refuse_unknown_dtypes,
@@ -56,7 +55,10 @@ from ckptconv.formats.pickle_writing import (
     storage_classes,
     texts_left_behind,
 )
+from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import option
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import (
     Blob,
@@ -77,12 +79,12 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.parser import parse
 
-__all__ = ["NAME", "WRITER", "Decoded", "PickleFile", "call_again", "layout", "looks_like", "read"]
+__all__ = ["NAME", "Decoded", "PickleFile", "call_again", "layout", "looks_like", "read"]
 
-NAME = "pickle"
-_LEGACY = b"\x80\x02" + torch_legacy.MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it here
+NAME = WRITERS["pickle"].name
+_LEGACY = b"\x80\x02" + MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it here
 _LEGACY_TEXT = _LEGACY.decode("latin-1").encode()  # as a text that stands for bytes
-_OLD_START = re.compile(rb"\([dl]p[01]\n|[}\]]q[\0\1]|\(?c[\w.]+\n\w+\n(?:p[01]\n|q[\0\1])?[\]()]|\(i[\w.]+\n\w+\n")
+_OLD_START = regex(rb"\([dl]p[01]\n|[}\]]q[\0\1]|\(?c[\w.]+\n\w+\n(?:p[01]\n|q[\0\1])?[\]()]|\(i[\w.]+\n\w+\n")
 _LATIN_1 = ("latin1", "latin-1")
 _STEP = 1 << 20  # bytes of a text that are decoded at once
 #: How :mod:`struct` packs the numbers of those storages that were lists.
@@ -113,7 +115,7 @@ class StorageFile(NamedTuple):
 
     start: int
     end: int
-    parsed: torch_legacy.LegacyFile
+    parsed: LegacyFile
 
 
 @dataclass(eq=False)
@@ -409,18 +411,6 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     file = file_of(path, pieces, checkpoint.storages.values())
     left_behind = (*texts_left_behind(checkpoint), *sources_left_behind(checkpoint))
     return Layout((file,), left_behind, _about_texts(checkpoint), tuple(checkpoint.ties.items()))
-
-
-WRITER = Writer(
-    "pickle",
-    NAME,
-    layout,
-    suffixes=PICKLE_SUFFIXES,
-    new_suffix=".pkl",
-    about="what pickle.load reads",
-    stays=True,
-    safe_loader=False,
-)
 
 
 def _refuse_loader(checkpoint: Checkpoint) -> None:

@@ -12,7 +12,6 @@ each tensor is aligned.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
@@ -26,17 +25,19 @@ from ckptconv.dtypes import BY_NAME, BY_WORD, DType, get_dtype
 from ckptconv.errors import RefusedError, count
 from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
-from ckptconv.formats.layout import HubName, Layout, Writer, file_of
+from ckptconv.formats.layout import Layout, file_of
 from ckptconv.formats.refusals import cannot_hold
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
+from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import joined, option
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Graph, Object, PersistentId, Value, set_items, walk
 from ckptconv.pickles.paths import Place, is_item, is_repeated
 
-__all__ = ["NAME", "WRITER", "DataStart", "header_in_place", "layout", "looks_like", "read"]
+__all__ = ["NAME", "DataStart", "header_in_place", "layout", "looks_like", "read"]
 
-NAME = "safetensors"
+NAME = WRITERS["safetensors"].name
 _LENGTH = 8  # bytes before the header, which are its length
 _FORMAT = "format"  # the metadata key by which loaders know whose tensors these are; never a tie
 _PACKED = "float4_e2m1fn_x2"  # torch's elements are two of F4's
@@ -159,23 +160,6 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
     ties = tuple((name, metadata[name]) for name in taken if name not in written)
     file = file_of(path, [Literal(header), *pieces], storages)
     return Layout((file,), tuple(left_behind), tuple(_notes(taken)), ties)
-
-
-WRITER = Writer(
-    "safetensors",
-    NAME,
-    layout,
-    suffixes=(".safetensors",),
-    new_suffix=".safetensors",
-    hub=HubName("model", ".safetensors"),
-    shards=True,
-    devices=False,
-    objects=False,
-    ties=False,
-    views=False,
-    texts=True,
-    safe_loader=False,
-)
 
 
 def header_in_place(checkpoint: Checkpoint, container: DataStart) -> bytes | None:

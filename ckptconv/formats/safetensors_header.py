@@ -17,13 +17,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK
 from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError, count
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
 __all__ = ["METADATA", "Entry", "Header", "header_bytes", "is_text", "read_header"]

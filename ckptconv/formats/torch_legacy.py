@@ -21,9 +21,8 @@ dtypes that have no storage class of their own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -40,10 +39,9 @@ from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError, RefusedError, UnsupportedError, some
-from ckptconv.formats.layout import Layout, Writer, file_of
+from ckptconv.formats.layout import Layout, file_of
+from ckptconv.formats.legacy_file import MAGIC, NAME, LegacyFile, looks_like
 from ckptconv.formats.pickle_writing import (
-    TORCH_HUB_NAME,
-    TORCH_SUFFIXES,
     little_endian,
     pickle_pieces,
     refuse_unknown_dtypes,
@@ -53,6 +51,8 @@ from ckptconv.formats.pickle_writing import (
     texts_left_behind,
 )
 from ckptconv.hints import option
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import (
@@ -77,10 +77,7 @@ from ckptconv.pickles.graph import (
 from ckptconv.pickles.parser import parse
 
 __all__ = [
-    "MAGIC_BYTES",
     "NAME",
-    "WRITER",
-    "LegacyFile",
     "layout",
     "looks_like",
     "parse_file",
@@ -91,48 +88,18 @@ __all__ = [
     "unreadable",
 ]
 
-NAME = "torch legacy"
 _KIND = "a checkpoint in torch's format from before 1.6"
-_MAGIC = 0x1950A86A20F9469CFC6C
-MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as LONG1 says it, in protocols 2 and higher
-_MAGIC_TEXT = b"L119547037146038801333356L\n"  # in protocols 0 and 1
 _VERSION = 1001
 _PICKLES = 5
 _WORDS = frozenset(["protocol_version", "little_endian", "type_sizes", "short", "int", "long"])  # in sys_info
 _SIZE = 8  # bytes of the number of elements before each storage
 #: What protocol 0 makes of a persistent id: its repr.
-_ID_TEXT = re.compile(
+_ID_TEXT = regex(
     r"\('storage', <class 'torch\.(?:storage\.)?(\w+)'>, '([^'\\]+)', '([^'\\]+)', (0|[1-9][0-9]{0,18}), None\)"
 )
 
 
-def looks_like(head: bytes) -> bool:
-    """Whether a file that starts with `head` starts with the magic number, pickled in any protocol."""
-    return head.startswith(_MAGIC_TEXT) or (head[:1] == b"\x80" and MAGIC_BYTES in head[:24])
-
-
 # Reading
-
-
-@dataclass(eq=False)
-class LegacyFile:
-    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the
-    object, the keys, and by key the bytes of the storages, in the file's order. ``around``: the pickles that are not
-    the object, where they are not as torch writes them. ``class_ids`` and ``warnings``:
-    see :class:`~ckptconv.checkpoint.model.Checkpoint`. ``pickle_offset`` and ``pickle_length`` say where the object's
-    pickle stands, in bytes.
-    """
-
-    head: ByteRange | None
-    graph: Graph
-    keys: frozenset[str]
-    spans: dict[str, ByteRange]
-    class_ids: dict[Global, PersistentId]
-    notes: list[str]
-    warnings: list[str]
-    around: list[Graph]
-    pickle_offset: int
-    pickle_length: int
 
 
 def read(source: Readable) -> Checkpoint:
@@ -185,8 +152,8 @@ def _read_head(
         _refuse_code(graph, where)
         graphs.append(graph)
     magic, version, sys_info = graphs
-    if magic.root != _MAGIC:
-        raise MalformedError("the magic number is another", where=where, expected=f"{_MAGIC:#x}")
+    if magic.root != MAGIC:
+        raise MalformedError("the magic number is another", where=where, expected=f"{MAGIC:#x}")
     if version.root != _VERSION:
         raise UnsupportedError(f"{_KIND}, of an unknown version", where=where, expected=_VERSION)
     note = "it says that it is big-endian; torch writes this format little-endian everywhere, and so it was read"
@@ -465,7 +432,7 @@ _WHAT = "a file in torch's format from before 1.6"
 _SHOWN = 5  # paths in an error
 #: Calls that read a tensor's values. Packed weights of quantized modules are objects of torch's C++, or convolutions
 #: that pack them.
-_EARLY_READERS = re.compile(
+_EARLY_READERS = regex(
     r"torch\._utils\._rebuild_(nested_tensor|device_tensor_from_cpu_tensor)|torch\._C\.Generator"
     r"|torch\.(_C\.)?ScriptObject"
     r"|torch\.(ao\.)?nn\.(intrinsic\.)?quantized\.(\w+\.)*\w*Conv\w*"
@@ -498,11 +465,6 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
             pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
     file = file_of(path, pieces, storages.values())
     return Layout((file,), tuple(texts_left_behind(checkpoint)), ties=tuple(checkpoint.ties.items()))
-
-
-WRITER = Writer(
-    "legacy", NAME, layout, suffixes=TORCH_SUFFIXES, new_suffix=".pt", about="torch's before 1.6", hub=TORCH_HUB_NAME
-)
 
 
 def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
@@ -561,7 +523,7 @@ def _head() -> bytes:
     """The three pickles before the object."""
     sizes = _dict([("short", 2), ("int", 4), ("long", 4)])
     sys_info = _dict([("protocol_version", _VERSION), ("little_endian", True), ("type_sizes", sizes)])
-    return _pickled(_MAGIC) + _pickled(_VERSION) + _pickled(sys_info)
+    return _pickled(MAGIC) + _pickled(_VERSION) + _pickled(sys_info)
 
 
 def _pickled(value: Value) -> bytes:

@@ -46,16 +46,15 @@ from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.zips import cut_short, refuse_foreign_zips
-from ckptconv.formats.layout import Layout, Writer, joined
+from ckptconv.formats.layout import Layout, joined
 from ckptconv.formats.pickle_writing import (
-    TORCH_HUB_NAME,
-    TORCH_SUFFIXES,
     pickle_pieces,
     refuse_unknown_dtypes,
     renumber,
     sources_left_behind,
     texts_left_behind,
 )
+from ckptconv.formats.writers import WRITERS
 from ckptconv.formats.zip_archive import (
     STORED,
     UTF8,
@@ -67,6 +66,7 @@ from ckptconv.formats.zip_archive import (
     local_header,
     read_archive,
 )
+from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Graph
 from ckptconv.pickles.parser import parse
@@ -79,8 +79,8 @@ __all__ = [
     "PICKLE",
     "REPLACED",
     "SUPERSEDED",
-    "WRITER",
     "archived",
+    "is_program",
     "layout",
     "looks_like",
     "read",
@@ -89,7 +89,7 @@ __all__ = [
     "record_bytes",
 ]
 
-NAME = "torch zip"
+NAME = WRITERS["pt"].name
 PICKLE = "data.pkl"
 NO_CHECKSUMS = "the file has no checksums, so damage to it cannot be seen"
 NO_STORAGE_CHECKSUMS = (
@@ -100,7 +100,7 @@ _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization
 #: What an in-place change that appends a new pickle replaces: the old one, and what describes the layout.
 REPLACED = (PICKLE, ".format_version", ".storage_alignment")
 SUPERSEDED = "a change in place replaced it"
-_SUPERSEDED = re.compile("|".join(rf"{re.escape(name[:-4])}\.[0-9]{{3}}" for name in REPLACED))
+_SUPERSEDED = regex("|".join(rf"{re.escape(name[:-4])}\.[0-9]{{3}}" for name in REPLACED))
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
 #: By which torch.jit.load knows a program (:mod:`ckptconv.formats.torchscript`).
 CONSTANTS = "constants.pkl"
@@ -111,6 +111,14 @@ _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serializatio
 def looks_like(head: bytes) -> bool:
     """Whether a file that starts with `head` is a zip archive."""
     return head[:4] == b"PK\x03\x04"
+
+
+def is_program(checkpoint: Checkpoint) -> bool:
+    """Whether `checkpoint`, read from a zip of torch's, is the module of a program.
+
+    By the record by which torch knows it.
+    """
+    return isinstance(checkpoint.container, Archive) and CONSTANTS in checkpoint.container.names()
 
 
 # Reading
@@ -327,11 +335,6 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     refuse_unknown_dtypes(checkpoint)
     left_behind = [*texts_left_behind(checkpoint), *sources_left_behind(checkpoint)]
     return Layout((_written(checkpoint, path, checked=True),), tuple(left_behind), ties=tuple(checkpoint.ties.items()))
-
-
-WRITER = Writer(
-    "pt", NAME, layout, suffixes=TORCH_SUFFIXES, new_suffix=".pt", hub=TORCH_HUB_NAME, shards=True, records=True
-)
 
 
 def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:

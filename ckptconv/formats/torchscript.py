@@ -39,9 +39,10 @@ from ckptconv.errors import LimitError, RefusedError, count, some
 from ckptconv.formats.torch_zip import CONSTANTS, read_pickle, record_bytes
 from ckptconv.formats.zip_archive import Archive
 from ckptconv.hints import literal, option
+from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 
-__all__ = ["CONSTANTS", "NAME", "is_program", "read_program", "refuse"]
+__all__ = ["CONSTANTS", "NAME", "read_program", "refuse"]
 
 NAME = "TorchScript"
 #: What else there is, by the first part of its name, for who takes the weights alone.
@@ -54,8 +55,8 @@ _PROGRAM = {
 _EXTRA = "it belongs to the program"
 _SHOWN = 5  # devices in a note
 _STRING = rb'"((?:[^"\\\n]|\\.){0,1000})"'  # no attribute has a longer name
-_ITEM = re.compile(_STRING + rb",? *")
-_CLASS_LINE = re.compile(
+_ITEM = regex(_STRING + rb",? *")
+_CLASS_LINE = regex(
     rb"^(?:class (?P<cls>[^(:\n]+)(?P<module>\(Module\))?[^\n]*"
     rb"|  __(?P<kind>parameters|buffers)__ = \[(?P<names>[^\n]*)\]"
     rb"|  __annotations__\[" + _STRING.replace(b"(", b"(?P<quoted>", 1) + rb"\] = (?P<annotation>[^\n]+)"
@@ -63,17 +64,9 @@ _CLASS_LINE = re.compile(
     re.MULTILINE,
 )
 _Word = TypeVar("_Word")
-_DEVICE = re.compile(rb'\btorch\.device\("([^"\\\n]{1,40})"\)|\btorch\.(cuda)\(')
-_ESCAPE = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
+_DEVICE = regex(rb'\btorch\.device\("([^"\\\n]{1,40})"\)|\btorch\.(cuda)\(')
+_ESCAPE = regex(rb"\\([0-7]{3}|.)", re.DOTALL)
 _ESCAPED = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
-
-
-def is_program(checkpoint: Checkpoint) -> bool:
-    """Whether `checkpoint`, read from a zip of torch's, is the module of a program.
-
-    By the record by which torch knows it.
-    """
-    return isinstance(checkpoint.container, Archive) and CONSTANTS in checkpoint.container.names()
 
 
 def read_program(source: Readable, checkpoint: Checkpoint) -> None:

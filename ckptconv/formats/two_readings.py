@@ -23,14 +23,14 @@ Read are some hundred kilobytes, and of what does start as a pickle at most 16 M
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Iterator
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import MalformedError
-from ckptconv.formats import plain_pickle, torch_legacy, torch_zip
+from ckptconv.formats.writers import WRITERS
 from ckptconv.formats.zip_archive import LOCAL, archives_behind
+from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Blob, Extension, Graph, PersistentId, Py2String, Tuple, Value
 from ckptconv.pickles.lenient import STARTS, LenientScan, scan_lenient
@@ -39,14 +39,17 @@ from ckptconv.pickles.opcodes import CODES
 __all__ = ["is_tar", "refuse_two_readings"]
 
 _BLOCK = 512  # bytes of a tar header, and where the first file in HDF5 may start
+#: What tarfile takes for a number: in base 256, or octal digits as int() reads them, up to a NUL.
+_NUMBER = regex(rb"[\x80\xff]|[\s\x1c-\x1f0-7oO_+-]*(\0|\Z)")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _GZIP = b"\x1f\x8b\x08"
 _UNPACKED = 1 << 17  # bytes: the header of gzip, as long as it can be here, and some of what follows
 _SUPERBLOCK = "possible HDF5 start"
+_ZIPPED = WRITERS["pt"].name
+_PICKLED = WRITERS["legacy"].name, WRITERS["pickle"].name
 _PICKLES = 5  # one behind another, before torch 1.6
-_PICKLED = (torch_legacy.NAME, plain_pickle.NAME)
 #: What stands in every part of a safetensors header, and in no name of a module.
-_OF_HEADERS = re.compile(r'[\0"{}\[\],:]')
+_OF_HEADERS = regex(r'[\0"{}\[\],:]')
 
 
 def refuse_two_readings(source: Readable, name: str) -> None:
@@ -63,10 +66,13 @@ def refuse_two_readings(source: Readable, name: str) -> None:
 
 def is_tar(source: Readable) -> bool:
     """Whether Python's tarfile takes the first 512 bytes for a header, as torch.load asks it first."""
-    import tarfile  # here, because what has been refused before does without
+    head = source.read(0, min(_BLOCK, source.size))
+    if len(head) < _BLOCK or not _NUMBER.match(head[148:156]):  # where a header has its checksum
+        return False
+    import tarfile  # here, because hardly a file gets so far
 
     try:
-        tarfile.TarInfo.frombuf(source.read(0, min(_BLOCK, source.size)), "utf-8", "surrogateescape")
+        tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return False
     return True
@@ -77,7 +83,7 @@ def _tar(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever 
 
 
 def _zip(source: Readable, name: str) -> str | None:
-    if name == torch_zip.NAME:
+    if name == _ZIPPED:
         return None
     found = {*archives_behind(source)}
     if not found or (name in _PICKLED and found <= _byte_strings(source)):
@@ -98,7 +104,7 @@ def _byte_strings(source: Readable) -> set[tuple[int, int]]:
 
 
 def _pickle(source: Readable, name: str) -> str | None:
-    if name in (torch_zip.NAME, *_PICKLED) or source.read(0, 1) not in _FIRST:
+    if name in (_ZIPPED, *_PICKLED) or source.read(0, 1) not in _FIRST:
         return None
     for seen in _pickles(source, LIMITS.second_reading_opcodes, LIMITS.second_reading_bytes):
         named = _named(seen)

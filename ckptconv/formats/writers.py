@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip
-from ckptconv.formats.layout import Writer
+from ckptconv.light_dataclass import dataclass
+
+if TYPE_CHECKING:
+    from ckptconv.checkpoint.model import Checkpoint
+    from ckptconv.formats.layout import Layout
 
 __all__ = [
     "DEFAULT",
     "SUFFIXES",
     "WRITERS",
     "FormatWord",
+    "HubName",
+    "Writer",
     "admitted",
     "split_suffix",
     "suffix_of",
@@ -23,13 +31,114 @@ __all__ = [
 
 FormatWord: TypeAlias = Literal["pt", "legacy", "pickle", "safetensors"]
 
+
+class HubName(NamedTuple):
+    """What the Hub's tools call a whole model in a format: ``model`` + ``.safetensors``."""
+
+    model: str
+    suffix: str
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A format that can be written: its names, and what it can hold. Everything else asks this, and no format's name.
+
+    Attributes:
+        word: What ``--format`` calls it.
+        name: What reports call it.
+        module: That of ``ckptconv.formats`` with its ``layout(checkpoint, path)``, and ``copy_tied`` where `ties` is
+            False.
+        suffixes: Those of its files. What the first of several writers with a suffix writes is meant by it.
+        new_suffix: That of a file whose own suffix belongs to other formats.
+        about: What it is, for who has to choose.
+        hub: What the Hub's tools call a model in it, if they read it.
+        shards: Whether they read shards of it.
+        stays: Whether a file of this format stays one under a suffix that means another format first.
+        devices: Whether it stores the device of a tensor.
+        objects: Whether it holds whatever a pickle can say; else names and their tensors alone.
+        ties: Whether two names can have one tensor; else texts say so.
+        views: Whether it holds storages, of which tensors show parts; else what tensors show and no more.
+        texts: Whether it holds texts beside tensors.
+        records: Whether it holds what else stands in an archive of torch's.
+        safe_loader: Whether torch's safe loader reads it, which refuses code that it does not know.
+    """
+
+    word: str
+    name: str
+    module: str
+    suffixes: tuple[str, ...]
+    new_suffix: str
+    about: str = ""
+    hub: HubName | None = None
+    shards: bool = False
+    stays: bool = False
+    devices: bool = True
+    objects: bool = True
+    ties: bool = True
+    views: bool = True
+    texts: bool = False
+    records: bool = False
+    safe_loader: bool = True
+
+    @property
+    def shard_suffix(self) -> str:
+        """The suffix of its shards, if it has any."""
+        assert self.hub is not None
+        return self.hub.suffix
+
+    def lay_out(self, checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> Layout:
+        """The file that `checkpoint`, edited, becomes at `path`.
+
+        Args:
+            checkpoint: It can be changed by this.
+            path: Of the file.
+            copy_tied: Write tied tensors under each of their names; not where `ties` is True.
+
+        Raises:
+            RefusedError: The format cannot hold it.
+        """
+        layout: Callable[..., Layout] = import_module(f"ckptconv.formats.{self.module}").layout
+        return layout(checkpoint, path, copy_tied=True) if copy_tied else layout(checkpoint, path)
+
+
+#: What ``torch.save`` gets called by, and what ``pickle.dump`` does, which is torch's too.
+_PICKLE_SUFFIXES = (".pkl", ".pickle", ".p")
+_TORCH_SUFFIXES = (".pt", ".pth", ".pth.tar", ".bin", ".ckpt", ".th", ".tar", *_PICKLE_SUFFIXES)
+_TORCH_HUB_NAME = HubName("pytorch_model", ".bin")
+_ALL = (
+    Writer("pt", "torch zip", "torch_zip", _TORCH_SUFFIXES, ".pt", hub=_TORCH_HUB_NAME, shards=True, records=True),
+    Writer("legacy", "torch legacy", "torch_legacy", _TORCH_SUFFIXES, ".pt", "torch's before 1.6", hub=_TORCH_HUB_NAME),
+    Writer(
+        "pickle",
+        "pickle",
+        "plain_pickle",
+        _PICKLE_SUFFIXES,
+        ".pkl",
+        "what pickle.load reads",
+        stays=True,
+        safe_loader=False,
+    ),
+    Writer(
+        "safetensors",
+        "safetensors",
+        "safetensors",
+        (".safetensors",),
+        ".safetensors",
+        hub=HubName("model", ".safetensors"),
+        shards=True,
+        devices=False,
+        objects=False,
+        ties=False,
+        views=False,
+        texts=True,
+        safe_loader=False,
+    ),
+)
 #: By the word of ``--format``. Of those that a suffix admits, the first is meant where nobody says anything else.
-WRITERS: dict[str, Writer] = {
-    each.word: each for each in (torch_zip.WRITER, torch_legacy.WRITER, plain_pickle.WRITER, safetensors.WRITER)
-}
-SUFFIXES = frozenset(suffix for writer in WRITERS.values() for suffix in writer.suffixes)
+WRITERS = {each.word: each for each in _ALL}
+SUFFIXES = frozenset(suffix for writer in _ALL for suffix in writer.suffixes)
 #: What is written where nothing says anything else.
-DEFAULT = torch_zip.WRITER
+DEFAULT = WRITERS["pt"]
 
 
 def suffix_of(name: str) -> str:

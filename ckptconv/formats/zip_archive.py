@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from ckptconv.byteranges.fault_sink import UnreadRecord
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, count
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
 __all__ = [

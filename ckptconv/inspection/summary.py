@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ckptconv.byteranges.sources import Input, Readable, SourceFolder
 from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
@@ -17,8 +16,8 @@ from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.weights_only.answers import Answer
+from ckptconv.edits.devices import user_devices
 from ckptconv.edits.names import prefixes_of
-from ckptconv.edits.retag import user_devices
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import SUPERSEDED
@@ -26,7 +25,8 @@ from ckptconv.hints import for_python, in_python
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host, this_host
-from ckptconv.inspection.values import Meter, TensorValues, values_of
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, Value, gc_paused, is_global
 from ckptconv.pickles.paths import Place
@@ -36,15 +36,18 @@ from ckptconv.render.summary import summary_lines
 from ckptconv.safety.scan import Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 
+if TYPE_CHECKING:
+    from ckptconv.inspection.values import Meter, TensorValues
+
 __all__ = ["Share", "Summary", "TensorSummary", "ValuesWanted", "inspect", "summarize", "summary_of"]
 
 _ORDERED_DICT = "collections.OrderedDict"
 _Kind: TypeAlias = Literal["model", "EMA", "optimizer", "RNG states", "other"]
 _KINDS = get_args(_Kind)
-_AVERAGE = re.compile(r"(?i)(?<![a-z])(ema|averaged?|swa|shadow)(?![a-z])")
+_AVERAGE = regex(r"(?i)(?<![a-z])(ema|averaged?|swa|shadow)(?![a-z])")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Share:
     """How many tensors have something in common, and the bytes of their storages."""
 
@@ -52,7 +55,7 @@ class Share:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateDictSummary:
     """A state dict: where it is, what it holds, and the first segments of its names with their number."""
 
@@ -64,7 +67,7 @@ class StateDictSummary:
     names: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NamedTensor:
     """A name in the state dict that a module would give, and the path of its tensor in the file.
 
@@ -75,7 +78,7 @@ class NamedTensor:
     path: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModuleSummary:
     """A whole module: its class, as the file names it, and the state dict that it would give.
 
@@ -118,7 +121,7 @@ class TensorSummary:
     values: TensorValues | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ConcernSummary:
     """A global that torch's safe loader refuses, or something else that nobody can judge: where it stands first, in how
     many more places, and whether no checkpoint needs it.
@@ -130,7 +133,7 @@ class ConcernSummary:
     more: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReasonSummary:
     """Why torch refuses the file, or why that is not known, and where; None where it is the file as a whole.
 
@@ -143,7 +146,7 @@ class ReasonSummary:
     needs: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TorchLoadSummary:
     """Whether ``torch.load`` loads the file: ``loads``, ``refused`` or ``not known``, on a machine that has none of
     the devices in it; which call that is, and the version of torch whose rules were followed.
@@ -155,7 +158,7 @@ class TorchLoadSummary:
     reasons: tuple[ReasonSummary, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JournalSummary:
     """An undo journal beside a file, as large as it is; ``hot``: the change that it is of was not finished."""
 
@@ -164,7 +167,7 @@ class JournalSummary:
     hot: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecordSummary:
     """A record of the file, and its size."""
 
@@ -172,7 +175,7 @@ class RecordSummary:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """Tensors that belong together, as people say it: what they are, where, how many, and their bytes, ties in it once.
 
@@ -283,6 +286,8 @@ def summary_of(path: Input, values: ValuesWanted | None = None) -> Summary:
             summary = summarize(checkpoint, this_host())
         if values is None:
             return summary
+        from ckptconv.inspection.values import values_of
+
         wanted = {tensor.path: checkpoint.tensors[tensor.path] for tensor in values.select(summary)}
         found = values_of(wanted, checkpoint.byteorder, histogram=values.histogram, progress=values.progress)
         source.check_unchanged()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from ckptconv.checkpoint.model import TensorInfo
 from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.inspection.elements import BLOCK, Budget, check_repeats, cost, in_numbers, without_repeats
+from ckptconv.light_dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.summing import Statistics
@@ -33,7 +33,7 @@ Meter = Callable[[int], AbstractContextManager[Progress | None]]
 _Batch = list[tuple[int, int, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Histogram:
     """How many finite numbers are between each of `edges` and the next one; half of the bins are for negative ones.
 
@@ -45,7 +45,7 @@ class Histogram:
     counts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorValues:
     """What the elements of a tensor are: how many are NaN, an infinity of either sign, or 0, and of all that are finite
     the extremes, mean, standard deviation (torch's) and norm.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -34,6 +33,7 @@ from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import NO_CHECKSUMS
 from ckptconv.hints import for_python, in_python, option
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.render.json_views import verdict_as_dict
 from ckptconv.render.result import Result

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 
 from ckptconv.byteranges import reading
@@ -16,6 +16,7 @@ from ckptconv.byteranges.materialise import CastBuffer, Pieces
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Cast, Concat
 from ckptconv.dtypes import BY_NAME
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["CastThreads"]
 

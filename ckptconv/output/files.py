@@ -22,6 +22,7 @@ from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progr
 from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of, target_of
 from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.hints import command, option, shell
+from ckptconv.lazy_regex import regex
 from ckptconv.output import linux
 from ckptconv.output.destinations import FileDestination, FileObjectDestination
 from ckptconv.output.transfer import Transfer
@@ -45,7 +46,7 @@ __all__ = [
     "write_to_object",
 ]
 
-_TEMPORARY = re.compile(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
+_TEMPORARY = regex(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 

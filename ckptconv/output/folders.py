@@ -16,7 +16,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.byteranges.undo_journal import target_of
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, some
 from ckptconv.hints import option
+from ckptconv.light_dataclass import dataclass
 from ckptconv.output import linux
 from ckptconv.output.files import (
     as_output_error,

@@ -10,13 +10,13 @@ import os
 import shutil
 import stat
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import OutFile, Progress
 from ckptconv.byteranges.undo_journal import target_of
 from ckptconv.errors import CkptconvError, InputChangedError, RefusedError
+from ckptconv.light_dataclass import dataclass
 from ckptconv.output.files import fill, is_own_file
 
 __all__ = ["OtherFile", "check_inside", "copy_into", "others_in", "rest_of"]

@@ -6,9 +6,9 @@ Rules of S3: at most 10,000 parts, each but the last of 5 MiB to 5 GiB.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Literal, OutFile, Piece
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["LEAST", "Part", "is_streamed", "parts_of"]
 

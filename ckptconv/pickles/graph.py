@@ -14,10 +14,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import islice
 from typing import TypeAlias, TypeGuard
 
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
 __all__ = [

@@ -19,11 +19,11 @@ What one of the two takes and the parser does not, beside values of wrong types:
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
+from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import (
     Blob,
     ByteArray,
@@ -48,7 +48,7 @@ from ckptconv.pickles.parser import OPERATIONS, in_dispatch
 __all__ = ["NAMING", "STARTS", "LenientScan", "scan_lenient"]
 
 _HIGHEST_PROTOCOL = 5
-_DIGITS = re.compile(rb"\+?[0-9]+(?:_[0-9]+)*")
+_DIGITS = regex(rb"\+?[0-9]+(?:_[0-9]+)*")
 _AT_ONCE = 4000  # digits that Python converts
 #: C's unpickler forgets what is left of a frame where an opcode needs more than that, if it reads what has no ``peek``;
 #: if it has, or in Python, nothing is forgotten. So one pickle is two programs. No writer makes such frames.

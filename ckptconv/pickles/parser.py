@@ -7,11 +7,11 @@ A text or bytes object above ``LIMITS.inline_bytes`` never enters memory: it bec
 from __future__ import annotations
 
 import codecs
-import re
 import struct
 from collections.abc import Callable, Mapping
 
 from ckptconv.errors import LimitError, UnsupportedError
+from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     Blob,
@@ -38,9 +38,9 @@ _HIGHEST_PROTOCOL = 5
 
 # What pickle's own writers write: CPython's readers in C and in Python understand more, and
 # not the same (010 is 8 or an error).
-_INTEGER = re.compile(rb"-?(?:0|[1-9][0-9]*)")
-_FLOAT = re.compile(rb"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)")
-_ESCAPE = re.compile(rb"\\(?:[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|[0-3][0-7]{2}|[0-7]{1,2}(?![0-7]))")
+_INTEGER = regex(rb"-?(?:0|[1-9][0-9]*)")
+_FLOAT = regex(rb"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)")
+_ESCAPE = regex(rb"\\(?:[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|[0-3][0-7]{2}|[0-7]{1,2}(?![0-7]))")
 
 
 def parse(

@@ -26,9 +26,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ckptconv.errors import LimitError
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     Call,
@@ -65,7 +66,7 @@ _LONGEST_LITERAL = 80
 _TOO_LONG = "the paths of what is in the checkpoint are too long"
 _SPECIAL = tuple(".({<")  # begins a segment that is no string key
 
-_SEGMENT = re.compile(
+_SEGMENT = regex(
     r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)?   # [0], [(1, 'a')], [0]\2
       | / (?:\\. | [^\\/[])*                                                       # /weight, /a\/b, /.name, /(0)
     """,

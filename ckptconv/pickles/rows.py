@@ -14,11 +14,12 @@ import re
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import is_, itemgetter
 from typing import Any, cast
 
 from ckptconv.errors import InputError
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, PersistentId, Tuple, Value
 from ckptconv.pickles.machine import Operation, PickleMachine
 from ckptconv.pickles.opcodes import CODES
@@ -31,7 +32,7 @@ _PUT = rb"(r....)"  # of four bytes: rows begin behind the first 256 slots
 _PERHAPS = rb"((?:r....)?)"  # an empty tuple is not put, and neither is a text that the memo has
 _INTS = rb"(\)|I\x85|II\x86|III\x87|\(I{4,64}t)".replace(b"I", _INT)
 #: What follows the GET of what is called. All lengths are in it but those of the two texts, which are compared.
-_ROW = re.compile(
+_ROW = regex(
     rb"(\(\(" + _GET + _GET + rb")X(....)([0-9]{1,19})" + _PUT
     + rb"(" + _GET + rb"|X....[a-z]{2,20}(?::[0-9]{1,3})?)" + _PERHAPS
     + rb"(" + _INT + rb"t)" + _PUT + rb"(Q" + _INT + rb")" + _INTS + _PERHAPS + _INTS + _PERHAPS

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptconv.hints import Command, Option, command, command_in, option
+from ckptconv.lazy_regex import regex
 from ckptconv.render.text import Style, command_lines, count, fact, first_of, headline, rows_of, size
 from ckptconv.render.values import values_fact
 
@@ -23,7 +24,7 @@ _SHOWN_LONG = 3  # things that are names twice over
 _LONGEST = 60  # characters of a text from the file
 _LONGEST_PATH = 100
 _USUAL_GLOBALS = ("torch.", "collections.OrderedDict", "__builtin__.", "builtins.", "_codecs.encode")
-_MACHINERY = re.compile(r"(^|/)\.(_|training$)")  # attributes that every pickled module has, and what is in them
+_MACHINERY = regex(r"(^|/)\.(_|training$)")  # attributes that every pickled module has, and what is in them
 _DANGEROUS = "dangerous"  # the kind of the finding that outweighs the others
 
 

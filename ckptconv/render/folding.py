@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import gc_paused
 
 if TYPE_CHECKING:
@@ -25,18 +27,18 @@ _DEEPEST = 64  # levels; what is below stays one name, so that no name can make 
 _SHOWN_RUNS = 4
 # A key that is no string, an index with what ends it, or a word up to the dot or slash that
 # ends it; dots at its start belong to it.
-_PIECE = re.compile(
+_PIECE = regex(
     r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)? /?
       | \.* (?: \\. | [^\\/[.] )* (?: [./] | (?=\[) | $ )
       | .
     """,
     re.DOTALL | re.VERBOSE,
 )
-_PLAIN_PIECE = re.compile(r"\.*[^./]*[./]?")  # the same, many times faster, where no bracket or backslash is
-_NUMBER = re.compile(r"(\[?)(0|[1-9][0-9]{0,8})(\]?[./]?)")
+_PLAIN_PIECE = regex(r"\.*[^./]*[./]?")  # the same, many times faster, where no bracket or backslash is
+_NUMBER = regex(r"(\[?)(0|[1-9][0-9]{0,8})(\]?[./]?)")
 
 
-@dataclass
+@dataclass(slots=True)
 class Branch:
     """A level of the tree: its segment, the numbers of the siblings that it stands for,
     and how many paths it stands for in all.

@@ -79,7 +79,7 @@ def _verified(found: Verified) -> list[str]:
 
 
 def _holds(container: str, quality: str) -> bool:
-    """Whether a container has a `quality` of :class:`~ckptconv.formats.layout.Writer`; of several nobody knows."""
+    """Whether a container has a `quality` of :class:`~ckptconv.formats.writers.Writer`; of several nobody knows."""
     writer = None if " and " in container else writer_of(container)
     return writer is None or getattr(writer, quality)
 

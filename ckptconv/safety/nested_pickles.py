@@ -28,10 +28,10 @@ from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.errors import InputChangedError, InputError, MalformedError
-from ckptconv.formats import torch_legacy, torch_zip
+from ckptconv.formats import legacy_file, torch_zip
 from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES
-from ckptconv.formats.plain_pickle import Decoded
 from ckptconv.formats.zip_archive import STORED, Member, read_archive
+from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Blob, ByteArray, Graph, Py2String, Value, args_of
 from ckptconv.pickles.lenient import NAMING, STARTS, LenientScan, scan_lenient
@@ -61,7 +61,7 @@ _CODECS = frozenset([
 ])  # a table  # fmt: skip
 _ERRORS = frozenset(["backslashreplace", "ignore", "replace", "strict", "surrogateescape", "surrogatepass"])
 _ENCODERS = ("_codecs.encode", "builtins.bytearray", "builtins.bytes")
-_NAMES = re.compile(b"[" + re.escape(NAMING) + b"]")
+_NAMES = regex(b"[" + re.escape(NAMING) + b"]")
 
 
 class Inner(NamedTuple):
@@ -198,7 +198,7 @@ def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) ->
             inner = f"{name}: {member.name}" if name else member.name
             yield from _member(held, member, inner, most, depth - 1)
     else:
-        known = name or ("torch file" if torch_legacy.looks_like(head) else "pickle")
+        known = name or ("torch file" if legacy_file.looks_like(head) else "pickle")
         yield from pickles_from(held, known, LIMITS.pickles_inside, most)
 
 
@@ -214,7 +214,7 @@ def _member(held: Readable, member: Member, name: str, most: int, depth: int) ->
 
 def _is_looked_into(head: bytes) -> bool:
     """Whether a file that starts with `head` is one of torch or NumPy."""
-    return torch_zip.looks_like(head) or torch_legacy.looks_like(head) or head.startswith(_NUMPY)
+    return torch_zip.looks_like(head) or legacy_file.looks_like(head) or head.startswith(_NUMPY)
 
 
 def _behind_header(head: bytes) -> int:
@@ -262,6 +262,8 @@ def _text_as_file(value: Encoded, blobs: Readable) -> Readable | None:
     text, codec, errors = value
     if (codec, errors) == ("latin_1", "strict"):
         try:
+            from ckptconv.formats.plain_pickle import Decoded  # which hardly a file needs
+
             return Decoded(blobs, text, str(blobs.path))
         except MalformedError:  # characters that no byte has
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -22,10 +22,12 @@ from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import is_torchs
 from ckptconv.checkpoint.weights_only.answers import Answer
 from ckptconv.errors import InputChangedError, InputError, LimitError
-from ckptconv.formats import torch_legacy, torch_zip
+from ckptconv.formats import torch_zip
 from ckptconv.formats.foreign.pickles import LOADER
-from ckptconv.formats.sharded import reading as sharded
+from ckptconv.formats.legacy_file import LegacyFile
+from ckptconv.formats.sharded.container import ShardedContainer
 from ckptconv.formats.zip_archive import Archive
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     Blob,
@@ -163,15 +165,13 @@ _BY_ANSWER: dict[Answer, Level] = {
 def _around(checkpoint: Checkpoint) -> list[Graph]:
     """The pickles of a file of torch before 1.6 that stand around its object."""
     containers = [part.container for part in _parts(checkpoint)]
-    return [graph for each in containers if isinstance(each, torch_legacy.LegacyFile) for graph in each.around]
+    return [graph for each in containers if isinstance(each, LegacyFile) for graph in each.around]
 
 
 def _parts(checkpoint: Checkpoint) -> list[Checkpoint]:
     """The files of `checkpoint`."""
     container = checkpoint.container
-    return (
-        [shard.part for shard in container.shards] if isinstance(container, sharded.ShardedContainer) else [checkpoint]
-    )
+    return [shard.part for shard in container.shards] if isinstance(container, ShardedContainer) else [checkpoint]
 
 
 def _left_for(graph: Graph) -> int:

@@ -9,9 +9,7 @@ it has memory for what the file holds.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ckptconv.byteranges.reading import inflated
 from ckptconv.byteranges.sources import Readable
@@ -23,20 +21,23 @@ from ckptconv.checkpoint.weights_only.objects import Contents
 from ckptconv.checkpoint.weights_only.unpickler import reasons
 from ckptconv.dtypes import BY_NAME, UNTYPED
 from ckptconv.errors import InputError, MalformedError
-from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip, torchscript
-from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
-from ckptconv.formats.sharded import reading as sharded
-from ckptconv.formats.torch_zip import record_bytes
+from ckptconv.formats.legacy_file import LegacyFile
+from ckptconv.formats.sharded.container import ShardedContainer
+from ckptconv.formats.torch_zip import CONSTANTS, record_bytes
 from ckptconv.formats.two_readings import is_tar
+from ckptconv.formats.writers import WRITERS
 from ckptconv.formats.zip_archive import Archive, Member
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
 __all__ = ["CALL", "Loading", "torch_loading"]
 
 #: What the answer is about.
 CALL = 'torch.load(path, map_location="cpu", weights_only=True)'
+_SAFETENSORS = WRITERS["safetensors"].name
 _VERSIONS = range(1, 11)
-_NUMBER = re.compile(rb"\s*\+?([0-9]{1,19})")
+_NUMBER = regex(rb"\s*\+?([0-9]{1,19})")
 _LONGEST_NAME = 511  # bytes: what torch keeps of a record's name
 _ALIGNMENT = ".storage_alignment"
 _SERIALIZATION_ID = ".data/serialization_id"
@@ -94,14 +95,17 @@ def _not_known(text: str) -> Reason:
 def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     """The reasons in one file, or in each of a set of shards; its long texts stand in `blobs`."""
     container = checkpoint.container
-    if isinstance(container, sharded.ShardedContainer):
+    if isinstance(container, ShardedContainer):
         for shard in container.shards:
             yield from _reasons(shard.part, blobs)
         return
     is_named_safetensors = checkpoint.source.path.name.endswith(".safetensors")
-    if is_named_safetensors and checkpoint.format != safetensors.NAME:
+    if is_named_safetensors and checkpoint.format != _SAFETENSORS:
         yield _refused("torch.load takes a file of this name for safetensors, and it is none")
-    yield from _BY_FORMAT[checkpoint.format](checkpoint, blobs)
+    if checkpoint.script_classes is not None:
+        yield _refused("it is a TorchScript archive, which torch.jit.load loads and torch.load does not")
+        return
+    yield from _BY_FORMAT.get(checkpoint.format, _of_folder)(checkpoint, blobs)
 
 
 # torch's zip
@@ -151,8 +155,8 @@ def _of_name(name: bytes, root: bytes) -> Iterator[Reason]:
         kept.decode()
     except UnicodeDecodeError:
         yield _refused(f"a record's name has {len(name):,} bytes, and torch cuts a character of it in two")
-    if kept == root + b"/" + torchscript.CONSTANTS.encode():
-        yield _refused(f"a record's name begins with {torchscript.CONSTANTS}, and torch sees no more of it")
+    if kept == root + b"/" + CONSTANTS.encode():
+        yield _refused(f"a record's name begins with {CONSTANTS}, and torch sees no more of it")
 
 
 def _of_version(note: bytes | None) -> Iterator[Reason]:
@@ -186,17 +190,12 @@ def _of_deflated(checkpoint: Checkpoint) -> Iterator[Reason]:
         yield _not_known(f"a deflated storage cannot be inflated: {error.what}")
 
 
-def _of_program(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
-    del checkpoint, blobs
-    yield _refused("it is a TorchScript archive, which torch.jit.load loads and torch.load does not")
-
-
 # torch's format before 1.6
 
 
 def _of_legacy(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     container = checkpoint.container
-    assert isinstance(container, torch_legacy.LegacyFile)
+    assert isinstance(container, LegacyFile)
     if is_tar(checkpoint.source):
         yield _refused("torch takes it for a tar archive, which Python's tarfile does")
     for graph in container.around:
@@ -232,13 +231,10 @@ def _of_folder(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     yield _refused("torch.load reads files, and these are several, with parts of the same tensors", is_spelling=True)
 
 
+#: All others are folders.
 _BY_FORMAT: dict[str, Callable[[Checkpoint, Readable], Iterator[Reason]]] = {
-    torch_zip.NAME: _of_zip,
-    torchscript.NAME: _of_program,
-    torch_legacy.NAME: _of_legacy,
-    plain_pickle.NAME: _of_pickle,
-    safetensors.NAME: _of_safetensors,
-    dcp.NAME: _of_folder,
-    safetensors_parts.NAME: _of_folder,
-    rank_files.NAME: _of_folder,
+    WRITERS["pt"].name: _of_zip,
+    WRITERS["legacy"].name: _of_legacy,
+    WRITERS["pickle"].name: _of_pickle,
+    _SAFETENSORS: _of_safetensors,
 }

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from types import MemberDescriptorType
 from typing import Any
 
 import torch
+
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["Contents", "Slot", "attributes_of", "is_wrapper", "set_attributes"]
 
@@ -25,7 +27,7 @@ _ATOMS = (int, float, complex, str, bytes, bool, type(None), type)
 _LEAVES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)  # whatever else they are: a module can be a dataclass
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
     """Where `node` stands first: `key` is its key where `above` is a dict and has it as a value, else None."""
 

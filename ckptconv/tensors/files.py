@@ -27,6 +27,7 @@ from ckptconv.edits.options import edits_from
 from ckptconv.errors import ArgumentTypeError, NoMatchError, UsageError, count, require_torch
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
+from ckptconv.guesses import close_matches
 from ckptconv.hints import for_python, in_python
 from ckptconv.output import files as output_files
 from ckptconv.output.destinations import FileObjectDestination, Output
@@ -146,11 +147,9 @@ class CheckpointFile:
 
 def _near(path: str, paths: Iterable[str]) -> str | None:
     """The path that was probably meant."""
-    from difflib import get_close_matches
-
     every = list(paths)
     ending = [each for each in every if each.endswith("/" + path)]
-    close = ending or get_close_matches(path, every, n=1) or every
+    close = ending or close_matches(path, every, n=1) or every
     return f"a path like {close[0]}" if close else None
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["POLICY", "Extents", "Policy", "Range", "enlarged", "in_parts", "merged"]
 

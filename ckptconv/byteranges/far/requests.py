@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.errors import InputChangedError, TransferError
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["Answer", "Requests", "Transient", "Transport", "Version", "check_range", "received"]
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from ckptconv.errors import UsageError
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["FarPath", "Url", "far_path", "local_path", "parse"]
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+([^/?#]*)/*([^?#]*)(?:\?([^#]*))?", re.IGNORECASE | re.DOTALL)
-_KEYED = re.compile(r"(s3|hf):/+([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)  # in a key, ? and # are letters
-_ONE_SLASH = re.compile(r"^([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
+_URL = regex(r"([a-z][a-z0-9+.-]+):/+([^/?#]*)/*([^?#]*)(?:\?([^#]*))?", re.IGNORECASE | re.DOTALL)
+_KEYED = regex(r"(s3|hf):/+([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)  # in a key, ? and # are letters
+_ONE_SLASH = regex(r"^([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
 HTTP = ("http", "https")
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Value
 
 __all__ = ["TORCH", "AfterUnknown", "Answer", "Known", "NotKnown", "Reason", "Refused"]
@@ -28,7 +28,7 @@ class AfterUnknown(NotKnown):
     """It depends on a value of which was already said that it is not known, or refused."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Reason:
     """Why a graph does not load, or why that is not known.
 

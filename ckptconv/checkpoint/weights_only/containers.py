@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from ckptconv.checkpoint.weights_only.answers import AfterUnknown, NotKnown, Refused
 from ckptconv.checkpoint.weights_only.arguments import Arguments
 from ckptconv.checkpoint.weights_only.values import (
@@ -21,6 +19,7 @@ from ckptconv.checkpoint.weights_only.values import (
     SizeValue,
     said,
 )
+from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Blob, Dict, Global, Tuple, Value
 
@@ -43,7 +42,7 @@ LAYOUTS = frozenset(
     f"torch.{name}"
     for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 )
-_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]{0,8}))?")
+_DEVICE = regex(r"([a-z]+)(?::(0|[1-9][0-9]{0,8}))?")
 #: The families that torch knows a name of, whatever the machine has.
 DEVICE_TYPES = frozenset(
     (

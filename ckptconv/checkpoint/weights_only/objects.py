@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
@@ -21,6 +20,7 @@ from ckptconv.checkpoint.weights_only.values import (
     said,
 )
 from ckptconv.dtypes import BY_STORAGE_CLASS
+from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     Blob,
@@ -41,7 +41,7 @@ from ckptconv.pickles.rows import RowCall, RowId
 __all__ = ["Contents", "Objects", "before"]
 
 _WINDOW = 1 << 20
-_BEYOND_LATIN_1 = re.compile(rb"[\xc4-\xf4]")  # what starts a character of UTF-8 above U+00FF
+_BEYOND_LATIN_1 = regex(rb"[\xc4-\xf4]")  # what starts a character of UTF-8 above U+00FF
 _MUTABLE = (List, Dict, Set)
 _MADE = frozenset((Call, RowCall, PersistentId, RowId))
 

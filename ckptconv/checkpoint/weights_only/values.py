@@ -6,10 +6,10 @@ lists, dicts and sets as their nodes. What a call makes is one of the classes he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptconv.dtypes import DType
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Blob, Dict, Global, List, PersistentId, Set, Tuple, Value
 
 __all__ = [

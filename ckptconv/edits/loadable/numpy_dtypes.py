@@ -5,19 +5,19 @@ Source: ``descriptor.c`` (``arraydescr_reduce``, ``arraydescr_setstate``) of num
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.edits.loadable.pickled import NotPlain, bytes_of, count_of, pickled
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Dict, Global, Tuple, Value, set_items, strings_of
 
 __all__ = ["NumpyDType", "numpy_dtype"]
 
-_NAME = re.compile(r"([biufcOSUVMm])([0-9]{0,9})|(\?)")
+_NAME = regex(r"([biufcOSUVMm])([0-9]{0,9})|(\?)")
 #: torch's names, which are numpy's too.
 _TORCH = {
     ("b", 1): "bool", ("i", 1): "int8", ("i", 2): "int16", ("i", 4): "int32", ("i", 8): "int64", ("u", 1): "uint8",

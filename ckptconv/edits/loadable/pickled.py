@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckptconv.byteranges.latin1 import Latin1Text
 from ckptconv.byteranges.sources import BytesSource, Readable
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.legacy_python import text_of
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     Blob,

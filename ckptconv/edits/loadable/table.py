@@ -7,7 +7,6 @@ Only what stands here is taken. Members of an Enum and states of dataclasses loo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ckptconv.edits.loadable import texts
 from ckptconv.edits.loadable.arrays import FROM_BUFFER, RECONSTRUCT, SCALAR, Arrays, dtype_text
@@ -21,6 +20,7 @@ from ckptconv.edits.loadable.containers import (
     random_state,
 )
 from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Value, members_of
 
 __all__ = ["BY_CLASS", "FROZEN_SET", "NUMPY_TYPE", "NUMPY_TYPES", "OTHER", "ROWS", "Row"]

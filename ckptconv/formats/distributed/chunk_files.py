@@ -7,7 +7,7 @@ serialization id. So what stands before and behind the storage is compared, but 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
 from ckptconv.byteranges.sources import SliceSource
@@ -18,6 +18,7 @@ from ckptconv.checkpoint.safe_globals import is_allowed
 from ckptconv.errors import DangerousError, UnsupportedError, some
 from ckptconv.formats import torch_zip
 from ckptconv.formats.zip_archive import CENTRAL, CENTRAL_SIZE, DESCRIPTOR, HAS_DESCRIPTOR, Archive
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["ChunkFiles", "in_file"]
 

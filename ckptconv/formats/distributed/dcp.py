@@ -18,10 +18,8 @@ stays to be done, as in any other file.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count, pairwise
 from math import prod
 from operator import is_not
@@ -39,6 +37,8 @@ from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
 from ckptconv.formats.distributed.metadata import ItemPath, Metadata, Stored, TensorItem, read_metadata
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Object, Value, set_items, walk
 
@@ -46,7 +46,7 @@ __all__ = ["METADATA", "NAME", "DcpFolder", "looks_like", "looks_like_metadata",
 
 NAME = "DCP"
 METADATA = ".metadata"
-_OWN_METADATA = re.compile(r"__[0-9]+\.metadata")
+_OWN_METADATA = regex(r"__[0-9]+\.metadata")
 _SUFFIX = ".distcp"
 _PICKLE = b"\x80"  # how a pickle begins: others give files that name, too
 _COPY = "copy the whole folder: each process of the run wrote files of its own"

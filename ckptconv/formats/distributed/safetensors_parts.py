@@ -15,7 +15,6 @@ files, so they are never merged by their names: parts must fit together without 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from math import prod
 
@@ -29,13 +28,14 @@ from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, saved_offsets
 from ckptconv.formats.safetensors_header import Entry, read_header
+from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Dict, Value, set_items
 
 __all__ = ["NAME", "looks_like", "read"]
 
 NAME = "DCP safetensors"
 _SUFFIX = ".safetensors"
-_SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_SHARD = regex(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _ABOUT_PARTS = (SHARDING_INFO, "DCP_VERSION")  # what is not true of whole tensors
 
 

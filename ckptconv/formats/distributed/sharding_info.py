@@ -9,7 +9,6 @@ only, or where a tensor in it does not begin at 0.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats.safetensors_header import Header
 from ckptconv.hints import Placeholder, command
+from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import is_count
 
 __all__ = ["SHARDING_INFO", "is_part", "part_error", "saved_offsets"]
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
-_WHOLE = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")  # beside shard-00001-model-00001-of-00001.safetensors
+_WHOLE = regex(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")  # beside shard-00001-model-00001-of-00001.safetensors
 
 
 def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | None:

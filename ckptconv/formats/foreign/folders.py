@@ -12,14 +12,15 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.byteranges.sources import Readable, first_bytes
 from ckptconv.errors import InputError, UnsupportedError, some
+from ckptconv.guesses import close_matches
 from ckptconv.hints import Placeholder, command, joined, shell
+from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 
 __all__ = [
@@ -54,9 +55,9 @@ _KNOWN = (
     "model.weights.h5",
 )  # a table  # fmt: skip
 _SHARD = r".+-[0-9]{5}-of-(?!00000)[0-9]{5}(\.safetensors|\.bin)"  # whose folder is read as one checkpoint
-_ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
-_RANK = re.compile(r"mp_rank_[0-9]{2,}(_[0-9]{3,})*/")  # of Megatron-LM: tensor, pipeline and expert parallel ranks
-_STEP = re.compile(r"(iter_[0-9]+|release)/")
+_ZERO = regex(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
+_RANK = regex(r"mp_rank_[0-9]{2,}(_[0-9]{3,})*/")  # of Megatron-LM: tensor, pipeline and expert parallel ranks
+_STEP = regex(r"(iter_[0-9]+|release)/")
 _LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -108,7 +109,7 @@ def name_like(path: Path) -> Path | None:
     if folder.cut:
         others = (path.stem + suffix for suffix in CHECKPOINT_SUFFIXES)
         names.update(name for name in others if os.path.isfile(path.with_name(name)))
-    near = get_close_matches(path.name, sorted(names), n=1, cutoff=0.75)
+    near = close_matches(path.name, sorted(names), n=1, cutoff=0.75)
     return path.with_name(near[0]) if near else None
 
 

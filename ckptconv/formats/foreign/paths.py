@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 
 from ckptconv.byteranges.sources import is_url
 from ckptconv.errors import UsageError
+from ckptconv.guesses import close_matches
 from ckptconv.hints import option, shell
+from ckptconv.lazy_regex import regex
 
 __all__ = ["no_path_error", "odd_suffix_error", "refuse_url"]
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(?=[^/])")  # pathlib has made one slash of two
+_URL = regex(r"([a-z][a-z0-9+.-]+):/+(?=[^/])")  # pathlib has made one slash of two
 _DOWNLOADS = {
     "http": ("curl", "-LO"),
     "https": ("curl", "-LO"),
@@ -102,7 +102,7 @@ def _is_near(suffix: str, known: str) -> bool:
     """Whether `suffix` is `known` but for one letter, or two that are swapped, or for little in a long one."""
     if len(known) < len(".pt"):  # every letter is near to one
         return False
-    if get_close_matches(suffix, [known], cutoff=0.85):
+    if close_matches(suffix, [known], cutoff=0.85):
         return True
     halves = [(known[:n], known[n:]) for n in range(1, len(known) + 1)]
     near = {a + b[1::-1] + b[2:] for a, b in halves} | {a + b[1:] for a, b in halves}  # swapped, or missing

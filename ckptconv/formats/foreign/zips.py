@@ -34,15 +34,16 @@ from ckptconv.formats.zip_archive import (
     first_member,
 )
 from ckptconv.hints import literal, saved_by_torch, shell
+from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.pickles.parser import parse
 
 __all__ = ["cut_short", "displaced", "refuse_foreign_zips"]
 
 _PICKLE = "data.pkl"
-_TAME = re.compile(r"(?!-)(?!.*\.\.)[\w ./+=@%-]+")  # what unzip takes for a name and not for an option or a pattern
+_TAME = regex(r"(?!-)(?!.*\.\.)[\w ./+=@%-]+")  # what unzip takes for a name and not for an option or a pattern
 _ZIP64_TAIL = ZIP64_END_SIZE + ZIP64_LOCATOR_SIZE
-_METHOD = re.compile(re.escape(LOCAL) + rb"(?s:.{4}(..))")  # of a local header: two bytes behind version and flags
+_METHOD = regex(re.escape(LOCAL) + rb"(?s:.{4}(..))")  # of a local header: two bytes behind version and flags
 _BEHIND = 4096  # bytes behind data.pkl, in which a few small records and the first storage start
 
 

@@ -21,17 +21,17 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder, list_folder
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
-from ckptconv.formats.layout import HubName
 from ckptconv.formats.safetensors_header import is_text
-from ckptconv.formats.writers import WRITERS, split_suffix
+from ckptconv.formats.writers import WRITERS, HubName, split_suffix
 from ckptconv.hints import shell
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
 __all__ = [
@@ -60,16 +60,16 @@ _WITHOUT = "fetch it again; or take it away: without it the shards are read as t
 #: What the Hub's tools call a model in shards, by the suffix of these.
 _MODELS = {writer.hub.suffix: writer.hub.model for writer in WRITERS.values() if writer.hub and writer.shards}
 _SUFFIXES = "|".join(map(re.escape, _MODELS))
-_SHARD = re.compile(
+_SHARD = regex(
     rf"(?P<stem>.+)-(?P<number>\d{{5}})-of-(?P<count>\d{{5}})(?P<variant>\.[^.]+)?(?P<suffix>{_SUFFIXES})", re.ASCII
 )
-_INDEX = re.compile(rf"(?P<stem>.+)(?P<suffix>{_SUFFIXES})\.index(?P<variant>\.[^.]+)?\.json")
+_INDEX = regex(rf"(?P<stem>.+)(?P<suffix>{_SUFFIXES})\.index(?P<variant>\.[^.]+)?\.json")
 #: The stems that transformers, diffusers and peft give to a model, and what tells its variants apart.
 _ONE_NAME = ("diffusion_pytorch_model", "adapter_model")  # in all formats
 _STEMS = "|".join((*_MODELS.values(), *_ONE_NAME))
-_HUB = re.compile(rf"(?P<stem>{_STEMS})(?P<variant>\.[^.]+)?")
-_WHOLE = re.compile(rf"({_STEMS})({_SUFFIXES})")
-_MODEL = re.compile(rf"({'|'.join(_MODELS.values())})(-[0-9]{{5}}-of-[0-9]{{5}})?")
+_HUB = regex(rf"(?P<stem>{_STEMS})(?P<variant>\.[^.]+)?")
+_WHOLE = regex(rf"({_STEMS})({_SUFFIXES})")
+_MODEL = regex(rf"({'|'.join(_MODELS.values())})(-[0-9]{{5}}-of-[0-9]{{5}})?")
 
 
 # Names

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptconv.checkpoint.model import Checkpoint
@@ -16,13 +15,15 @@ from ckptconv.checkpoint.rebuild_functions import is_word
 from ckptconv.errors import ArgumentTypeError, UsageError
 from ckptconv.formats.sharded.index import index_name
 from ckptconv.hints import option
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Global, Node, Value, children
 
 __all__ = ["Weight", "deal", "parse_size", "weights_of_storages", "weights_of_tensors"]
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE = re.compile(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?P<unit>[KMGT]B)?\s*", re.IGNORECASE)
+_SIZE = regex(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?P<unit>[KMGT]B)?\s*", re.IGNORECASE)
 _EXAMPLES = "5GB, 500MB or a number of bytes"
 
 

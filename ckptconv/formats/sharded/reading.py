@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckptconv.byteranges.sources import Readable, SourceFolder
@@ -18,6 +17,7 @@ from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.errors import MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.sharded.container import NAME, Shard, ShardedContainer
 from ckptconv.formats.sharded.index import (
     TOTAL_SIZE,
     Index,
@@ -31,39 +31,10 @@ from ckptconv.formats.sharded.index import (
 from ckptconv.hints import Placeholder, command
 from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_global, set_items, strings_of
 
-__all__ = ["FORMAT_KEY", "NAME", "ShardedContainer", "looks_like", "names_of", "read"]
-NAME = "sharded"
+__all__ = ["FORMAT_KEY", "NAME", "looks_like", "names_of", "read"]
 FORMAT_KEY = "format"
 _SHOWN = 5  # names in an error
 _ITEMS = ("SETITEM", "SETITEMS")
-
-
-@dataclass(frozen=True, eq=False)
-class Shard:
-    """One file of a set: its `name`, the checkpoint in it as it was read, and its `root`, which has
-    its items in common with the root of all.
-    """
-
-    name: str
-    part: Checkpoint
-    root: Object
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedContainer:
-    """What the reader keeps for the writer: the set as it was.
-
-    `index` is the name that its index has or would have, `metadata` what stands in it, `names` how many there were.
-
-    `contradictions` are texts that shards have and that differ from one to the other.
-    """
-
-    root: Object
-    shards: tuple[Shard, ...]
-    index: str
-    metadata: Mapping[str, Any]
-    names: int
-    contradictions: tuple[LeftBehind, ...]
 
 
 def looks_like(folder: SourceFolder) -> bool:

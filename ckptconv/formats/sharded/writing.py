@@ -6,7 +6,6 @@ A tie is recorded in its shard, as in any safetensors file, and in the index, wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +15,15 @@ from ckptconv.checkpoint.merging import split
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.errors import RefusedError, UsageError, count, some
 from ckptconv.formats.distributed.rank_names import about_one
-from ckptconv.formats.layout import Layout, Writer
+from ckptconv.formats.layout import Layout
 from ckptconv.formats.safetensors_header import is_text
+from ckptconv.formats.sharded.container import ShardedContainer
 from ckptconv.formats.sharded.index import TOTAL_SIZE, index_bytes, of_other_suffix, renumbered, stem_for
 from ckptconv.formats.sharded.planning import Weight, deal, weights_of_storages, weights_of_tensors
-from ckptconv.formats.sharded.reading import FORMAT_KEY, ShardedContainer, names_of
-from ckptconv.formats.writers import words
+from ckptconv.formats.sharded.reading import FORMAT_KEY, names_of
+from ckptconv.formats.writers import Writer, words
 from ckptconv.hints import option
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Dict, Object, Value, set_items
 from ckptconv.pickles.paths import is_item, is_repeated
 

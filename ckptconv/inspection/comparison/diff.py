@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from math import isfinite
 from numbers import Real
 from pathlib import Path
@@ -32,6 +32,7 @@ from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, options_of
 from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of
 from ckptconv.inspection.values import values_of
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
 from ckptconv.pickles.paths import Place
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from ckptconv.inspection.values import TensorValues
+from ckptconv.light_dataclass import dataclass
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.json_views import difference_as_dict
 from ckptconv.render.result import Result
@@ -14,7 +14,7 @@ from ckptconv.render.result import Result
 __all__ = ["Difference", "OnlyIn", "OtherDifference", "TensorDifference", "ValueDifference"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OnlyIn:
     """A tensor whose name the other side has not.
 
@@ -45,7 +45,7 @@ class ValueDifference:
     not_finite: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorDifference:
     """Two tensors of one name, at `path` in both. What differs is a pair, of A and of B, else None.
 

@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.conversion.discovery import Found, find
-from ckptconv.conversion.targets import name_in_folder
+from ckptconv.conversion.discovery import find
+from ckptconv.conversion.target_names import Found, name_in_folder
 
 __all__ = ["Pair", "pairs_of"]
 

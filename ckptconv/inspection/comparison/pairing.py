@@ -12,7 +12,7 @@ import codecs
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -31,6 +31,7 @@ from ckptconv.checkpoint.rebuild_functions import (
 from ckptconv.errors import LimitError, count, size
 from ckptconv.formats.pickle_writing import blob_bytes
 from ckptconv.inspection.comparison.differences import OnlyIn, OtherDifference
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     Blob,
@@ -559,7 +560,7 @@ def _word(word: Call) -> list[_Said]:
     return [_atom(item) for item in inside.items] if isinstance(inside, Tuple) else []
 
 
-@dataclass
+@dataclass(slots=True)
 class _Meaning:
     """What a key or member of `side` means, as long as there is `room`. What a tuple or frozenset means is a number,
     one for each of `numbers`, so that neither its size nor how often it is shared counts again.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.edits.options import Edits
 from ckptconv.edits.wrappers import unwrapped
 from ckptconv.hints import Option, command
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["command_that_fits", "options_of"]
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.errors import count, size
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
+from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Call, Dict, Node, strings_of
 
 __all__ = ["missing_devices", "optimizers", "rng_states"]
 
 _NO_GPU = {"cpu", "meta"}
-_TAG = re.compile(r"(?!any\b|gpu\b)[a-z_]\w*(:\d+)?")
+_TAG = regex(r"(?!any\b|gpu\b)[a-z_]\w*(:\d+)?")
 
 
 def missing_devices(scope: Scope) -> Iterator[Issue]:

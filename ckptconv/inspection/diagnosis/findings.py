@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import NamedOptimizer, StateDict
-from ckptconv.conversion.discovery import Found
-from ckptconv.conversion.targets import name_in_folder
+from ckptconv.conversion.target_names import Found, name_in_folder
 from ckptconv.errors import some
-from ckptconv.formats.sharded import reading as sharded
+from ckptconv.formats.sharded import container as sharded
 from ckptconv.formats.writers import WRITERS, suffix_of, usual_format, writer_for
 from ckptconv.hints import Option, command, placed
 from ckptconv.inspection.diagnosis.host import Host
+from ckptconv.light_dataclass import dataclass
 
 __all__ = [
     "OPEN",
@@ -39,7 +39,7 @@ OPEN = ("device", "not known")
 SHOWN = 3  # words of a list, unknown classes that get a line each
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Advice:
     """Something to know before loading the file, in a line, and the command that mends it, if one does.
 

@@ -12,9 +12,10 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from ckptconv.light_dataclass import dataclass
 
 __all__ = ["Host", "this_host"]
 

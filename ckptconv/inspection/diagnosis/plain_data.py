@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptconv.byteranges.sources import SourceFolder
-from ckptconv.edits.apply import apply
-from ckptconv.edits.loadable.table import BY_CLASS
-from ckptconv.edits.options import Edits
 from ckptconv.errors import CkptconvError, count
 from ckptconv.formats import opening
 from ckptconv.hints import Option
@@ -23,8 +20,14 @@ def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[Fix, 
     once more.
     """
     source = scope.checkpoint.source
-    known = any(isinstance(node, Global) and imported_name(node, 2) in BY_CLASS for _, node in refused)
-    if not known or isinstance(source, SourceFolder) or scope.checkpoint.script_classes is not None:
+    names = {imported_name(node, 2) for _, node in refused if isinstance(node, Global)}
+    if not names or isinstance(source, SourceFolder) or scope.checkpoint.script_classes is not None:
+        return None
+    from ckptconv.edits.apply import apply  # all edits, which files do without of which nothing is refused
+    from ckptconv.edits.loadable.table import BY_CLASS
+    from ckptconv.edits.options import Edits
+
+    if names.isdisjoint(BY_CLASS):
         return None
     try:
         changes = apply(opening.read_file(source), Edits(loadable=True))

@@ -12,6 +12,7 @@ from ckptconv.edits.wrappers import WRAPPERS, unwrapped
 from ckptconv.errors import count
 from ckptconv.hints import Option, literal, option
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
+from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Dict, strings_of
 
 __all__ = ["averages", "inner_models", "inner_prefixes", "prefixes"]
@@ -19,11 +20,11 @@ __all__ = ["averages", "inner_models", "inner_prefixes", "prefixes"]
 _MODULE, *_UNMISTAKABLE = WRAPPERS
 _LIGHTNING = "pytorch-lightning_version"
 _AVERAGES = "n_averaged"  # what torch's AveragedModel keeps beside the module that it wraps
-_WRAPPED_INSIDE = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})")
-_LEADING = re.compile(rf"(?:{'|'.join(map(re.escape, WRAPPERS))})*")
+_WRAPPED_INSIDE = regex(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})")
+_LEADING = regex(rf"(?:{'|'.join(map(re.escape, WRAPPERS))})*")
 #: ``features.module.0.weight``: an attribute that is no number (an element of a list was hardly wrapped by itself), and
 #: more than a parameter inside.
-_INNER = re.compile(r"((?:[A-Za-z_]\w*\.)+?)module\.\w+\.")
+_INNER = regex(r"((?:[A-Za-z_]\w*\.)+?)module\.\w+\.")
 _MOST_PARENTS = 20
 
 

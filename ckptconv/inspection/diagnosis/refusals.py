@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule, detached
 from ckptconv.checkpoint.safe_globals import needed_import, refused_opcodes
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.errors import count, size, some
-from ckptconv.formats import plain_pickle, torch_legacy
-from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.distributed.rank_names import about_one
+from ckptconv.formats.sharded import container as sharded
+from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option, literal, saved_by_torch
 from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope, first_few
+from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, is_global, walk
 from ckptconv.pickles.paths import Place, is_item
 from ckptconv.pickles.python2_names import imported_name
@@ -31,6 +33,7 @@ __all__ = [
     "what_is_refused",
 ]
 
+_PICKLE, _LEGACY = WRITERS["pickle"].name, WRITERS["legacy"].name
 _MOST_DROPPED = 8  # items that one command leaves out
 _LOCAL = "/.__state__[1]/_local_tensor"  # where a DTensor has this process's part
 
@@ -285,13 +288,17 @@ def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[LoadablePart
 
 def containers(checkpoint: Checkpoint) -> list[Issue]:
     """What torch does not read, for what it is."""
-    if checkpoint.format in (dcp.NAME, safetensors_parts.NAME, rank_files.NAME):
+    if isinstance(checkpoint.source, SourceFolder) and not checkpoint.format.startswith(sharded.NAME):
         text = "torch.load reads files, and these are several, with parts of the same tensors"
         return [Issue("parts", text, Fix("-whole"), blocks=True)]
-    if checkpoint.format == plain_pickle.NAME:
+    if checkpoint.format == _PICKLE:
         text = "it is a plain pickle: torch.load does not read it, and pickle.load knows no map_location"
         return [Issue("pickle", text, Fix("-torch"), blocks=True)]
-    lost = torch_legacy.unreadable(checkpoint) if checkpoint.format == torch_legacy.NAME else None
+    if checkpoint.format != _LEGACY:
+        return []
+    from ckptconv.formats.torch_legacy import unreadable  # which other files do without
+
+    lost = unreadable(checkpoint)
     if lost is None:
         return []
     text = f"torch writes {lost} to its format from before 1.6, and cannot read that back"

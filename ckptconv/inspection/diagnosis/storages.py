@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from ckptconv.byteranges.spans import Inflate
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
+from ckptconv.checkpoint.tensor_bytes import extent
 from ckptconv.dtypes import get_dtype
-from ckptconv.edits.views import extent
 from ckptconv.errors import size
-from ckptconv.formats import safetensors
 from ckptconv.formats.safetensors_header import METADATA, is_text
+from ckptconv.formats.writers import writer_for
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 from ckptconv.limits import LIMITS
 
@@ -45,7 +45,7 @@ def unused_bytes(scope: Scope) -> Iterator[Issue]:
     yield Issue("views", text, None if deflated else Fix("-compact", compact=True))
 
 
-_TO_SAFETENSORS = Fix("-weights", format=safetensors.WRITER.word)
+_TO_SAFETENSORS = Fix("-weights", format=writer_for(objects=False).word)
 
 
 def _covered(infos: list[TensorInfo]) -> int:

@@ -204,6 +204,49 @@ assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
     run_python("-c", code)
 
 
+#: What ``inspect`` of a small file imports: more would be felt in each call.
+_NEEDED = {
+    "": "byteranges checkpoint cli conversion dtypes edits errors formats guesses hints inspection lazy_regex"
+    " light_dataclass limits pickles render safety",
+    "byteranges": "checksums crc32 fault_sink locks patches reading sources spans undo_journal",
+    "checkpoint": "danger_table dangerous_calls dangerous_globals describe globs index legacy_python model"
+    " pickled_modules reading rebuild_functions rng_states safe_globals state_dicts storage_ids tensor_bytes"
+    " tensor_info weights_only",
+    "checkpoint.weights_only": "answers arguments containers effects objects tensors unpickler values",
+    "cli": "commands completion inspect main options terminal",
+    "conversion": "target_names",
+    "edits": "devices names wrappers",
+    "formats": "distributed foreign layout legacy_file opening pickle_writing refusals safetensors_header sharded"
+    " torch_zip two_readings writers zip_archive",
+    "formats.distributed": "rank_names",
+    "formats.foreign": "folders pickles zips",
+    "formats.sharded": "container index",
+    "inspection": "diagnosis summary",
+    "inspection.diagnosis": "devices diagnose findings host plain_data prefixes refusals storages",
+    "pickles": "emitter graph lenient machine opcodes parser paths python2_names referrers rows",
+    "render": "facts json_views listing result summary table text tree values",
+    "safety": "nested_pickles scan torch_load",
+}
+#: Modules of Python that take long to import.
+_HEAVY = {"bz2", "ctypes", "difflib", "gzip", "hashlib", "lzma", "random", "shutil", "tarfile", "tempfile", "textwrap"}
+
+
+def test_what_inspect_imports(fixtures: Path) -> None:
+    """Readers of other formats, edits and writers are imported where a file asks for them."""
+    code = f"""
+import sys, click, json
+before = set(sys.modules)
+import ckptconv.cli.main
+assert ckptconv.cli.main.main(["inspect", {str(fixtures / "cuda0.pt")!r}]) == 0
+print("imported", *(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    imported = set(done.stdout.rpartition("imported ")[2].split())
+    needed = {".".join(filter(None, ("ckptconv", at, name))) for at, names in _NEEDED.items() for name in names.split()}
+    assert {name for name in imported if name.startswith("ckptconv.")} - needed == set()
+    assert imported & _HEAVY == set()
+
+
 def test_module_runs_and_survives_a_closed_pipe(fixtures: Path) -> None:
     """python -m ckptconv; a reader that goes away is no traceback, and the exit status is cat's, buffered or not; the C
     locale breaks nothing.

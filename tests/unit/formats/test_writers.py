@@ -14,8 +14,7 @@ import torch
 import ckptconv
 from ckptconv.errors import UsageError
 from ckptconv.formats import opening, writers
-from ckptconv.formats.layout import Writer
-from ckptconv.formats.writers import WRITERS, FormatWord, writer_of
+from ckptconv.formats.writers import WRITERS, FormatWord, Writer, writer_of
 
 PACKAGE = Path(ckptconv.__file__).parent
 every_writer = pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)

@@ -1,0 +1,112 @@
+"""A light dataclass does what one of the standard library does."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from ckptconv.light_dataclass import dataclass
+
+KINDS: list[dict[str, bool]] = [
+    {},
+    {"frozen": True},
+    {"eq": False},
+    {"frozen": True, "eq": False},
+    {"repr": False},
+    {"slots": True},
+    {"frozen": True, "slots": True},
+]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+
+
+def made(decorator: Callable[..., Any], **kind: bool) -> Any:
+    """A class with a field of each sort."""
+
+    class Example:
+        shared: ClassVar[int] = 3
+        first: int
+        second: str = "b"
+        many: list[int] = dataclasses.field(default_factory=list)
+        hidden: int = dataclasses.field(default=4, repr=False)
+
+    return decorator(**kind)(Example)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What `call` gives as text, or the type of what it raises."""
+    try:
+        return repr(call()).replace("light", "").replace("heavy", "")
+    except (TypeError, AttributeError) as error:
+        return type(error)
+
+
+@every_kind
+def test_it_does_what_the_other_does(kind: dict[str, bool]) -> None:
+    """Making, comparing, hashing, printing, changing, replacing, and what is said of the fields."""
+
+    def asked(decorator: Callable[..., Any]) -> list[Any]:
+        cls = made(decorator, **kind)
+        one = cls(1)
+        other = cls(first=1, second="b", hidden=4)
+        calls: list[Callable[[], Any]] = [
+            lambda: (one.first, one.second, one.many, one.hidden, one.shared, cls.second, cls.shared),
+            lambda: dataclasses.astuple(cls(1, "c", [2], 5)),
+            lambda: one == other,
+            lambda: one == cls(2),
+            lambda: one == (1, "b", [], 4),
+            lambda: one.many is other.many,
+            lambda: cls(),
+            lambda: cls(1, first=1),
+            lambda: cls(1, "b", [], 4, 5),
+            lambda: cls(1, other=2),
+            lambda: hash(cls(1, "b", (), 4)) == hash(cls(1, "b", (), 4)),
+            lambda: setattr(one, "first", 2),
+            lambda: delattr(one, "first"),
+            lambda: dataclasses.astuple(dataclasses.replace(other, second="x")),
+            lambda: dataclasses.asdict(other),
+            lambda: [(each.name, each.type, each.default, each.repr) for each in dataclasses.fields(cls)],
+            lambda: inspect.signature(cls),
+            lambda: dataclasses.is_dataclass(cls),
+            lambda: dataclasses.astuple(copy.deepcopy(other)),
+        ]
+        is_plain = kind.get("repr", True)
+        return [outcome(call) for call in [*calls, *([lambda: other] if is_plain else [])]]
+
+    assert asked(dataclass) == asked(dataclasses.dataclass)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One that another process gets."""
+
+    size: int
+    doubled: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError("negative")
+
+
+def test_pickling_and_what_a_class_defines_itself() -> None:
+    """What stands in the class stays: its own text, and the check of what it is made of."""
+    assert pickle.loads(pickle.dumps(Sent(3))) == Sent(3) != Sent(4)
+    assert repr(Sent(3)) == "Sent(size=3, doubled=0)"
+    with pytest.raises(ValueError, match="negative"):
+        Sent(-1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Sent(1).size = 2  # type: ignore[misc]
+
+    @dataclass
+    class Own:
+        size: int
+
+        def __repr__(self) -> str:
+            return "own"
+
+    assert repr(Own(1)) == "own"
