@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ from ckptconv.cli.options import PATH, debug_option, group, name_options, take_o
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError, UsageError, count
-from ckptconv.inspection.comparison.diff import Compared, compare
+from ckptconv.inspection.comparison.diff import Compared, are_same, compare
 from ckptconv.inspection.comparison.differences import Difference
 from ckptconv.inspection.comparison.folders import Pair, pairs_of
 from ckptconv.render.difference import difference_lines
@@ -55,7 +56,7 @@ __all__ = ["diff_command"]
     "Reports",
     "a.pt b.pt -q",
     click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes."),
-    click.option("-q", "--quiet", is_flag=True, help="No text; the exit status says it."),
+    click.option("-q", "--quiet", is_flag=True, help="No text: the exit status says it, at the first difference."),
     click.option("-v", "--verbose", is_flag=True, help="List each tensor, also those that differ in the same way."),
     debug_option,
 )
@@ -82,12 +83,19 @@ def diff_command(
     shown = _Shown(style, as_json=as_json, quiet=quiet, verbose=verbose)
     compared = Compared(**{each.name: flags[each.name] for each in fields(Compared)})
     brief = style.width is not None and not (verbose or as_json)
-    run = partial(
-        compare, edits=edits_from(**flags), compared=compared, brief=brief, progress=partial(progress_bar, quiet=quiet)
-    )
+    edits, progress = edits_from(**flags), partial(progress_bar, quiet=quiet)
+
+    def differ(a: str | Path, b: str | Path, name: str = "") -> bool:
+        """Whether they do, which is shown under this `name`."""
+        if quiet and not as_json:
+            return not are_same(a, b, edits, compared, progress=progress)
+        found = compare(a, b, edits, compared, brief=brief, progress=progress)
+        shown.difference(found, compared, name)
+        return not found.same
+
     pairs = pairs_of(a, b)
     if pairs is None:
-        return shown.difference(run(a, b), compared)
+        return int(differ(a, b))
     answers: Counter[str] = Counter()
     for pair in pairs:
         if pair.a is None or pair.b is None:
@@ -95,8 +103,8 @@ def diff_command(
             answers["only in A" if pair.a else "only in B"] += 1
             continue
         try:
-            status = shown.difference(run(pair.a, pair.b), compared, pair.name if len(pairs) > 1 else "")
-            answers["different" if status else "the same"] += 1
+            is_different = differ(pair.a, pair.b, pair.name if len(pairs) > 1 else "")
+            answers["different" if is_different else "the same"] += 1
         except UsageError:
             raise
         except CkptconvError as error:
@@ -116,17 +124,16 @@ class _Shown:
     def __init__(self, style: Style, *, as_json: bool, quiet: bool, verbose: bool) -> None:
         self.style, self.as_json, self.quiet, self.verbose = style, as_json, quiet, verbose
 
-    def difference(self, found: Difference, compared: Compared, name: str = "") -> int:
-        """Show `found`, of the checkpoints of this `name`; the exit status."""
+    def difference(self, found: Difference, compared: Compared, name: str) -> None:
+        """Show `found`, of the checkpoints of this `name`."""
         if self.as_json:
             click.echo(json.dumps(found.as_dict()))
-        elif not self.quiet:
-            before = self.style.text(f"{name}: ") if name else ""
-            lines = difference_lines(found, self.style, everything=self.verbose, names_only=compared.names_only)
-            for line in lines:
-                click.echo(before + line, color=self.style.colour)
-                before = ""
-        return 0 if found.same else 1
+            return
+        before = self.style.text(f"{name}: ") if name else ""
+        lines = difference_lines(found, self.style, everything=self.verbose, names_only=compared.names_only)
+        for line in lines:
+            click.echo(before + line, color=self.style.colour)
+            before = ""
 
     def alone(self, pair: Pair) -> None:
         """Show `pair`, of which one side has nothing."""

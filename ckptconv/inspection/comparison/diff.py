@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from math import isfinite
 from numbers import Real
@@ -30,7 +31,7 @@ from ckptconv.inspection.comparison.differences import (
 )
 from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, options_of
-from ckptconv.inspection.comparison.values import Key, Meter, Values, bytes_of
+from ckptconv.inspection.comparison.values import DifferenceFound, Key, Meter, Values, bytes_of
 from ckptconv.inspection.values import values_of
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
@@ -39,7 +40,7 @@ from ckptconv.pickles.paths import Place
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Compared", "DiffOptions", "compare", "diff"]
+__all__ = ["Compared", "DiffOptions", "are_same", "compare", "diff"]
 
 _T = TypeVar("_T")
 
@@ -134,19 +135,48 @@ def compare(
     `brief`: notes name a few paths of many. `progress` is called with the bytes to compare, and what it gives with each
     number of bytes compared.
     """
+    with _paired(a, b, edits, compared, brief=brief) as comparison:
+        comparison.values.run(progress)
+        found = comparison.result()
+        if compared.values:
+            found = replace(found, differing=comparison.with_statistics(found.differing))
+        return found
+
+
+def are_same(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    edits: Edits,
+    compared: Compared = ALL,
+    *,
+    progress: Meter | None = None,
+) -> bool:
+    """Whether :func:`compare` would find nothing, which is known at the first difference."""
+    with _paired(a, b, edits, compared, brief=True) as comparison:
+        if comparison.differs_already():
+            return False
+        comparison.values.stops = True
+        try:
+            comparison.values.run(progress)
+        except DifferenceFound:
+            return False
+        return comparison.result().same
+
+
+@contextmanager
+def _paired(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], edits: Edits, compared: Compared, *, brief: bool
+) -> Iterator[_Comparison]:
+    """The comparison of `a` and `b`, in which everything but values is compared. They must not change meanwhile."""
     with open_input(a) as source_a, open_input(b) as source_b:
         with gc_paused():
             checkpoints = opening.read(source_a), opening.read(source_b)
             comparison = _Comparison(*checkpoints, edits, compared, brief=brief)
             comparison.pair()
             comparison.notes += filter(None, map(opening.interrupted, (source_a, source_b)))
-        comparison.values.run(progress)
-        found = comparison.result()
-        if compared.values:
-            found = replace(found, differing=comparison.with_statistics(found.differing))
+        yield comparison
         source_a.check_unchanged()
         source_b.check_unchanged()
-        return found
 
 
 class _Comparison:
@@ -315,6 +345,15 @@ class _Comparison:
             for side, checkpoint in enumerate((self.a, self.b))
         )
         return tuple(replace(each, statistics=(a.get(each.path), b.get(each.path))) for each in differing)
+
+    def differs_already(self) -> bool:
+        """Whether something other than values differs."""
+        pairing = self.pairing
+        if pairing.a.only or pairing.b.only:
+            return True
+        others = () if self.compared.names_only else (*pairing.others, *(each for each, key in self.others if not key))
+        unlike = (found for found, _ in self.found if replace(found, path="") != TensorDifference(""))
+        return bool(others) or next(unlike, None) is not None or None in self.values.found.values()
 
     def result(self) -> Difference:
         differing = []

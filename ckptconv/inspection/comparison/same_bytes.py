@@ -21,13 +21,16 @@ Unequal = tuple[int, int]
 
 
 def unequal_parts(
-    pairs: Sequence[tuple[ByteRange, ByteRange]], progress: Callable[[int], None] | None = None
+    pairs: Sequence[tuple[ByteRange, ByteRange]],
+    progress: Callable[[int], None] | None = None,
+    counts: Callable[[int, Unequal], bool] = lambda i, part: True,
 ) -> dict[int, list[Unequal]]:
     """Where `pairs` of ranges of one length differ: by their index, the parts, of some megabytes, in which they do.
 
     Those that are the same are not in it.
 
-    `progress` is called with the number of bytes that were compared since the last time. Raises what reading raises.
+    `progress` is called with the number of bytes that were compared since the last time, `counts` with each part and
+    the index of its pair, in any thread: whether the part matters. Raises what reading and these raise.
     """
     found: dict[int, list[Unequal]] = {}
     large = []
@@ -35,8 +38,8 @@ def unequal_parts(
         if a.length > _SMALL:
             large.append(i)
         elif a.length and a.source.read(a.offset, a.length) != b.source.read(b.offset, b.length):
-            found[i] = [(0, a.length)]
-    reader = _Reader(pairs, large, progress)
+            found.update({i: [(0, a.length)]} if counts(i, (0, a.length)) else {})
+    reader = _Reader(pairs, large, progress, counts)
     threads = min(_MOST_THREADS, os.cpu_count() or 1, sum(-(-pairs[i][0].length // _SEGMENT) for i in large))
     if threads:
         from concurrent.futures import ThreadPoolExecutor  # which costs every other command some milliseconds
@@ -56,10 +59,15 @@ class _Reader:
     """What the threads share: the segments that nobody has taken, and what was found."""
 
     def __init__(
-        self, pairs: Sequence[tuple[ByteRange, ByteRange]], large: Sequence[int], progress: Callable[[int], None] | None
+        self,
+        pairs: Sequence[tuple[ByteRange, ByteRange]],
+        large: Sequence[int],
+        progress: Callable[[int], None] | None,
+        counts: Callable[[int, Unequal], bool],
     ) -> None:
         self.pairs = pairs
         self.progress = progress
+        self.counts = counts
         self.found: dict[int, list[Unequal]] = {}
         self.stopped = False
         self.lock = threading.Lock()
@@ -75,9 +83,11 @@ class _Reader:
             while (segment := self.take()) is not None:
                 i, offset, length = segment
                 same = self.same_bytes(*self.pairs[i], offset, length, buffers)
+                unequal = offset + same, length - same
+                matters = same < length and self.counts(i, unequal)
                 with self.lock:
-                    if same < length:
-                        self.found.setdefault(i, []).append((offset + same, length - same))
+                    if matters:
+                        self.found.setdefault(i, []).append(unequal)
                     if self.progress:
                         self.progress(length)
         except BaseException:

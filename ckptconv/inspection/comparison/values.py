@@ -6,6 +6,7 @@ known on both sides, and equal, is read only where that is asked for.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -25,7 +26,7 @@ from ckptconv.inspection.elements import BLOCK, Budget, check_repeats, cost, in_
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.comparing import Comparer
 
-__all__ = ["Key", "Meter", "Values", "bytes_of"]
+__all__ = ["DifferenceFound", "Key", "Meter", "Values", "bytes_of"]
 
 #: The views of a pair of tensors.
 Key = tuple[tuple[object, ...], tuple[object, ...]]
@@ -33,11 +34,27 @@ Key = tuple[tuple[object, ...], tuple[object, ...]]
 Meter = Callable[[int], AbstractContextManager[Progress | None]]
 
 
+#: How :mod:`struct` reads dtypes that both have, and how much of what differs is read with it, which starts within.
+_STRUCT_CODES = {
+    **dict(zip(("float16", "bfloat16", "float32", "float64"), "effd", strict=True)),
+    **dict(zip(("int8", "int16", "int32", "int64"), "bhiq", strict=True)),
+    **dict(zip(("uint8", "uint16", "uint32", "uint64"), "BHIQ", strict=True)),
+}
+_LOOKED_AT = 1 << 20  # bytes, a multiple of each size
+
+
+class DifferenceFound(Exception):
+    """Values differ, and nobody asks for more."""
+
+
 class Values:
     """Compares the values of pairs of tensors of `a` and `b`, each pair of views once.
 
     `full`: what has one checksum on both sides is read too.
     """
+
+    #: Raise :class:`DifferenceFound` at the first difference.
+    stops = False
 
     def __init__(self, a: Checkpoint, b: Checkpoint, rtol: float, atol: float, *, full: bool = False) -> None:
         self.orders = a.byteorder, b.byteorder
@@ -107,7 +124,8 @@ class Values:
         self._budget.spend(2 * nbytes, "the tensors")
         reading.announce(span for pair in pairs for span in pair)
         with progress(nbytes) if progress else nullcontext() as tick:
-            unequal = unequal_parts(pairs, tick)
+            counts = _Judge(self, pairs, homes, as_bytes).counts if self.stops else lambda i, part: True
+            unequal = unequal_parts(pairs, tick, counts)
         slow: list[tuple[Key, Piece, Piece]] = []
         for key, (a, b) in self.wanted.items():
             spans = as_bytes.get(key)
@@ -115,7 +133,7 @@ class Values:
             if spans and not found:
                 self.equal(key)
                 continue
-            pieces = piece_of(a, self.orders[0]), piece_of(b, self.orders[1])
+            pieces = self.elements((a, b))
             if spans and pieces == spans:
                 self.compare_parts(key, (a, b), spans, found)
             else:
@@ -124,6 +142,10 @@ class Values:
         for key, elements in self._packed.items():
             values = self.found[key]
             self.found[key] = None if values is None or values.differing else ValueDifference(elements, 0)
+
+    def elements(self, infos: tuple[TensorInfo, TensorInfo]) -> tuple[Piece, Piece]:
+        """The elements of both in row-major order."""
+        return piece_of(infos[0], self.orders[0]), piece_of(infos[1], self.orders[1])
 
     def equal(self, key: Key) -> None:
         self.found[key] = ValueDifference(prod(self.wanted[key][0].shape) * self._repeats[key], 0)
@@ -157,6 +179,12 @@ class Values:
         parts: Sequence[Unequal],
     ) -> None:
         """Compare as numbers what differs as bytes."""
+        self.conclude(key, self.compared(infos, spans, parts))
+
+    def compared(
+        self, infos: tuple[TensorInfo, TensorInfo], spans: tuple[ByteRange, ByteRange], parts: Sequence[Unequal]
+    ) -> Comparer:
+        """What `parts` of `spans`, which are the elements of `infos`, have as numbers."""
         for info in infos:
             self._budget.spend(sum(length for _, length in parts), f"the tensors up to {info.path}")
         comparer = self.comparer(*infos)
@@ -168,7 +196,7 @@ class Values:
                 for span, buffer in zip(spans, filled, strict=True):
                     span.source.read_into(span.offset + offset + at, buffer)
                 comparer.add(*filled)
-        self.conclude(key, comparer)
+        return comparer
 
     def without_equal_storages(self, slow: list[tuple[Key, Piece, Piece]]) -> list[tuple[Key, Piece, Piece]]:
         """`slow` without what are the same views of equal storages: those that are deflated are
@@ -226,6 +254,8 @@ class Values:
         return Comparer(a.dtype, b.dtype, self.rtol, self.atol)
 
     def conclude(self, key: Key, comparer: Comparer) -> None:
+        if comparer.differing and self.stops:
+            raise DifferenceFound
         times = self._repeats[key]
         self.found[key] = ValueDifference(
             prod(self.wanted[key][0].shape) * times,
@@ -236,6 +266,55 @@ class Values:
         )
         if comparer.is_near:
             self.near[key] = float(comparer.largest or 0)
+
+
+class _Judge:
+    """Compares parts of `pairs` whose bytes differ at once, as numbers: the values of tensors that are those parts."""
+
+    def __init__(
+        self,
+        values: Values,
+        pairs: Sequence[tuple[ByteRange, ByteRange]],
+        homes: dict[Key, int],
+        spans: dict[Key, tuple[ByteRange, ByteRange]],
+    ) -> None:
+        self.values, self.pairs, self.spans = values, pairs, spans
+        self.keys: dict[int, list[Key]] = {}
+        for key, i in homes.items():
+            self.keys.setdefault(i, []).append(key)
+
+    def counts(self, i: int, part: Unequal) -> bool:
+        """Whether something in the `part` of pair `i` is left to compare. Raises DifferenceFound."""
+        is_left = False
+        for key in self.keys[i]:
+            infos, spans = self.values.wanted[key], self.spans[key]
+            shared = _shared([part], self.pairs[i][0], spans[0], infos[0])
+            if not shared:
+                continue
+            if self.values.elements(infos) != spans:
+                is_left = True
+            elif self.surely_differ(infos[0].dtype, spans, shared[0]) or (
+                self.values.compared(infos, spans, shared).differing
+            ):
+                raise DifferenceFound
+        return is_left
+
+    def surely_differ(self, dtype: str, spans: tuple[ByteRange, ByteRange], part: Unequal) -> bool:
+        """Whether numbers at the start of a `part` of `spans` differ, where that can be told without torch."""
+        offset, length = part[0], min(part[1], _LOOKED_AT)
+        code = _STRUCT_CODES.get(dtype)
+        if code is None or self.values.rtol or self.values.atol or self.values.orders[0] != "little":
+            return False
+        read = [each.source.read(each.offset + offset, length) for each in spans]
+        a, b = (struct.iter_unpack("<" + code, _widened(data) if dtype == "bfloat16" else data) for data in read)
+        return any(x != y and (x == x or y == y) for (x,), (y,) in zip(a, b, strict=True))  # NaN is equal to NaN
+
+
+def _widened(data: bytes) -> bytes:
+    """Numbers in bfloat16 as float32."""
+    wide = bytearray(2 * len(data))
+    wide[2::4], wide[3::4] = data[::2], data[1::2]
+    return bytes(wide)
 
 
 def bytes_of(storage: Storage) -> TensorInfo:
