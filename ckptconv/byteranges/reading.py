@@ -32,9 +32,11 @@ def announce(pieces: Iterable[Piece], *, keep: Path | None = None) -> int:
 
 def located(span: ByteRange) -> tuple[ByteSource, int]:
     """The source in which the bytes of `span` stand, which is no slice of another, and where they begin in it."""
-    source, offset = span.source, span.offset
+    source: ByteSource = span.source
+    offset = span.offset
     while isinstance(source, SliceSource):
-        source, offset = source.of, source.offset + offset
+        offset += source.offset
+        source = source.of
     return source, offset
 
 

@@ -640,7 +640,7 @@ def _placed(window: _Window, entry: _Entry, following: int) -> int:
         found(error)
     if (flags, method) != (entry.flags, entry.method):
         found(_bad(source, at, f"the headers of {entry.name!r} disagree", (entry.flags, entry.method), (flags, method)))
-    data_offset = at + least + n_extra
+    data_offset: int = at + least + n_extra
     end_of_data = data_offset + entry.stored_size
     if end_of_data > following:
         raise _bad(source, at, f"{entry.name!r} reaches into what follows it", following, end_of_data)
