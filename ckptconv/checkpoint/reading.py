@@ -18,6 +18,7 @@ from ckptconv.checkpoint.storage_ids import checked_storage_id
 from ckptconv.dtypes import DType
 from ckptconv.errors import InputError, MalformedError
 from ckptconv.pickles.graph import Graph, PersistentId
+from ckptconv.pickles.rows import RowForm, RowId
 
 __all__ = ["checkpoint_of"]
 
@@ -42,12 +43,11 @@ def checkpoint_of(
     for call in graph.outer_calls:
         if isinstance(call.callable, PersistentId):
             faults.found(MalformedError("a storage is called as if it were a class", where=where))
-    storages: dict[str, Storage] = {}
-    classes: dict[str, DType] = {}
+    storages = _Storages(record, where)
     references = []
     for node in graph.references:
         try:
-            references.append(Reference(node, _storage(node, storages, classes, record, where)))
+            references.append(Reference(node, storages.of(node)))
         except InputError as error:
             faults.found(error)
     checkpoint = Checkpoint(name, source, graph, container, references)
@@ -56,40 +56,43 @@ def checkpoint_of(
     return checkpoint
 
 
-def _storage(
-    node: PersistentId,
-    storages: dict[str, Storage],
-    classes: dict[str, DType],
-    record: Callable[[str], Data | None],
-    where: str,
-) -> Storage:
-    """The storage that `node` names; `storages` gains it, and `classes` what its class says."""
-    cls, key, tag, numel = said = checked_storage_id(node, where)
-    dtype = said.dtype
-    nbytes = numel * dtype.itemsize
-    first = classes.setdefault(key, dtype)
-    if first.name != dtype.name and nbytes:  # torch has one for each storage: that of the first reference
-        raise MalformedError(
-            f"storage {key} is described in two ways", where=where, expected=first.storage_class, got=cls.name
-        )
-    known = storages.get(key)
-    if known is None:
-        data = record(key)
-        if data is None:
-            raise MalformedError("the file has no such storage", where=where, expected=f"a record data/{key}")
-        if data.length != nbytes:
-            raise MalformedError(
-                f"storage {key} has another size than its record",
-                where=where,
-                expected=f"{nbytes} bytes",
-                got=data.length,
-            )
-        known = storages[key] = Storage(key, tag, nbytes, data)
-    elif (known.nbytes, known.device) != (nbytes, tag):
-        raise MalformedError(
-            f"storage {key} is described in two ways",
-            where=where,
-            expected=f"{known.nbytes} bytes on {known.device}",
-            got=f"{nbytes} bytes on {tag}",
-        )
-    return known
+class _Storages:
+    """The storages that persistent ids name, whose bytes `record` gives."""
+
+    def __init__(self, record: Callable[[str], Data | None], where: str) -> None:
+        self._record = record
+        self._where = where
+        self._known: dict[str, Storage] = {}
+        self._dtypes: dict[str, DType] = {}  # of the first reference to each: torch has one for each storage
+        self._like: dict[int, tuple[RowForm, DType, int]] = {}  # of rows of one form: dtype and size, by its id
+
+    def of(self, node: PersistentId) -> Storage:
+        """The storage that `node` names."""
+        form = node.form if isinstance(node, RowId) else None
+        if isinstance(node, RowId) and id(form) in self._like:
+            key, tag = node.key, node.tag
+            _, dtype, nbytes = self._like[id(form)]
+        else:
+            _, key, tag, numel = said = checked_storage_id(node, self._where)
+            dtype = said.dtype
+            nbytes = numel * dtype.itemsize
+            if form:
+                self._like[id(form)] = form, dtype, nbytes
+        first = self._dtypes.setdefault(key, dtype)
+        if first is not dtype and first.name != dtype.name and nbytes:
+            raise self._bad(key, "is described in two ways", first.storage_class, dtype.storage_class)
+        known = self._known.get(key)
+        if known is None:
+            data = self._record(key)
+            if data is None:
+                raise MalformedError("the file has no such storage", where=self._where, expected=f"a record data/{key}")
+            if data.length != nbytes:
+                raise self._bad(key, "has another size than its record", f"{nbytes} bytes", data.length)
+            known = self._known[key] = Storage(key, tag, nbytes, data)
+        elif (known.nbytes, known.device) != (nbytes, tag):
+            said_first = f"{known.nbytes} bytes on {known.device}"
+            raise self._bad(key, "is described in two ways", said_first, f"{nbytes} bytes on {tag}")
+        return known
+
+    def _bad(self, key: str, what: str, expected: object, got: object) -> MalformedError:
+        return MalformedError(f"storage {key} {what}", where=self._where, expected=expected, got=got)

@@ -26,7 +26,6 @@ from ckptconv.pickles.graph import (
     Global,
     List,
     Node,
-    PersistentId,
     Tuple,
     Value,
     args_of,
@@ -183,6 +182,7 @@ class TensorReader:
         self.nodes: dict[int, TensorInfo] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.same: dict[tuple[object, ...], str] = {}
+        self.first: dict[int, TensorInfo] = {}  # with bytes on each storage, by its id
         self.inside: dict[int, TensorInfo | None] = {}  # tensors that are arguments of calls
         self.alike: dict[
             int, tuple[RowForm, Sequence[Any], int]
@@ -196,10 +196,21 @@ class TensorReader:
         if not isinstance(node, Call):
             return
         known = self.nodes.get(id(node)) or self.known.get(id(node))
-        function = None if known else self.rebuilder(node)
-        if not known and function is None and not is_spread(node.callable):
+        info = TensorInfo(*_facts_of(known)) if known else self.of_row(node)  # which is faster than replace()
+        if info is None or node.effects:
+            function = self.rebuilder(node)
+            if info is None and function is None and not is_spread(node.callable):
+                return
+            info = self.checked(node, function, info, place)
+        if info is None:
             return
-        info = known and TensorInfo(*_facts_of(known))  # which is faster than replace()
+        info.path, info.name = place.path, place.key
+        info.tied_to = self.first_of(info, node)
+        self.nodes.setdefault(id(node), info)
+        self.tensors[info.path] = info
+
+    def checked(self, node: Call, function: str | None, info: TensorInfo | None, place: Place) -> TensorInfo | None:
+        """What the `node` at `place` makes, which is `info` where that is known, else by calling the `function`."""
         try:
             if info is None:
                 info = self.made_by(function, node) if function else self.sharded_object(node)
@@ -212,18 +223,13 @@ class TensorReader:
             fault = MalformedError(f"at {place.path}: {bad.what}", where=self.where, expected=bad.expected, got=bad.got)
             fault.__suppress_context__ = True
             self.faults.found(fault)
-        if info is None:
-            return
-        info.path, info.name = place.path, place.key
-        info.tied_to = self.first_of(info, node, info.path)
-        self.nodes.setdefault(id(node), info)
-        self.tensors[info.path] = info
+        return info
 
     def made_by(self, function: str, call: Call) -> TensorInfo | None:
         """The tensor that the `call` of `function` makes; None where something inside it is unknown."""
-        form = call.row if isinstance(call, RowCall) else None
-        info = self.of_form(form, call.reference) if form and isinstance(call, RowCall) else None
+        info = self.of_row(call)
         if info is None:
+            form = call.row if isinstance(call, RowCall) else None
             info = self.read(function, args_of(call))
             if form and info and function in STRIDED:
                 reach = _layout(info.shape, info.stride)[1]
@@ -231,13 +237,14 @@ class TensorReader:
                 self.alike[id(form)] = form, _facts_of(info), end
         return info
 
-    def of_form(self, form: RowForm, reference: PersistentId) -> TensorInfo | None:
-        """The tensor that a row of the `form` says; None where that is not known, or nothing sound."""
-        _, facts, reach = self.alike.get(id(form), (form, None, 0))
-        storage = self.storages.get(id(reference))
-        if facts is None or storage is None or reach > storage.nbytes:
+    def of_row(self, call: Call) -> TensorInfo | None:
+        """The tensor that `call` says, if it is a row of a form that was read before; None where that is not sound."""
+        if not isinstance(call, RowCall) or (like := self.alike.get(id(call.row))) is None:
             return None
-        info = TensorInfo(*facts)
+        storage = self.storages.get(id(call.reference))
+        if storage is None or like[2] > storage.nbytes:
+            return None
+        info = TensorInfo(*like[1])
         info.storage = storage
         return info
 
@@ -251,11 +258,17 @@ class TensorReader:
             self.rebuilders[id(function)] = name if (name := str(function)) in _REBUILDERS else None
         return self.rebuilders[id(function)]
 
-    def first_of(self, info: TensorInfo, node: Node, path: str) -> str | None:
+    def first_of(self, info: TensorInfo, node: Node) -> str | None:
         """The path of an earlier tensor that is the same: the same kind, storage, offset, shape, stride and dtype."""
-        key = (info.kind, *info.view) if info.storage is not None and info.nbytes else (id(node),)
-        first = self.same.setdefault(key, path)
-        return None if first == path else first
+        key: tuple[object, ...] = (id(node),)
+        if info.storage is not None and info.nbytes:
+            other = self.first.setdefault(id(info.storage), info)
+            if other is info:
+                return None  # most tensors have a storage to themselves
+            self.same.setdefault((other.kind, *other.view), other.path)
+            key = info.kind, *info.view
+        first = self.same.setdefault(key, info.path)
+        return None if first == info.path else first
 
     def read(self, function: str, args: list[Value]) -> TensorInfo | None:
         """The tensor that `function` makes of `args`; None where something inside it is unknown."""
@@ -442,7 +455,7 @@ def _has_bit(metadata: Value, name: str) -> bool:
     """
     if not isinstance(metadata, Dict):
         return False
-    values = [effect.values[i + 1] for effect, i in metadata.pairs() if effect.values[i] == name]
+    values = [value for key, value in metadata.entries() if key == name]
     return bool(values) and values[-1] is True
 
 
@@ -468,8 +481,8 @@ def _item(mapping: Value, key: str) -> Value:
     """What `mapping` has under `key`, if that is one of its first items: any number of objects can have the
     same mapping.
     """
-    pairs = islice(mapping.pairs(), 8) if isinstance(mapping, Dict) else ()
-    return next((effect.values[i + 1] for effect, i in pairs if effect.values[i] == key), None)
+    entries = islice(mapping.entries(), 8) if isinstance(mapping, Dict) else ()
+    return next((value for found, value in entries if found == key), None)
 
 
 def _count(value: Value) -> int:

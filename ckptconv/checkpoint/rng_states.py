@@ -47,7 +47,7 @@ class RngStates:
 
     def are_all_tensors_of(self, node: Object) -> bool:
         """Whether the mapping `node` holds RNG states and no other tensors."""
-        tensors = {id(value) for effect, i in node.pairs() if id(value := effect.values[i + 1]) in self._tensor_nodes}
+        tensors = {id(value) for _, value in node.entries() if id(value) in self._tensor_nodes}
         return tensors <= (self._certain | self._hinted if tensors.isdisjoint(self._certain) else self._possible)
 
     def _info(self, place: Place) -> TensorInfo:

@@ -40,11 +40,11 @@ class StateDict:
 
     def names(self) -> list[str]:
         """Its string keys, in order."""
-        return [key for effect, i in self.node.pairs() if isinstance(key := effect.values[i], str)]
+        return [key for key, _ in self.node.entries() if isinstance(key, str)]
 
     def items(self) -> Iterator[tuple[Value, Value]]:
         """Its keys and values."""
-        return ((effect.values[i], effect.values[i + 1]) for effect, i in self.node.pairs())
+        return self.node.entries()
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,8 +191,7 @@ class _Reader:
 
     def looks_like_state_dict(self, node: Object) -> bool:
         tensors = 0
-        for effect, i in node.pairs():
-            key, value = effect.values[i], effect.values[i + 1]
+        for key, value in node.entries():
             if not isinstance(key, str):
                 return False
             if isinstance(value, Node) and id(value) in self.tensor_nodes:

@@ -608,7 +608,7 @@ def _plain_place(window: _Window, entry: _Entry, following: int) -> int:
         return 0
     data_offset: int = at + form.size + n_extra
     end = data_offset + entry.stored_size
-    if header[-4:] != _PADDING.pack(PADDING_EXTRA, n_extra - 4 & _ONES16) or following - end != _DESCRIPTOR.size:
+    if n_extra < 4 or header[-4:] != _PADDING.pack(PADDING_EXTRA, n_extra - 4) or following - end != _DESCRIPTOR.size:
         return 0
     if not entry.flags & HAS_DESCRIPTOR or max(entry.size, entry.stored_size) >= _ONES32:
         return 0

@@ -95,7 +95,7 @@ class ModuleSummary:
     trouble: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True, slots=True)  # not frozen: that makes them four times as slow
 class TensorSummary:
     """One row of the tensor table; shape, stride and offset in elements.
 
@@ -381,7 +381,7 @@ def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
         if here is None and id(place.node) in detected.optimizer_nodes:
             here = "optimizer", place.path
         part = parts_of[id(place)] = above or here
-        if info := checkpoint.tensors.get(place.path):
+        if isinstance(place.node, Node) and (info := checkpoint.tensors.get(place.path)):
             own: tuple[_Kind, str] = ("RNG states", "") if place.path in rng else part or ("other", "")
             found_parts.setdefault(own, []).append(info)
     parts = [Part(*named, len(infos), _sizes(infos)[1]) for named, infos in found_parts.items()]

@@ -194,6 +194,13 @@ class Object(Node):
                 for i in range(0, len(effect.values), 2):
                     yield effect, i
 
+    def entries(self) -> Iterator[tuple[Value, Value]]:
+        """This mapping's keys and values, in order; a key as often as it is set."""
+        for effect in self.effects:
+            if effect.opcode in ("SETITEM", "SETITEMS"):
+                values = iter(effect.values)
+                yield from zip(values, values, strict=True)
+
     def states(self) -> list[Value]:
         """The states that this object is given."""
         return [effect.values[0] for effect in self.effects if effect.opcode == "BUILD"]
@@ -428,7 +435,7 @@ def is_global(node: Value, *names: str) -> bool:
 
 def strings_of(mapping: Object) -> dict[str, Value]:
     """`mapping`'s string keys and their values, the last of each."""
-    return {key: effect.values[i + 1] for effect, i in mapping.pairs() if isinstance(key := effect.values[i], str)}
+    return {key: value for key, value in mapping.entries() if isinstance(key, str)}
 
 
 def is_count(value: Value) -> TypeGuard[int]:

@@ -283,7 +283,7 @@ class PickleMachine:
             self.shared.add(value)
         self.stack.append(value)
         if self.rows is not None and type(value) is Global and self.window.startswith(b"((", self.pos):
-            self.rows.read(value)
+            self.rows.read(value, slot)
 
     def put(self, slot: int) -> None:
         if slot < 0:

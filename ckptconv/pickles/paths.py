@@ -126,7 +126,8 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
     todo = [start if isinstance(start, Place) else Place(None, "", start, 0)]
     while todo:
         place = todo.pop()
-        place.length = len(place.segment) + (place.parent.length if place.parent else 0)
+        parent = place.parent
+        place.length = len(place.segment) + (parent.length if parent else 0)
         room -= place.length
         if room < 0:
             raise LimitError(_TOO_LONG, where=where, expected=f"at most {LIMITS.paths(opcodes):,} characters in all")
@@ -265,7 +266,7 @@ def _check_keys(mapping: Object) -> None:
     """Raise LimitError where segments for the keys of `mapping` would be too long: one key can stand there twice, and
     many times.
     """
-    lengths = [len(key) for effect, i in mapping.pairs() if isinstance(key := effect.values[i], str)]
+    lengths = [len(key) for key, _ in mapping.entries() if isinstance(key, str)]
     most = LIMITS.paths(2 * len(lengths))
     if sum(lengths) > most:
         raise LimitError(_TOO_LONG, expected=f"at most {most:,} characters in the keys of one mapping")
@@ -293,11 +294,14 @@ def _items(place: Place, effect: Effect, start: int) -> list[Place]:
     """The values of a mapping, and those of its keys that are objects."""
     found: list[Place] = []
     depth = place.depth + 1
-    for n, i in enumerate(range(0, len(effect.values), 2), start):
-        key, value = effect.values[i], effect.values[i + 1]
+    values = iter(effect.values)
+    for n, (key, value) in enumerate(zip(values, values, strict=True), start):
+        if isinstance(key, str):
+            found.append(Place(place, key_segment(key, n), value, depth, key))
+            continue
         if isinstance(key, Node):
             found.append(_below(place, f"/<{n}>", key))
-        found.append(Place(place, key_segment(key, n), value, depth, key if isinstance(key, str) else None))
+        found.append(Place(place, key_segment(key, n), value, depth))
     return found
 
 
@@ -305,7 +309,7 @@ def _attributes(place: Place, state: Value, listed: set[int]) -> list[Place]:
     """What BUILD gives an object: attributes, where the state is a dict of them."""
     if isinstance(state, Dict) and not _is_first(state, listed):
         return []
-    items = [(effect.values[i], effect.values[i + 1]) for effect, i in state.pairs()] if isinstance(state, Dict) else []
+    items = [*state.entries()] if isinstance(state, Dict) else []
     if isinstance(state, Dict):
         _check_keys(state)
     if items and all(isinstance(name, str) for name, _ in items):

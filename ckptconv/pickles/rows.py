@@ -14,12 +14,15 @@ import re
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import accumulate, chain, islice, repeat
 from operator import is_, itemgetter
 from typing import Any, cast
 
 from ckptconv.errors import InputError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
+from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, PersistentId, Tuple, Value
 from ckptconv.pickles.machine import Operation, PickleMachine
 from ckptconv.pickles.opcodes import CODES
@@ -30,18 +33,20 @@ _INT = rb"(?:K.|M..|J....)"
 _GET = rb"(?:h.|j....)"
 _PUT = rb"(r....)"  # of four bytes: rows begin behind the first 256 slots
 _PERHAPS = rb"((?:r....)?)"  # an empty tuple is not put, and neither is a text that the memo has
-_INTS = rb"(\)|I\x85|II\x86|III\x87|\(I{4,64}t)".replace(b"I", _INT)
+_INTS = rb"(\)(?!r)|(?:I\x85|II\x86|III\x87|\(I{4,64}t)(?=r))".replace(b"I", _INT)
 #: What follows the GET of what is called. All lengths are in it but those of the two texts, which are compared.
-_ROW = regex(
+_PATTERN = (
     rb"(\(\(" + _GET + _GET + rb")X(....)([0-9]{1,19})" + _PUT
-    + rb"(" + _GET + rb"|X....[a-z]{2,20}(?::[0-9]{1,3})?)" + _PERHAPS
+    + rb"(" + _GET + rb"(?!r)|X....[a-z]{2,20}(?::[0-9]{1,3})?(?=r))" + _PERHAPS
     + rb"(" + _INT + rb"t)" + _PUT + rb"(Q" + _INT + rb")" + _INTS + _PERHAPS + _INTS + _PERHAPS
-    + rb"([\x88\x89]" + _GET + rb"\)R)" + _PUT + rb"t" + _PUT + rb"R" + _PUT,
-    re.DOTALL,
+    + rb"([\x88\x89]" + _GET + rb"\)R)" + _PUT + rb"t" + _PUT + rb"R" + _PUT
 )  # piece by piece  # fmt: skip
+_ROW = regex(_PATTERN, re.DOTALL)
+#: An item of a mapping: its key, which is a text of some length or read from the memo, the GET, and the row.
+_ITEM = regex(rb"(?:X(....)(.{0,250}?)" + _PUT + rb"|(" + _GET + rb"))(" + _GET + rb")" + _PATTERN, re.DOTALL)
+_MOST = 4096  # items at once
 _TEXT, _AT = CODES["BINUNICODE"], 5  # a text's first byte, and where its characters begin
 _LENGTHS = [n.to_bytes(4, "little") for n in range(30)]
-_PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(10)]
 _PARTS = ("key", "tag", "id", "shape", "stride", "inside", "args", "call")
 _PATIENCE = 64  # attempts that may be in vain, and one more for each that is not
 
@@ -189,9 +194,26 @@ class Rows:
         self._parts: list[list[str]] = []
         self._end = 0  # behind the last of these slots
         self._patience = _PATIENCE
+        self._at_once = 1  # items; twice as many where all could be read, so that nothing is looked at again and again
 
-    def read(self, function: Global) -> bool:
-        """Do what the row says that begins at the next opcode, with `function` on the stack, if there is one."""
+    def read(self, function: Global, slot: int) -> None:
+        """Do what the row says that begins at the next opcode, with `function` on the stack, if there is one; and what
+        the items behind it say, if their values are rows of known forms, of this function from the same memo `slot`.
+        """
+        m = self._machine
+        if not self._read_one(function):
+            return
+        get = CODES["BINGET"] + bytes([slot]) if slot < 256 else CODES["LONG_BINGET"] + slot.to_bytes(4, "little")
+        # The method of a scanner, which re.Scanner uses, finds one match right behind the other.
+        while found := [*islice(iter(cast("Any", _ITEM).scanner(m.window, m.pos).match, None), self._at_once)]:
+            if not self._read_items(function, get, [*zip(*(each.groups(b"") for each in found), strict=True)]):
+                self._at_once = 1
+                return
+            m.pos = found[-1].end()
+            self._at_once = min(2 * self._at_once, _MOST)
+
+    def _read_one(self, function: Global) -> bool:
+        """Do what the row says; False, and nothing, where there is none."""
         m = self._machine
         if m.frame_end is not None or self._patience < 0:
             return False
@@ -199,19 +221,14 @@ class Rows:
         found = _ROW.match(m.window, m.pos)
         if found is None:
             return False
-        head, length, key, p0, tag, p1, numel, p2, offset, shape, p3, stride, p4, rest, p5, p6, p7 = found.groups()
-        puts = b"".join((p0, p1, p2, p3, p4, p5, p6, p7))
-        n = len(puts) // 5
-        slots = _PUTS[n](puts)
-        first = slots[0]
-        own = range(first, first + n)
-        if length != _LENGTHS[len(key)] or slots != (*own,) or first < self._end or not m.memo.keys().isdisjoint(own):
+        head, length, key, p0, tag, p1, numel, p2, offset, shape, p3, stride, p4, rest, *last = found.groups()
+        slots = self._new_slots(b"".join((p0, p1, p2, p3, p4, *last)))
+        if length != _LENGTHS[len(key)] or slots is None:
             return False
-        # Which parts are put is in it too: their number, and whether the two that need not be are.
-        told = function, head, tag, p1[:1], numel, offset, shape, p3[:1], stride, p4[:1], rest
+        told = function, head, tag, numel, offset, shape, stride, rest
         form = self._forms.get(told)
         if form is None or not all(map(is_, form.read(m.memo), form.values)):
-            form = self._learn(function, found[0], tag, n)
+            form = self._learn(function, found[0], tag, len(slots))
             if form is None:
                 return False
             self._forms[told] = form
@@ -221,18 +238,81 @@ class Rows:
             return False
         m.pos = found.end()
         m.has_rows = True
-        text = tag[_AT:].decode() if form.tag is None else form.tag
-        reference = RowId(form, key.decode(), text, m.order + 1)
-        call = RowCall(form, reference, m.order + 3)
-        m.order += 3
-        m.references.append(reference)
-        m.calls.append(call)
-        m.stack[-1] = call
-        self._starts.append(first)
-        self._rows.append(call)
-        self._parts.append(form.parts)
-        self._end = first + n
+        (m.stack[-1],) = self._made([form], [key], [tag], [slots.start], slots.stop)
         return True
+
+    def _read_items(self, function: Global, get: bytes, columns: list[tuple[bytes, ...]]) -> bool:
+        """Do what the items say that begin at the next opcode, of which `columns` are what the pattern found; False,
+        and nothing, where one is anything but a key and a row of a known form.
+        """
+        m = self._machine
+        lengths, texts, p0, gets, called, head, key_lengths, keys, p1, tags, p2, numel, p3, *others = columns
+        offset, shape, p4, stride, p5, rest, *last = others
+        puts = zip(p0, p1, p2, p3, p4, p5, *last, strict=True)
+        slots = self._new_slots(b"".join(chain.from_iterable(puts)))
+        told = zip(repeat(function), head, tags, numel, offset, shape, stride, rest)
+        forms = [form for form in map(self._forms.get, told) if form]
+        names = self._names(lengths, texts, gets)
+        if slots is None or not len(forms) == len(names) == len(keys) or {*called} != {get}:
+            return False
+        if key_lengths != tuple(map(_LENGTHS.__getitem__, map(len, keys))):
+            return False
+        if not all(all(map(is_, form.read(m.memo), form.values)) for form in dict.fromkeys(forms)):
+            return False
+        if not m.count(sum(form.opcodes for form in forms) + (2 if gets[0] else 3) * len(forms)):
+            return False
+        for each in {*gets} if gets[0] else (_TEXT, p0[0]):
+            m.used[each[0]] = 1
+        starts = [*accumulate((len(form.parts) + len(p0[0]) // 5 for form in forms), initial=slots.start)]
+        if p0[0]:
+            m.memo.update(zip(starts, names, strict=False))
+            starts = [start + 1 for start in starts]
+        calls = self._made(forms, keys, tags, starts[:-1], slots.stop)
+        m.stack += chain.from_iterable(zip(names, calls, strict=True))
+        self._patience += len(calls)
+        return True
+
+    def _new_slots(self, puts: bytes) -> range | None:
+        """The memo slots of `puts`, if they follow one another and nothing is in them."""
+        n = len(puts) // 5
+        numbers = bytearray(4 * n)
+        for i in range(4):
+            numbers[i::4] = puts[i + 1 :: 5]
+        slots = struct.unpack(f"<{n}I", numbers)
+        own = range(slots[0], slots[0] + n)
+        is_new = slots == (*own,) and own.start >= self._end and self._machine.memo.keys().isdisjoint(own)
+        return own if is_new else None
+
+    def _names(self, lengths: Sequence[bytes], texts: Sequence[bytes], gets: Sequence[bytes]) -> list[str]:
+        """The keys of items: texts of these `lengths`, or what the slots of `gets` hold; fewer where one is neither, or
+        some are this and some that.
+        """
+        if all(gets):
+            named = (self._machine.memo.get(int.from_bytes(get[1:], "little")) for get in gets)
+            return [name for name in named if isinstance(name, str)]
+        if any(gets) or lengths != tuple(len(text).to_bytes(4, "little") for text in texts):
+            return []
+        with suppress(UnicodeDecodeError):
+            return [text.decode("utf-8", "surrogatepass") for text in texts if len(text) <= LIMITS.inline_bytes]
+        return []
+
+    def _made(
+        self, forms: list[RowForm], keys: Sequence[bytes], tags: Sequence[bytes], starts: Sequence[int], end: int
+    ) -> list[RowCall]:
+        """The calls of rows, one for each of the columns, whose memo slots start at `starts`, the last before `end`."""
+        m = self._machine
+        order = m.order
+        m.order += 3 * len(forms)
+        told = [form.tag or tag[_AT:].decode() for form, tag in zip(forms, tags, strict=True)]
+        references = [*map(RowId, forms, b" ".join(keys).decode().split(" "), told, range(order + 1, m.order, 3))]
+        calls = [*map(RowCall, forms, references, range(order + 3, m.order + 1, 3))]
+        m.references += references
+        m.calls += calls
+        self._starts += starts
+        self._rows += calls
+        self._parts += [form.parts for form in forms]
+        self._end = end
+        return calls
 
     def _learn(self, function: Global, row: bytes, tag: bytes, n: int) -> RowForm | None:
         """The form of `row`, as a machine reads it; None where it is another call, or the machine would not read it."""

@@ -22,6 +22,8 @@ _NOTABLE = 1_000_000  # unused bytes; what is less is not worth a line
 
 def unused_bytes(scope: Scope) -> Iterator[Issue]:
     """Storages that are far bigger than what the tensors in them show."""
+    if not any(info.storage and info.nbytes < info.storage.nbytes for info in scope.checkpoint.tensors.values()):
+        return
     users = Counter(each.storage for each in scope.checkpoint.references)
     views: dict[Storage, list[TensorInfo]] = {}
     for info in scope.checkpoint.tensor_nodes.values():
@@ -59,6 +61,8 @@ def _covered(infos: list[TensorInfo]) -> int:
 
 def shared(scope: Scope) -> Iterator[Issue]:
     """Tensors of the state dict that share memory, which the safetensors library refuses to save."""
+    if max(scope.checkpoint.index.tensor_counts.values(), default=0) < 2:
+        return
     by_storage: dict[Storage, list[tuple[str, TensorInfo]]] = {}
     found = _for_safetensors(scope.checkpoint)
     for name, info in found.items():
