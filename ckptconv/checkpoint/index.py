@@ -136,6 +136,11 @@ class Index:
         return Counter(info.storage for info in self.tensors.values() if info.storage)
 
     @property
+    def is_unshared(self) -> bool:
+        """Whether each tensor has a storage to itself: then none can be tied to another, or overlap with it."""
+        return len(self.tensor_counts) == len(self.tensors)
+
+    @property
     def tensor_nodes(self) -> dict[int, TensorInfo]:
         """The tensors by the id of their node, as they stand first."""
         return self._found[2]

@@ -375,16 +375,17 @@ def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
     rng = {info.path for info in detected.rng_states}
     parts_of: dict[int, tuple[_Kind, str] | None] = {}
     found_parts: dict[tuple[_Kind, str], list[TensorInfo]] = {}
+    parents = {id(place.parent) for place in checkpoint.index.every_place}
     for place in checkpoint.index.every_place:
-        above = parts_of.get(id(place.parent))
-        here = whole.get(id(place.node))
-        if here is None and id(place.node) in detected.optimizer_nodes:
-            here = "optimizer", place.path
-        part = parts_of[id(place)] = above or here
+        part = parts_of.get(id(place.parent)) or whole.get(id(place.node))
+        if part is None and id(place.node) in detected.optimizer_nodes:
+            part = "optimizer", place.path
+        if id(place) in parents:
+            parts_of[id(place)] = part
         if isinstance(place.node, Node) and (info := checkpoint.tensors.get(place.path)):
-            own: tuple[_Kind, str] = ("RNG states", "") if place.path in rng else part or ("other", "")
+            own: tuple[_Kind, str] = ("RNG states", "") if info.path in rng else part or ("other", "")
             found_parts.setdefault(own, []).append(info)
-    parts = [Part(*named, len(infos), _sizes(infos)[1]) for named, infos in found_parts.items()]
+    parts = [Part(*named, len(infos), _sizes(infos, checkpoint)[1]) for named, infos in found_parts.items()]
     return tuple(sorted(parts, key=lambda part: _KINDS.index(part.kind)))
 
 
@@ -438,7 +439,7 @@ def _shares(counted: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
 
 def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
     infos = [info for _, value in found.items() if (info := checkpoint.tensor_nodes.get(id(value)))]
-    parameters, nbytes = _sizes(infos)
+    parameters, nbytes = _sizes(infos, checkpoint)
     names = found.names()
     return StateDictSummary(
         path=found.path,
@@ -451,7 +452,8 @@ def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
 
 
 def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
-    parameters, nbytes = _sizes([checkpoint.tensor_nodes[id(node)] for node in found.tensors.values()])
+    infos = dict.fromkeys(checkpoint.tensor_nodes[id(node)] for node in found.tensors.values())  # modules can be shared
+    parameters, nbytes = _sizes([*infos], checkpoint)
     places = found.places
     return ModuleSummary(
         path=found.path,
@@ -465,10 +467,12 @@ def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
     )
 
 
-def _sizes(infos: list[TensorInfo]) -> tuple[int, int]:
-    """The elements and bytes of `infos`, ties once."""
-    distinct = {(id(info.storage), info.offset, info.shape) if info.storage else id(info): info for info in infos}
-    return sum(prod(info.shape) for info in distinct.values()), sum(info.nbytes for info in distinct.values())
+def _sizes(infos: list[TensorInfo], checkpoint: Checkpoint) -> tuple[int, int]:
+    """The elements and bytes of `infos`, which are of `checkpoint`, ties once."""
+    if not checkpoint.index.is_unshared:
+        distinct = {(id(info.storage), info.offset, info.shape) if info.storage else id(info): info for info in infos}
+        infos = list(distinct.values())
+    return sum(prod(info.shape) for info in infos), sum(info.nbytes for info in infos)
 
 
 def _ties(tensors: list[TensorInfo]) -> tuple[tuple[str, ...], ...]:

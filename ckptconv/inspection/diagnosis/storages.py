@@ -61,7 +61,7 @@ def _covered(infos: list[TensorInfo]) -> int:
 
 def shared(scope: Scope) -> Iterator[Issue]:
     """Tensors of the state dict that share memory, which the safetensors library refuses to save."""
-    if max(scope.checkpoint.index.tensor_counts.values(), default=0) < 2:
+    if scope.checkpoint.index.is_unshared:
         return
     by_storage: dict[Storage, list[tuple[str, TensorInfo]]] = {}
     found = _for_safetensors(scope.checkpoint)
