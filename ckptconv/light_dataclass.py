@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from dataclasses import dataclass
 else:
 
-    def dataclass(cls=None, /, *, frozen=False, eq=True, repr=True, slots=False):
+    def dataclass(cls=None, /, *, frozen=False, eq=True, repr=True, slots=False, unsafe_hash=False):
         """`cls` with the methods of a dataclass; what it defines itself stays."""
         if cls is None:
-            return lambda cls: dataclass(cls, frozen=frozen, eq=eq, repr=repr, slots=slots)
+            return partial(dataclass, frozen=frozen, eq=eq, repr=repr, slots=slots, unsafe_hash=unsafe_hash)
         if slots:
             cls.__doc__ = cls.__doc__ or cls.__name__  # else it becomes the signature, which takes as long as the rest
             cls = dataclasses.dataclass(repr=False, eq=False, frozen=frozen, slots=True)(cls)
@@ -32,7 +32,7 @@ else:
             methods = _construction_of(cls, fields)
             methods |= {"__setattr__": _refuse, "__delattr__": _refuse} if frozen else {}
         methods |= {"__repr__": _repr_of([name for name, each in fields.items() if each.repr])} if repr else {}
-        methods |= _comparison_of([*fields], frozen) if eq else {}
+        methods |= _comparison_of([*fields], frozen or unsafe_hash) if eq else {}
         for name in methods.keys() - vars(cls).keys():
             setattr(cls, name, methods[name])
         return cls
@@ -101,7 +101,7 @@ else:
 
         return __repr__
 
-    def _comparison_of(names, frozen):
+    def _comparison_of(names, hashed):
         values = attrgetter(*names)
 
         def __eq__(self, other):
@@ -110,7 +110,7 @@ else:
         def __hash__(self):
             return hash(values(self))
 
-        return {"__eq__": __eq__, "__hash__": __hash__ if frozen else None}
+        return {"__eq__": __eq__, "__hash__": __hash__ if hashed else None}
 
     def _refuse(self, name, *_):  # noqa: ARG001 - the signature is Python's
         raise dataclasses.FrozenInstanceError(f"cannot change field {name!r}")

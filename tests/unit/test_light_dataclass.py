@@ -20,6 +20,7 @@ KINDS: list[dict[str, bool]] = [
     {"frozen": True, "eq": False},
     {"repr": False},
     {"slots": True},
+    {"slots": True, "unsafe_hash": True},
     {"frozen": True, "slots": True},
 ]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
