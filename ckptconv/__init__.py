@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         OnlyIn,
         OtherDifference,
         TensorDifference,
+        TensorFacts,
         ValueDifference,
     )
     from ckptconv.inspection.summary import Summary, inspect
@@ -89,6 +90,7 @@ __all__ = [
     "Summary",
     "TargetExistsError",
     "TensorDifference",
+    "TensorFacts",
     "TensorInfo",
     "TransferError",
     "UnknownDeviceError",
@@ -129,7 +131,8 @@ _HOMES = {
     "edits.devices": "MapLocation",
     "edits.in_memory": "add_prefix strip_prefix",
     "inspection.comparison.diff": "diff",
-    "inspection.comparison.differences": "Difference OnlyIn OtherDifference TensorDifference ValueDifference",
+    "inspection.comparison.differences": "Difference OnlyIn OtherDifference TensorDifference TensorFacts"
+    " ValueDifference",
     "inspection.summary": "Summary inspect",
     "inspection.verification": "Finding Verdict verify",
     "tensors.files": "CheckpointFile load open save",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,17 @@ from typing import Any
 
 import click
 
-from ckptconv.cli.commands import Command
+from ckptconv.cli.commands import Command as ClickCommand
 from ckptconv.cli.options import PATH, debug_option, group, name_options, take_options
+from ckptconv.cli.pages import PageFile, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError, UsageError, count
+from ckptconv.hints import Command, Option
 from ckptconv.inspection.comparison.diff import Compared, are_same, compare
 from ckptconv.inspection.comparison.differences import Difference
 from ckptconv.inspection.comparison.folders import Pair, pairs_of
+from ckptconv.inspection.comparison.suggestions import options_of
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.json_views import SCHEMA_VERSION
 from ckptconv.render.text import Style
@@ -29,7 +33,7 @@ __all__ = ["diff_command"]
 
 @click.command(
     "diff",
-    cls=Command,
+    cls=ClickCommand,
     exits="0 the same, 1 different, 2 anything else",
     epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.",
 )
@@ -55,6 +59,7 @@ __all__ = ["diff_command"]
 @group(
     "Reports",
     "a.pt b.pt -q",
+    *page_options("two maps and a table of what differs"),
     click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes."),
     click.option("-q", "--quiet", is_flag=True, help="No text: the exit status says it, at the first difference."),
     click.option("-v", "--verbose", is_flag=True, help="List each tensor, also those that differ in the same way."),
@@ -63,6 +68,9 @@ __all__ = ["diff_command"]
 def diff_command(
     a: str,
     b: str,
+    html: str | None,
+    opens: bool,
+    force: bool,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -80,20 +88,24 @@ def diff_command(
     compared with the file of its name in the folder.
     """
     style = style_of(sys.stdout)
-    shown = _Shown(style, as_json=as_json, quiet=quiet, verbose=verbose)
     compared = Compared(**{each.name: flags[each.name] for each in fields(Compared)})
+    edits = edits_from(**flags)
     brief = style.width is not None and not (verbose or as_json)
-    edits, progress = edits_from(**flags), partial(progress_bar, quiet=quiet)
+    progress = partial(progress_bar, quiet=quiet)
 
     def differ(a: str | Path, b: str | Path, name: str = "") -> bool:
         """Whether they do, which is shown under this `name`."""
-        if quiet and not as_json:
+        if quiet and not (as_json or page):
             return not are_same(a, b, edits, compared, progress=progress)
         found = compare(a, b, edits, compared, brief=brief, progress=progress)
         shown.difference(found, compared, name)
         return not found.same
 
     pairs = pairs_of(a, b)
+    page = PageFile.asked_for(html, 1 if pairs is None else len(pairs), opens=opens, force=force)
+    shown = _Shown(
+        style, page, (*options_of(edits), *compared.options()), as_json=as_json, quiet=quiet, verbose=verbose
+    )
     if pairs is None:
         return int(differ(a, b))
     answers: Counter[str] = Counter()
@@ -121,11 +133,26 @@ def diff_command(
 class _Shown:
     """What is found, on standard output."""
 
-    def __init__(self, style: Style, *, as_json: bool, quiet: bool, verbose: bool) -> None:
-        self.style, self.as_json, self.quiet, self.verbose = style, as_json, quiet, verbose
+    def __init__(
+        self,
+        style: Style,
+        page: PageFile | None,
+        options: Sequence[Option],
+        *,
+        as_json: bool,
+        quiet: bool,
+        verbose: bool,
+    ) -> None:
+        self.style, self.page, self.options = style, page, options
+        self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
 
     def difference(self, found: Difference, compared: Compared, name: str) -> None:
         """Show `found`, of the checkpoints of this `name`."""
+        if self.page:
+            from ckptconv.render.page.document import difference_page  # for pages alone
+
+            self.page.write(difference_page(found, Command("diff", (Path(found.a), Path(found.b), *self.options))))
+            return
         if self.as_json:
             click.echo(json.dumps(found.as_dict()))
             return

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,10 +16,11 @@ import click
 from ckptconv.checkpoint.globs import matches
 from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option
+from ckptconv.cli.pages import PageFile, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
-from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError, size
+from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError
 from ckptconv.formats.distributed.rank_names import as_sets
-from ckptconv.hints import Placeholder, option
+from ckptconv.hints import option
 from ckptconv.inspection.summary import Summary, TensorSummary, ValuesWanted, summary_of
 from ckptconv.render.listing import Line, line_of, listing_lines, unread_line
 from ckptconv.render.summary import summary_lines
@@ -31,6 +31,7 @@ __all__ = ["inspect_command"]
 
 
 _KINDS = ("nan", "inf")
+_html, _open, _force = page_options("a map and a table of the tensors")
 
 
 @click.command(
@@ -58,10 +59,9 @@ _KINDS = ("nan", "inf")
     help="Show N rows of the table, or lines of the tree (on a terminal: what fits 24 lines in all).",
 )
 @click.option("--all", "everything", is_flag=True, help="Show every tensor in a row of its own.")
-@click.option(
-    "--html", metavar="FILE", help="Write a page to look at: a map and a table of the tensors. It needs no network."
-)
-@click.option("--open", "opens", is_flag=True, help="Open the page that --html writes.")
+@_html
+@_open
+@_force
 @click.option("--values", is_flag=True, help="Read all tensors: NaN, inf, zeros, min, max, mean, std, norm of each.")
 @click.option("--histogram", is_flag=True, help="The same, with a histogram of 32 bins for each.")
 @click.option(
@@ -75,6 +75,7 @@ def inspect_command(
     as_json: bool,
     html: str | None,
     opens: bool,
+    force: bool,
     debug: bool,
     **view: Any,
 ) -> int:
@@ -85,7 +86,7 @@ def inspect_command(
     """
     style = style_of(sys.stdout)
     every = list(chain.from_iterable(map(_checkpoints, paths)))
-    page = _page_at(html, every, opens=opens)
+    page = PageFile.asked_for(html, len(every), opens=opens, force=force)
     kinds = _kinds(view["fail_on"])
     wanted = _values_wanted(view, kinds, quiet=as_json)
     about_tensors = as_json or view["tree"] or view["include"] or view["exclude"] or wanted
@@ -108,7 +109,9 @@ def inspect_command(
             continue
         status = max(status, bool(kinds and not_finite(selected, kinds)))
         if page:
-            _write_page(page, replace(summary, tensors=tuple(selected)), opens=opens)
+            from ckptconv.render.page.document import summary_page  # for pages alone
+
+            page.write(summary_page(replace(summary, tensors=tuple(selected))))
             continue
         if as_json:
             click.echo(json.dumps(replace(summary, tensors=tuple(selected)).as_dict()))
@@ -130,33 +133,6 @@ def _values_wanted(view: dict[str, Any], kinds: list[str], *, quiet: bool) -> Va
         return None
     select = partial(_selected, include=view["include"], exclude=view["exclude"], sort=None)
     return ValuesWanted(view["histogram"], select, partial(progress_bar, quiet=quiet))
-
-
-def _page_at(html: str | None, paths: Sequence[str], *, opens: bool) -> Path | None:
-    """Where the page is written, if one is asked for. Raises UsageError."""
-    if html is None:
-        if opens:
-            raise UsageError(option("open") + " opens the page that " + option("html", Placeholder("FILE")) + " writes")
-        return None
-    if Path(html).suffix.lower() not in (".html", ".htm"):  # else a checkpoint would be replaced by a page
-        raise UsageError(option("html", html) + " is no name of a page", expected="a FILE that ends in .html")
-    if len(paths) != 1:
-        raise UsageError("a page is of one checkpoint", got=f"{len(paths)}")
-    return Path(html)
-
-
-def _write_page(path: Path, summary: Summary, *, opens: bool) -> None:
-    """Write the page of `summary` to `path`, whole or not at all, and open it."""
-    from ckptconv.byteranges.sources import Readable  # all of it is for pages alone
-    from ckptconv.byteranges.spans import Literal, OutFile
-    from ckptconv.output.files import write
-    from ckptconv.render.page.document import summary_page
-
-    data = summary_page(summary).encode()
-    write(OutFile(path, (Literal(data),), len(data)), Readable(), replace=True, verify=False)
-    click.echo(f"{style_of(sys.stderr).text(path)}: written, {size(len(data))}", err=True)
-    if opens:
-        click.launch(str(path.absolute()))
 
 
 def _kinds(fail_on: str | None) -> list[str]:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     )
     from ckptconv.inspection.values import TensorValues
 
-__all__ = ["difference_lines"]
+__all__ = ["FACTS", "difference_lines"]
 
 _SHOWN = 8  # lines of a group, unless all are asked for
 _INDENT = "    "
 _GAP = "  "
 #: Groups of facts about tensors: the attribute that says one, and what it is called.
-_FACTS = (
+FACTS = (
     ("dtype", "dtype"),
     ("shape", "shape"),
     ("device", "device"),
@@ -60,7 +60,7 @@ def difference_lines(
     for label, missing in (("only in A", difference.only_in_a), ("only in B", difference.only_in_b)):
         yield from _group(style, label, count(len(missing), "name"), [_missing(each) for each in missing], most)
     rows: list[list[str]]
-    for attribute, label in _FACTS:
+    for attribute, label in FACTS:
         pairs = [(each, pair) for each in difference.differing if (pair := getattr(each, attribute)) is not None]
         rows = [[each.path, f"{_said(pair[0])} → {_said(pair[1])}", _about_values(each)] for each, pair in pairs]
         alike = rows if everything else _alike(rows)
@@ -98,7 +98,7 @@ def _counts(difference: Difference) -> Iterator[str]:
     for missing, side in ((difference.only_in_a, "A"), (difference.only_in_b, "B")):
         if missing:
             yield f"{count(len(missing), 'name')} only in {side}"
-    for attribute, label in _FACTS:
+    for attribute, label in FACTS:
         n = sum(getattr(each, attribute) is not None for each in difference.differing)
         if n:
             yield f"{label} of {count(n, 'tensor')}"
@@ -122,7 +122,7 @@ def _unknown(difference: Difference) -> list[TensorDifference]:
     return [
         each
         for each in difference.differing
-        if each.values is None and not any(getattr(each, name) for name, _ in _FACTS)
+        if each.values is None and not any(getattr(each, name) for name, _ in FACTS)
     ]
 
 

@@ -4,6 +4,7 @@ files are text. torch and the command line judge the commands that pages show.
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,19 @@ def training() -> dict[str, Any]:
     }
 
 
+def two_epochs() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A training file and the next one: values, NaN, dtypes, shapes, names of one side alone, and what is no tensor."""
+    left, right = ({"model": state(60), "epoch": epoch} for epoch in (1, 2))
+    for i, tensor in enumerate(right["model"].values()):
+        tensor[0] += 10.0 ** (1 - i % 6) if i % 3 else 0
+    right["model"]["layers.3.weight"][0, 0] = float("nan")
+    right["model"]["layers.4.weight"] = left["model"]["layers.4.weight"].half()
+    right["model"]["layers.5.weight"] = torch.ones(3)
+    del right["model"]["layers.6.weight"]
+    right["model"]["adapter.weight"] = torch.ones(4, 4)
+    return left, right
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with checkpoints and their pages."""
@@ -61,6 +75,19 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.save(value, folder / f"{name}.pt")
         values = ["--histogram"] if name == "bert" else []
         assert main(["inspect", str(folder / f"{name}.pt"), "--html", str(folder / f"{name}.html"), *values]) == 0
+    left, right = two_epochs()
+    hostile = {name: torch.zeros(2, 3) for name in HOSTILE}
+    made = {"a": left, "b": right, "hostile_b": {**hostile, "new": torch.ones(2)}}
+    made["many_b"] = {f"model.layers.{i // 10}.experts.{i % 10}.weight": torch.zeros(1 + i % 7) for i in range(60_000)}
+    for name, value in made.items():
+        torch.save(value, folder / f"{name}.pt")
+    for a, b, page, words in (
+        ("a", "b", "difference", ["--values"]),
+        ("hostile", "hostile_b", "hostile_difference", []),
+        ("many", "many_b", "many_differences", []),
+    ):
+        files = [str(folder / f"{name}.pt") for name in (a, b)]
+        assert main(["diff", *files, "--html", str(folder / f"{page}.html"), *words]) == 1
     save_as_ranks(state(6), folder / "ranks")
     pattern = str(folder / "ranks" / "model_world_size_2_rank_*.pt")
     assert main(["inspect", pattern, "--html", str(folder / "ranks.html")]) == 0
@@ -73,14 +100,19 @@ def chromium() -> Iterator[Any]:
         yield started
 
 
-@pytest.mark.parametrize("name", ["bert", "training", "ranks", "hostile", "many"])
+ONE = ["bert", "training", "ranks", "hostile", "many"]
+TWO = ["difference", "hostile_difference", "many_differences"]
+
+
+@pytest.mark.parametrize("name", [*ONE, *TWO])
 @pytest.mark.parametrize("width", [400, 2000])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_is_wrong_with_it(name: str, width: int, scheme: str, pages: Path, chromium: Any) -> None:
     """No error, no request, nothing wider than the window; the map and the table have something."""
     with opened(chromium, pages / f"{name}.html", width=width, scheme=scheme) as page:
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert page.locator("#map div").count() > 1 and page.locator("#rows button").count() > 5
+        assert [one.locator("div").count() > 1 for one in page.locator(".map").all()] == [True] * (1 + (name in TWO))
+        assert page.locator("#rows button").count() > 5
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +120,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return axe_source(tmp_path_factory.mktemp("axe"))
 
 
-@pytest.mark.parametrize("name", ["bert", "training", "hostile"])
+@pytest.mark.parametrize("name", ["bert", "training", "hostile", "difference"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everybody_can_use_it(name: str, scheme: str, pages: Path, chromium: Any, axe: str) -> None:
     """axe-core has nothing to say, before and after something is selected."""
@@ -113,14 +145,14 @@ def test_search_sort_and_select(pages: Path, chromium: Any) -> None:
         page.fill("#search", "layers.1 weight")
         assert page.locator("#shown").inner_text() == "11 of 42"
         page.fill("#search", "")
-        page.check("#bad")
+        page.select_option("#filter", label="NaN or inf")
         assert names.all_inner_texts() == ["bert.layers.3.weight"]
         names.first.click()
         assert page.locator("#selected h3").inner_text() == "bert.layers.3.weight"
-        assert page.locator("#selected .bad").inner_text() == "1" and page.locator("#bars i").count() in (16, 32)
+        assert page.locator("#selected .bad").inner_text() == "1" and page.locator(".bars i").count() in (16, 32)
         page.locator("#facts button", has_text="cls.decoder.weight").click()
         assert page.locator("#map .tied").count() == 1  # drawn where the first of them is
-        page.locator("#map div", has_text="layers.").first.click(position={"x": 4, "y": 4})
+        page.locator(".map div", has_text="layers.").first.click(position={"x": 4, "y": 4})
         assert page.locator("#selected h3").inner_text().startswith("bert.layers.")
         page.locator("input[value=count]").check()
         assert "tensors" not in page.locator("#crumbs").inner_text() and "42" in page.locator("#crumbs").inner_text()
@@ -139,6 +171,42 @@ def test_the_keyboard(pages: Path, chromium: Any) -> None:
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("ArrowLeft")
         assert page.evaluate("document.activeElement.getAttribute('aria-level')") == "1"
+
+
+def test_a_difference(pages: Path, chromium: Any) -> None:
+    """Two maps, what is furthest apart, rows of one kind, and both sides of what is selected."""
+    with opened(chromium, pages / "difference.html") as page:
+        facts = page.locator("#facts")
+        assert page.locator("#verdict").inner_text().startswith("different: 1 name only in A, 1 name only in B")
+        facts.get_by_role("button", name="model/adapter.weight").click()
+        assert [one.locator(".frame").count() for one in page.locator(".map").all()] == [0, 1]
+        assert page.locator("#selected code").count() == 0 and "– → 64" in page.locator("#selected").inner_text()
+        page.select_option("#filter", label="differs: only in A")
+        assert page.locator("#rows .name").all_inner_texts() == ["model/layers.6.weight"]
+        page.select_option("#filter", label="NaN or inf")
+        page.locator("#rows button").click()
+        said = page.locator("#selected").inner_text()
+        assert "0 → 1" in said and page.locator("#selected .bad").count() == 2  # not finite, nan
+        page.select_option("#filter", label="all tensors")
+        page.get_by_role("button", name="max |A − B|").click()
+        assert page.locator("#rows tr").first.locator("td").nth(7).inner_text() == "1"
+        page.select_option("#colour", "by at most")
+        assert page.locator("#legend li").all_inner_texts()[0] == "1 or more"
+
+
+def test_a_difference_by_its_command(pages: Path, chromium: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of each tensor compares that and nothing else."""
+    with opened(chromium, pages / "hostile_difference.html") as page:
+        assert page.locator("#rows button").count() == len(HOSTILE) + 1
+        for button in page.locator("#rows button").all():
+            button.click()
+            if any(text in page.locator("#selected h3").inner_text() for text in ("d800", "new")):
+                continue  # what no shell can say, and what A has not
+            (line,) = [code.text_content() for code in page.locator("#selected code").all()]
+            capsys.readouterr()
+            assert main([*words_of(line)[1:], "--json"]) == 1, line
+            found = json.loads(capsys.readouterr().out)
+            assert len(found["differing"]) + len(found["only_in_b"]) == 1, line
 
 
 def test_names_are_text(pages: Path, chromium: Any) -> None:
@@ -185,7 +253,7 @@ def words_of(line: str) -> list[str]:
 def test_sixty_thousand(pages: Path, chromium: Any) -> None:
     """Levels are put together, rows are made as they come into sight, and a search finds one."""
     with opened(chromium, pages / "many.html") as page:
-        assert page.locator("#map div").count() < 3000 and page.locator("#rows tr").count() < 100
+        assert page.locator(".map div").count() < 3000 and page.locator("#rows tr").count() < 100
         page.evaluate("document.getElementById('scroll').scrollTop = 28 * 30000")
         page.wait_for_function("document.querySelectorAll('#rows tr')[1].getAttribute('aria-rowindex') > 20000")
         page.fill("#search", "layers.4321.experts.7")
@@ -198,7 +266,7 @@ def test_in_a_notebook(pages: Path, chromium: Any) -> None:
     (pages / "notebook.html").write_text(f"<title>kept</title><table><tbody id=rows><tr></table>{html}")
     with opened(chromium, pages / "notebook.html", frame="srcdoc") as page:
         frame = page.frames[1]
-        frame.wait_for_selector("#map div")
+        frame.wait_for_selector(".map div")
         frame.locator("#rows button").nth(1).click()
         frame.locator(".command button").first.click()
         assert frame.locator(".command button").first.inner_text() == "Copied" and page.title() == "kept"

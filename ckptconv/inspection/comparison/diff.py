@@ -27,6 +27,7 @@ from ckptconv.inspection.comparison.differences import (
     Difference,
     OtherDifference,
     TensorDifference,
+    TensorFacts,
     ValueDifference,
 )
 from ckptconv.inspection.comparison.pairing import Pairing, Side
@@ -72,6 +73,11 @@ class Compared:
             raise UsageError(option("names_only") + " reads no tensor, and " + option("full") + " reads all")
         if self.names_only and self.values:
             raise UsageError(option("names_only") + " reads no tensor, and " + option("values") + " reads those")
+
+    def options(self) -> list[Option]:
+        """What of it is not as usual, for a command that is to be typed."""
+        said = (Option(each.name, getattr(self, each.name)) for each in fields(self))
+        return [each for each in said if each.value]
 
 
 class DiffOptions(PartOptions, NameOptions, total=False):
@@ -202,7 +208,7 @@ class _Comparison:
         self.pairing = Pairing(Side(a), Side(b), tensors_alone=bool(self.weights_alone))
         self.values = Values(a, b, compared.rtol, compared.atol, full=compared.full)
         self.found: list[tuple[TensorDifference, list[Key]]] = []
-        self.infos: dict[str, tuple[TensorInfo, TensorInfo]] = {}
+        self.places: dict[str, tuple[Place, Place]] = {}
         self.others: list[tuple[OtherDifference, Key | None]] = []
 
     # Parts
@@ -241,7 +247,7 @@ class _Comparison:
         names = edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix
         why = "edits of names are for the first file" if names else "the first file is the one that must have it"
         files = map(Path, self.paths[::-1])
-        error.hint = f"{why}: " + command("diff", *files, *options_of(self.edits), *self.other_options())
+        error.hint = f"{why}: " + command("diff", *files, *options_of(self.edits), *self.compared.options())
 
     def take_part_of_b(self, *, alone: bool) -> list[LeftBehind]:
         """Take of `b` what is asked for, if `b` has such, and what the other can be compared with.
@@ -321,7 +327,7 @@ class _Comparison:
                 keys += [self.values.want(x, y) for x, y in alike]
         if keys or found != TensorDifference(""):
             self.found.append((replace(found, path=place_a.path), keys))
-            self.infos[place_a.path] = a, b
+            self.places[place_a.path] = place_a, place_b
 
     def compare_storages(self, place_a: Place, place_b: Place) -> None:
         """Two bare storages, which are compared as bytes."""
@@ -341,8 +347,8 @@ class _Comparison:
     def with_statistics(self, differing: Sequence[TensorDifference]) -> tuple[TensorDifference, ...]:
         """`differing`, each with what its elements are on both sides."""
         a, b = (
-            values_of({each.path: self.infos[each.path][side] for each in differing}, checkpoint.byteorder)
-            for side, checkpoint in enumerate((self.a, self.b))
+            values_of({each.path: side.at(self.places[each.path][i]) for each in differing}, side.checkpoint.byteorder)
+            for i, side in enumerate((self.pairing.a, self.pairing.b))
         )
         return tuple(replace(each, statistics=(a.get(each.path), b.get(each.path))) for each in differing)
 
@@ -360,7 +366,9 @@ class _Comparison:
         for found, keys in self.found:
             values = _sum([self.values.found[key] for key in keys]) if keys else None
             if values is None or values.differing or replace(found, path="") != TensorDifference(""):
-                differing.append(replace(found, values=values))
+                place_a, place_b = self.places[found.path]
+                sides = TensorFacts(*self.pairing.a.facts(place_a)), TensorFacts(*self.pairing.b.facts(place_b))
+                differing.append(replace(found, values=values, sides=sides))
         states = self.rng_states() if differing else set()
         others = [each for each, key in self.others if key is None or self.differs(key)]
         pairing = self.pairing
@@ -393,12 +401,7 @@ class _Comparison:
         """The command that compares what is alike, where no name is in both."""
         if self.pairing.tensors or not (self.pairing.a.only and self.pairing.b.only):
             return None
-        return command_that_fits(self.a, self.b, self.edits, self.paths, self.other_options())
-
-    def other_options(self) -> list[Option]:
-        """The options beside those that edit, for a command that is to be typed."""
-        said = (Option(each.name, getattr(self.compared, each.name)) for each in fields(self.compared))
-        return [each for each in said if each.value]
+        return command_that_fits(self.a, self.b, self.edits, self.paths, self.compared.options())
 
     # Notes
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckptconv.inspection.values import TensorValues
+from ckptconv.inspection.values import Histogram, TensorValues
 from ckptconv.light_dataclass import dataclass
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.json_views import difference_as_dict
 from ckptconv.render.result import Result
 
-__all__ = ["Difference", "OnlyIn", "OtherDifference", "TensorDifference", "ValueDifference"]
+__all__ = ["Difference", "OnlyIn", "OtherDifference", "TensorDifference", "TensorFacts", "ValueDifference"]
 
 
 @dataclass(frozen=True, slots=True)
-class OnlyIn:
-    """A tensor whose name the other side has not.
+class TensorFacts:
+    """What the header of one side says of a tensor.
 
     ``nbytes`` are those of its elements, ``tied_to`` is the path of an earlier tensor that is the same.
     """
@@ -28,6 +28,11 @@ class OnlyIn:
     tied_to: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class OnlyIn(TensorFacts):
+    """A tensor whose name the other side has not."""
+
+
 @dataclass(frozen=True)
 class ValueDifference:
     """How far two tensors of one shape are apart: of so many `elements`, how many differ, by at most what.
@@ -35,7 +40,8 @@ class ValueDifference:
     ``not_finite`` of those that differ are NaN or an infinity on at least one side. ``largest`` is ``|a - b|`` and
     ``largest_relative`` ``|a - b| / |b|``, each the largest of all other elements; the second is inf where b is 0 and
     a is not. Both are None for dtypes whose bits mean no number to torch. NaN equals NaN, an infinity itself, and -0.0
-    equals 0.0. Whole numbers are exact.
+    equals 0.0. Whole numbers are exact. ``histogram``, where it was asked for: how many of the finite elements that
+    are not equal have which ``|a - b|``; those within the tolerance count too.
     """
 
     elements: int
@@ -43,6 +49,7 @@ class ValueDifference:
     largest: float | int | None = 0
     largest_relative: float | None = 0.0
     not_finite: int = 0
+    histogram: Histogram | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,7 @@ class TensorDifference:
     where values were not compared, because shapes or kinds differ; if nothing else differs, because elements share
     bytes with what is not theirs, and the storages are not equal. ``rng_state``: it is the state of a random generator.
     ``statistics``: what the elements of each are, where that was asked for; None for a side whose are no numbers.
+    ``sides``: what the headers of A and of B say.
     """
 
     path: str
@@ -66,6 +74,7 @@ class TensorDifference:
     values: ValueDifference | None = None
     rng_state: bool = False
     statistics: tuple[TensorValues | None, TensorValues | None] | None = None
+    sides: tuple[TensorFacts, TensorFacts] | None = None
 
 
 @dataclass(frozen=True)

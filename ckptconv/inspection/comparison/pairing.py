@@ -90,6 +90,15 @@ class Side:
         """The tensor that `node` makes, where it has a name."""
         return self.checkpoint.tensor_nodes.get(id(node)) if isinstance(node, Call) else None
 
+    def at(self, place: Place) -> TensorInfo:
+        """The tensor at `place`: one node can stand at several, and is tied to itself at all but the first."""
+        return self.checkpoint.tensors.get(place.path) or self.checkpoint.tensor_nodes[id(place.node)]
+
+    def facts(self, place: Place) -> tuple[str, str, tuple[int, ...], int, str | None]:
+        """What a result says of the tensor at `place`."""
+        info = self.at(place)
+        return place.path, info.dtype, info.shape, info.nbytes, info.tied_to
+
     def inner_tensor(self, node: Value) -> TensorInfo | None:
         """The tensor with a storage that `node` makes, wherever it stands."""
         part = strided_part(node) if isinstance(node, Call) else None
@@ -477,9 +486,8 @@ class Pairing:
         and what is no tensor as one thing.
         """
         self._step(place)
-        info = side.tensor(place.node)
-        if info:
-            side.only.append(_only(place, info))
+        if side.tensor(place.node):
+            side.only.append(OnlyIn(*side.facts(place)))
             return
         words = side.words(place.node)
         self.others.append(OtherDifference(place.path, *((words, None) if side is self.a else (None, words))))
@@ -491,8 +499,8 @@ class Pairing:
                 for below in child_places(at, side.leaf, side.shown)[::-1]:
                     self._step(below)
                     todo.append(below)
-            if at is not place and (info := side.tensor(at.node)):
-                side.only.append(_only(at, info))
+            if at is not place and side.tensor(at.node):
+                side.only.append(OnlyIn(*side.facts(at)))
 
     def _items(self, a: Place, b: Place) -> None:
         """Pair the tensors that are items of the roots `a` and `b`, by name."""
@@ -511,13 +519,8 @@ class Pairing:
                 self.tensors.append((place, found[1][segment]))
         for side, own, other in ((self.a, found[0], found[1]), (self.b, found[1], found[0])):
             for segment, place in own.items():
-                info = side.tensor(place.node)
-                if info and segment not in other:
-                    side.only.append(_only(place, info))
-
-
-def _only(place: Place, info: TensorInfo) -> OnlyIn:
-    return OnlyIn(place.path, info.dtype, info.shape, info.nbytes, info.tied_to)
+                if segment not in other:
+                    side.only.append(OnlyIn(*side.facts(place)))
 
 
 def _parts(node: Node, side: Side) -> list[Value]:

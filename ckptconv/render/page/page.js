@@ -5,10 +5,10 @@
   const $ = (id) => document.getElementById(id);
   const collator = new Intl.Collator("en", { numeric: true });
   const MEASURES = { bytes: "bytes", parameters: "parameters", count: "tensors" };
-  const VALUES = ["nan", "inf", "zeros", "min", "max", "mean", "std", "norm"];
   const ROW = 28; // pixels of a row of the table
   const ROWS_OPEN = 18; // rows of the tree that are open at first
   const AT_ONCE = 200; // children that a branch of the tree shows before it asks
+  const AT_MOST = 12; // words of a fact that can be asked for
   const LEAST_AREA = 90; // square pixels, below which what is inside is not drawn
   const HIDDEN = /[\p{C}\p{Zl}\p{Zp}]/gu; // characters that nobody would see, or that turn others round
 
@@ -38,9 +38,12 @@
   }
 
   const counted = (n) => n.toLocaleString("en");
+  const arrow = (texts) => (texts.every((text) => text === texts[0]) ? texts[0] : texts.join(" → "));
   const measured = (n) => (measure === "bytes" ? size(n) : counted(n));
   const percent = (part, whole) => (whole ? ((100 * part) / whole).toFixed(part / whole < 0.1 ? 1 : 0) + " %" : "");
-  const number = (n) => (n === null ? "–" : typeof n === "number" && !Number.isInteger(n) ? String(Number(n.toPrecision(4))) : String(n));
+  const number = (n) => (n === null ? "–" : typeof n !== "number" ? String(n) : Number.isInteger(n) ? counted(n)
+    : Math.abs(n) < 1e-3 ? n.toExponential(2) : String(Number(n.toPrecision(4))));
+  const worth = (n) => (Array.isArray(n) ? worth(n[n.length - 1]) : n === null ? null : n === "inf" ? Infinity : n === "-inf" ? -Infinity : Number(n));
 
   // The tensors, and the tree of their paths.
 
@@ -52,33 +55,45 @@
     return found.length <= DEEPEST ? found : [...found.slice(0, DEEPEST - 1), found.slice(DEEPEST - 1).join("")];
   }
 
+  const facts = columns.facts, colours = facts.filter((fact) => fact.colour);
+  const bads = facts.filter((fact) => fact.bad);
+  const said = (fact, i) => (fact.words ? fact.words[fact.at[i]] ?? null : fact.numbers[i]);
+  const nonzero = (n) => (Array.isArray(n) ? n.some(nonzero) : !!n);
+
+  function written(fact, i) { // a fact of one tensor as text
+    const found = said(fact, i);
+    if (fact.words) return found === null ? "" : shown(found);
+    if (found === null) return "";
+    const text = arrow([].concat(found).map(number));
+    return fact.form === "percent" ? text + " %" : text;
+  }
+
   const tensors = [];
-  for (let i = 0, before = ""; i < columns.dtype.length; i++) {
+  for (let i = 0, before = ""; i < columns.tied.length; i++) {
     before = before.slice(0, columns.paths[2 * i]) + columns.paths[2 * i + 1];
-    const shape = columns.shapes[columns.shape[i]];
-    const values = (columns.values && columns.values[i]) || null;
+    const extents = columns.sides.map((side) => side.words[side.at[i]] || null); // bytes and elements, in each file
     tensors.push({
-      i, path: before, dtype: columns.dtypes[columns.dtype[i]], device: columns.devices[columns.device[i]],
-      part: columns.parts[columns.part[i]], shape, nbytes: columns.nbytes[i], tied: columns.tied[i], values,
-      numel: shape.reduce((a, b) => a * b, 1), bad: !!values && values[0] + values[1] > 0,
-      low: before.toLowerCase(),
+      i, path: before, extents, tied: columns.tied[i], bad: bads.some((fact) => nonzero(fact.numbers[i])),
+      nbytes: Math.max(...extents.map((each) => (each ? each[0] : 0))),
+      numel: Math.max(...extents.map((each) => (each ? each[1] : 0))), low: before.toLowerCase(),
     });
   }
+  const sizes = (extents) => arrow(extents.map((each) => (each ? size(each[0]) : "–")));
   const tiedTo = new Map();
   const onStorage = new Map();
   for (const each of tensors) {
     const home = each.tied < 0 ? each.i : each.tied;
     if (each.tied >= 0) (tiedTo.get(home) || tiedTo.set(home, [home]).get(home)).push(each.i);
-    const storage = columns.storage[each.i];
+    const storage = columns.storage ? columns.storage[each.i] : null;
     if (storage !== null) (onStorage.get(storage) || onStorage.set(storage, []).get(storage)).push(each.i);
   }
   const mates = (each) => (tiedTo.get(each.tied < 0 ? each.i : each.tied) || []).filter((i) => i !== each.i);
 
   function branch(name, path, above) {
-    return { name, path, above, below: [], tensor: null, bytes: 0, parameters: 0, count: 0, bad: 0, kinds: null, id: 0 };
+    const sides = columns.sides.map(() => ({ bytes: 0, parameters: 0, count: 0 })); // in each file, and the larger of them
+    return { name, path, above, below: [], tensor: null, sides, bytes: 0, parameters: 0, count: 0, bad: 0, kinds: null };
   }
   const root = branch("", "", null);
-  const nodes = [root];
   const nodeOf = [];
   const places = new Map([["", root]]);
   for (const each of tensors) {
@@ -88,8 +103,6 @@
       let next = places.get(path);
       if (!next) {
         next = branch(piece, path, at);
-        next.id = nodes.length;
-        nodes.push(next);
         places.set(path, next);
         at.below.push(next);
       }
@@ -99,6 +112,11 @@
     nodeOf[each.i] = at;
     for (let node = at; node; node = node.above) {
       if (each.tied < 0) { node.bytes += each.nbytes; node.parameters += each.numel; }
+      each.extents.forEach((extent, k) => {
+        if (!extent) return;
+        if (each.tied < 0) { node.sides[k].bytes += extent[0]; node.sides[k].parameters += extent[1]; }
+        node.sides[k].count++;
+      });
       node.count++;
       if (each.bad) node.bad++;
     }
@@ -111,28 +129,35 @@
 
   // What is shown.
 
-  let measure = "bytes", colour = "dtype", focus = sole(root), chosen = null, query = "", onlyBad = false;
-  let order = { key: "nbytes", up: false };
+  let measure = "bytes", colour, focus = sole(root), chosen = null, query = "", kept = 0;
+  let order = { key: "bytes", up: false };
   const expanded = new Set([root]);
   const more = new Map();
-  const hues = { dtype: [], device: [], part: [] };
-  for (const key of Object.keys(hues)) {
+  for (const fact of colours) { // those that have most bytes first, unless they have an order
     const sums = new Map();
-    for (const each of tensors) sums.set(each[key], (sums.get(each[key]) || 0) + (each.tied < 0 ? each.nbytes : 0) + 1e-9);
-    hues[key] = [...sums].sort((a, b) => b[1] - a[1]).map(([word]) => word);
+    if (!fact.ordered) fact.words.forEach((word) => sums.set(word, 0));
+    for (const each of tensors) {
+      const word = said(fact, each.i);
+      if (word !== null) sums.set(word, (sums.get(word) || 0) + (each.tied < 0 ? each.nbytes : 0));
+    }
+    fact.hues = fact.ordered ? fact.words.filter((word) => sums.has(word)) : [...sums].sort((a, b) => b[1] - a[1]).map(([word]) => word);
   }
-  colour = ["part", "dtype", "device"].find((key) => hues[key].length > 1) || "dtype";
-  const hue = (word) => "var(--c" + Math.min(hues[colour].indexOf(word), 7) + ")";
+  colour = ["differs", "by at most", "part", "dtype"].map((name) => colours.find((fact) => fact.name === name && fact.hues.length > 1))
+    .find((fact) => fact) || colours[0];
+  const hue = (word) => (word === null ? "var(--panel)" : "var(--c" + Math.min(colour.hues.indexOf(word), 7) + ")");
+  const spread = (node, format) => arrow(node.sides.map((side) => format(side[measure])));
 
   function main(node) { // the word that most of what is below has
-    if (node.tensor) return node.tensor[colour];
+    if (node.tensor) return said(colour, node.tensor.i);
     if (node.kinds && node.kinds[0] === colour) return node.kinds[1];
     const sums = new Map(), stack = [node];
     while (stack.length) {
       const at = stack.pop();
-      if (at.tensor) sums.set(at.tensor[colour], (sums.get(at.tensor[colour]) || 0) + at.bytes + 1);
+      const word = at.tensor ? said(colour, at.tensor.i) : null;
+      if (word !== null) sums.set(word, (sums.get(word) || 0) + at.bytes + 1);
       stack.push(...at.below);
     }
+    if (!sums.size) return null;
     const best = [...sums].reduce((a, b) => (b[1] > a[1] ? b : a))[0];
     node.kinds = [colour, best];
     return best;
@@ -155,7 +180,7 @@
   }
 
   function head() {
-    $("path").textContent = short(shown(data.path), 400);
+    $("path").textContent = short(shown(data.title), 400);
     const verdict = data.verdict;
     $("verdict").textContent = verdict.text;
     if (verdict.good !== null) $("verdict").className = verdict.good ? "good" : "bad";
@@ -163,32 +188,25 @@
       $("findings").append(make("ul", {}, ...verdict.findings.map((each) =>
         make("li", {}, make("bdi", {}, shown(each.text)), each.command ? command(each.command) : null))));
     }
-    if (verdict.remedy && verdict.findings.length > 1) $("findings").append("All of it:", command(verdict.remedy));
+    if (verdict.remedy && verdict.findings.length !== 1) {
+      $("findings").append(verdict.findings.length ? "All of it:" : "This compares what is alike:", command(verdict.remedy));
+    }
     for (const [name, text] of data.facts) {
       $("facts").append(make("dt", {}, name), make("dd", {}, make("bdi", {}, shown(text))));
     }
-    const ties = [...tiedTo.values()];
-    if (ties.length) {
-      const list = make("dd", {});
-      ties.slice(0, 12).forEach((tie, n) => {
+    for (const each of data.lists) {
+      const list = make("dd", { class: each.bad ? "bad" : null });
+      each.groups.forEach((group, n) => {
         if (n) list.append("; ");
-        tie.slice(0, 6).forEach((i, m) => list.append(m ? " = " : "", link(tensors[i])));
-        if (tie.length > 6) list.append(" = … " + counted(tie.length - 6) + " more");
+        group.slice(0, 6).forEach((i, m) => list.append(m ? " = " : "", link(tensors[i])));
+        if (group.length > 6) list.append(" = … " + counted(group.length - 6) + " more");
+        if (each.says[n]) list.append(" (" + each.says[n] + ")");
       });
-      if (ties.length > 12) list.append("; … " + counted(ties.length - 12) + " more");
-      $("facts").append(make("dt", {}, "tied"), list);
-    }
-    const bad = tensors.filter((each) => each.bad && each.tied < 0);
-    if (columns.values) {
-      const list = make("dd", { class: bad.length ? "bad" : null }, bad.length ? "in " + counted(bad.length) + ": " : "none");
-      bad.slice(0, 12).forEach((each, n) => list.append(n ? ", " : "", link(each), " (" + notFinite(each) + ")"));
-      if (bad.length > 12) list.append(", … " + counted(bad.length - 12) + " more");
-      $("facts").append(make("dt", {}, "NaN or inf"), list);
+      if (each.of > each.groups.length) list.append("; … " + counted(each.of - each.groups.length) + " more");
+      $("facts").append(make("dt", {}, each.label), list);
     }
   }
 
-  const notFinite = (each) =>
-    [[each.values[0], "NaN"], [each.values[1], "inf"]].filter(([n]) => n).map(([n, word]) => counted(n) + " " + word).join(", ");
   const link = (each) =>
     make("button", { type: "button", class: "link", on: { click: () => choose(nodeOf[each.i], true) } }, named(each.path));
 
@@ -200,19 +218,29 @@
       radio.checked = key === measure;
       $("measure").append(make("label", {}, radio, " " + word));
     }
-    for (const key of Object.keys(hues)) $("colour").append(make("option", { value: key }, key));
-    $("colour").value = colour;
-    $("colour").addEventListener("change", () => { colour = $("colour").value; draw(); });
-    $("bad-label").hidden = !columns.values;
-    $("bad").addEventListener("change", () => { onlyBad = $("bad").checked; rows(); });
+    colours.forEach((fact) => $("colour").append(make("option", { value: fact.name }, fact.name)));
+    $("colour").value = colour ? colour.name : "";
+    $("colour").addEventListener("change", () => { colour = colours.find((fact) => fact.name === $("colour").value); draw(); });
+    FILTERS.forEach(([text], n) => $("filter").append(make("option", { value: n }, short(shown(text), 60))));
+    $("filter-label").hidden = FILTERS.length < 2;
+    $("filter").addEventListener("change", () => { kept = Number($("filter").value); rows(); });
     $("search").addEventListener("input", () => { query = $("search").value.toLowerCase(); rows(); });
   }
 
+  const FILTERS = [["all tensors", () => true]];
+  if (bads.length) FILTERS.push(["NaN or inf", (each) => each.bad]);
+  if (tiedTo.size) FILTERS.push(["tied", (each) => mates(each).length > 0]);
+  for (const fact of colours) {
+    if (fact.hues.length < 2) continue;
+    for (const word of fact.hues.slice(0, AT_MOST)) FILTERS.push([fact.name + ": " + word, (each) => said(fact, each.i) === word]);
+  }
+
   function legend() {
-    $("legend").replaceChildren(...hues[colour].slice(0, 8).map((word, i) => {
+    const hues = colour ? colour.hues : [];
+    $("legend").replaceChildren(...hues.slice(0, 8).map((word, i) => {
       const box = make("i", {});
       box.style.background = "var(--c" + i + ")";
-      const text = i === 7 && hues[colour].length > 8 ? counted(hues[colour].length - 7) + " others" : short(shown(word), 40);
+      const text = i === 7 && hues.length > 8 ? counted(hues.length - 7) + " others" : short(shown(word), 40);
       return make("li", {}, box, make("bdi", {}, text));
     }));
   }
@@ -227,22 +255,22 @@
       parts.push(node === focus ? make("b", {}, text)
         : make("button", { type: "button", class: "link", on: { click: () => look(node) } }, text));
     });
-    $("crumbs").replaceChildren(...parts, ": " + measured(focus[measure]) + (focus === root ? "" : ", " + percent(focus[measure], root[measure])));
+    $("crumbs").replaceChildren(...parts, ": " + spread(focus, measured) + (focus === root ? "" : ", " + percent(focus[measure], root[measure])));
   }
 
   // The map
 
-  function pruned(node, area) { // as deep as it can be seen
-    const value = node[measure];
+  function pruned(node, area, of) { // as deep as it can be seen; of: the measure of a node
+    const value = of(node);
     if (node.tensor || !node.below.length || area < LEAST_AREA * 4) return { node, value };
-    const whole = node.below.reduce((sum, each) => sum + each[measure], 0) || 1;
+    const whole = node.below.reduce((sum, each) => sum + of(each), 0) || 1;
     const below = [];
     let some = { node, value: 0, from: null, to: null };
     for (const each of node.below) { // what is small is put together with its neighbours
-      const share = (area * each[measure]) / whole;
-      if (share >= LEAST_AREA) { below.push(pruned(sole(each), share)); continue; }
-      if (!each[measure]) continue;
-      some = { node, value: some.value + each[measure], from: some.from || each, to: each };
+      const share = (area * of(each)) / whole;
+      if (share >= LEAST_AREA) { below.push(pruned(sole(each), share, of)); continue; }
+      if (!of(each)) continue;
+      some = { node, value: some.value + of(each), from: some.from || each, to: each };
       if ((area * some.value) / whole < 12 * LEAST_AREA) continue;
       below.push(some);
       some = { node, value: 0, from: null, to: null };
@@ -257,15 +285,24 @@
     return some.from === some.to ? from : from + " … " + label(some.to, node);
   }
 
-  function map() {
-    const element = $("map"), width = element.clientWidth, height = element.clientHeight;
+  const maps = data.maps.map((title) => {
+    const element = make("div", { class: "map" });
+    $("map").append(make("div", {}, data.maps.length > 1 ? make("p", { class: "hint" }, title) : null, element));
+    return element;
+  });
+  const map = () => maps.forEach(drawn);
+
+  function drawn(element, k) { // the map of one file
+    const width = element.clientWidth, height = element.clientHeight, of = (node) => node.sides[k][measure];
     element.replaceChildren();
-    if (!focus[measure] || !width) return;
-    const tree = d3.hierarchy(pruned(focus, width * height), (each) => each.below).sum((each) => each.value || 0);
+    if (maps.length > 1) element.previousSibling.textContent = data.maps[k] + ": " + measured(of(focus));
+    if (!of(focus) || !width) return;
+    const tree = d3.hierarchy(pruned(focus, width * height, of), (each) => each.below).sum((each) => each.value || 0);
     const titled = (at) => at.depth > 0 && at.height > 0 && at.x1 - at.x0 > 50 && at.y1 - at.y0 > 40;
+    const rank = (at) => (at.data.from ? at.value : at.data.node[measure]); // the same in both files
     d3.treemap().size([width, height]).paddingTop((at) => (titled(at) ? 17 : 1))
-      .paddingInner(1).paddingRight(1).paddingBottom(1).round(true)(tree.sort((a, b) => b.value - a.value));
-    const drawn = document.createDocumentFragment();
+      .paddingInner(1).paddingRight(1).paddingBottom(1).round(true)(tree.sort((a, b) => rank(b) - rank(a)));
+    const boxes = document.createDocumentFragment();
     const tied = chosen && chosen.tensor ? new Set(mates(chosen.tensor)) : new Set();
     for (const at of tree.descendants()) {
       if (!at.depth && at.children) continue;
@@ -276,18 +313,18 @@
       if (!at.children) box.style.background = hue(main(node));
       const text = at.data.from ? span(at.data, node) : label(node, at.parent ? at.parent.data.node : node.above);
       if (at.children ? titled(at) : w > (at.data.from ? 60 : 30) && h > 15) box.textContent = short(shown(text), 60) + (h > 32 && !at.children ? "\n" + measured(at.value) : "");
-      box.title = short(shown(node.path + (at.data.from ? text : "")), 300) + "\n" + measured(at.value) + ", " + percent(at.value, root[measure]);
+      box.title = short(shown(node.path + (at.data.from ? text : "")), 300) + "\n" + measured(at.value) + ", " + percent(at.value, of(root));
       if (!at.data.from && (node === chosen || (node.tensor && tied.has(node.tensor.i)))) {
         const frame = make("div", { class: node === chosen ? "frame" : "frame tied" }); // above what is inside
         Object.assign(frame.style, { left: at.x0 + "px", top: at.y0 + "px", width: w + "px", height: h + "px" });
-        drawn.append(frame);
+        boxes.append(frame);
       }
       if (!at.children && !at.data.from && node.bad) box.classList.add("bad");
       box.addEventListener("click", () => choose(node, true));
       box.addEventListener("dblclick", () => look(node));
-      drawn.append(box);
+      boxes.append(box);
     }
-    element.append(drawn);
+    element.append(boxes);
   }
 
   function look(node) {
@@ -331,7 +368,7 @@
       item.style.paddingLeft = 6 + 14 * (Math.min(each.level, 20) - 1) + "px";
       if (!each.rest) {
         item.append(make("span", { class: "size" }, 
-          (node.tensor && node.tensor.tied >= 0 && measure !== "count" ? "tied" : measured(node[measure])) + (node.bad ? " ⚠" : "")));
+          (node.tensor && node.tensor.tied >= 0 && measure !== "count" ? "tied" : spread(node, measured)) + (node.bad ? " ⚠" : "")));
         item.style.setProperty("--share", (100 * node[measure]) / (root[measure] || 1) + "%");
         item.style.borderLeftColor = hue(main(node));
       }
@@ -383,10 +420,6 @@
     const literal = path.replace(/[*?[]/g, "[$&]").replace(HIDDEN, "?");
     return path.includes("/") || (data.named && /^[\w.]+$/.test(path)) ? literal : "./" + literal;
   };
-  const type = (target, flag, value) => {
-    const src = data.path.startsWith("-") ? "./" + data.path : data.path;
-    return ["ckptconv", "convert", quoted(src), target, flag, quoted(value)].join(" ");
-  };
 
   function details() {
     const box = $("selected");
@@ -394,46 +427,41 @@
       box.replaceChildren(make("p", { class: "hint" }, "Select a module or a tensor: in the tree, on the map, or in the table."));
       return;
     }
-    const each = chosen.tensor, facts = [];
-    const fact = (name, ...what) => facts.push(make("dt", {}, name), make("dd", {}, ...what));
+    const each = chosen.tensor, lines = [];
+    const fact = (name, ...what) => lines.push(make("dt", {}, name), make("dd", {}, ...what));
     if (each) tensorFacts(each, fact);
     else {
-      fact("tensors", counted(chosen.count));
-      fact("bytes", size(chosen.bytes) + ", " + percent(chosen.bytes, root.bytes) + " of all");
-      fact("parameters", counted(chosen.parameters));
+      fact("tensors", arrow(chosen.sides.map((side) => counted(side.count))));
       if (chosen.bad) fact("NaN or inf", make("span", { class: "bad" }, "in " + counted(chosen.bad)));
     }
+    fact("bytes", arrow(chosen.sides.map((side, k) => each && !each.extents[k] ? "–" : counted(each ? each.extents[k][0] : side.bytes)))
+      + " (" + percent(each ? each.nbytes : chosen.bytes, root.bytes) + " of all)");
+    fact("parameters", arrow(chosen.sides.map((side, k) => counted(each ? (each.extents[k] || [0, 0])[1] : side.parameters))));
     const indexed = chosen.below.length && chosen.below[0].name.startsWith("[");
     const whole = chosen.path.endsWith("/") ? chosen.path.slice(0, -1) : indexed ? chosen.path : null;
-    const pattern = glob(chosen.path) + (each ? "" : "*");
-    const commands = chosen === root ? [] : whole
-      ? [["Take this part alone", type("part.pt", "--select", whole)], ["Leave it out", type("rest.pt", "--drop", whole)]]
-      : [["Take this alone", type("part.pt", "--include", pattern)], ["Leave it out", type("rest.pt", "--exclude", pattern)]];
+    const kind = whole && data.commands.some(([of]) => of === "path") ? "path" : "glob";
+    const value = kind === "path" ? whole : glob(chosen.path) + (each ? "" : "*");
+    const commands = chosen === root || !chosen.sides[0].count ? [] // the first file must have it
+      : data.commands.filter(([of]) => of === kind);
     box.replaceChildren(
       make("h3", { dir: "ltr" }, make("bdi", {}, chosen === root ? "everything" : shown(chosen.path))),
-      make("dl", {}, ...facts), each && each.values && each.values[8] ? histogram(each.values[8]) : null ?? "",
-      ...commands.flatMap(([what, text]) => [make("div", {}, what + ":"), command(text)]),
+      make("dl", {}, ...lines), ...columns.histograms.filter((of) => each && of.bars[each.i]).map((of) => histogram(of.title, of.bars[each.i])),
+      ...commands.flatMap(([, what, ...words]) =>
+        [make("div", {}, what + ":"), command(words.map((word) => quoted(word === null ? value : word)).join(" "))]),
       chosen.below.length ? make("button", { type: "button", on: { click: () => look(chosen) } }, "Show its inside on the map") : "",
     );
   }
 
   function tensorFacts(each, fact) {
-    const i = each.i, storage = columns.storage[i], stored = columns.stored[i] || each.nbytes;
-    fact("path", make("bdi", {}, shown(each.path)));
-    fact("dtype", each.dtype);
-    fact("shape", each.shape.length ? each.shape.join(" × ") : "scalar");
-    fact("stride", columns.stride[i] === 0 ? "contiguous" : columns.stride[i].join(", "));
-    fact("bytes", counted(each.nbytes) + " (" + percent(each.nbytes, root.bytes) + " of all)");
-    fact("device", each.device);
-    fact("part", each.part);
-    if (storage !== null) {
-      fact("storage", "number " + storage + ", " + size(stored) + (columns.offset[i] ? ", from element " + counted(columns.offset[i]) : ""));
+    const i = each.i;
+    for (const of of facts) {
+      const text = written(of, i);
+      if (text) fact(of.name, make("span", { class: of.bad && nonzero(said(of, i)) ? "bad" : null }, make("bdi", {}, text)));
     }
     const same = mates(each);
     if (same.length) fact("tied to", ...listed(same));
-    const others = (onStorage.get(storage) || []).filter((n) => n !== i && !same.includes(n));
+    const others = (columns.storage ? onStorage.get(columns.storage[i]) || [] : []).filter((n) => n !== i && !same.includes(n));
     if (others.length) fact("same storage", ...listed(others));
-    if (each.values) VALUES.forEach((name, n) => fact(name, make("span", { class: n < 2 && each.values[n] ? "bad" : null }, number(each.values[n]))));
   }
 
   const listed = (numbers) => [
@@ -441,8 +469,8 @@
     numbers.length > 12 ? ", … " + counted(numbers.length - 12) + " more" : "",
   ];
 
-  function histogram([edge, ...counts]) {
-    const most = Math.max(...counts, 1), bars = make("div", { id: "bars", role: "img" });
+  function histogram(title, [edge, ...counts]) {
+    const most = Math.max(...counts, 1), bars = make("div", { class: "bars", role: "img" });
     const top = Number(edge), bins = counts.length / 2;
     const from = counts.slice(0, bins).some((n) => n) ? 0 : bins;
     const at = (n) => { const k = n - bins; return k === 0 ? 0 : Math.sign(k) * top * 2 ** (Math.abs(k) - bins); };
@@ -452,8 +480,8 @@
       bars.append(bar);
     });
     const range = number(at(from)) + " to " + number(top);
-    bars.setAttribute("aria-label", "Histogram of 32 bins that double in width away from 0, from " + range);
-    return make("div", {}, bars, make("p", { class: "hint" }, "from " + range + "; each bin twice as wide as the next one towards 0"));
+    bars.setAttribute("aria-label", "Histogram" + (title ? " of " + title : "") + ": 32 bins that double in width away from 0, from " + range);
+    return make("div", {}, bars, make("p", { class: "hint" }, (title ? title + ": " : "") + "from " + range + "; each bin twice as wide as the next one towards 0"));
   }
 
   function choose(node, opens) {
@@ -479,34 +507,35 @@
 
   // The table
 
-  const HEADS = [["path", "tensor"], ["dtype", "dtype"], ["numel", "shape"], ["device", "device"], ["nbytes", "bytes"]];
-  const KEYS = [...HEADS, ...(columns.values ? VALUES.map((name, n) => [n, name]) : [])];
+  const HEADS = [{ name: "tensor" }, ...facts.filter((fact) => fact.table && fact.words), { name: "bytes" }, ...facts.filter((fact) => fact.table && fact.numbers)];
+  const falls = (head) => head.name === "bytes" || head.name === "shape" || !!head.numbers; // the largest first
   let found = [];
 
   function heads() {
-    $("heads").replaceChildren(...KEYS.map(([key, word], n) => {
+    $("heads").replaceChildren(...HEADS.map((head, n) => {
+      const key = head.name;
       const sorted = order.key === key ? (order.up ? "ascending" : "descending") : "none";
       const mark = order.key === key ? (order.up ? " ▲" : " ▼") : "";
       const sort = () => {
-        order = { key, up: order.key === key ? !order.up : typeof key === "string" && key !== "nbytes" && key !== "numel" };
+        order = { key, up: order.key === key ? !order.up : !falls(head) };
         heads();
         rows();
         $("heads").children[n].firstChild.focus();
       };
-      return make("th", { scope: "col", "aria-sort": sorted, class: n > 3 ? "right" : null },
-        make("button", { type: "button", on: { click: sort } }, word, make("span", { "aria-hidden": "true" }, mark)));
+      return make("th", { scope: "col", "aria-sort": sorted, class: head.numbers || key === "bytes" ? "right" : null },
+        make("button", { type: "button", on: { click: sort } }, key, make("span", { "aria-hidden": "true" }, mark)));
     }));
   }
 
   function rows() {
     const words = query.split(/\s+/).filter((word) => word);
-    found = tensors.filter((each) => (!onlyBad || each.bad) && words.every((word) => each.low.includes(word)) && each.path.startsWith(focus.path));
-    const key = order.key, up = order.up ? 1 : -1;
-    if (typeof key === "number") {
-      const value = (each) => (each.values && each.values[key] !== null ? Number(each.values[key]) : -Infinity * up);
+    found = tensors.filter((each) => FILTERS[kept][1](each) && words.every((word) => each.low.includes(word)) && each.path.startsWith(focus.path));
+    const head = HEADS.find((each) => each.name === order.key), up = order.up ? 1 : -1;
+    if (head.name === "tensor") found.sort((a, b) => up * collator.compare(a.path, b.path));
+    else if (falls(head)) {
+      const value = (each) => (head.name === "bytes" ? each.nbytes : head.name === "shape" ? each.numel : worth(said(head, each.i))) ?? Infinity * up; // what has none stands last
       found.sort((a, b) => (value(a) === value(b) ? 0 : up * (value(a) - value(b))) || a.i - b.i);
-    } else if (key === "path") found.sort((a, b) => up * collator.compare(a.path, b.path));
-    else found.sort((a, b) => (typeof a[key] === "number" ? up * (a[key] - b[key]) : up * collator.compare(a[key], b[key])) || a.i - b.i);
+    } else found.sort((a, b) => up * collator.compare(said(head, a.i) || "", said(head, b.i) || "") || a.i - b.i);
     $("shown").textContent = found.length === tensors.length ? counted(found.length) : counted(found.length) + " of " + counted(tensors.length);
     $("table").setAttribute("aria-rowcount", found.length + 1);
     $("scroll").scrollTop = 0;
@@ -517,10 +546,8 @@
     const cells = [
       make("td", {}, make("button", { type: "button", class: "link", on: { click: () => choose(nodeOf[each.i], true) } },
         named(each.path + (each.tied < 0 ? "" : " = " + tensors[each.tied].path)))),
-      make("td", {}, each.dtype), make("td", {}, each.shape.join("×") || "scalar"), make("td", {}, shown(each.device)),
-      make("td", { class: "right" }, size(each.nbytes)),
-      ...(columns.values ? VALUES.map((_, k) =>
-        make("td", { class: "right" + (k < 2 && each.values && each.values[k] ? " bad" : "") }, each.values ? number(each.values[k]) : "–")) : []),
+      ...HEADS.slice(1).map((head) => (head.name === "bytes" ? make("td", { class: "right" }, sizes(each.extents))
+        : make("td", { class: (head.numbers ? "right" : "") + (head.bad && nonzero(said(head, each.i)) ? " bad" : "") }, written(head, each.i) || "–"))),
     ];
     return make("tr", { "aria-rowindex": n + 2, class: chosen && chosen.tensor === each ? "chosen" : null }, ...cells);
   }
@@ -530,7 +557,7 @@
     const scroll = $("scroll"), top = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 10);
     const first = printing ? 0 : top, last = printing ? Math.min(500, found.length) : Math.min(found.length, top + Math.ceil(scroll.clientHeight / ROW) + 20);
     const space = (height) => {
-      const cell = make("td", { colspan: KEYS.length });
+      const cell = make("td", { colspan: HEADS.length });
       cell.style.height = height + "px";
       return make("tr", { class: "space", "aria-hidden": "true" }, cell);
     };
@@ -539,7 +566,7 @@
     for (let n = first; n < last; n++) drawn.push(row(found[n], n));
     if (last < found.length && !printing) drawn.push(space((found.length - last) * ROW));
     if (printing && last < found.length) {
-      drawn.push(make("tr", {}, make("td", { colspan: KEYS.length }, "… " + counted(found.length - last) + " more tensors")));
+      drawn.push(make("tr", {}, make("td", { colspan: HEADS.length }, "… " + counted(found.length - last) + " more tensors")));
     }
     $("rows").replaceChildren(...drawn);
   }

@@ -20,6 +20,7 @@ from ckptconv.inspection.comparison.diff import DiffOptions
 DEVICES = {"to", "maps"}
 #: What is about one command line: a function has no output but what it returns, and no batch.
 SHOWN = {"as_json", "quiet", "verbose", "debug"}
+PAGE = {"html", "opens", "force"}
 BATCH = {"skip_existing"}
 
 
@@ -55,7 +56,7 @@ def test_what_needs_no_words_of_its_own_is_made_of_its_declaration() -> None:
 def test_diff_has_a_flag_for_each_keyword() -> None:
     """And a keyword for each flag."""
     flags = {each.name for each in diff_command.params if isinstance(each, click.Option)}
-    assert flags - SHOWN == DiffOptions.__annotations__.keys() | {"rtol", "atol", "names_only", "full", "values"}
+    assert flags - SHOWN - PAGE == DiffOptions.__annotations__.keys() | {"rtol", "atol", "names_only", "full", "values"}
 
 
 def test_defaults_agree() -> None:

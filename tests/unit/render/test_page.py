@@ -45,12 +45,31 @@ class Parsed(HTMLParser):
 
 
 def page_of(command: Command, *words: str) -> Parsed:
-    command("inspect", "m.pt", "--html", "m.html", *words, err="m.html: written, ")
+    command("inspect", "m.pt", "--html", "m.html", "--force", *words, err="m.html: written, ")
     return Parsed(Path("m.html").read_text("utf-8"))
+
+
+def page_of_two(command: Command, *words: str) -> Parsed:
+    """That of the difference of a.pt and b.pt."""
+    command("diff", "a.pt", "b.pt", "--html", "d.html", "--force", *words, status=1, err="d.html: written, ")
+    return Parsed(Path("d.html").read_text("utf-8"))
 
 
 def data_of(page: Parsed) -> Any:
     return json.loads(page.raw["data"])
+
+
+def facts_in(columns: Any) -> dict[str, list[Any]]:
+    """What each tensor has of each fact."""
+    return {
+        fact["name"]: fact["numbers"] if "numbers" in fact else [[*fact["words"], None][i] for i in fact["at"]]
+        for fact in columns["facts"]
+    }
+
+
+def extents_in(side: Any) -> list[Any]:
+    """The bytes and elements of each tensor in one file."""
+    return [[*side["words"], None][i] for i in side["at"]]
 
 
 def paths_in(columns: Any) -> list[str]:
@@ -101,6 +120,12 @@ def test_names_are_data(command: Command) -> None:
     assert Parsed(Path("n.html").read_text("utf-8")).tags == plain
     escaped = [re.sub(r"\\(.)", r"\1", path) for path in paths_in(data_of(page)["tensors"])]
     assert escaped == names
+    torch.save({}, "a.pt")
+    torch.save({"w": torch.ones(2)}, "b.pt")
+    plain = page_of_two(command).tags
+    torch.save({name: torch.ones(2) for name in names}, "b.pt")
+    page = page_of_two(command)
+    assert page.tags == plain and "<" not in page.raw["data"]
 
 
 def test_what_is_in_it(command: Command) -> None:
@@ -111,11 +136,20 @@ def test_what_is_in_it(command: Command) -> None:
     columns = data["tensors"]
     assert paths_in(columns) == ["a", "b", "t", "h"]
     assert columns["tied"] == [-1, 0, -1, -1] and columns["storage"] == [0, 0, 0, 1]
-    assert [columns["shapes"][i] for i in columns["shape"]] == [[2, 3], [2, 3], [3, 2], [2]]
-    assert columns["stride"] == [0, 0, [1, 3], 0]
-    assert columns["values"][3][:8] == [1, 0, 0, 1.0, 1.0, 1.0, None, 1.0] and sum(columns["values"][0][8][1:]) == 6
+    facts = facts_in(columns)
+    assert facts["shape"] == ["2×3", "2×3", "3×2", "2"] and facts["dtype"] == [*3 * ["float32"], "float16"]
+    assert facts["stride"] == [None, None, "1, 3", None] and "stored" not in facts
+    assert extents_in(columns["sides"][0]) == [*3 * [[24, 6]], [4, 2]]
+    found = [facts[name][3] for name in ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")]
+    assert found == [1, 0, 0, 1.0, 1.0, 1.0, None, 1.0] and sum(columns["histograms"][0]["bars"][0][1:]) == 6
+    assert [(each["label"], each["groups"], each["says"]) for each in data["lists"]] == [
+        ("tied", [[0, 1]], []),
+        ("NaN or inf", [[3]], ["1 NaN"]),
+    ]
     assert data["verdict"]["good"] is True and "loads" in data["verdict"]["text"]
-    assert "values" not in data_of(page_of(command))["tensors"]
+    plain = data_of(page_of(command))
+    assert "nan" not in facts_in(plain["tensors"]) and not plain["tensors"]["histograms"]
+    assert ["NaN or inf", "none"] in data_of(page_of(command, "--values", "--exclude", "h"))["facts"]
 
 
 def test_three_thousand_tensors_are_small(command: Command) -> None:
@@ -124,17 +158,87 @@ def test_three_thousand_tensors_are_small(command: Command) -> None:
     assert Path("m.html").stat().st_size < 250_000
 
 
+def test_the_page_of_a_difference(command: Command) -> None:
+    """Each tensor that differs or is on one side alone, with its extent on both, in what, and by how much."""
+    shared, other = torch.tensor([1.0, 2.0]), torch.ones(2)
+    a = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0]), "n": torch.ones(2), "same": torch.ones(9), "s": torch.ones(3)}
+    b = {"w": torch.tensor([1.0, 2.5, 3.0, 0.0]), "n": torch.tensor([1.0, float("nan")]), "same": torch.ones(9)}
+    b = {**b, "s": torch.ones(2, 2).half(), "new": torch.ones(5), "i": torch.ones(2, dtype=torch.bool), "x": 2}
+    a = {**a, "i": torch.ones(2, dtype=torch.uint8), "x": 1, "gone": shared, "gone too": shared}
+    torch.save({**a, "e": other, "f": other}, "a.pt")
+    torch.save({**b, "e": other + 1, "f": other + 1e-6}, "b.pt")
+    data = data_of(page_of_two(command, "--values"))
+    columns, paths = data["tensors"], paths_in(data["tensors"])
+    assert data["title"] == "a.pt ↔ b.pt" and data["verdict"]["text"].startswith("different: 2 names only in A, ")
+    assert paths == ["w", "n", "s", "i", "e", "f", "gone", "gone too", "new"] and data["maps"] == ["A", "B"]
+    facts = facts_in(columns)
+    assert facts["differs"] == [
+        "values", "values", "dtype, shape", "dtype", "values", "values", "only in A", "only in A", "only in B",
+    ]  # a table  # fmt: skip
+    assert facts["dtype"][2] == "float32 → float16" and facts["shape"][2] == "3 → 2×2"
+    assert [extents_in(side)[i] for side in columns["sides"] for i in (2, 6)] == [[12, 3], [8, 2], [8, 4], None]
+    assert columns["tied"] == [*7 * [-1], 6, -1]  # e and f are tied in A alone
+    assert facts["differing"][:4] == [2, 1, None, 0] and facts["share"][:2] == [50, 50]
+    assert (facts["max |A − B|"][0], facts["max relative"][0]) == (4.0, "inf") and facts["not finite"][:2] == [None, 1]
+    assert facts["by at most"][:6] == [
+        "1 or more", "NaN or inf on one side", None, None, "1 or more", "less than 0.0001",
+    ]  # a table  # fmt: skip
+    assert facts["nan"][1] == [0, 1] and facts["max"][0] == [4.0, 3.0] and facts["max"][6] is None
+    lists = {each["label"]: [[paths[i] for i in group] for group in each["groups"]] for each in data["lists"]}
+    assert lists == {
+        "furthest apart": [["w"], ["e"], ["f"]],
+        "NaN or inf on one side": [["n"]],
+        "only in A": [["gone"], ["gone too"]],
+        "only in B": [["new"]],
+    }
+    assert ["not shown", "1 tensor in which nothing differs"] in data["facts"] and ["other", "x: 1 → 2"] in data[
+        "facts"
+    ]
+    assert data["commands"] == [
+        ["glob", "Compare this alone", "ckptconv", "diff", "a.pt", "b.pt", "--values", "--include", None]
+    ]
+
+
+def test_the_page_of_what_is_the_same_or_unlike(command: Command) -> None:
+    """Without tensors to show; with the command that compares what is alike."""
+    torch.save({"w": torch.ones(2)}, "a.pt")
+    torch.save({"model": {"w": torch.ones(2)}}, "b.pt")
+    command("diff", "a.pt", "a.pt", "--html", "d.html", err="d.html: written")
+    data = data_of(Parsed(Path("d.html").read_text("utf-8")))
+    assert data["verdict"]["good"] is True and data["verdict"]["remedy"] is None and not data["tensors"]["tied"]
+    verdict = data_of(page_of_two(command))["verdict"]
+    assert verdict["good"] is None and verdict["remedy"] == "ckptconv diff b.pt a.pt --select model"
+
+
+def test_three_thousand_differences_are_small(command: Command) -> None:
+    """In values and dtypes, and with names that the other side has not."""
+    names = [f"model.layers.{i // 9}.self_attn.{i % 9}.weight" for i in range(3000)]
+    torch.save({name: torch.rand(1 + i % 5) for i, name in enumerate(names)}, "a.pt")
+    torch.save({name: torch.rand(1 + i % 5) for i, name in enumerate(names[100:])}, "b.pt")
+    page_of_two(command)
+    assert Path("d.html").stat().st_size < 250_000
+
+
 def test_where_it_is_written(command: Command) -> None:
-    """A page replaces a page, and never a checkpoint; it is of one."""
+    """A page replaces nothing unasked, and never a checkpoint; it is of one, and known before anything is read."""
     torch.save({"w": torch.ones(2)}, "m.pt")
     before = Path("m.pt").read_bytes()
-    for file in ("-", "m.pt", "page"):
-        command("inspect", "m.pt", "--html", file, status=2, err="is no name of a page (expected a FILE that ends in")
+    for words in (("inspect", "m.pt"), ("diff", "m.pt", "m.pt")):
+        for file in ("-", "m.pt", "page"):
+            command(*words, "--html", file, status=2, err="is no name of a page (expected a FILE that ends in")
+        command(*words, "--open", status=2, err="--open opens the page that --html FILE writes")
+        command(*words, "--html", "no/m.html", status=2, err="folder does not exist")
+        command(*words, "--html", f"{words[0]}.html", err=f"{words[0]}.html: written")
+        failed = 1 if words[0] == "inspect" else 2
+        command(*words, "--html", f"{words[0]}.html", status=failed, err="the output exists; --force replaces it")
+        command(*words, "--html", f"{words[0]}.html", "-f", err=f"{words[0]}.html: written")
     command("inspect", "m.pt", "m.pt", "--html", "m.html", status=2, err="a page is of one checkpoint")
-    command("inspect", "m.pt", "--open", status=2, err="--open opens the page that --html FILE writes")
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        for name in ("1.pt", "2.pt"):
+            Path(folder, name).write_bytes(before)
+    command("diff", "a", "b", "--html", "m.html", status=2, err="a page is of one checkpoint, or of two")
     assert Path("m.pt").read_bytes() == before and not Path("m.html").exists()
-    page_of(command)
-    page_of(command)
 
 
 def test_open(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,152 @@
+"""The tensors of a page in columns, in which what repeats is a number, so that a page of thousands is small."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
+from math import prod
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.hints import Command, Option
+
+if TYPE_CHECKING:
+    from ckptconv.inspection.values import Histogram
+
+__all__ = [
+    "LONGEST",
+    "MOST",
+    "NUMBERS",
+    "bars",
+    "columns",
+    "listed",
+    "numbers",
+    "shape_words",
+    "typed",
+    "values_numbers",
+    "words",
+]
+
+MOST = 40  # notes and findings
+LONGEST = 1000  # characters of a text that is no name
+#: What of values a page shows, in this order.
+NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
+_BAD = ("nan", "inf")
+_LISTED = 12
+_DIGITS = 6  # of the numbers that a page shows
+
+#: The shape and the bytes of a tensor in one file; None where that file has none.
+Extent = tuple[tuple[int, ...], int] | None
+
+
+def columns(
+    paths: Sequence[str],
+    sides: Iterable[Sequence[Extent]],
+    tied: Sequence[int],
+    facts: Iterable[dict[str, Any] | None],
+    *,
+    storage: Sequence[int | None] | None = None,
+    histograms: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Tensors at `paths`, in one file or in each of two, with what is known of them.
+
+    `tied`: for each the number of the one that it is tied to, or -1. `storage`: the number of its storage.
+    """
+    return {
+        "paths": _front_coded(paths),
+        "sides": [_coded(extent and (extent[1], prod(extent[0])) for extent in side) for side in sides],
+        "tied": tied,
+        "facts": [fact for fact in facts if fact],
+        "storage": storage,
+        "histograms": histograms,
+    }
+
+
+def words(
+    name: str, values: Iterable[str | None], *, table: bool = True, colour: bool = False, ordered: Sequence[str] = ()
+) -> dict[str, Any] | None:
+    """A fact in words, None where no tensor has one. The page may colour by it, in the order `ordered` if it has one.
+
+    `table`: it has a column there, and else stands with what is selected.
+    """
+    values = list(values)
+    if not any(values):
+        return None
+    return {"name": name, **_coded(values, ordered), "table": table, "colour": colour, "ordered": bool(ordered)}
+
+
+def numbers(name: str, values: Iterable[Any], form: str = "number", *, bad: bool = False) -> dict[str, Any] | None:
+    """A fact that is a number, or a pair of them, None where no tensor has one; `bad`: unless it is 0."""
+    values = list(values)
+    if all(value is None for value in values):
+        return None
+    return {"name": name, "numbers": [_rounded(value) for value in values], "form": form, "table": True, "bad": bad}
+
+
+def values_numbers(values: Sequence[Any]) -> list[dict[str, Any] | None]:
+    """What `values` of tensors say, or pairs of such: a fact for each of their numbers."""
+
+    def of(value: Any, name: str) -> Any:
+        if isinstance(value, tuple):
+            return tuple(of(each, name) for each in value)
+        return getattr(value, name, None)
+
+    return [numbers(name, (of(value, name) for value in values), bad=name in _BAD) for name in NUMBERS]
+
+
+def bars(title: str, histograms: Iterable[Histogram | None]) -> list[dict[str, Any]]:
+    """The `histograms` of tensors, nothing where there is not one."""
+    found = list(histograms)
+    if not any(found):
+        return []
+    return [{"title": title, "bars": [each and [_rounded(each.edges[-1]), *each.counts] for each in found]}]
+
+
+def listed(
+    label: str, groups: Sequence[Sequence[int]], says: Sequence[str] = (), *, bad: bool = False
+) -> dict[str, Any] | None:
+    """Tensors to be named above all others: by their numbers, those of a group together, with what each `says`."""
+    if not groups:
+        return None
+    return {"label": label, "groups": groups[:_LISTED], "of": len(groups), "says": says[:_LISTED], "bad": bad}
+
+
+def typed(kind: str, label: str, command: Command, keyword: str) -> list[str | None]:
+    """`command` with an option, None as its value: the page puts there the path of what is selected, or by `kind` a
+    glob that means it.
+    """
+    (flag, _), *_ = Option(keyword, "").words()
+    return [kind, label, *chain.from_iterable(command.words()), flag, None]
+
+
+def shape_words(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def _coded(values: Iterable[Hashable], ordered: Sequence[Hashable] = ()) -> dict[str, Any]:
+    """`values` as numbers of words, -1 for None."""
+    of: dict[Hashable, int] = {word: i for i, word in enumerate(ordered)}
+    at = [-1 if value is None else of.setdefault(value, len(of)) for value in values]
+    return {"words": [*of], "at": at}
+
+
+def _front_coded(paths: Sequence[str]) -> list[Any]:
+    """For each path how many characters it begins with as the one before it does, and the rest."""
+    found: list[Any] = []
+    before = ""
+    for path in paths:
+        shared = commonprefix([before, path])  # noqa: RUF071 - of texts, not of paths
+        same = len(shared) if shared.isascii() else 0  # the page counts other characters otherwise
+        found += [same, path[same:]]
+        before = path
+    return found
+
+
+def _rounded(number: Any) -> Any:
+    """`number`, or each of several, with few digits; infinities, and what JavaScript would round, as texts."""
+    if isinstance(number, tuple):
+        return [_rounded(each) for each in number]
+    if not isinstance(number, float):
+        return number if number is None or abs(number) < 2**53 else str(number)
+    short = float(f"{number:.{_DIGITS}g}")
+    return short if abs(short) != float("inf") else str(short)

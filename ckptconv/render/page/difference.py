@@ -1,0 +1,191 @@
+"""What the page of a difference shows, as data: two maps of what differs, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isinf
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.errors import count, size
+from ckptconv.hints import Command, command_in
+from ckptconv.render.difference import FACTS, difference_lines
+from ckptconv.render.page.columns import (
+    LONGEST,
+    MOST,
+    bars,
+    columns,
+    listed,
+    numbers,
+    shape_words,
+    typed,
+    values_numbers,
+    words,
+)
+
+if TYPE_CHECKING:
+    from ckptconv.inspection.comparison.differences import Difference, OnlyIn, TensorDifference, TensorFacts
+
+__all__ = ["difference_data"]
+
+_ONLY = ("only in A", "only in B")
+#: Words for the largest difference in a tensor, by which a map can be coloured.
+_APART = (
+    *((1.0, "1 or more"), (0.1, "0.1 to 1"), (1e-2, "0.01 to 0.1"), (1e-3, "0.001 to 0.01")),
+    *((1e-4, "0.0001 to 0.001"), (0.0, "less than 0.0001")),
+)
+_NOT_FINITE, _NO_NUMBER = "NaN or inf on one side", "not known"
+
+
+def difference_data(difference: Difference, command: Command | None) -> dict[str, Any]:
+    """The page of `difference`, which `command` finds."""
+    rows = [*_rows(difference)]
+    paths = f"{difference.a} ↔ {difference.b}"
+    suggestion = difference.suggestion
+    return {
+        "title": paths,
+        "named": False,
+        "verdict": {
+            "good": difference.same or None,
+            "text": next(difference_lines(difference)),
+            "findings": [],
+            "remedy": None if command_in(suggestion) is None else str(suggestion),
+        },
+        "facts": _facts(difference),
+        "lists": [each for each in _lists(rows) if each],
+        "maps": ["A", "B"],
+        "commands": [typed("glob", "Compare this alone", command, "include")] if command else [],
+        "tensors": _columns(rows),
+    }
+
+
+class _Row:
+    """A tensor that is on one side alone, or that differs: what headers say of it on either side."""
+
+    def __init__(self, a: TensorFacts | None, b: TensorFacts | None, found: TensorDifference | None) -> None:
+        self.sides = a, b
+        self.found = found
+        self.there = [each for each in self.sides if each]
+        self.path = self.there[0].path
+        self.values = found.values if found else None
+
+    @property
+    def what(self) -> str:
+        """What differs, in words."""
+        if self.found is None:
+            return _ONLY[self.sides[0] is None]
+        said = [label for name, label in FACTS if getattr(self.found, name) is not None]
+        if self.values and self.values.differing:
+            said.append("values")
+        return ", ".join(said) or "not compared"
+
+    @property
+    def apart(self) -> str | None:
+        """How far the values are apart, in words; None where they are not."""
+        values = self.values
+        if values is None or not values.differing:
+            return None
+        if values.largest is None:
+            return _NO_NUMBER
+        if values.not_finite == values.differing:
+            return _NOT_FINITE
+        return next(word for least, word in _APART if values.largest >= least)
+
+    def pair(self, says: Any) -> str:
+        """What the sides say, once where both say the same."""
+        return " → ".join(dict.fromkeys(says(each) for each in self.there))
+
+
+def _rows(difference: Difference) -> Iterator[_Row]:
+    missing: list[tuple[OnlyIn | None, OnlyIn | None]]
+    missing = [*((each, None) for each in difference.only_in_a), *((None, each) for each in difference.only_in_b)]
+    for found in difference.differing:
+        if found.sides:
+            yield _Row(*found.sides, found)
+    for a, b in missing:
+        yield _Row(a, b, None)
+
+
+def _facts(difference: Difference) -> list[tuple[str, str]]:
+    files = zip("AB", (difference.a, difference.b), difference.formats, strict=True)
+    same = difference.tensors - len(difference.differing)
+    found = [(label, f"{path} ({format_})") for label, path, format_ in files]
+    found.append(("compared", f"{count(difference.tensors, 'tensor')} of both, {size(difference.nbytes)}"))
+    found.append(("not shown", f"{count(same, 'tensor')} in which nothing differs" if same else ""))
+    found += [("other", f"{o.path}: {o.a or '(nothing)'} → {o.b or '(nothing)'}") for o in difference.others[:MOST]]
+    if len(difference.others) > MOST:
+        found.append(("other", f"… {len(difference.others) - MOST:,} more that are no tensors"))
+    found += [("note", note) for note in difference.notes[:MOST]]
+    return [(label, text[:LONGEST]) for label, text in found if text]
+
+
+def _lists(rows: Sequence[_Row]) -> Iterator[dict[str, Any] | None]:
+    """The tensors that are furthest apart, those with NaN, and those of one side alone."""
+    far = [(row.values.largest, i) for i, row in enumerate(rows) if row.values and row.values.largest]
+    far.sort(key=lambda each: (-each[0], each[1]))
+    yield listed("furthest apart", [[i] for _, i in far], [_short(largest) for largest, _ in far])
+    broken = [i for i, row in enumerate(rows) if row.values and row.values.not_finite]
+    says = [f"{row.values.not_finite:,}" for row in rows if row.values and row.values.not_finite]
+    yield listed("NaN or inf on one side", [[i] for i in broken], says, bad=True)
+    for word in _ONLY:
+        yield listed(word, [[i] for i, row in enumerate(rows) if row.what == word])
+
+
+def _short(number: float) -> str:
+    return "inf" if isinf(number) else f"{number:.3g}"
+
+
+def _columns(rows: Sequence[_Row]) -> dict[str, Any]:
+    values = [row.values for row in rows]
+    numbers_in = {row.path: i for i, row in enumerate(rows)}
+    statistics = [row.found.statistics if row.found else None for row in rows]
+    has_statistics = any(statistics)
+    facts = [
+        words("differs", (row.what for row in rows), colour=True),
+        words("dtype", (row.pair(lambda each: each.dtype) for row in rows), colour=True),
+        words("shape", (row.pair(lambda each: shape_words(each.shape)) for row in rows)),
+        words(
+            "by at most",
+            (row.apart for row in rows),
+            table=False,
+            colour=True,
+            ordered=[*(word for _, word in _APART), _NOT_FINITE, _NO_NUMBER],
+        ),
+        *(
+            words(label, (_changed(row.found, name) for row in rows), table=False)
+            for name, label in FACTS
+            if name not in ("dtype", "shape")
+        ),
+        numbers("differing", (found and found.differing for found in values)),
+        numbers("share", (found and 100 * found.differing / max(found.elements, 1) for found in values), "percent"),
+        numbers("max |A − B|", (found and found.largest for found in values)),
+        numbers("max relative", (found and found.largest_relative for found in values)),
+        numbers("not finite", (found and (found.not_finite or None) for found in values), bad=True),
+        *(values_numbers(statistics) if has_statistics else []),
+    ]
+    return columns(
+        [row.path for row in rows],
+        [
+            [side and (side.shape, side.nbytes) for side in each]
+            for each in zip(*(row.sides for row in rows), strict=True)
+        ]
+        or [[], []],
+        [_tied(row, numbers_in) for row in rows],
+        facts,
+        histograms=[
+            *bars("|A − B|, of elements that differ", (found.histogram if found else None for found in values)),
+            *bars("A", (pair[0].histogram if pair and pair[0] else None for pair in statistics)),
+            *bars("B", (pair[1].histogram if pair and pair[1] else None for pair in statistics)),
+        ],
+    )
+
+
+def _changed(found: TensorDifference | None, name: str) -> str | None:
+    pair = getattr(found, name, None)
+    return pair and f"{pair[0]} → {pair[1]}"
+
+
+def _tied(row: _Row, numbers_in: dict[str, int]) -> int:
+    """The number of the tensor that it is tied to wherever it is, or -1."""
+    homes = {each.tied_to for each in row.there}
+    home = homes.pop()
+    return -1 if homes or home is None else numbers_in.get(home, -1)
