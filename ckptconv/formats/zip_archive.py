@@ -456,9 +456,9 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
     at, end = start, start + size
     alike, left = 1, count
     while left:
-        length = CENTRAL_SIZE + len(entries[-1].raw_name) if entries else size
-        alike = min(2 * alike, left, _ALIKE // length)
-        if alike * length <= end - at and (found := _alike(window.read(at, alike * length), length)):
+        length = CENTRAL_SIZE + len(entries[-1].raw_name) if entries else 0
+        alike = min(2 * alike, left, _ALIKE // max(length, 1))
+        if 0 < alike * length <= end - at and (found := _alike(window.read(at, alike * length), length)):
             entries += found
             at += alike * length
             left -= alike

@@ -95,7 +95,7 @@ class ModuleSummary:
     trouble: str | None
 
 
-@dataclass(unsafe_hash=True, slots=True)  # not frozen: that makes them four times as slow
+@dataclass(frozen=True, slots=True)
 class TensorSummary:
     """One row of the tensor table; shape, stride and offset in elements.
 

@@ -222,6 +222,13 @@ def test_archives_of_torch_are_read(read: Read) -> None:
     assert {member.flags for member in archive.members} == {0x808}
 
 
+@pytest.mark.parametrize("count", [2, 100, 2_000, 3_000, 6_000])
+def test_directories_of_all_sizes_are_read(read: Read, count: int) -> None:
+    """Whose entries are read many at once, as long as their names have one length."""
+    names = [f"m/data/{i}" for i in range(count)]
+    assert [member.name for member in read(zip_of(dict.fromkeys(names, b"x"))).members] == names
+
+
 def test_what_the_writer_writes_the_reader_reads(read: Read) -> None:
     """``local_header`` and ``central_directory`` make an archive that this reader and zipfile take."""
     entries, out = [], b""
