@@ -7,13 +7,13 @@ or dangerous.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import os
 import signal
 import sys
 from importlib import import_module
-from types import ModuleType
 
 import click
 
@@ -21,6 +21,7 @@ from ckptconv import __version__
 from ckptconv.cli.commands import ClosedPipeError, Group
 from ckptconv.cli.terminal import show_error
 from ckptconv.errors import CkptconvError, UsageError
+from ckptconv.pickles.graph import gc_paused
 
 __all__ = ["cli", "main"]
 _EXAMPLES = """\b
@@ -32,6 +33,9 @@ Examples:
   ckptconv diff a.pt b.safetensors            whether they are the same, and where not
   ckptconv verify model.pt                    whether it is whole, and safe to load
 """
+#: What is alive at the end goes with the process. Looking through it for garbage would take as long as a third of all
+#: imports.
+atexit.register(gc.freeze)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -110,21 +114,10 @@ class _LazyGroup(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        module = sys.modules.get(name := f"ckptconv.cli.{_COMMANDS[cmd_name]}") or _imported(name)
+        with gc_paused():  # imports make much that stays
+            module = import_module(f"ckptconv.cli.{_COMMANDS[cmd_name]}")
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
-
-
-def _imported(name: str) -> ModuleType:
-    """The module `name`. What it brings stays until the end, so the garbage collector never looks at it."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return import_module(name)
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
 
 
 @click.group(
