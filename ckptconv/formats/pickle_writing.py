@@ -13,7 +13,6 @@ from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import RefusedError
 from ckptconv.formats.refusals import cannot_hold
 from ckptconv.hints import joined, option
-from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Graph, Py2String, Tuple
 from ckptconv.pickles.paths import Place
 
@@ -46,6 +45,8 @@ def pickle_pieces(
 
     `short`: with as little in the memo as will do.
     """
+    from ckptconv.pickles.emitter import emit  # which reading does without
+
     graph = graph or checkpoint.graph
     parts = emit(graph, loadable=can_be_made_loadable(graph), short=short)
     return [Literal(part) if isinstance(part, bytes) else blob_bytes(checkpoint, part) for part in parts]

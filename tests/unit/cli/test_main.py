@@ -223,7 +223,7 @@ _NEEDED = {
     "formats.sharded": "container index",
     "inspection": "diagnosis summary",
     "inspection.diagnosis": "devices diagnose findings host plain_data prefixes refusals storages",
-    "pickles": "emitter graph lenient machine opcodes parser paths python2_names referrers rows",
+    "pickles": "graph lenient machine opcodes parser paths python2_names referrers rows",
     "render": "facts json_views listing result summary table text tree values",
     "safety": "nested_pickles scan torch_load",
 }
