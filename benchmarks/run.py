@@ -408,15 +408,15 @@ def values(folder: Path, size: int, runs: int) -> None:
 
 def pages(folder: Path, size: int, runs: int) -> None:  # noqa: ARG001 - the number of tensors counts, not their bytes
     """How large a page is, and what making it takes."""
-    sizes = {}
     commands = {}
     for n in (300, 3_000, 60_000):
-        src, page = make(folder / f"{n}.pt", n, MAKE_MANY), folder / f"{n}.html"
-        commands[f"{n:,} tensors"] = ckptconv("inspect", src, "--html", page)
-        subprocess.run(commands[f"{n:,} tensors"], check=True, capture_output=True)
-        sizes[f"{n:,} tensors"] = page.stat().st_size
-    print_table("`ckptconv inspect --html`", commands, runs, "300 tensors")
-    print("\n" + ", ".join(f"{name}: {nbytes / 1e3:,.0f} kB" for name, nbytes in sizes.items()))
+        src, other = make(folder / f"{n}.pt", n, MAKE_MANY), make(folder / f"{n}_b.pt", n, MAKE_MANY)
+        for name, words in (("inspect", [src]), ("diff", [src, other])):
+            page = folder / f"{name}_{n}.html"
+            command = ckptconv(name, *words, "--html", page, "--force")
+            subprocess.run(command, check=False, capture_output=True)
+            commands[f"`{name} --html`, {n:,} tensors: {page.stat().st_size / 1e3:,.0f} kB"] = command
+    print_table("pages", commands, runs, next(iter(commands)))
 
 
 def many(folder: Path, size: int, runs: int) -> None:  # noqa: ARG001 - the number of tensors counts, not their bytes

@@ -52,6 +52,7 @@ __all__ = ["diff_command"]
     click.option("--atol", metavar="X", type=float, default=0.0, help="Let numbers differ by X."),
     click.option("--names-only", is_flag=True, help="Compare the names of tensors and nothing else."),
     click.option("--values", is_flag=True, help="Say what tensors that differ are: NaN, min, max, mean, std, norm."),
+    click.option("--histogram", is_flag=True, help="The same, with histograms of both and of how far they are apart."),
     click.option("--full", is_flag=True, help="Read data with equal checksums too. Without it, they count as equal."),
 )
 @name_options
@@ -149,9 +150,9 @@ class _Shown:
     def difference(self, found: Difference, compared: Compared, name: str) -> None:
         """Show `found`, of the checkpoints of this `name`."""
         if self.page:
-            from ckptconv.render.page.document import difference_page  # for pages alone
+            from ckptconv.render.page.difference import difference_data  # for pages alone
 
-            self.page.write(difference_page(found, Command("diff", (Path(found.a), Path(found.b), *self.options))))
+            self.page.write(difference_data(found, Command("diff", (Path(found.a), Path(found.b), *self.options))))
             return
         if self.as_json:
             click.echo(json.dumps(found.as_dict()))

@@ -109,9 +109,9 @@ def inspect_command(
             continue
         status = max(status, bool(kinds and not_finite(selected, kinds)))
         if page:
-            from ckptconv.render.page.document import summary_page  # for pages alone
+            from ckptconv.render.page.summary import summary_data  # for pages alone
 
-            page.write(summary_page(replace(summary, tensors=tuple(selected))))
+            page.write(summary_data(replace(summary, tensors=tuple(selected))))
             continue
         if as_json:
             click.echo(json.dumps(replace(summary, tensors=tuple(selected)).as_dict()))

@@ -55,13 +55,14 @@ class PageFile:
         check_target(Path(html), replace=force)
         return cls(Path(html), opens, force)
 
-    def write(self, page: str) -> None:
-        """Write `page`, whole or not at all, say so, and open it."""
+    def write(self, shown: dict[str, Any]) -> None:
+        """Write the page of what is `shown`, whole or not at all, say so, and open it."""
         from ckptconv.byteranges.sources import Readable
         from ckptconv.byteranges.spans import Literal, OutFile
         from ckptconv.output.files import write
+        from ckptconv.render.page.document import page_of
 
-        data = page.encode()
+        data = page_of(shown).encode()
         write(OutFile(self.path, (Literal(data),), len(data)), Readable(), replace=self.force, verify=False)
         click.echo(f"{style_of(sys.stderr).text(self.path)}: written, {size(len(data))}", err=True)
         if self.opens:

@@ -141,6 +141,11 @@ class Report(Result):
         """What ``convert --json`` prints."""
         return report_as_dict(self)
 
+    def _repr_html_(self) -> str:
+        from ckptconv.render.notebook import report_html  # which only notebooks need
+
+        return report_html(self, self._title(), self._lines())
+
     def _lines(self) -> Iterator[str]:
         return report_lines(self)
 

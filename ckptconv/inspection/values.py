@@ -192,6 +192,8 @@ class _Reader:
         return Statistics(self.dtypes[i], histogram=self.histogram)
 
     def result(self, i: int, found: Statistics) -> TensorValues:
+        from ckptconv.byteranges.kernels.histograms import bins_of
+
         found.repeat(self.repeats[i])
         return TensorValues(
             nan=found.nan,
@@ -202,5 +204,5 @@ class _Reader:
             mean=found.mean if found.finite else None,
             std=found.std,
             norm=found.norm,
-            histogram=Histogram(*found.histogram()) if self.histogram else None,
+            histogram=Histogram(*bins_of(found.exponents)) if self.histogram else None,
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptconv.errors import some
 from ckptconv.hints import command_in
 from ckptconv.render.text import PLAIN, Style, broken, cells, command_lines, count, fact, padded, size, wrapped
-from ckptconv.render.values import short_number
+from ckptconv.render.values import bars, short_number
 
 if TYPE_CHECKING:
     from ckptconv.inspection.comparison.differences import (
@@ -138,7 +138,7 @@ def _all_values(difference: Difference) -> str:
 
 def _value_lines(style: Style, difference: Difference, most: int | None) -> Iterator[str]:
     apart = sorted(_apart(difference), key=_rank)
-    rows = [[each.path, *_how_far(each, values)] for each, values in apart]
+    rows = [[each.path, *_how_far(each, values), bars(values.histogram, style)] for each, values in apart]
     what = count(len(apart), "tensor") + ": elements that differ, by at most, relative to B"
     yield from _group(style, "values", what, rows, most)
     both = [(each.path, *each.statistics) for each in difference.differing if each.statistics]

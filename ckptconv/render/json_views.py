@@ -151,6 +151,7 @@ def _differing(found: TensorDifference) -> dict[str, Any]:
             "not_finite": values.not_finite,
             "largest": _in_json(values.largest),
             "largest_relative": _in_json(values.largest_relative),
+            **({} if values.histogram is None else {"histogram": _plain(values.histogram)}),
         },
         "rng_state": found.rng_state,
         **({} if found.statistics is None else {"statistics": _plain(found.statistics)}),

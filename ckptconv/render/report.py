@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptconv.formats.writers import writer_of
 from ckptconv.hints import command, option
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from ckptconv.conversion.plan import Report, Verified
     from ckptconv.edits.changes import MadePlain, NameChange
 
-__all__ = ["report_lines"]
+__all__ = ["report_facts", "report_lines", "report_title"]
+
+Fact: TypeAlias = "tuple[str, str | Sequence[str]]"  # a label, and a text or parts of one
 
 _SHOWN = 5  # things in one fact
 _PATTERNS = 8  # of names
@@ -29,43 +31,53 @@ _IN_PLACE = {
 
 def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = False) -> Iterator[str]:
     """What a conversion did, or, after a dry run, would do."""
-    changes = report.changes
+    yield from headline(style, report.dst, report_title(report))
+    for label, what in report_facts(report, every_name=every_name):
+        yield from fact(style, label, what)
+
+
+def report_title(report: Report) -> str:
+    """What was written, and how fast."""
     written = size(report.nbytes)
     done = f"{written} written in {report.seconds:.2f} s" if report.written else f"would write {written}"
+    new_format = report.formats[1]
+    return f"{new_format}, {count(len(report.files), 'file')}, {done}" if report.files else f"{new_format}, {done}"
+
+
+def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
+    """What is below the first line: labels, and texts or parts of such."""
+    changes = report.changes
     old_format, new_format = report.formats
-    what = f"{new_format}, {count(len(report.files), 'file')}" if report.files else new_format
-    yield from headline(style, report.dst, f"{what}, {done}")
     if every_name and report.files:
-        yield from fact(style, "files", ", ".join(f"{name} ({size(nbytes)})" for name, nbytes in report.files))
+        yield ("files", ", ".join(f"{name} ({size(nbytes)})" for name, nbytes in report.files))
     if old_format != new_format:
-        yield from fact(style, "format", f"{old_format} → {new_format}")
+        yield ("format", f"{old_format} → {new_format}")
     for (old, new), (tensors, nbytes) in changes.devices.items():
         old = old if _holds(old_format, "devices") else "none stored"
-        yield from fact(style, "devices", f"{old} → {new}: {count(tensors, 'tensor')}, {size(nbytes)}")
-    yield from _name_lines(changes.names, every_name, style)
+        yield ("devices", f"{old} → {new}: {count(tensors, 'tensor')}, {size(nbytes)}")
+    yield from _name_lines(changes.names, every_name)
     if changes.unprefixed:
-        yield from fact(style, "names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
-    yield from _dtype_lines(report, every_name, style)
-    yield from _plain_lines(changes.made_plain, every_name, style)
+        yield ("names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
+    yield from _dtype_lines(report, every_name)
+    yield from _plain_lines(changes.made_plain, every_name)
     if changes.rng_states:
-        yield from fact(
-            style,
+        yield (
             "RNG states",
             f"{count(len(changes.rng_states), 'state')} of random generators, which belong on the CPU:"
             f" {_listed(changes.rng_states)}",
         )
-    yield from _left_behind_lines(report.left_behind, every_name, style)
-    yield from _tie_lines(report, style)
+    yield from _left_behind_lines(report.left_behind, every_name)
+    yield from _tie_lines(report)
     if not report.changed:
-        yield from fact(style, "changes", "none")
+        yield ("changes", "none")
     if report.in_place:
-        yield from fact(style, "in place", _IN_PLACE[report.in_place.way])
+        yield ("in place", _IN_PLACE[report.in_place.way])
         if report.in_place.journal and report.written:
-            yield from fact(style, "undo", command("undo", Path(report.dst)) + " gives the old bytes back")
+            yield ("undo", command("undo", Path(report.dst)) + " gives the old bytes back")
     if report.verified:
-        yield from fact(style, "verified", _verified(report.verified))
+        yield ("verified", _verified(report.verified))
     for note in report.notes:
-        yield from fact(style, "note", note)
+        yield ("note", note)
 
 
 def _verified(found: Verified) -> list[str]:
@@ -84,43 +96,41 @@ def _holds(container: str, quality: str) -> bool:
     return writer is None or getattr(writer, quality)
 
 
-def _dtype_lines(report: Report, every_one: bool, style: Style) -> Iterator[str]:
+def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:
     """What was cast, what was not, what that did to numbers and storages; and what of storages went."""
     changes = report.changes
     for (old, new), done in changes.dtypes.items():
         sizes = f"{size(done.nbytes_before)} → {size(done.nbytes_after)}"
-        yield from fact(style, "dtypes", f"{old} → {new}: {count(done.tensors, 'tensor')}, {sizes}")
+        yield ("dtypes", f"{old} → {new}: {count(done.tensors, 'tensor')}, {sizes}")
     for why, paths in changes.not_cast.items():
-        yield from fact(style, "not cast", f"{why}: {_all_or_some(paths, every_one)}")
+        yield ("not cast", f"{why}: {_all_or_some(paths, every_one)}")
     if report.overflowed:
         worst = sorted(report.overflowed.items(), key=lambda each: -each[1])
         places = [f"{_listed(paths) or 'what stands inside other tensors'} ({numbers:,})" for paths, numbers in worst]
         total = count(sum(report.overflowed.values()), "number")
-        yield from fact(style, "overflow", f"{total} too large for the new dtype: {_all_or_some(places, every_one)}")
+        yield ("overflow", f"{total} too large for the new dtype: {_all_or_some(places, every_one)}")
     if changes.separated:
         groups = [
             " | ".join(f"{_listed(paths) or 'others'} ({dtype})" for dtype, paths in each.items())
             for each in changes.separated
         ]
-        yield from fact(
-            style, "separated", f"they shared a storage and go different ways: {_all_or_some(groups, every_one)}"
-        )
+        yield ("separated", f"they shared a storage and go different ways: {_all_or_some(groups, every_one)}")
     if changes.compacted.storages:
         gone, of = size(changes.compacted.nbytes), count(changes.compacted.storages, "storage")
-        yield from fact(style, "compacted", f"{gone} that no tensor shows left out of {of}")
+        yield ("compacted", f"{gone} that no tensor shows left out of {of}")
 
 
-def _plain_lines(made_plain: list[MadePlain], every_one: bool, style: Style) -> Iterator[str]:
+def _plain_lines(made_plain: list[MadePlain], every_one: bool) -> Iterator[Fact]:
     """What became plain, by what it was and is, and how code reads the first of them."""
     groups: dict[tuple[str, str], list[MadePlain]] = {}
     for each in made_plain:
         groups.setdefault((each.old, each.new), []).append(each)
     for (old, new), group in groups.items():
         where = _all_or_some([each.path for each in group], every_one)
-        yield from fact(style, "plain", f"{old} → {new}: {where}; code reads {group[0].reads}")
+        yield ("plain", f"{old} → {new}: {where}; code reads {group[0].reads}")
 
 
-def _tie_lines(report: Report, style: Style) -> Iterator[str]:
+def _tie_lines(report: Report) -> Iterator[Fact]:
     """The names that a safetensors file has as texts alone."""
     if report.ties:
         listed = _listed(f"{name} → {first}" for name, first in report.ties)
@@ -129,10 +139,10 @@ def _tie_lines(report: Report, style: Style) -> Iterator[str]:
                 f"{count(len(report.ties), 'name')} in the metadata alone: {listed} "
                 f"(load_model reads them, load_file does not; {option('copy_tied')} writes the tensors)"
             )
-        yield from fact(style, "tied", listed)
+        yield ("tied", listed)
 
 
-def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool, style: Style) -> Iterator[str]:
+def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> Iterator[Fact]:
     """What the output does not hold, the reasons apart, the largest first."""
     by_reason: dict[str, list[LeftBehind]] = {}
     for left in sorted(left_behind, key=lambda left: -left.nbytes):
@@ -144,22 +154,22 @@ def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool, sty
         if more:
             rest = sum(left.nbytes for left in group[len(shown) :])
             listed += f", … {more:,} more" + (f" ({size(rest)})" if rest else "") + " (-v lists all)"
-        yield from fact(style, "left behind", f"{why}: {listed}")
+        yield ("left behind", f"{why}: {listed}")
 
 
-def _name_lines(names: list[NameChange], every_name: bool, style: Style) -> Iterator[str]:
+def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[Fact]:
     """The names that changed, by what changed in them."""
     if every_name:
         for change in names:
-            yield from fact(style, "names", f"{change.path}: {change.old} → {change.new}")
+            yield ("names", f"{change.path}: {change.old} → {change.new}")
         return
     found = patterns(names)
     label = "names"
     for pattern in found[:_PATTERNS]:
-        yield from fact(style, label, _renamed(pattern))
+        yield (label, _renamed(pattern))
         label = ""
     if len(found) > _PATTERNS:
-        yield from fact(style, label, f"… {count(len(found) - _PATTERNS, 'more pattern')} (-v lists every name)")
+        yield (label, f"… {count(len(found) - _PATTERNS, 'more pattern')} (-v lists every name)")
 
 
 def _renamed(pattern: Pattern) -> list[str]:

@@ -10,9 +10,9 @@ from ckptconv.render.text import Style, broken, cells, count, fact, first_of, pa
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import TensorSummary
-    from ckptconv.inspection.values import TensorValues
+    from ckptconv.inspection.values import Histogram, TensorValues
 
-__all__ = ["not_finite", "short_number", "values_fact", "values_lines"]
+__all__ = ["bars", "not_finite", "short_number", "values_fact", "values_lines"]
 
 _GAP = "  "
 _NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
@@ -60,7 +60,16 @@ def values_lines(
         for tensor in tensors[:limit]:
             numbers = [_exact(getattr(tensor.values, name, None)) for name in _NUMBERS]
             words = (style.text(named(tensor.path, tensor)), *fields(tensor, style), str(tensor.nbytes), *numbers)
-            yield "\t".join((*words, *([_bars(tensor.values, style)] if _has_histogram(tensors) else [])))
+            yield "\t".join(
+                (
+                    *words,
+                    *(
+                        [bars(tensor.values.histogram if tensor.values else None, style)]
+                        if _has_histogram(tensors)
+                        else []
+                    ),
+                )
+            )
         n = len(tensors[:limit])
         yield from footer(style, len(tensors), drawn=n, rows=len(tensors), shown=n)
         return
@@ -85,7 +94,12 @@ def _has_histogram(tensors: Sequence[TensorSummary]) -> bool:
 def _row(tensor: TensorSummary, style: Style) -> tuple[str, ...]:
     values = tensor.values
     shown = [short_number(getattr(values, name, None)) for name in _NUMBERS]
-    return style.text(named(tensor.path, tensor)), fields(tensor, style)[0], *shown, _bars(values, style)
+    return (
+        style.text(named(tensor.path, tensor)),
+        fields(tensor, style)[0],
+        *shown,
+        bars(values.histogram if values else None, style),
+    )
 
 
 def _fit(rows: Sequence[tuple[str, ...]], style: Style, *, histogram: bool) -> dict[int, int]:
@@ -124,13 +138,13 @@ def short_number(number: float | int | None) -> str:
     return f"{number:.3g}" if isinstance(number, float) or abs(number) >= 10**6 else str(number)
 
 
-def _bars(values: TensorValues | None, style: Style) -> str:
-    """The histogram as a line of bars, from the most negative to the largest; where nothing is negative, without that
+def bars(histogram: Histogram | None, style: Style) -> str:
+    """A `histogram` as a line of bars, from the most negative to the largest; where nothing is negative, without that
     half.
     """
-    if values is None or values.histogram is None:
+    if histogram is None:
         return ""
-    counts = values.histogram.counts
+    counts = histogram.counts
     half = len(counts) // 2
     shown = counts if any(counts[:half]) else counts[half:]
     most = max(*shown, 1)

@@ -587,7 +587,7 @@ CASES: dict[str, Case] = {
     "a change in place": Case(
         saved(weights, ("cuda:0",)), "convert {m}.pt --to cpu --in-place", r"(ckptconv undo .*) gives", "the old bytes",
         lambda made: _equal(zoo and list(ckptconv.open(made).tensors), list(weights())),
-        "render/report.py:report_lines:command undo",
+        "render/report.py:report_facts:command undo",
     ),
     "a change in place that is shown": Case(
         lambda m: (saved(weights, ("cuda:0",))(m), main(["convert", m + ".pt", "--to", "cpu", "--in-place"])),

@@ -272,6 +272,38 @@ def test_in_a_notebook(pages: Path, chromium: Any) -> None:
         assert frame.locator(".command button").first.inner_text() == "Copied" and page.title() == "kept"
 
 
+def test_in_a_static_export(pages: Path, chromium: Any, tmp_path: Path) -> None:
+    """Of nbconvert: a summary, a difference and a report have their maps, those below the window and in what is folded
+    too.
+    """
+    exporters = pytest.importorskip("nbconvert.exporters", reason="nbconvert is not installed")
+    v4 = pytest.importorskip("nbformat.v4")
+    results = [
+        ckptconv.inspect(pages / "bert.pt"),
+        ckptconv.diff(pages / "a.pt", pages / "b.pt"),
+        ckptconv.convert(pages / "bert.pt", tmp_path / "out.safetensors", strip_prefix="bert."),
+        ckptconv.inspect(pages / "many.pt"),
+    ]
+    outputs = [v4.new_output("execute_result", data={"text/html": result._repr_html_()}) for result in results]
+    notebook = v4.new_notebook(cells=[v4.new_code_cell("", outputs=outputs)])
+    body, _ = exporters.HTMLExporter(embed_images=True).from_notebook_node(notebook)
+    (tmp_path / "notebook.html").write_text(body)
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, offline=True)
+    try:
+        page = context.new_page()
+        page.goto((tmp_path / "notebook.html").as_uri())
+        page.locator("details summary").click()
+        maps = []
+        for element in page.locator("iframe").all():
+            element.scroll_into_view_if_needed()
+            frame = element.element_handle().content_frame()
+            frame.wait_for_selector(".map div")
+            maps.append(frame.locator(".map").count())
+        assert maps == [1, 2, 1, 1]
+    finally:
+        context.close()
+
+
 def test_on_paper(pages: Path, chromium: Any) -> None:
     """The table has no window that would cut it, and its rows end after some hundred."""
     with opened(chromium, pages / "training.html") as page:

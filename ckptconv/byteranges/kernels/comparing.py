@@ -8,11 +8,13 @@ distance, and counted apart.
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf, isfinite
 from typing import NamedTuple
 
 import torch
 
+from ckptconv.byteranges.kernels.histograms import exponents_of
 from ckptconv.dtypes import get_dtype
 
 __all__ = ["Comparer", "as_complex", "as_real", "comparable", "is_number"]
@@ -63,15 +65,18 @@ class Comparer:
 
     ``differing`` are so many of them, ``not_finite`` those of them that are NaN or infinite on at least one side.
     ``largest`` and ``largest_relative`` are the largest differences of all others, those within the tolerance too: of
-    whole numbers an int, None where bits mean no number.
+    whole numbers an int, None where bits mean no number. ``exponents``, if `histogram`: how many of those that are
+    finite and not equal are apart by a number with which exponent.
     """
 
-    def __init__(self, a: str, b: str, rtol: float = 0.0, atol: float = 0.0) -> None:
+    def __init__(self, a: str, b: str, rtol: float = 0.0, atol: float = 0.0, *, histogram: bool = False) -> None:
         numbers = is_number(a) and is_number(b)
         self._dtypes = (getattr(torch, a), getattr(torch, b)) if numbers else None
         self._rtol, self._atol = rtol, atol
         self._width = get_dtype(a).itemsize  # of what is compared as bits
         self._unequal = False
+        self._histogram = histogram
+        self.exponents = Counter[int]()
         self.differing = self.not_finite = 0
         are_whole = not any(dtype.is_floating_point or dtype.is_complex for dtype in self._dtypes or ())
         self.largest: float | int | None = (0 if are_whole else 0.0) if numbers else None
@@ -116,8 +121,14 @@ class Comparer:
         outside = (
             int((apart > self._atol + self._rtol * size).sum()) if self._rtol or self._atol else apart.count_nonzero()
         )
+        self._count(apart)
         relative = apart.div_(size).nan_to_num_(nan=0.0, posinf=inf)  # 0 / 0 is no difference
         return _Far(int(outside), most, float(relative.max()))
+
+    def _count(self, apart: torch.Tensor) -> None:
+        """Count the numbers that are `apart` at all; what float64 has no number for is its largest."""
+        if self._histogram:
+            self.exponents.update(exponents_of(apart[apart != 0].clamp_(max=torch.finfo(torch.float64).max)))
 
     def _complex(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         parts_a, parts_b = torch.view_as_real(a), torch.view_as_real(b)
@@ -163,6 +174,7 @@ class Comparer:
         if self._rtol or self._atol:
             within = apart.isfinite() & (apart <= self._atol + self._rtol * size)
             outside -= int(within.sum())
+        self._count(apart)
         relative = (apart / size).nan_to_num_(nan=inf, posinf=inf)
         return _Far(outside, float(apart.max()), float(relative.max()))
 

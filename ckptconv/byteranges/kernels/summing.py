@@ -13,14 +13,11 @@ from math import isfinite, sqrt
 import torch
 
 from ckptconv.byteranges.kernels.comparing import as_complex, as_real, is_number
+from ckptconv.byteranges.kernels.histograms import exponents_of
 
-__all__ = ["BINS", "Statistics", "can_sum"]
+__all__ = ["Statistics", "can_sum"]
 
-BINS = 32
 _BLOCK = 1 << 15  # elements that are summed at once: as few as torch gives to one thread, and they stay in its cache
-_EXPONENT = 52  # the bit of a float64 at which its exponent begins, which 11 bits and the sign are
-_SIGN = 1 << 11
-_BIAS = 1023
 
 
 def can_sum(name: str) -> bool:
@@ -62,10 +59,7 @@ class Statistics:
             return
         self.zeros += n - int(values.count_nonzero())
         if self._histogram:
-            words = (values.view(torch.int64) >> _EXPONENT) & (2 * _SIGN - 1)
-            counts = torch.bincount(words, minlength=1)
-            used = counts.nonzero().view(-1)
-            self.exponents.update(dict(zip(used.tolist(), counts[used].tolist(), strict=True)))
+            self.exponents.update(exponents_of(values))
         low, high = _extremes(values if numbers.is_floating_point() or numbers.is_complex() else numbers)
         mean = total / n if isfinite(total) else min(max(float((values / n).sum()), low), high)
         values = values - mean
@@ -118,24 +112,6 @@ class Statistics:
     def norm(self) -> float:
         """The square root of the sum of all squares."""
         return sqrt(self.squares + self.finite * (self.mean * self.mean))
-
-    def histogram(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """The edges of the bins, and how many numbers each has.
-
-        Half of the bins are for negative numbers. From the largest magnitude down each is half as wide as the one
-        before it, but for the two around 0, which have the rest. A bin has its edge on the side of 0; zeros of both
-        signs, and float64's subnormal numbers, are on the positive side.
-        """
-        half = BINS // 2
-        lowest = half - _BIAS  # so that numbers with the exponent of subnormal ones are in a bin around 0
-        powers = {word: (word & (_SIGN - 1)) - _BIAS for word in self.exponents}
-        top = max([lowest, *powers.values()]) if powers else 0
-        edges = [0.0, *(2.0 ** (top - half + 1 + i) for i in range(1, half)), 2.0**top * 2]
-        counts = [0] * BINS
-        for word, n in self.exponents.items():
-            i = max(powers[word] - top + half - 1, 0)
-            counts[half + i if word <= _SIGN else half - 1 - i] += n
-        return (*(-edge for edge in reversed(edges[1:])), *edges), tuple(counts)
 
 
 def _magnitudes(numbers: torch.Tensor) -> torch.Tensor:

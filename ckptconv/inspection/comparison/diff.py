@@ -58,6 +58,7 @@ class Compared:
     names_only: bool = False
     full: bool = False
     values: bool = False
+    histogram: bool = False
 
     def __post_init__(self) -> None:
         """Raise ArgumentTypeError or UsageError for what makes no sense."""
@@ -71,8 +72,9 @@ class Compared:
                 )
         if self.names_only and self.full:
             raise UsageError(option("names_only") + " reads no tensor, and " + option("full") + " reads all")
-        if self.names_only and self.values:
-            raise UsageError(option("names_only") + " reads no tensor, and " + option("values") + " reads those")
+        for name in ("values", "histogram"):
+            if self.names_only and getattr(self, name):
+                raise UsageError(option("names_only") + " reads no tensor, and " + option(name) + " reads those")
 
     def options(self) -> list[Option]:
         """What of it is not as usual, for a command that is to be typed."""
@@ -99,6 +101,7 @@ def diff(
     names_only: bool = False,
     full: bool = False,
     values: bool = False,
+    histogram: bool = False,
     **options: Unpack[DiffOptions],
 ) -> Difference:
     """What the checkpoints `a` and `b`, in whatever containers, do not have in common.
@@ -114,6 +117,7 @@ def diff(
         names_only: Compare the names of tensors and nothing else.
         full: Read data with equal checksums too; without it, they count as equal.
         values: Say of each tensor that differs what its elements are in both, as :func:`ckptconv.inspect` does.
+        histogram: The same, with histograms of what they are in both, and of ``|a - b|``.
         **options: The keys of :class:`DiffOptions`.
 
     Returns:
@@ -124,7 +128,7 @@ def diff(
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
     edits = edits_from(**options)
-    return in_python(compare(a, b, edits, Compared(rtol, atol, names_only, full, values)))
+    return in_python(compare(a, b, edits, Compared(rtol, atol, names_only, full, values, histogram)))
 
 
 def compare(
@@ -144,7 +148,7 @@ def compare(
     with _paired(a, b, edits, compared, brief=brief) as comparison:
         comparison.values.run(progress)
         found = comparison.result()
-        if compared.values:
+        if compared.values or compared.histogram:
             found = replace(found, differing=comparison.with_statistics(found.differing))
         return found
 
@@ -206,7 +210,7 @@ class _Comparison:
         self.rest: tuple[list[str], list[str]] = ([], [])
         self.take_parts()
         self.pairing = Pairing(Side(a), Side(b), tensors_alone=bool(self.weights_alone))
-        self.values = Values(a, b, compared.rtol, compared.atol, full=compared.full)
+        self.values = Values(a, b, compared.rtol, compared.atol, full=compared.full, histogram=compared.histogram)
         self.found: list[tuple[TensorDifference, list[Key]]] = []
         self.places: dict[str, tuple[Place, Place]] = {}
         self.others: list[tuple[OtherDifference, Key | None]] = []
@@ -347,7 +351,11 @@ class _Comparison:
     def with_statistics(self, differing: Sequence[TensorDifference]) -> tuple[TensorDifference, ...]:
         """`differing`, each with what its elements are on both sides."""
         a, b = (
-            values_of({each.path: side.at(self.places[each.path][i]) for each in differing}, side.checkpoint.byteorder)
+            values_of(
+                {each.path: side.at(self.places[each.path][i]) for each in differing},
+                side.checkpoint.byteorder,
+                histogram=self.compared.histogram,
+            )
             for i, side in enumerate((self.pairing.a, self.pairing.b))
         )
         return tuple(replace(each, statistics=(a.get(each.path), b.get(each.path))) for each in differing)

@@ -120,6 +120,11 @@ class Difference(Result):
         """What ``diff --json`` prints."""
         return difference_as_dict(self)
 
+    def _repr_html_(self) -> str:
+        from ckptconv.render.notebook import difference_html  # which only notebooks need
+
+        return difference_html(self, self._title(), self._lines())
+
     def _lines(self) -> Iterator[str]:
         return difference_lines(self)
 

@@ -7,6 +7,7 @@ known on both sides, and equal, is read only where that is asked for.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -22,6 +23,7 @@ from ckptconv.dtypes import get_dtype
 from ckptconv.inspection.comparison.differences import ValueDifference
 from ckptconv.inspection.comparison.same_bytes import Unequal, unequal_parts
 from ckptconv.inspection.elements import BLOCK, Budget, check_repeats, cost, in_numbers, without_repeats
+from ckptconv.inspection.values import Histogram
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.comparing import Comparer
@@ -50,16 +52,26 @@ class DifferenceFound(Exception):
 class Values:
     """Compares the values of pairs of tensors of `a` and `b`, each pair of views once.
 
-    `full`: what has one checksum on both sides is read too.
+    `full`: what has one checksum on both sides is read too. `histogram`: of those that differ, by how much.
     """
 
     #: Raise :class:`DifferenceFound` at the first difference.
     stops = False
 
-    def __init__(self, a: Checkpoint, b: Checkpoint, rtol: float, atol: float, *, full: bool = False) -> None:
+    def __init__(
+        self,
+        a: Checkpoint,
+        b: Checkpoint,
+        rtol: float,
+        atol: float,
+        *,
+        full: bool = False,
+        histogram: bool = False,
+    ) -> None:
         self.orders = a.byteorder, b.byteorder
         self.rtol, self.atol = rtol, atol
         self.full = full
+        self.histogram = histogram
         #: What came of it, None where values that differ cannot be told from what stands beside them.
         self.found: dict[Key, ValueDifference | None] = {}
         self.near: dict[Key, float] = {}
@@ -251,18 +263,22 @@ class Values:
     def comparer(self, a: TensorInfo, b: TensorInfo) -> Comparer:
         from ckptconv.byteranges.kernels.comparing import Comparer
 
-        return Comparer(a.dtype, b.dtype, self.rtol, self.atol)
+        return Comparer(a.dtype, b.dtype, self.rtol, self.atol, histogram=self.histogram)
 
     def conclude(self, key: Key, comparer: Comparer) -> None:
         if comparer.differing and self.stops:
             raise DifferenceFound
+        from ckptconv.byteranges.kernels.histograms import bins_of
+
         times = self._repeats[key]
+        exponents = Counter({word: n * times for word, n in comparer.exponents.items()})
         self.found[key] = ValueDifference(
             prod(self.wanted[key][0].shape) * times,
             comparer.differing * times,
             comparer.largest,
             comparer.largest_relative,
             comparer.not_finite * times,
+            Histogram(*bins_of(exponents)) if exponents else None,
         )
         if comparer.is_near:
             self.near[key] = float(comparer.largest or 0)

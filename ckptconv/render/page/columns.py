@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from math import prod
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptconv.errors import count, size
 from ckptconv.hints import Command, Option
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __all__ = [
     "NUMBERS",
     "bars",
     "columns",
+    "largest",
     "listed",
     "numbers",
     "shape_words",
@@ -26,6 +28,8 @@ __all__ = [
     "values_numbers",
     "words",
 ]
+
+_T = TypeVar("_T")
 
 MOST = 40  # notes and findings
 LONGEST = 1000  # characters of a text that is no name
@@ -37,6 +41,20 @@ _DIGITS = 6  # of the numbers that a page shows
 
 #: The shape and the bytes of a tensor in one file; None where that file has none.
 Extent = tuple[tuple[int, ...], int] | None
+
+
+def largest(
+    things: Sequence[_T], nbytes: Callable[[_T], int], most: int | None
+) -> tuple[Sequence[_T], list[tuple[str, str]]]:
+    """`things`, or as many of them as `most` says, those with most bytes; and a fact that says so."""
+    if most is None or len(things) <= most:
+        return things, []
+    by_size = sorted(range(len(things)), key=lambda i: -nbytes(things[i]))
+    kept, gone = sorted(by_size[:most]), by_size[most:]
+    left = (
+        f"{count(len(gone), 'other tensor')}, {size(sum(nbytes(things[i]) for i in gone))}; a page of its own has all"
+    )
+    return [things[i] for i in kept], [("left out", left)]
 
 
 def columns(

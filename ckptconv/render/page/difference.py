@@ -14,6 +14,7 @@ from ckptconv.render.page.columns import (
     MOST,
     bars,
     columns,
+    largest,
     listed,
     numbers,
     shape_words,
@@ -36,9 +37,9 @@ _APART = (
 _NOT_FINITE, _NO_NUMBER = "NaN or inf on one side", "not known"
 
 
-def difference_data(difference: Difference, command: Command | None) -> dict[str, Any]:
-    """The page of `difference`, which `command` finds."""
-    rows = [*_rows(difference)]
+def difference_data(difference: Difference, command: Command | None = None, most: int | None = None) -> dict[str, Any]:
+    """The page of `difference`, which `command` finds; `most`: of as many tensors, the largest."""
+    rows, left_out = largest([*_rows(difference)], lambda row: max(each.nbytes for each in row.there), most)
     paths = f"{difference.a} ↔ {difference.b}"
     suggestion = difference.suggestion
     return {
@@ -50,7 +51,7 @@ def difference_data(difference: Difference, command: Command | None) -> dict[str
             "findings": [],
             "remedy": None if command_in(suggestion) is None else str(suggestion),
         },
-        "facts": _facts(difference),
+        "facts": [*_facts(difference), *left_out],
         "lists": [each for each in _lists(rows) if each],
         "maps": ["A", "B"],
         "commands": [typed("glob", "Compare this alone", command, "include")] if command else [],

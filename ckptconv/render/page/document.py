@@ -9,31 +9,14 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptconv.errors import printable
-from ckptconv.render.page.difference import difference_data
-from ckptconv.render.page.summary import summary_data
 
-if TYPE_CHECKING:
-    from ckptconv.hints import Command
-    from ckptconv.inspection.comparison.differences import Difference
-    from ckptconv.inspection.summary import Summary
-
-__all__ = ["difference_page", "summary_page"]
+__all__ = ["page_of"]
 
 
-def summary_page(summary: Summary) -> str:
-    """The page of a checkpoint."""
-    return _document(summary_data(summary))
-
-
-def difference_page(difference: Difference, command: Command | None = None) -> str:
-    """The page of what two checkpoints do not have in common; `command` compares them."""
-    return _document(difference_data(difference, command))
-
-
-def _document(data: dict[str, Any]) -> str:
+def page_of(data: dict[str, Any]) -> str:
     """The page that shows `data`."""
     script, style = _text("vendor/d3-hierarchy.min.js") + _text("page.js"), _text("page.css")
     return Template(_text("page.html")).substitute(
@@ -48,7 +31,9 @@ def _document(data: dict[str, Any]) -> str:
 
 @cache
 def _text(name: str) -> str:
-    return files(__package__).joinpath(name).read_text("utf-8")
+    """The file `name`, without what only its readers need."""
+    lines = map(str.strip, files(__package__).joinpath(name).read_text("utf-8").splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("// ")) + "\n"
 
 
 @cache

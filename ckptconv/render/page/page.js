@@ -290,11 +290,13 @@
     $("map").append(make("div", {}, data.maps.length > 1 ? make("p", { class: "hint" }, title) : null, element));
     return element;
   });
+  const widths = []; // of the maps as they are drawn; a frame that nobody sees has none yet
   const map = () => maps.forEach(drawn);
 
   function drawn(element, k) { // the map of one file
     const width = element.clientWidth, height = element.clientHeight, of = (node) => node.sides[k][measure];
     element.replaceChildren();
+    widths[k] = width;
     if (maps.length > 1) element.previousSibling.textContent = data.maps[k] + ": " + measured(of(focus));
     if (!of(focus) || !width) return;
     const tree = d3.hierarchy(pruned(focus, width * height, of), (each) => each.below).sum((each) => each.value || 0);
@@ -586,7 +588,8 @@
   }
 
   let resizing = 0;
-  addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { map(); paint(); }, 100); });
+  const resized = () => { if (maps.some((element, k) => element.clientWidth !== widths[k])) { map(); paint(); } };
+  new ResizeObserver(() => { clearTimeout(resizing); resizing = setTimeout(resized, 50); }).observe($("map"));
   for (let n = 0, todo = [sole(root)]; n < ROWS_OPEN && todo.length;) { // as much of the tree as can be seen at once
     const node = todo.sort((a, b) => b.bytes - a.bytes).shift();
     if (n + node.below.length > ROWS_OPEN && node !== sole(root)) continue;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from ckptconv.render.page.columns import (
     MOST,
     bars,
     columns,
+    largest,
     listed,
     shape_words,
     typed,
@@ -26,15 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["summary_data"]
 
 
-def summary_data(summary: Summary) -> dict[str, Any]:
-    """The page of `summary`."""
+def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
+    """The page of `summary`, or of as many of its tensors as `most` says, the largest."""
+    tensors, left_out = largest(summary.tensors, lambda tensor: tensor.nbytes, most)
     src = Path(summary.path)
     return {
         "title": summary.path,
         "named": any(found.path == "." for found in summary.state_dicts),  # so that globs mean names
         "verdict": _verdict(summary),
-        "facts": _facts(summary),
-        "lists": _lists(summary),
+        "facts": [*_facts(summary), *left_out],
+        "lists": _lists(summary, tensors),
         "maps": ["Map"],
         "commands": [
             typed("path", "Take this part alone", Command("convert", (src, "part.pt")), "select"),
@@ -42,7 +45,7 @@ def summary_data(summary: Summary) -> dict[str, Any]:
             typed("glob", "Take this alone", Command("convert", (src, "part.pt")), "include"),
             typed("glob", "Leave it out", Command("convert", (src, "rest.pt")), "exclude"),
         ],
-        "tensors": _columns(summary),
+        "tensors": _columns(summary, tensors),
     }
 
 
@@ -82,12 +85,12 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     return [(label, text) for label, text in found if text]
 
 
-def _lists(summary: Summary) -> list[dict[str, Any]]:
+def _lists(summary: Summary, tensors: Sequence[TensorSummary]) -> list[dict[str, Any]]:
     """What is tied, and what is not finite."""
-    numbers = {tensor.path: i for i, tensor in enumerate(summary.tensors)}
+    numbers = {tensor.path: i for i, tensor in enumerate(tensors)}
     ties = [[numbers[path] for path in tie if path in numbers] for tie in summary.ties]
     bad, says = [], []
-    for i, tensor in enumerate(summary.tensors):
+    for i, tensor in enumerate(tensors):
         values = tensor.values
         if values and values.nan + values.inf and tensor.tied_to not in numbers:
             bad.append([i])
@@ -99,8 +102,7 @@ def _lists(summary: Summary) -> list[dict[str, Any]]:
     return [each for each in found if each]
 
 
-def _columns(summary: Summary) -> dict[str, Any]:
-    tensors = summary.tensors
+def _columns(summary: Summary, tensors: Sequence[TensorSummary]) -> dict[str, Any]:
     places = {tensor.path: i for i, tensor in enumerate(tensors)}
     part_of = _parts(summary)
     values = [tensor.values for tensor in tensors]

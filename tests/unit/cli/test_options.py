@@ -56,7 +56,14 @@ def test_what_needs_no_words_of_its_own_is_made_of_its_declaration() -> None:
 def test_diff_has_a_flag_for_each_keyword() -> None:
     """And a keyword for each flag."""
     flags = {each.name for each in diff_command.params if isinstance(each, click.Option)}
-    assert flags - SHOWN - PAGE == DiffOptions.__annotations__.keys() | {"rtol", "atol", "names_only", "full", "values"}
+    assert flags - SHOWN - PAGE == DiffOptions.__annotations__.keys() | {
+        "rtol",
+        "atol",
+        "names_only",
+        "full",
+        "values",
+        "histogram",
+    }
 
 
 def test_defaults_agree() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zipfile
 from dataclasses import replace
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +198,52 @@ def test_in_a_difference(here: Path, command: Command) -> None:
     assert [side["mean"] for side in rows["w"]["statistics"]] == [2.0, 5.0]
     assert "statistics" not in command.json("diff", "a.pt", "b.pt", status=1)["differing"][0]
     command("diff", "a.pt", "b.pt", "--values", "--names-only", status=2, err="reads no tensor")
+
+
+A_AND_B: dict[str, tuple[Any, Any]] = {
+    "float32": (torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.5, -3.0, 4.001])),
+    "not finite": (torch.tensor([1.0, float("nan"), 3.0]), torch.tensor([float("inf"), 1.0, 3.25])),
+    "bfloat16 and float16": (torch.arange(9.0).bfloat16(), (torch.arange(9.0) ** 2).half()),
+    "whole": (torch.tensor([1, 2, 1 << 62]), torch.tensor([1, -7, -(1 << 62)])),
+    "bool": (torch.tensor([True, False]), torch.tensor([True, True])),
+    "complex": (torch.tensor([1 + 1j, 2j, 0j]), torch.tensor([1 + 1j, 2.0 + 2j, 3e-9j])),
+    "large": (torch.tensor([1e308], dtype=torch.float64), torch.tensor([-1.7e308], dtype=torch.float64)),
+    "small": (torch.tensor([1e-310, 1.0], dtype=torch.float64), torch.tensor([0.0, 2.0], dtype=torch.float64)),
+    "repeated": (torch.ones(2, 1).expand(2, 50), torch.tensor([[1.0], [3.0]]).expand(2, 50)),
+    "transposed": (torch.arange(6.0).view(2, 3).t(), torch.ones(3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", A_AND_B)
+@pytest.mark.parametrize("rtol", [0.0, 0.01])
+def test_how_far_apart_in_bins(name: str, rtol: float, tmp_path: Path) -> None:
+    """Each finite element that is not equal is in the bin of its distance; those within the tolerance too."""
+    a, b = A_AND_B[name]
+    for tensor, file in ((a, "a.pt"), (b, "b.pt")):
+        torch.save({"w": tensor, "beside": torch.tensor([float(file == "a.pt")])}, tmp_path / file)
+    found = ckptconv.diff(tmp_path / "a.pt", tmp_path / "b.pt", histogram=True, rtol=rtol).differing[0]
+    assert found.path == "w" and found.values and found.values.histogram and found.statistics
+    edges, counts = found.values.histogram.edges, found.values.histogram.counts
+    left, right = ([complex(x) for x in tensor.flatten().tolist()] for tensor in (a, b))
+    apart = [abs(x - y) for x, y in zip(left, right, strict=True) if isfinite(abs(x)) and isfinite(abs(y)) and x != y]
+    apart = [min(x, 1.7e308) for x in apart]
+    assert counts == tuple(sum(low <= x < high for x in apart) for low, high in pairwise(edges))
+    assert sum(counts) == len(apart) and not any(counts[:16])
+    assert all(side and side.histogram for side in found.statistics)
+    assert ckptconv.diff(tmp_path / "a.pt", tmp_path / "b.pt").differing[0].values.histogram is None  # type: ignore[union-attr]
+
+
+def test_bins_of_a_difference_in_words(here: Path, command: Command) -> None:
+    """As bars beside the tensor, as counts in JSON; none where bits are no numbers."""
+    torch.save({"w": torch.zeros(4), "bits": torch.zeros(2, dtype=torch.uint8).view(torch.bits8)}, here / "a.pt")
+    b = {"w": torch.tensor([1.0, 2.0, 2.0, 0.0]), "bits": torch.ones(2, dtype=torch.uint8).view(torch.bits8)}
+    torch.save(b, here / "b.pt")
+    said = command("diff", "a.pt", "b.pt", "--histogram", status=1, out="3 of 4")
+    assert "▄█" in said.out
+    w, bits = command.json("diff", "a.pt", "b.pt", "--histogram", status=1)["differing"]
+    assert sum(w["values"]["histogram"]["counts"]) == 3 and "histogram" not in bits["values"]
+    assert "histogram" in w["statistics"][0]
+    command("diff", "a.pt", "b.pt", "--histogram", "--names-only", status=2, err="and --histogram reads those")
+    command("diff", "a.pt", "b.pt", "--histogram", "--html", "d.html", status=1)
+    page = Path("d.html").read_text("utf-8")
+    assert '"title":"|A \\u2212 B|, of elements that differ","bars":[[4.0,' in page

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ckptconv
-from ckptconv.render.page.document import summary_page
+from ckptconv.render.page.difference import difference_data
+from ckptconv.render.page.document import page_of
+from ckptconv.render.page.summary import summary_data
 
 
 class Elements(HTMLParser):
@@ -41,26 +46,71 @@ def test_a_summary_is_its_page(n: int, tags: list[str], tmp_path: Path) -> None:
     elements = Elements(html)
     assert [tag for tag, _ in elements.found] == tags and len(html) <= 100_000
     frame = elements.found[-1][1]
-    assert frame["sandbox"] == "allow-scripts" and frame["srcdoc"] == summary_page(summary)
+    assert frame["sandbox"] == "allow-scripts" and frame["srcdoc"] == page_of(summary_data(summary))
 
 
-def test_what_is_too_large_is_text(tmp_path: Path) -> None:
-    html = saved(tmp_path, 5000)._repr_html_()
-    assert 50_000 < len(html) <= 100_000
+def data_in(html: str) -> Any:
+    """What the page in a frame shows."""
+    page = Elements(html).found[-1][1]["srcdoc"]
+    assert page and page.count('id="data">') == 1
+    return json.loads(page.split('id="data">')[1].split("</script>")[0])
+
+
+def test_what_is_too_large_has_the_largest(tmp_path: Path) -> None:
+    """As many as there is room for, and how many there are; text where there is room for none."""
+    torch.save({f"layers.{i}.weight": torch.ones(i % 1000) for i in range(5000)}, tmp_path / "m.pt")
+    html = ckptconv.inspect(tmp_path / "m.pt")._repr_html_()
+    assert 80_000 < len(html) <= 100_000 and Elements(html).found[0][0] == "details"
+    data = data_in(html)
+    shown = len(data["tensors"]["tied"])
+    assert dict(data["facts"])["left out"].startswith(f"{5000 - shown:,} other tensors, ")
+    side = data["tensors"]["sides"][0]
+    assert min(side["words"][i][0] for i in side["at"]) > 3000
+    html = saved(tmp_path, 30, "x" * 50_000 + "{}")._repr_html_()
     elements = Elements(html)
-    assert [tag for tag, _ in elements.found] == ["details", "summary", "pre"]
-    assert "layers.0.weight" in elements.text and " more lines" in elements.text
+    assert len(html) <= 100_000 and [tag for tag, _ in elements.found] == ["pre"]
+    assert " more lines" in elements.text
 
 
-def test_all_else_is_text(tmp_path: Path) -> None:
-    """A difference, a report, a verdict: what `str` says, and none of it markup."""
+def test_a_difference_is_its_page(tmp_path: Path) -> None:
     saved(tmp_path, 1, "<script>{}")
-    torch.save({"<img src=x>": torch.ones(2)}, tmp_path / "b.pt")
-    results = [
-        ckptconv.diff(tmp_path / "m.pt", tmp_path / "b.pt"),
-        ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.pt", add_prefix="<b>."),
-        ckptconv.verify(tmp_path / "m.pt"),
-    ]
+    torch.save({f"<img src=x>{i}": torch.ones(2) for i in range(300)}, tmp_path / "b.pt")
+    found = ckptconv.diff(tmp_path / "m.pt", tmp_path / "b.pt")
+    html = found._repr_html_()
+    assert [tag for tag, _ in Elements(html).found] == ["details", "summary", "iframe"] and len(html) < 100_000
+    assert Elements(html).found[-1][1]["srcdoc"] == page_of(difference_data(found))
+    assert ckptconv.diff(tmp_path / "m.pt", tmp_path / "m.pt")._repr_html_().startswith("<iframe")
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out/"])
+def test_a_report_is_the_page_of_what_was_written(out: str, tmp_path: Path) -> None:
+    """With what was done above, and for each tensor what it was called; ties together."""
+    tied = torch.ones(2)
+    torch.save({"module.a": tied, "module.b": tied, "module.c": torch.ones(3)}, tmp_path / "m.pt")
+    options = {"max_shard_size": "10", "format": "safetensors"} if out == "out/" else {}
+    target = f"{tmp_path}/{out}"
+    report = ckptconv.convert(tmp_path / "m.pt", target, strip_prefix="module.", map_location="cuda:1", **options)
+    data = data_in(report._repr_html_())
+    facts = {fact["name"]: fact for fact in data["tensors"]["facts"]}
+    written = [tensor.path for tensor in ckptconv.inspect(target).tensors]
+    assert facts["was called"]["words"] == [f"module.{path}" for path in written]
+    assert ("device" in facts) == (out == "out.pt") and data["title"] == report.dst
+    assert "written in" in data["verdict"]["text"] and dict(data["facts"])["names"].startswith("module.* → *")
+    ((tie,),) = [each["groups"] for each in data["lists"]]
+    assert [written[i] for i in tie] == ["a", "b"]
+
+
+def test_a_report_of_what_is_no_more_is_text(tmp_path: Path) -> None:
+    """Of a dry run, of what was deleted or written anew, and of what stands elsewhere."""
+    saved(tmp_path, 2)
+    target = tmp_path / "out.pt"
+    report = ckptconv.convert(tmp_path / "m.pt", target, add_prefix="<b>.")
+    assert Elements(report._repr_html_()).found[0][0] == "iframe"
+    torch.save({}, target)
+    results = [report, replace(report, dst="s3://bucket/out.pt"), ckptconv.verify(tmp_path / "m.pt")]
+    results.append(ckptconv.convert(tmp_path / "m.pt", tmp_path / "new.pt", dry_run=True))
     for result in results:
         elements = Elements(result._repr_html_())
         assert [tag for tag, _ in elements.found] == ["pre"] and elements.text == str(result)
+    target.unlink()
+    assert Elements(report._repr_html_()).text == str(report)

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ckptconv.byteranges.kernels.summing import BINS, Statistics, can_sum
+from ckptconv.byteranges.kernels.histograms import BINS, bins_of
+from ckptconv.byteranges.kernels.summing import Statistics, can_sum
 from tests.support import zoo
 
 NUMBERS = [dtype for dtype in zoo.DTYPES if can_sum(str(dtype).removeprefix("torch."))]
@@ -92,13 +93,13 @@ def test_numbers_near_the_largest() -> None:
     most = torch.finfo(torch.float64).max
     found = summed(torch.tensor([most, most, -most, most], dtype=torch.float64), cut=2)
     assert found.mean == pytest.approx(most / 2) and found.norm == math.inf and found.low == -most
-    assert found.histogram()[0][-1] == math.inf
+    assert bins_of(found.exponents)[0][-1] == math.inf
 
 
 def test_nothing_finite() -> None:
     found = summed(torch.tensor([math.nan, math.inf, -math.inf]))
     assert (found.nan, found.inf, found.finite, found.low, found.std, found.norm) == (1, 2, 0, None, None, 0.0)
-    assert sum(found.histogram()[1]) == 0
+    assert sum(bins_of(found.exponents)[1]) == 0
 
 
 def test_one_number_has_no_deviation() -> None:
@@ -112,7 +113,7 @@ def test_repeated() -> None:
     found.repeat(5)
     assert (found.nan, found.zeros, found.finite) == (whole.nan, whole.zeros, whole.finite)
     assert found.std == pytest.approx(whole.std) and found.norm == pytest.approx(whole.norm)
-    assert found.histogram() == whole.histogram()
+    assert bins_of(found.exponents) == bins_of(whole.exponents)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_histogram(dtype: torch.dtype) -> None:
     """Each number is in the bin whose edges are around it; the largest magnitude is in one of the outer two."""
     tensor = torch.cat([moderate(torch.float32, 5000), torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-20])])
     tensor = tensor.to(dtype)
-    edges, counts = summed(tensor).histogram()
+    edges, counts = bins_of(summed(tensor).exponents)
     assert len(counts) == BINS and list(edges) == sorted(edges) and sum(counts) == len(tensor)
     values = as_float64(tensor)
     for (low, high), n in zip(pairwise(edges), counts, strict=True):
