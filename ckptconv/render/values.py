@@ -57,19 +57,11 @@ def values_lines(
 ) -> Iterator[str]:
     """The table of `tensors` and their values, `limit` rows of it and no more than fit `height` lines."""
     if style.width is None:
+        last = [bars] if _has_histogram(tensors) else []
         for tensor in tensors[:limit]:
             numbers = [_exact(getattr(tensor.values, name, None)) for name in _NUMBERS]
             words = (style.text(named(tensor.path, tensor)), *fields(tensor, style), str(tensor.nbytes), *numbers)
-            yield "\t".join(
-                (
-                    *words,
-                    *(
-                        [bars(tensor.values.histogram if tensor.values else None, style)]
-                        if _has_histogram(tensors)
-                        else []
-                    ),
-                )
-            )
+            yield "\t".join((*words, *(drawn(_histogram(tensor), style) for drawn in last)))
         n = len(tensors[:limit])
         yield from footer(style, len(tensors), drawn=n, rows=len(tensors), shown=n)
         return
@@ -87,8 +79,12 @@ def values_lines(
     yield from footer(style, len(tensors), drawn=n, rows=len(tensors), shown=n)
 
 
+def _histogram(tensor: TensorSummary) -> Histogram | None:
+    return tensor.values.histogram if tensor.values else None
+
+
 def _has_histogram(tensors: Sequence[TensorSummary]) -> bool:
-    return any(tensor.values and tensor.values.histogram for tensor in tensors)
+    return any(map(_histogram, tensors))
 
 
 def _row(tensor: TensorSummary, style: Style) -> tuple[str, ...]:
@@ -98,7 +94,7 @@ def _row(tensor: TensorSummary, style: Style) -> tuple[str, ...]:
         style.text(named(tensor.path, tensor)),
         fields(tensor, style)[0],
         *shown,
-        bars(values.histogram if values else None, style),
+        bars(_histogram(tensor), style),
     )
 
 

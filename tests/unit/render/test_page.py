@@ -158,6 +158,34 @@ def test_three_thousand_tensors_are_small(command: Command) -> None:
     assert Path("m.html").stat().st_size < 250_000
 
 
+def test_parts_and_storages(command: Command) -> None:
+    """Each tensor says what it belongs to, and what its storage has beside it."""
+    whole = torch.arange(8.0)
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    model = {"w": whole[2:5], "v": whole[5:]}
+    checkpoint = {
+        "model": model,
+        "ema": {**model},
+        "optimizer": optimizer,
+        "rng": torch.get_rng_state(),
+        "x": [whole * 2],
+    }
+    torch.save(checkpoint, "m.pt")
+    columns = data_of(page_of(command))["tensors"]
+    facts, paths = facts_in(columns), paths_in(columns)
+    assert dict(zip(paths, facts["part"], strict=True)) == {
+        "model/w": "model",
+        "model/v": "model",
+        "ema/w": "EMA",
+        "ema/v": "EMA",
+        "optimizer/state[0]/exp_avg": "optimizer",
+        "rng": "RNG states",
+        "x[0]": "other",
+    }
+    assert facts["stored"][:2] == [f"in a storage of 32 B, from element {n}" for n in (2, 5)]
+    assert facts["stored"][4:] == [None] * 3 and columns["storage"][:4] == [0] * 4
+
+
 def test_the_page_of_a_difference(command: Command) -> None:
     """Each tensor that differs or is on one side alone, with its extent on both, in what, and by how much."""
     shared, other = torch.tensor([1.0, 2.0]), torch.ones(2)
@@ -208,6 +236,14 @@ def test_the_page_of_what_is_the_same_or_unlike(command: Command) -> None:
     assert data["verdict"]["good"] is True and data["verdict"]["remedy"] is None and not data["tensors"]["tied"]
     verdict = data_of(page_of_two(command))["verdict"]
     assert verdict["good"] is None and verdict["remedy"] == "ckptconv diff b.pt a.pt --select model"
+
+
+def test_what_is_no_tensor_is_listed_up_to_a_limit(command: Command) -> None:
+    for name, value in (("a", 1), ("b", 2)):
+        torch.save({f"{i}": value for i in range(50)}, f"{name}.pt")
+    facts = data_of(page_of_two(command))["facts"]
+    assert facts.count(["other", "… 10 more that are no tensors"]) == 1
+    assert [label for label, _ in facts].count("other") == 41
 
 
 def test_three_thousand_differences_are_small(command: Command) -> None:
