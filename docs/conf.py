@@ -12,7 +12,7 @@ extensions = [
     "sphinx_click",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["make_picture.py"]
+exclude_patterns = ["make_picture.py", "make_page_picture.py"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["narrow.css"]

@@ -41,6 +41,30 @@ def bert() -> dict[str, torch.Tensor]:
     return found
 
 
+def resnet50() -> dict[str, torch.Tensor]:
+    """The names and shapes of ResNet-50, 25,557,032 parameters."""
+    found: dict[str, torch.Tensor] = {}
+
+    def add(conv: str, norm: str, out: int, *shape: int) -> None:
+        found[f"{conv}.weight"] = torch.empty(out, *shape)
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            found[f"{norm}.{name}"] = torch.ones(out)
+        found[f"{norm}.num_batches_tracked"] = torch.tensor(0)
+
+    add("conv1", "bn1", 64, 3, 7, 7)
+    before = 64
+    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
+        for block in range(blocks):
+            at = f"layer{stage}.{block}"
+            add(f"{at}.conv1", f"{at}.bn1", width, before, 1, 1)
+            add(f"{at}.conv2", f"{at}.bn2", width, width, 3, 3)
+            add(f"{at}.conv3", f"{at}.bn3", 4 * width, width, 1, 1)
+            if not block:
+                add(f"{at}.downsample.0", f"{at}.downsample.1", 4 * width, before, 1, 1)
+            before = 4 * width
+    return {**found, "fc.weight": torch.empty(1000, 2048), "fc.bias": torch.empty(1000)}
+
+
 def training() -> dict[str, Any]:
     model = state(20)
     moments = {i: {"exp_avg": torch.rand_like(t), "step": torch.tensor(3.0)} for i, t in enumerate(model.values())}
@@ -69,7 +93,12 @@ def two_epochs() -> tuple[dict[str, Any], dict[str, Any]]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with checkpoints and their pages."""
     folder = tmp_path_factory.mktemp("pages")
-    made = {"bert": bert(), "training": training(), "hostile": {name: torch.ones(2, 3) for name in HOSTILE}}
+    made = {
+        "resnet": resnet50(),
+        "bert": bert(),
+        "training": training(),
+        "hostile": {name: torch.ones(2, 3) for name in HOSTILE},
+    }
     made["many"] = {f"model.layers.{i // 10}.experts.{i % 10}.weight": torch.ones(1 + i % 7) for i in range(60_000)}
     for name, value in made.items():
         torch.save(value, folder / f"{name}.pt")
@@ -100,7 +129,7 @@ def chromium() -> Iterator[Any]:
         yield started
 
 
-ONE = ["bert", "training", "ranks", "hostile", "many"]
+ONE = ["resnet", "bert", "training", "ranks", "hostile", "many"]
 TWO = ["difference", "hostile_difference", "many_differences"]
 
 
@@ -156,6 +185,22 @@ def test_search_sort_and_select(pages: Path, chromium: Any) -> None:
         assert page.locator("#selected h3").inner_text().startswith("bert.layers.")
         page.locator("input[value=count]").check()
         assert "tensors" not in page.locator("#crumbs").inner_text() and "42" in page.locator("#crumbs").inner_text()
+
+
+def test_a_resnet(pages: Path, chromium: Any) -> None:
+    """Its parameters are those that everybody knows, with its buffers; the map goes into a stage and back."""
+    with opened(chromium, pages / "resnet.html") as page:
+        parameters = 25_557_032 + sum(
+            t.numel() for name, t in resnet50().items() if "running" in name or "num_" in name
+        )
+        assert f"{parameters:,} numbers" in page.locator("#facts").inner_text()
+        page.locator(".map div.inner", has_text="layer4.").first.dblclick(position={"x": 4, "y": 4})
+        assert "layer4." in page.locator("#crumbs b").inner_text()
+        assert all(name.startswith("layer4.") for name in page.locator("#rows .name").all_inner_texts())
+        page.locator("#crumbs button").first.click()
+        assert page.locator("#crumbs b").inner_text() == "everything"
+        page.get_by_role("button", name="shape").click()
+        assert page.locator("#rows .name").first.inner_text() == "layer4.0.conv2.weight"  # the first of three
 
 
 def test_the_keyboard(pages: Path, chromium: Any) -> None:

@@ -37,7 +37,7 @@ LONGEST = 1000  # characters of a text that is no name
 NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
 _BAD = ("nan", "inf")
 _LISTED = 12
-_DIGITS = 6  # of the numbers that a page shows
+_DIGITS = 4  # of the numbers that a page shows
 
 #: The shape and the bytes of a tensor in one file; None where that file has none.
 Extent = tuple[tuple[int, ...], int] | None

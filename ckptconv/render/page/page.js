@@ -300,7 +300,8 @@
     if (maps.length > 1) element.previousSibling.textContent = data.maps[k] + ": " + measured(of(focus));
     if (!of(focus) || !width) return;
     const tree = d3.hierarchy(pruned(focus, width * height, of), (each) => each.below).sum((each) => each.value || 0);
-    const titled = (at) => at.depth > 0 && at.height > 0 && at.x1 - at.x0 > 50 && at.y1 - at.y0 > 40;
+    const titled = (at) => at.titled // asked once, before corners are rounded
+      ?? (at.titled = at.depth > 0 && at.height > 0 && at.x1 - at.x0 > 50 && at.y1 - at.y0 > 40);
     const rank = (at) => (at.data.from ? at.value : at.data.node[measure]); // the same in both files
     d3.treemap().size([width, height]).paddingTop((at) => (titled(at) ? 17 : 1))
       .paddingInner(1).paddingRight(1).paddingBottom(1).round(true)(tree.sort((a, b) => rank(b) - rank(a)));

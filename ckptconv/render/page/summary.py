@@ -21,11 +21,14 @@ from ckptconv.render.page.columns import (
     values_numbers,
     words,
 )
+from ckptconv.render.text import first_of
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import Summary, TensorSummary
 
 __all__ = ["summary_data"]
+
+_PARTS, _OTHERS = 12, 24
 
 
 def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
@@ -69,14 +72,22 @@ def _verdict(summary: Summary) -> dict[str, Any]:
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
     untied = [tensor for tensor in summary.tensors if tensor.tied_to is None]
+    parts = [
+        f"{part.kind}{f' at {part.path}' if part.path not in ('', '.') else ''}:"
+        f" {count(part.tensors, 'tensor')}, {size(part.nbytes)}"
+        for part in summary.parts
+    ]
+    others = [f"{path}: {value}" for path, value in summary.others.items()]
     shares = [(name, share.tensors, share.nbytes) for name, share in summary.dtypes.items()]
     found = [
         ("format", f"{summary.format}, {size(summary.size)}"),
         ("tensors", f"{count(len(summary.tensors), 'tensor')}, {size(summary.nbytes)}"),
         ("parameters", f"{sum(prod(tensor.shape) for tensor in untied):,} numbers, ties once"),
+        ("parts", "; ".join(first_of(parts, _PARTS)) if len(parts) > 1 else ""),
         ("dtypes", ", ".join(f"{name} ×{n:,} ({size(nbytes)})" for name, n, nbytes in shares)),
         ("devices", ", ".join(summary.devices) or "none stored"),
         ("ties", f"{count(len(summary.ties), 'group')} of names that are one tensor" if summary.ties else ""),
+        ("no tensors", "; ".join(first_of(others, _OTHERS))[:LONGEST]),
         ("safety", summary.safety),
     ]
     if summary.has_values and not any(each.values and each.values.nan + each.values.inf for each in summary.tensors):

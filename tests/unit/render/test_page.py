@@ -171,7 +171,10 @@ def test_parts_and_storages(command: Command) -> None:
         "x": [whole * 2],
     }
     torch.save(checkpoint, "m.pt")
-    columns = data_of(page_of(command))["tensors"]
+    data = data_of(page_of(command))
+    said, columns = dict(data["facts"]), data["tensors"]
+    assert said["parts"].startswith("model at model: 2 tensors, 24 B; EMA at ema: 2 tensors, 24 B; optimizer at ")
+    assert "optimizer/param_groups[0]/lr: 0.1" in said["no tensors"]
     facts, paths = facts_in(columns), paths_in(columns)
     assert dict(zip(paths, facts["part"], strict=True)) == {
         "model/w": "model",
