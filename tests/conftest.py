@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -126,6 +127,23 @@ def corpus() -> Path:
 def fixtures() -> Path:
     """The checked-in checkpoints."""
     return FIXTURES
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[ModuleType]:
+    """The library."""
+    from tests.support.tiny_models import transformers_offline
+
+    with transformers_offline() as library:
+        yield library
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
+    """A tiny model of it, with tied embeddings and without."""
+    from tests.support.tiny_models import tiny_model
+
+    return tiny_model(transformers, request.param)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import torch.distributed.tensor  # DTensors are loaded here
 import ckptconv
 from ckptconv.errors import LimitError, RefusedError
 from tests.support import zoo
-from tests.support.conversions import read
+from tests.support.conversions import read, refused
 from tests.support.judge import assert_same, tags_of
 from tests.support.paths import ROOT
 from tests.support.reduced import Reduced
@@ -128,9 +128,8 @@ def test_every_device_is_retagged(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("edits", [{"state_dict": True}, {"select": "model"}, {}])
 def test_never_as_if_whole(run: Path, tmp_path: Path, edits: dict[str, Any]) -> None:
     """safetensors refuses each by its name, and says what to do; without them, the rest is taken."""
-    with pytest.raises(RefusedError) as caught:
-        ckptconv.convert(run / "dtensor0.pt", tmp_path / "out.safetensors", **edits)
-    message = str(caught.value)
+    error = refused(RefusedError, None, run / "dtensor0.pt", tmp_path / "out.safetensors", **edits)
+    message = str(error)
     for name in ("net.weight", "net.bias", "net.head"):
         assert f"{name} (one process's part of it)" in message
     assert "steps" not in message and "full_tensor()" in message and "dcp_to_torch_save" in message
@@ -150,8 +149,7 @@ PART = r"\(one process's part of it\); save it whole"
 )
 def test_others_are_no_wholes_either(run: Path, tmp_path: Path, name: str, edits: dict[str, Any], said: str) -> None:
     """They are refused as those of a state dict are."""
-    with pytest.raises(RefusedError, match=said):
-        ckptconv.convert(run / name, tmp_path / "out.safetensors", **edits)
+    refused(RefusedError, said, run / name, tmp_path / "out.safetensors", **edits)
 
 
 def test_a_pickled_module_has_parts_too(run: Path, tmp_path: Path) -> None:
@@ -231,8 +229,9 @@ def test_an_object_of_parts(old: ModuleType, tmp_path: Path, newer: bool) -> Non
     out, tags = tags_of(tmp_path / "out.pt")
     assert tags == ["cpu", "cpu"] and list(out) == ["weight", "bias"]
     assert_same(list(out.values()), list(tags_of(tmp_path / "src.pt")[0].values()))
-    with pytest.raises(RefusedError, match=r"net\.weight \(one process's part of it\)"):
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "out.safetensors")
+    refused(
+        RefusedError, r"net\.weight \(one process's part of it\)", tmp_path / "src.pt", tmp_path / "out.safetensors"
+    )
 
 
 @pytest.mark.parametrize("state", [(), ([], None), ([1], [2]), ([], torch.Size((4, 3))), ("x", "y"), (None, None)])

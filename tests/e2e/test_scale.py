@@ -29,19 +29,18 @@ LIMIT = 60  # seconds for whatever should end
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(here: Path) -> Path:
     """The page's programs, and the folder that they convert, with us in it."""
     blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     for name, code in blocks:
-        (tmp_path / name).write_text(code)
+        (here / name).write_text(code)
     assert len(blocks) == 4
-    folder = tmp_path / "run"
+    folder = here / "run"
     folder.mkdir()
     for i in range(JOBS):
         torch.save({"w": torch.full((1 << 18,), float(i))}, folder / f"{i}.pt")
     ckptconv.convert(folder / "0.pt", folder / "0.pt", map_location="cuda:0", force=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return here
 
 
 def assert_all_there() -> None:

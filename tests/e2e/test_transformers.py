@@ -5,7 +5,6 @@ it is converted, and gives the same logits.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,20 +15,7 @@ from safetensors import safe_open
 
 import ckptconv
 from tests.support.judge import tags_of
-from tests.support.tiny_models import EAGER, tiny_model, transformers_offline
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Iterator[ModuleType]:
-    """The library."""
-    with transformers_offline() as library:
-        yield library
-
-
-@pytest.fixture(params=["gpt2", "llama"])
-def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
-    """A tiny model, with tied embeddings and without."""
-    return tiny_model(transformers, request.param)
+from tests.support.tiny_models import EAGER
 
 
 @pytest.fixture

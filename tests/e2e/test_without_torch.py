@@ -28,10 +28,9 @@ MAIN = MISSING + "from ckptconv.cli.main import main; sys.exit(main(sys.argv[1:]
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(here: Path) -> None:
     """The files, in the folder where all is typed."""
-    monkeypatch.chdir(tmp_path)
-    zoo.save({"w": torch.ones(4), "v": torch.zeros(2)}, tmp_path / "a.pt", ("cuda:0",))
+    zoo.save({"w": torch.ones(4), "v": torch.zeros(2)}, here / "a.pt", ("cuda:0",))
     torch.save({"w": torch.ones(4) + 1}, "other.pt")
     torch.save({"w": torch.arange(4.0).reshape(2, 2).t()}, "views.pt")
     dcp.save({"w": torch.ones(4)}, checkpoint_id="dcp", no_dist=True)

@@ -54,18 +54,17 @@ def graph_of(data: bytes) -> Graph:
 
 
 @pytest.mark.parametrize("name", GADGETS)
-def test_gadgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_gadgets(here: Path, name: str) -> None:
     """Each is dangerous, in a checkpoint and in a pickle inside a byte string, and none runs."""
-    monkeypatch.chdir(tmp_path)
     inside = ways.NESTS["BINBYTES"](GADGETS[name].pickle)
     for i, data in enumerate((ways.checkpoint(GADGETS[name].code), ways.checkpoint(inside))):
-        path = tmp_path / f"{i}.pt"
+        path = here / f"{i}.pt"
         path.write_bytes(data)
         verdict = verify(path)
         assert "dangerous" in {finding.level for finding in verdict.findings}, verdict.findings
         assert not verdict.ok and verdict.safety == "dangerous"
         assert main(["verify", str(path)]) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "1.pt"]
+    assert sorted(path.name for path in here.iterdir()) == ["0.pt", "1.pt"]
 
 
 # Honest objects

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 import ckptconv
 from ckptconv import errors
 from ckptconv.byteranges.far.planning import POLICY
+from tests.support.hostile_bytes import saved
 from tests.support.http_server import LIES, serving
 
 pytest.importorskip("urllib3", reason="the extra remote is not installed")
@@ -31,9 +31,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def data() -> bytes:
     """A checkpoint that takes several requests: of four storages, and larger than their window."""
-    file = io.BytesIO()
-    torch.save({f"layer.{i}": torch.arange(6000.0) for i in range(4)}, file)
-    return file.getvalue()
+    return saved({f"layer.{i}": torch.arange(6000.0) for i in range(4)})
 
 
 @pytest.mark.parametrize("honest", [0, 1], ids=["at once", "after the first answer"])

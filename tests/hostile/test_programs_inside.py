@@ -6,12 +6,10 @@ as a program, also one that is a byte string or a part of a file.
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ import pytest
 from ckptconv.inspection.verification import verify
 from tests.support import global_calls as ways
 from tests.support.gadgets import GADGETS, call, sequence
-from tests.support.hostile_bytes import text
+from tests.support.hostile_bytes import text, zip_of
 
 _CODE = """class C:
   x : int
@@ -49,11 +47,7 @@ def archive(pickled: bytes, *, is_program: bool = True) -> bytes:
     records = {"data.pkl": b"\x80\x02" + pickled + b".", "data/0": bytes(8), "version": b"3\n"}
     if is_program:
         records |= {"code/__torch__.py": _CODE.encode(), "constants.pkl": _CONSTANTS}
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as made:
-        for name, data in records.items():
-            made.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
-    return file.getvalue()
+    return zip_of({f"archive/{name}": data for name, data in records.items()})
 
 
 def in_pickle(folder: Path) -> tuple[Path, str]:

@@ -130,6 +130,7 @@ from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError
 from ckptconv.inspection.verification import Level, verify
 from tests.support.archives import without_crc32
 from tests.support.command import Command
+from tests.support.conversions import refused, saved_at
 from tests.support.gadgets import GADGETS
 from tests.support.hostile_bytes import (
     central_entry,
@@ -221,9 +222,8 @@ def assert_not_converted(
     for old in (None, b"the old one"):
         if old is not None:
             (folder / out).write_bytes(old)
-        with pytest.raises(ckptconv.CkptconvError, match=re.escape(what)) as error:
-            ckptconv.convert(path, folder / out, force=True)
-        assert type(error.value) is kind and "\n" not in str(error.value)
+        error = refused(ckptconv.CkptconvError, re.escape(what), path, folder / out, force=True)
+        assert type(error) is kind and "\n" not in str(error)
         assert main(["convert", str(path), str(folder / out), "--force", *edits]) == 1
         assert tree(folder) == ({} if old is None else {out: old})
     assert tree(path.parent) == before
@@ -689,8 +689,7 @@ def test_names_that_safetensors_cannot_have(write: Write) -> None:
     assert_not_converted(path, RefusedError, "the name is reserved", out="out.safetensors")
     path = write(saved({"module.w": torch.ones(1), "w": torch.zeros(1)}))
     for out in ("out.pt", "out.safetensors"):
-        with pytest.raises(ckptconv.CollisionError, match=r"module\.w"):
-            ckptconv.convert(path, path.with_name(out), strip_prefix="module.")
+        refused(ckptconv.CollisionError, r"module\.w", path, path.with_name(out), strip_prefix="module.")
         assert main(["convert", str(path), str(path.with_name(out)), "--strip-prefix", "module."]) == 1
         assert not path.with_name(out).exists()
 
@@ -997,8 +996,7 @@ def test_no_regular_files(here: Path, make: Callable[[Path], None], word: str) -
     make(path)
     with pytest.raises(InputError, match=word):
         ckptconv.inspect(path)
-    with pytest.raises(InputError, match=word):
-        ckptconv.convert(path, here / "out.pt")
+    refused(InputError, word, path, here / "out.pt")
     assert main(["verify", str(path)]) == main(["inspect", str(path)]) == 1
     good.write_bytes(saved(OBJECT))
     for force in ([], ["--force"]):
@@ -1264,8 +1262,7 @@ def test_shards(tmp_path: Path, name: str) -> None:
     The error names the shard, or the tensor.
     """
     change, what = SHARDS[name]
-    state = tmp_path / "state.pt"
-    torch.save({"a": torch.ones(2), "b": torch.zeros(1), "c": torch.zeros(1)}, state)
+    state = saved_at(tmp_path / "state.pt", {"a": torch.ones(2), "b": torch.zeros(1), "c": torch.zeros(1)})
     folder = tmp_path / "in"
     ckptconv.convert(state, folder, format="safetensors", max_shard_size=8)
     assert verify(folder).ok
@@ -1278,10 +1275,8 @@ def test_shards(tmp_path: Path, name: str) -> None:
         with pytest.raises(InputError, match=re.escape(what)) as error:
             ckptconv.inspect(path)
         assert "\n" not in str(error.value)
-        with pytest.raises(InputError, match=re.escape(what)):
-            ckptconv.convert(path, tmp_path / "out" / "whole.pt")
-        with pytest.raises(InputError, match=re.escape(what)):
-            ckptconv.convert(path, tmp_path / "out" / "set", format="safetensors")
+        refused(InputError, re.escape(what), path, tmp_path / "out" / "whole.pt")
+        refused(InputError, re.escape(what), path, tmp_path / "out" / "set", format="safetensors")
         assert_found(path, what, "damaged", "unknown")
     assert not tree(tmp_path / "out")
 
@@ -1484,10 +1479,8 @@ def saved_before_1_6(payload: bytes) -> bytes:
 
 def zip_in_legacy(payload: bytes) -> bytes:
     """A file of torch before 1.6 whose last storage is an archive."""
-    stream = io.BytesIO()
     tensor = torch.frombuffer(bytearray(zip_of_pickle(payload)), dtype=torch.uint8)
-    torch.save({"w": tensor}, stream, _use_new_zipfile_serialization=False)
-    return stream.getvalue()
+    return saved({"w": tensor}, _use_new_zipfile_serialization=False)
 
 
 def zip_in_pickle(payload: bytes) -> bytes:
@@ -1590,9 +1583,7 @@ def test_archives_of_torchs_other_readers(write: Write, tmp_path: Path, reader: 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # torch.jit
 def test_a_program_in_capital_letters(write: Write) -> None:
     """torch.load sees no program, torch.jit.load does."""
-    stream = io.BytesIO()
-    torch.jit.save(torch.jit.script(torch.nn.ReLU()), stream)
-    with zipfile.ZipFile(stream) as archive:
+    with zipfile.ZipFile(io.BytesIO(scripted(torch.nn.ReLU()))) as archive:
         members = {name.replace("constants.pkl", "Constants.pkl"): archive.read(name) for name in archive.namelist()}
     path = write(zip_of(members))
     assert torch.jit.load(path)(torch.ones(1)) == 1
@@ -1604,9 +1595,7 @@ def test_stray_signatures(write: Write) -> None:
     stray = b"PK\x05\x06" * 9 + b"PK\x06\x07" * 9 + b"PK\x01\x02" * 30 + b"PK\x03\x04" * 9 + zip_of_pickle(b"N.")[:-22]
     tensor = torch.frombuffer(bytearray(stray + bytes(-len(stray) % 8)), dtype=torch.uint8)
     assert_sound(write(safetensors.torch.save({"w": tensor}), "m.safetensors"), loads=False)
-    stream = io.BytesIO()
-    torch.save({"w": tensor}, stream, _use_new_zipfile_serialization=False)
-    assert_sound(write(stream.getvalue()))
+    assert_sound(write(saved({"w": tensor}, _use_new_zipfile_serialization=False)))
     assert_sound(write(saved({"w": tensor})))
 
 
@@ -1698,11 +1687,10 @@ def test_files_of_torch_inside(write: Write, tmp_path: Path, method: int, nested
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("name", ["x.npy", "extra/x", "data/0", "data/1"])
-def test_arrays_inside(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: int) -> None:
+def test_arrays_inside(write: Write, here: Path, name: str, method: int) -> None:
     """numpy.load takes any zip for one of arrays, and any member, storages too; what is no object it does not run. Of
     storages only `verify` asks, which reads them all.
     """
-    monkeypatch.chdir(tmp_path)
     stream = io.BytesIO()
     np.save(stream, np.array([Runs()], object))
     array = stream.getvalue()
@@ -1713,7 +1701,7 @@ def test_arrays_inside(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyP
     def load() -> None:
         np.load(path, allow_pickle=True)[f"made/{name}"]
 
-    assert_runs(load, tmp_path / "marker")
+    assert_runs(load, here / "marker")
     assert_found(path, "io.open", "dangerous")
     if name != "data/0":
         assert_not_converted(path, ckptconv.DangerousError, "no checkpoint needs")

@@ -27,8 +27,9 @@ from ckptconv.cli.main import main
 from ckptconv.edits.wrappers import unwrapped
 from tests.support import zoo
 from tests.support.command import Command
+from tests.support.conversions import saved_at
 from tests.support.injection import content_of
-from tests.support.judge import assert_same, tags_of
+from tests.support.judge import assert_same, assert_same_files, tags_of
 from tests.support.reduced import Reduced
 
 #: Each example is several files on a disk: in the long run a thousand are enough.
@@ -128,15 +129,8 @@ def _assert_identity(folder: Path, *edits: dict[str, Any]) -> None:
         for each in edits:
             _convert(folder, at, trip, **each)
             at = trip
-    _assert_same_files(folder, "in.pt", "first.pt")
+    assert_same_files(folder / "in.pt", folder / "first.pt")
     assert (folder / "first.pt").read_bytes() == (folder / "second.pt").read_bytes()
-
-
-def _assert_same_files(folder: Path, left: str, right: str) -> None:
-    """torch reads the same from both, tags included."""
-    (before, tags), (after, tags_after) = tags_of(folder / left), tags_of(folder / right)
-    assert_same(before, after)
-    assert tags == tags_after
 
 
 # What undoes what
@@ -354,7 +348,7 @@ def test_values_names_and_devices_are_apart(folder: Path, obj: Any, dtype: str, 
     _convert(folder, "in.pt", "others.pt", **others)
     _convert(folder, "others.pt", "others first.pt", **values)
     for way in ("values first.pt", "others first.pt"):
-        _assert_same_files(folder, way, "at once.pt")
+        assert_same_files(folder / way, folder / "at once.pt")
 
 
 # A flag is its keyword
@@ -475,11 +469,9 @@ def test_a_flag_is_its_keyword(
     """Alone, it gives the same bytes and the same report; what edits gives other bytes than a conversion without it."""
     src = training
     if option == "allow_unsafe":
-        src = tmp_path / "dangerous.pt"
-        torch.save({"w": torch.ones(1), "x": Reduced(os.getpid, ())}, src)
+        src = saved_at(tmp_path / "dangerous.pt", {"w": torch.ones(1), "x": Reduced(os.getpid, ())})
     if option.startswith("loadable"):
-        src = tmp_path / "training.pt"
-        torch.save({"w": torch.ones(1), "args": argparse.Namespace(lr=1)}, src)
+        src = saved_at(tmp_path / "training.pt", {"w": torch.ones(1), "args": argparse.Namespace(lr=1)})
     if option == "copy_others":
         src = tmp_path / "set"
         ckptconv.convert(training, src, max_shard_size="1KB")

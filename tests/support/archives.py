@@ -20,7 +20,11 @@ def records_of(archive: Path | bytes) -> dict[str, bytes]:
 
 
 def rezipped(
-    whole: bytes, change: Mapping[str, bytes | None] | None = None, *, method: int = zipfile.ZIP_STORED
+    whole: bytes,
+    change: Mapping[str, bytes | None] | None = None,
+    *,
+    method: int = zipfile.ZIP_STORED,
+    folder: str | None = None,
 ) -> bytes:
     """The archive `whole`, written again by Python's zipfile.
 
@@ -28,9 +32,10 @@ def rezipped(
         whole: The archive.
         change: Records to replace, to add, or (None) to leave out, by their names below its folder.
         method: How records are stored.
+        folder: Another name for that folder.
     """
     with zipfile.ZipFile(io.BytesIO(whole)) as old:
-        folder = old.namelist()[0].partition("/")[0]
+        folder = folder or old.namelist()[0].partition("/")[0]
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", method) as new:
         for name, data in {**records_of(whole), **(change or {})}.items():

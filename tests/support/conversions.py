@@ -29,13 +29,22 @@ __all__ = [
     "ends_in",
     "loaded",
     "metadata_of",
+    "not_undone",
     "read",
     "refused",
+    "refused_in_place",
     "run_without_torch",
+    "saved_at",
     "unreadable",
 ]
 
 Error = TypeVar("Error", bound=CkptconvError)
+
+
+def saved_at(path: Path, obj: object, **options: Any) -> Path:
+    """`path`, at which torch has saved `obj` with these `options` of ``torch.save``."""
+    torch.save(obj, path, **options)
+    return path
 
 
 def read(path: Path) -> Checkpoint:
@@ -98,6 +107,32 @@ def refused(kind: type[Error], words: str | None, src: Path, dst: Path, **option
         ckptconv.convert(src, dst, **options)
     assert sorted(os.listdir(dst.parent)) == before
     return caught.value
+
+
+def refused_in_place(kind: type[Error], words: str | None, path: Path, **options: Any) -> Error:
+    """The error, a `kind` that says `words`, in which changing `path` in its place ends; no file there is another."""
+    with _unchanged(path.parent), ends_in(kind, words, path.parent) as caught:
+        ckptconv.convert(path, in_place=True, **options)
+    return caught.value
+
+
+def not_undone(kind: type[Error], words: str | None, path: Path) -> Error:
+    """The error, a `kind` that says `words`, in which undoing the change of `path` ends; no file there is another."""
+    with _unchanged(path.parent), ends_in(kind, words, path.parent) as caught:
+        ckptconv.undo(path)
+    return caught.value
+
+
+@contextmanager
+def _unchanged(folder: Path) -> Iterator[None]:
+    """Fail if the files in `folder` are others after this context."""
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+    before = files()
+    yield
+    assert files() == before
 
 
 def run_without_torch(program: str, *arguments: object, **environment: str) -> None:

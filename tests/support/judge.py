@@ -48,6 +48,13 @@ def assert_same(left: Any, right: Any) -> None:
     _Judge().compare(left, right, ".")
 
 
+def assert_same_files(left: Any, right: Any, **options: Any) -> None:
+    """Fail unless torch reads the same from both files, tags included, with these `options`."""
+    (a, tags), (b, their_tags) = tags_of(left, **options), tags_of(right, **options)
+    assert_same(a, b)
+    assert tags == their_tags
+
+
 class _Judge:
     def __init__(self) -> None:
         self.pairs: dict[int, int] = {}  # object on the left → the one on the right, and back: identity must correspond

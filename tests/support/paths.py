@@ -1,10 +1,10 @@
-"""Where the project's files are."""
+"""Where the project's files are, and folders of empty ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["FIXTURES", "GOLDEN", "ROOT", "SUPPORT", "TESTS"]
+__all__ = ["FIXTURES", "GOLDEN", "ROOT", "SUPPORT", "TESTS", "fill"]
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -12,3 +12,12 @@ TESTS = ROOT / "tests"
 SUPPORT = TESTS / "support"
 #: Texts that commands are to print.
 GOLDEN = SUPPORT / "golden"
+
+
+def fill(folder: Path, *names: str) -> None:
+    """Make empty files in `folder`, and empty folders where a name ends in a slash."""
+    for name in names:
+        path = folder / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.touch()

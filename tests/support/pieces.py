@@ -12,7 +12,7 @@ from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, Cast, Concat, Data, Inflate
 
-__all__ = ["KINDS", "RANGES", "RAW", "bytes_of", "every_data", "numbers_in"]
+__all__ = ["KINDS", "RANGES", "RAW", "bytes_of", "every_data", "numbers_in", "raw"]
 
 NUMBERS = torch.arange(-60.0, 60).to(torch.float32)
 
@@ -56,3 +56,8 @@ def numbers_in(path: Path) -> Path:
     deflater = zlib.compressobj(wbits=-15)
     path.write_bytes(bytes(7) + RAW + deflater.compress(RAW) + deflater.flush())
     return path
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of `tensor`."""
+    return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))

@@ -47,10 +47,10 @@ def runs(marker: Path) -> bytes:
 # tar
 
 
-def tar_of(members: dict[str, bytes]) -> bytes:
-    """A tar archive of `members`."""
+def tar_of(members: dict[str, bytes], mode: str = "w") -> bytes:
+    """A tar archive of `members`, compressed where the `mode` of tarfile says so."""
     stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as tar:
+    with tarfile.open(fileobj=stream, mode=mode) as tar:  # type: ignore[call-overload]
         for name, data in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(data)

@@ -58,13 +58,10 @@ def bind_socket(path: Path) -> None:
     ],
     ids=["folder", "FIFO", "device", "socket"],
 )
-def test_what_is_no_file_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[Path], object], what: str
-) -> None:
+def test_what_is_no_file_is_refused(here: Path, put: Callable[[Path], object], what: str) -> None:
     """Said as it is. Opening a FIFO for reading would wait for a writer; /dev/null is empty and endless at once; a
     socket cannot be opened at all.
     """
-    monkeypatch.chdir(tmp_path)  # a socket's path has at most 107 bytes
     put(Path("thing"))
     with pytest.raises(InputError, match=what):
         Source("thing")

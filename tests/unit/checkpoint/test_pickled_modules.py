@@ -28,6 +28,7 @@ from ckptconv.inspection.summary import inspect
 from tests.support import zoo
 from tests.support.archives import records_of, rezip
 from tests.support.command import Command
+from tests.support.conversions import refused
 from tests.support.round_trips import round_trip
 
 pytestmark = [
@@ -416,10 +417,10 @@ def test_globs_mean_what_inspect_prints(tmp_path: Path, capsys: pytest.CaptureFi
             }
             assert shown == taken
     command("inspect", tmp_path / "m.pt", "--include", "c.*", status=1)
-    with pytest.raises(NoMatchError, match="state_dict=True"):
-        ckptconv.convert(tmp_path / "m.pt", tmp_path / "no.pt", exclude="a.0.*")
-    with pytest.raises(NoMatchError, match="something like model/"):
-        ckptconv.convert(tmp_path / "m.pt", tmp_path / "no.pt", exclude="z.*", state_dict=True)
+    refused(NoMatchError, "state_dict=True", tmp_path / "m.pt", tmp_path / "no.pt", exclude="a.0.*")
+    refused(
+        NoMatchError, "something like model/", tmp_path / "m.pt", tmp_path / "no.pt", exclude="z.*", state_dict=True
+    )
 
 
 # Which one
@@ -464,10 +465,12 @@ def test_of_several_none_is_taken(tmp_path: Path) -> None:
     """They are listed with their classes, and --select says which: with the class, or as a state dict."""
     a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
     torch.save({"actor": a, "critic": b}, tmp_path / "m.pt")
-    with pytest.raises(
-        RefusedError, match=r"actor, a torch\.nn\.modules\.linear\.Linear \(24 bytes\), critic, a .*select='actor'"
-    ):
-        ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.safetensors")
+    refused(
+        RefusedError,
+        r"actor, a torch\.nn\.modules\.linear\.Linear \(24 bytes\), critic, a .*select='actor'",
+        tmp_path / "m.pt",
+        tmp_path / "out.safetensors",
+    )
     convert(tmp_path / "m.pt", tmp_path / "critic.pt", "--select", "critic")
     assert type(torch.load(tmp_path / "critic.pt", weights_only=False)) is nn.Sequential
     convert(tmp_path / "m.pt", tmp_path / "weights.pt", "--select", "critic", "--state-dict")
@@ -509,13 +512,15 @@ def test_a_name_is_answered_with_its_path(name: str, path: str, tmp_path: Path, 
 def test_a_name_of_nothing_is_answered_with_the_paths(tmp_path: Path) -> None:
     """What there is, and the command that shows it all."""
     torch.save({"net": nn.Linear(2, 2)}, tmp_path / "m.pt")
-    with pytest.raises(
-        NoMatchError, match=r"expected a path such as net, a .*; see .* ckptconv\.inspect\('.*m\.pt'\)$"
-    ):
-        ckptconv.convert(tmp_path / "m.pt", tmp_path / "no.pt", select="nte")
+    refused(
+        NoMatchError,
+        r"expected a path such as net, a .*; see .* ckptconv\.inspect\('.*m\.pt'\)$",
+        tmp_path / "m.pt",
+        tmp_path / "no.pt",
+        select="nte",
+    )
     torch.save([1], tmp_path / "n.pt")
-    with pytest.raises(NoMatchError, match=r"stands at x; see what there is: "):
-        ckptconv.convert(tmp_path / "n.pt", tmp_path / "no.pt", select="x")
+    refused(NoMatchError, r"stands at x; see what there is: ", tmp_path / "n.pt", tmp_path / "no.pt", select="x")
 
 
 # What gives none, or not all
@@ -544,8 +549,9 @@ def test_what_gives_no_state_dict_is_refused(make: Callable[[], nn.Module], trou
     """inspect says so, without a list of them, and the file itself is converted."""
     zoo.save({"model": make()}, tmp_path / "m.pt", ["cuda:0"])
     assert trouble in str(inspect(tmp_path / "m.pt").modules[0].trouble)
-    with pytest.raises(RefusedError, match=f"model gives no state dict: .*{trouble}"):
-        ckptconv.convert(tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True)
+    refused(
+        RefusedError, f"model gives no state dict: .*{trouble}", tmp_path / "m.pt", tmp_path / "out.pt", state_dict=True
+    )
     convert(tmp_path / "m.pt", tmp_path / "cpu.pt", "--to", "cpu")
 
 
@@ -648,8 +654,9 @@ def test_packed_weights_are_taken(name: str, tmp_path: Path) -> None:
     else:
         assert not state
     if name != "half":
-        with pytest.raises(RefusedError, match=r"safetensors cannot hold .*\(quantized\)"):
-            ckptconv.convert(tmp_path / "src.pt", tmp_path / "out.safetensors")
+        refused(
+            RefusedError, r"safetensors cannot hold .*\(quantized\)", tmp_path / "src.pt", tmp_path / "out.safetensors"
+        )
 
 
 def test_what_a_person_sees(tmp_path: Path, command: Command) -> None:

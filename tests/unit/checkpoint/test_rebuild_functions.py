@@ -11,6 +11,7 @@ import torch._dynamo  # by whose import torch.load takes jagged tensors
 
 import ckptconv
 from ckptconv.errors import RefusedError
+from tests.support.conversions import refused, saved_at
 from tests.support.judge import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
@@ -21,8 +22,7 @@ def jagged(tmp_path: Path) -> Path:
     """A checkpoint with a tensor of ``torch.jagged`` layout, whose elements stand there under a name too."""
     values = torch.arange(18.0).view(6, 3)
     parts = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 6]), min_seqlen=2, max_seqlen=4)
-    torch.save({"values": values, "j": parts, "w": torch.ones(2)}, tmp_path / "in.pt")
-    return tmp_path / "in.pt"
+    return saved_at(tmp_path / "in.pt", {"values": values, "j": parts, "w": torch.ones(2)})
 
 
 def test_a_jagged_tensor_is_one_tensor(jagged: Path) -> None:
@@ -39,8 +39,7 @@ def test_a_jagged_tensor_is_one_tensor(jagged: Path) -> None:
 
 def test_safetensors_cannot_hold_a_jagged_tensor(jagged: Path, tmp_path: Path) -> None:
     """It is refused by name; left out, the rest is written."""
-    with pytest.raises(RefusedError, match=r"cannot hold j \(jagged\).*exclude='j'"):
-        ckptconv.convert(jagged, tmp_path / "out.safetensors")
+    refused(RefusedError, r"cannot hold j \(jagged\).*exclude='j'", jagged, tmp_path / "out.safetensors")
     ckptconv.convert(jagged, tmp_path / "out.safetensors", exclude="j")
     assert [*ckptconv.load(tmp_path / "out.safetensors")] == ["values", "w"]
 

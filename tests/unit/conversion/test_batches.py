@@ -43,9 +43,9 @@ def state(prefix: str = "module.", n: int = 4) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_folder(here: Path) -> Path:
     """Wrapped models, an optimizer without names, texts, in folders; we are beside them."""
-    run = tmp_path / "run"
+    run = here / "run"
     for i in range(4):
         folder = run / f"step-{i}"
         folder.mkdir(parents=True)
@@ -54,7 +54,6 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"state": {0: {"exp_avg": torch.ones(2) * i}}, "param_groups": [{"params": [0]}]}, folder / "optim.pt"
         )
     (run / "config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
     return run
 
 
@@ -423,13 +422,12 @@ def test_a_part_is_never_the_whole(run_folder: Path, convert: Command) -> None:
 
 
 @pytest.fixture
-def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def large(here: Path) -> Path:
     """A folder of files that take a while when they are read back as well."""
-    (tmp_path / "in").mkdir()
+    (here / "in").mkdir()
     for i in range(8):
-        torch.save({"w": torch.full((LARGE // 4,), float(i))}, tmp_path / "in" / f"{i}.pt")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        torch.save({"w": torch.full((LARGE // 4,), float(i))}, here / "in" / f"{i}.pt")
+    return here
 
 
 @contextlib.contextmanager

@@ -9,15 +9,7 @@ import pytest
 
 from ckptconv.conversion.discovery import find, find_in
 from ckptconv.errors import InputError
-
-
-def fill(folder: Path, *names: str) -> None:
-    """Empty files; what ends in a slash is a folder."""
-    for name in names:
-        path = folder / name
-        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
-        if not name.endswith("/"):
-            path.touch()
+from tests.support.paths import fill
 
 
 def found_in(folder: Path) -> list[tuple[str, str, list[str]]]:

@@ -15,6 +15,7 @@ import torch
 
 import ckptconv
 from ckptconv.byteranges import sources
+from tests.support.conversions import saved_at
 
 N = 40
 LONG = "a.name.that.is.much.longer.than.it.was"
@@ -23,9 +24,7 @@ NAMES = ("a", "b", LONG)
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "model.pt"
-    torch.save({f"a.{i}": torch.arange(4.0) + i for i in range(N)}, path)
-    return path
+    return saved_at(tmp_path / "model.pt", {f"a.{i}": torch.arange(4.0) + i for i in range(N)})
 
 
 def rename(path: Path, to: str) -> object:

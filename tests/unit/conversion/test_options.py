@@ -15,6 +15,7 @@ import ckptconv
 from ckptconv.conversion.options import ConvertOptions, JobOptions, OutputOptions, SaveOptions, takes
 from ckptconv.edits.options import EditOptions
 from ckptconv.errors import ArgumentTypeError
+from tests.support.conversions import saved_at
 
 
 def test_each_keyword_is_an_edit_or_about_the_output() -> None:
@@ -152,8 +153,7 @@ def of_mine(tag: str) -> str:
 
 def torch_file(folder: Path) -> Path:
     """A checkpoint of torch in this `folder`."""
-    torch.save({"w": torch.ones(1)}, folder / "m.pt")
-    return folder / "m.pt"
+    return saved_at(folder / "m.pt", {"w": torch.ones(1)})
 
 
 class AnyPath:
@@ -166,9 +166,8 @@ class AnyPath:
         return self.path
 
 
-def test_every_path_may_be_path_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_path_may_be_path_like(here: Path) -> None:
     """In each public function."""
-    monkeypatch.chdir(tmp_path)
     src, dst = AnyPath("m.pt"), AnyPath("o.pt")
     assert ckptconv.save({"module.w": torch.ones(300), "module.b": torch.zeros(300)}, src).written
     assert ckptconv.convert(src, dst, strip_prefix="module.").dst == "o.pt"
@@ -184,7 +183,7 @@ def test_every_path_may_be_path_like(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for each in (job, ckptconv.Job(src, AnyPath("p.pt"))):
         (outcome,) = ckptconv.convert_many([each], ThreadPoolExecutor(1))
         assert outcome.report and outcome.report.written
-    (tmp_path / "sh" / "pytorch_model.bin.index.json").unlink()
+    (here / "sh" / "pytorch_model.bin.index.json").unlink()
     assert ckptconv.write_index(AnyPath("sh")).name == "pytorch_model.bin.index.json"
     with pytest.raises(FileNotFoundError, match=r"^no: "):
         ckptconv.write_index(AnyPath("no"))
@@ -192,8 +191,7 @@ def test_every_path_may_be_path_like(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_report_says_whether_anything_changed(tmp_path: Path) -> None:
     """What is as it was asked for is no change, in another file or in place; a note of it is none."""
-    src = tmp_path / "m.pt"
-    torch.save({"module.w": torch.ones(3)}, src)
+    src = saved_at(tmp_path / "m.pt", {"module.w": torch.ones(3)})
 
     def changed(dst: str, **options: Any) -> bool:
         return ckptconv.convert(src, tmp_path / dst, **options).changed

@@ -17,6 +17,8 @@ from ckptconv.formats.writers import usual_format
 from ckptconv.hints import in_python
 from tests.support import zoo
 from tests.support.command import Command
+from tests.support.conversions import refused
+from tests.support.paths import fill
 
 
 @pytest.mark.parametrize(
@@ -183,9 +185,10 @@ CHUNKS = (".metadata", "__0_0.distcp")
 
 
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tree(here: Path) -> Path:
     """A folder of each kind, in which we are."""
-    names = [
+    fill(
+        here,
         "a.pt",
         "run/x.pt",
         "run/deep/model.safetensors",
@@ -200,14 +203,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "parts/shard-00001-model-00001-of-00001.safetensors",
         "empty/config.json",
         "there/",
-    ]
-    for name in names:
-        path = tmp_path / name
-        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
-        if not name.endswith("/"):
-            path.touch()
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    )
+    return here
 
 
 def listed(srcs: str, dst: str, **keywords: Any) -> list[str]:
@@ -472,8 +469,7 @@ def test_in_place_by_name_a_link_stays(linked: tuple[Path, Path], is_batch: bool
 def test_any_other_link_at_the_target_is_replaced(linked: tuple[Path, Path]) -> None:
     """By another name it is no change in place, and without leave none is made."""
     real, link = linked
-    with pytest.raises(RefusedError, match="the output is the input"):
-        ckptconv.convert(link, link, map_location="cpu")
+    refused(RefusedError, "the output is the input", link, link, map_location="cpu")
     report = ckptconv.convert(real, link, map_location="cpu", force=True)
     assert not link.is_symlink() and report.notes == ()
     assert (devices_in(real), devices_in(link)) == (["cuda:1"], ["cpu"])

@@ -37,6 +37,7 @@ from ckptconv.render.report import report_lines
 from ckptconv.render.text import Style
 from tests.support import zoo
 from tests.support.archives import big_endian, flip_bit, records_of, rezip, without_crc32
+from tests.support.conversions import refused, saved_at
 from tests.support.hostile_bytes import found_in, local_header, text
 from tests.support.judge import assert_same, refusal, tags_of
 from tests.support.legacy_files import legacy
@@ -903,8 +904,7 @@ def test_damage_is_seen_while_casting(case: str, where: int, target: str, tmp_pa
     src, raw = tmp_path / "src.pt", base.numpy().tobytes()
     flip_bit(src, found_in(src.read_bytes(), raw) + where % len(raw))
     rules = ["bf16", "b=fp16"] if case == "separated" else "fp64" if case == "upcast" else "bf16"
-    with pytest.raises(ckptconv.MalformedError, match="damaged"):
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / target, dtype=rules)
+    refused(ckptconv.MalformedError, "damaged", tmp_path / "src.pt", tmp_path / target, dtype=rules)
     assert os.listdir(tmp_path) == ["src.pt"]
 
 
@@ -914,8 +914,7 @@ def test_damage_in_other_zips(write: Callable[[Any, Path], None], tmp_path: Path
     write({"a": torch.arange(5000.0)}, tmp_path / "src.pt")
     src = tmp_path / "src.pt"
     flip_bit(src, local_header(src.read_bytes(), "src/data/0") + 500)
-    with pytest.raises(ckptconv.MalformedError):
-        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype="bf16")
+    refused(ckptconv.MalformedError, None, tmp_path / "src.pt", tmp_path / "dst.pt", dtype="bf16")
     assert os.listdir(tmp_path) == ["src.pt"]
 
 
@@ -926,8 +925,7 @@ def hostile(folder: Path, build: Callable[[Any], Any]) -> Path:
     """A file with what `build` makes of a weight's storage, as its rebuild call gets it."""
     weight = torch.arange(4.0)
     storage = torch.storage.TypedStorage(wrap_storage=weight.untyped_storage(), dtype=torch.float32, _internal=True)
-    torch.save({"model": {"w": weight}, "x": build(storage)}, folder / "src.pt")
-    return folder / "src.pt"
+    return saved_at(folder / "src.pt", {"model": {"w": weight}, "x": build(storage)})
 
 
 REBUILD = torch._utils._rebuild_tensor_v2
@@ -959,8 +957,7 @@ def test_references_in_odd_places_keep_the_storage(build: Callable[[Any], Any], 
     try:
         ckptconv.convert(src, tmp_path / "same.pt")
     except ckptconv.MalformedError:
-        with pytest.raises(ckptconv.MalformedError):
-            ckptconv.convert(src, tmp_path / "dst.pt", dtype="bf16")
+        refused(ckptconv.MalformedError, None, src, tmp_path / "dst.pt", dtype="bf16")
         return
     for edits in ({"dtype": "bf16"}, {"compact": True}):
         report = ckptconv.convert(src, tmp_path / "dst.pt", force=True, **edits)

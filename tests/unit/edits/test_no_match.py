@@ -13,6 +13,7 @@ import ckptconv
 from ckptconv.edits.no_match import POLICY
 from tests.support import zoo
 from tests.support.command import Command
+from tests.support.conversions import refused, saved_at
 
 DOC = (Path(__file__).parents[3] / "docs" / "no-match.md").read_text()
 ROWS = dict(re.findall(r"^\| `--(.*?)` \| .* \| (.*? \| .*?) \|$", DOC, re.MULTILINE))
@@ -41,8 +42,7 @@ STATUS = {"error": 1, "usage error": 2, "note": 0}
 @pytest.fixture
 def nothing(tmp_path: Path) -> Path:
     """Where each option matches nothing: on the CPU, of one name."""
-    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
-    return tmp_path / "a.pt"
+    return saved_at(tmp_path / "a.pt", {"w": torch.ones(3)})
 
 
 def test_the_table_has_every_option() -> None:
@@ -97,8 +97,13 @@ def test_a_word_that_is_no_device(nothing: Path, typed: str, meant: str, command
         out = nothing.with_name(name)
         command("convert", nothing, out, "--map", f"{typed}=cpu", status=2, err=f"--map {meant}=cpu may be meant")
         assert not out.exists()
-    with pytest.raises(ckptconv.UsageError, match=re.escape(f"map_location={{{meant!r}: 'cpu'}} may be meant")):
-        ckptconv.convert(nothing, nothing.with_name("out.pt"), map_location={typed: "cpu"})
+    refused(
+        ckptconv.UsageError,
+        re.escape(f"map_location={{{meant!r}: 'cpu'}} may be meant"),
+        nothing,
+        nothing.with_name("out.pt"),
+        map_location={typed: "cpu"},
+    )
     if typed not in ("all", "cuda:300"):
         command("convert", nothing, nothing.with_name("out.pt"), "--to", typed, status=2, err=f"is {meant} meant?")
 

@@ -13,7 +13,7 @@ import torch
 
 import ckptconv
 from ckptconv.errors import DangerousError, NoMatchError, RefusedError
-from tests.support.conversions import refused
+from tests.support.conversions import refused, refused_in_place
 from tests.support.judge import assert_same
 from tests.support.reduced import Reduced
 
@@ -126,5 +126,4 @@ def test_drop_comes_behind_select_and_before_globs(tmp_path: Path) -> None:
     ckptconv.convert(src, dst, select="model", drop="model/b", add_prefix="m.")
     assert torch.load(dst).keys() == {"m.w"}
     refused(NoMatchError, "no name", src, tmp_path / "c.pt", select="model", drop="model/b", exclude="b")
-    with pytest.raises(ckptconv.UsageError, match="drop"):
-        ckptconv.convert(src, in_place=True, drop="epoch")
+    refused_in_place(ckptconv.UsageError, "drop", src, drop="epoch")

@@ -699,11 +699,8 @@ def test_any_damage_ends_in_a_typed_error(tmp_path_factory: pytest.TempPathFacto
     ids=["weights", "dict", "module"],
 )
 @pytest.mark.parametrize("tag", ["cpu", "cuda:0"])
-def test_the_commands_mend_what_inspect_finds(
-    write: Write, tmp_path: Path, obj: Any, tag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_mend_what_inspect_finds(write: Write, here: Path, obj: Any, tag: str) -> None:
     """That torch.load does not read it is found; each command is run, and what it is for is gone."""
-    monkeypatch.chdir(tmp_path)
     path = write(tagged(obj, tag))
     found = ckptconv.inspect(path)
     assert found.format == "pickle"

@@ -25,7 +25,7 @@ from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.formats import opening
 from tests.support.archives import records_of, rezip, rezipped, without_crc32
 from tests.support.command import Command
-from tests.support.conversions import loaded, read, refused, run_without_torch, unreadable
+from tests.support.conversions import loaded, read, refused, run_without_torch, saved_at, unreadable
 from tests.support.hostile_bytes import (
     data_of,
     in_headers,
@@ -57,9 +57,7 @@ def made(tmp_path: Path) -> Path:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A file of torch's own."""
-    path = tmp_path / "saved.pt"
-    torch.save(OBJECT, path)
-    return path
+    return saved_at(tmp_path / "saved.pt", OBJECT)
 
 
 def convert(path: Path, **options: object) -> Path:
@@ -111,8 +109,7 @@ def test_a_real_file_is_read_and_retagged(saved: Path) -> None:
 @pytest.mark.parametrize("stem", ["my model", "epoch=3.val=0.1", "ünï", "a" * 200])
 def test_the_roots_name_is_kept(tmp_path: Path, stem: str) -> None:
     """Spaces, dots, other letters: the folder in the output is that of the source, whatever the output's name."""
-    path = tmp_path / f"{stem}.pt"
-    torch.save(OBJECT, path)
+    path = saved_at(tmp_path / f"{stem}.pt", OBJECT)
     out = convert(path)
     with zipfile.ZipFile(path) as before, zipfile.ZipFile(out) as after:
         roots = [{name.split("/")[0] for name in archive.namelist()} for archive in (before, after)]

@@ -363,7 +363,7 @@ def test_torch_is_not_imported(save: Save, dst: Path) -> None:
         run_without_torch("from ckptconv.cli.main import main; main(sys.argv[1:])", *words)
 
 
-def test_every_command_of_the_diagnosis_runs(save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_diagnosis_runs(save: Save, here: Path) -> None:
     """Of an archive with tags of a GPU that is not here, a tie, and a wrapper's prefix: what each command writes is a
     checkpoint without that finding.
     """
@@ -371,7 +371,6 @@ def test_every_command_of_the_diagnosis_runs(save: Save, tmp_path: Path, monkeyp
     wrapped["module"][1].weight = wrapped["module"][0].weight  # type: ignore[index]
     path = save(torch.jit.script(wrapped))
     rezip(path, path, {"data.pkl": with_tag(records_of(path)["data.pkl"])})
-    monkeypatch.chdir(tmp_path)
     findings = ckptconv.inspect(path).findings
     assert {"code", "device", "prefix", "ties"} <= {finding.kind for finding in findings}
     (code,) = [finding for finding in findings if finding.kind == "code"]

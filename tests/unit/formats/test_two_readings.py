@@ -8,6 +8,7 @@ import struct
 import tarfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -22,6 +23,8 @@ from ckptconv.formats.two_readings import refuse_two_readings
 from ckptconv.limits import Limits
 from tests.support.hostile_bytes import saved, zip_of
 from tests.support.polyglots import checksummed, ordinary_safetensors, pickle_in_safetensors, tar_of, zip_of_pickle
+
+legacy = partial(saved, _use_new_zipfile_serialization=False, pickle_protocol=4)
 
 HEADER = b'\x40\0\0\0\0\0\0\0{"__metadata__":{"x":"' + b"y" * 39 + b'"}}'
 NAMES = (torch_zip.NAME, torch_legacy.NAME, safetensors.NAME, plain_pickle.NAME)
@@ -123,12 +126,6 @@ def test_an_archive_in_a_byte_string() -> None:
         assert "zip archive" in other_reading(dump({"w": torch.ones(2), "x": b"#!" + archive}), plain_pickle.NAME)
         assert "zip archive" in other_reading(dump({"w": torch.ones(2), "x": archive + b"!"}), plain_pickle.NAME)
         assert not other_reading(dump({"w": torch.ones(2), "x": zip_of({"weights.npy": b"x"})}), plain_pickle.NAME)
-
-
-def legacy(value: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream, _use_new_zipfile_serialization=False, pickle_protocol=4)
-    return stream.getvalue()
 
 
 def test_a_plain_pickle_with_an_archive_inside(tmp_path: Path) -> None:

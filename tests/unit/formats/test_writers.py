@@ -15,6 +15,7 @@ import ckptconv
 from ckptconv.errors import UsageError
 from ckptconv.formats import opening, writers
 from ckptconv.formats.writers import WRITERS, FormatWord, Writer, writer_of
+from tests.support.conversions import refused
 
 PACKAGE = Path(ckptconv.__file__).parent
 every_writer = pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
@@ -83,8 +84,7 @@ def test_shards(src: Path, writer: Writer) -> None:
     """Only what the Hub's tools read is dealt into shards, which are called as they say."""
     out = src.with_name("out")
     if not writer.shards:
-        with pytest.raises(UsageError, match="no shards"):
-            ckptconv.convert(src, out, format=writer.word, max_shard_size=30)
+        refused(UsageError, "no shards", src, out, format=writer.word, max_shard_size=30)
         return
     report = ckptconv.convert(src, out, format=writer.word, max_shard_size=30)
     assert writer.hub
@@ -100,8 +100,7 @@ def test_copies_of_ties(src: Path, writer: Writer) -> None:
     """They are asked for where ties are texts, and nowhere else."""
     dst = src.with_name(f"dst{writer.new_suffix}")
     if writer.ties:
-        with pytest.raises(UsageError, match="copy_tied"):
-            ckptconv.convert(src, dst, format=writer.word, copy_tied=True)
+        refused(UsageError, "copy_tied", src, dst, format=writer.word, copy_tied=True)
     else:
         assert ckptconv.convert(src, dst, format=writer.word, copy_tied=True).ties == ()
 

@@ -13,14 +13,10 @@ import torch
 from torch import nn
 
 from ckptconv.inspection.summary import Part, inspect
+from tests.support.conversions import saved_at
 from tests.support.hostile_bytes import torch_zip_of
 from tests.support.judge import refusal
 from tests.support.reduced import Reduced
-
-
-def saved(path: Path, obj: object, **kwargs: Any) -> Path:
-    torch.save(obj, path, **kwargs)
-    return path
 
 
 def test_tensors_are_those_that_torch_loads(fixtures: Path) -> None:
@@ -64,7 +60,7 @@ def test_ties_and_views(tmp_path: Path) -> None:
     """The same tensor under two names is a tie, a part of a storage or a transposed one a view; ties count once."""
     base = torch.arange(12.0).reshape(3, 4)
     found = inspect(
-        saved(tmp_path / "x.pt", {"a": base, "b": base, "c": base[1], "d": torch.ones(2, 3).T, "e": torch.ones(4)})
+        saved_at(tmp_path / "x.pt", {"a": base, "b": base, "c": base[1], "d": torch.ones(2, 3).T, "e": torch.ones(4)})
     )
     assert found.ties == (("a", "b"),)
     assert found.views == ("c", "d")
@@ -85,7 +81,7 @@ def test_ties_and_views(tmp_path: Path) -> None:
 )
 def test_weights_only_is_what_torch_says(tmp_path: Path, obj: object, protocol: int, reason: str) -> None:
     """The verdict agrees with torch's safe loader, and names the globals and opcodes that are in the way."""
-    path = saved(tmp_path / "x.pt", obj, pickle_protocol=protocol)
+    path = saved_at(tmp_path / "x.pt", obj, pickle_protocol=protocol)
     found = inspect(path)
     assert found.weights_only == (refusal(path) is None) == (not reason)
     assert reason in " ".join(found.obstacles)
@@ -94,7 +90,7 @@ def test_weights_only_is_what_torch_says(tmp_path: Path, obj: object, protocol: 
 def test_devices_that_are_data(tmp_path: Path) -> None:
     """torch.device objects and strings like 'cuda:0' are listed as the user's data; other words are not."""
     obj = {"a": torch.device("cuda:3"), "b": {"device": "cuda:0"}, "c": "cupboard", "d": torch.ones(1)}
-    assert inspect(saved(tmp_path / "x.pt", obj)).user_devices == {"a": "cuda:3", "b/device": "cuda:0"}
+    assert inspect(saved_at(tmp_path / "x.pt", obj)).user_devices == {"a": "cuda:3", "b/device": "cuda:0"}
 
 
 #: What is said of values, by their paths.
@@ -136,7 +132,7 @@ def test_values_are_short(tmp_path: Path) -> None:
         "complex": 1j,
     }
     for protocol in (2, 3, 4):
-        others = inspect(saved(tmp_path / "x.pt", obj, pickle_protocol=protocol)).others
+        others = inspect(saved_at(tmp_path / "x.pt", obj, pickle_protocol=protocol)).others
         assert {path: others[path] for path in SHORT} == SHORT
         assert others["large set"].startswith("{0, 1, 2, 3, 4, 5, 6, 7, …}")
         assert not any("set/" in path for path in others)
@@ -187,7 +183,7 @@ def test_parts_are_what_people_call_them(tmp_path: Path) -> None:
         "rng": torch.get_rng_state(),
         "losses": [torch.ones(3), torch.ones(2)],
     }
-    found = inspect(saved(tmp_path / "x.pt", whole))
+    found = inspect(saved_at(tmp_path / "x.pt", whole))
     moments = sum(tensor.nbytes for each in optimizer.state_dict()["state"].values() for tensor in each.values())
     assert found.parts == (
         Part("model", "net", 5, 52),
@@ -198,6 +194,6 @@ def test_parts_are_what_people_call_them(tmp_path: Path) -> None:
         Part("other", "", 2, 20),
     )
     assert sum(part.tensors for part in found.parts) == len(found.tensors)
-    assert inspect(saved(tmp_path / "m.pt", model)).parts == (Part("model", ".", 4, 52),)
-    assert inspect(saved(tmp_path / "o.pt", optimizer.state_dict())).parts == (Part("optimizer", ".", 12, moments),)
+    assert inspect(saved_at(tmp_path / "m.pt", model)).parts == (Part("model", ".", 4, 52),)
+    assert inspect(saved_at(tmp_path / "o.pt", optimizer.state_dict())).parts == (Part("optimizer", ".", 12, moments),)
     assert "parts" not in found.as_dict()

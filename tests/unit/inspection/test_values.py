@@ -20,6 +20,7 @@ from ckptconv.limits import LIMITS
 from tests.support import zoo
 from tests.support.archives import big_endian, rezip
 from tests.support.command import Command
+from tests.support.conversions import saved_at
 
 
 def found_in(path: Path) -> dict[str, TensorSummary]:
@@ -53,8 +54,7 @@ def test_the_zoo(name: str, how: str, tmp_path: Path) -> None:
     """Views, ties, lazy bits and odd shapes, in each container, stored and deflated."""
     if (name, how) == ("two_dtypes", "legacy"):
         pytest.skip("torch's older format has no float8")
-    path = tmp_path / "m.pt"
-    torch.save({"root": zoo.ZOO[name]()}, path, _use_new_zipfile_serialization=how != "legacy")
+    path = saved_at(tmp_path / "m.pt", {"root": zoo.ZOO[name]()}, _use_new_zipfile_serialization=how != "legacy")
     if how == "deflated":
         rezip(path, path, method=zipfile.ZIP_DEFLATED)
     found = found_in(path)

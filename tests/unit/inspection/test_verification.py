@@ -29,6 +29,7 @@ from ckptconv.inspection import verification
 from ckptconv.limits import LIMITS
 from tests.support.archives import rezipped
 from tests.support.command import Command
+from tests.support.conversions import saved_at
 from tests.support.hostile_bytes import (
     data_of,
     dict_of,
@@ -51,8 +52,7 @@ STATE = {f"w{i}": torch.arange(12.0).reshape(3, 4) + i for i in range(4)}
 @pytest.fixture
 def sound(tmp_path: Path) -> Path:
     """A checkpoint of four tensors, by torch."""
-    torch.save(STATE, tmp_path / "model.pt")
-    return tmp_path / "model.pt"
+    return saved_at(tmp_path / "model.pt", STATE)
 
 
 def written(path: Path, data: bytes) -> Path:

@@ -29,6 +29,7 @@ from ckptconv.conversion.convert import run
 from ckptconv.edits.options import edits_from
 from ckptconv.output import cast_threads, transfer
 from tests.support.archives import flip_bit
+from tests.support.conversions import saved_at
 
 OLD = b"the old output"
 
@@ -47,8 +48,7 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "small": torch.ones(5),
         "ints": torch.arange(9000),
     }
-    torch.save(state, path)
-    return path
+    return saved_at(path, state)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,15 +46,6 @@ from tests.support.no_files import NO_FILES
 
 OLD = b"the old output"
 FAULTS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR, errno.EACCES]
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Iterator[Source]:
-    """Five blocks and a bit of bytes, no two blocks alike."""
-    path = tmp_path / "src"
-    path.write_bytes(b"".join(i.to_bytes(3, "big") for i in range(7000)))
-    with Source(path) as source:
-        yield source
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,15 +47,6 @@ FAULTS = (errno.ENOSPC, errno.EACCES)
 def may_go(name: str) -> bool:
     """What an old folder may lose."""
     return name in OLD
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Iterator[Source]:
-    """Bytes, no two blocks alike."""
-    path = tmp_path / "src"
-    path.write_bytes(b"".join(i.to_bytes(3, "big") for i in range(7000)))
-    with Source(path) as source:
-        yield source
 
 
 def files_for(target: Path, source: Source) -> tuple[list[OutFile], dict[str, bytes]]:

@@ -14,6 +14,7 @@ from ckptconv.byteranges.sources import Source
 from ckptconv.formats import opening, torch_zip
 from ckptconv.output.virtual_file import VirtualFile
 from tests.support.archives import rezip
+from tests.support.conversions import saved_at
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
 # deprecated, once for each process.
@@ -39,8 +40,7 @@ def test_the_stream_reads_like_a_file(fixtures: Path) -> None:
 
 def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards it goes on where it was, backwards it begins anew; it never holds more than a buffer."""
-    path = tmp_path / "a.pt"
-    torch.save({"a": torch.randn(10_000)}, path)
+    path = saved_at(tmp_path / "a.pt", {"a": torch.randn(10_000)})
     rezip(path, path, method=zipfile.ZIP_DEFLATED)
     monkeypatch.setattr(reading, "BUFFER", 1000)
     with Source(path) as source:

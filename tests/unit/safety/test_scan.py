@@ -28,6 +28,7 @@ from ckptconv.safety.scan import Concern, concerns, level_of
 from tests.support import global_calls as ways
 from tests.support.archives import rezipped
 from tests.support.command import Command
+from tests.support.conversions import refused, saved_at
 from tests.support.hostile_bytes import dict_of, integer, saved, storage, tensor, text, torch_zip_of, zip_of
 from tests.support.judge import refusal
 from tests.support.memory import memory_below
@@ -215,8 +216,7 @@ def test_other_byte_strings(tmp_path_factory: pytest.TempPathFactory, values: li
 
     (Empty bytes, which only a call of ``bytes`` makes in protocol 2, need code.)
     """
-    path = tmp_path_factory.mktemp("bytes") / "m.pt"
-    torch.save({"w": torch.ones(1), "x": values}, path)
+    path = saved_at(tmp_path_factory.mktemp("bytes") / "m.pt", {"w": torch.ones(1), "x": values})
     known = ("an archive that cannot be read", "builtins.bytes")
     assert all(concern.name in known and " inside)" not in concern.path for concern in judged(path)[0])
 
@@ -328,8 +328,7 @@ def test_what_cannot_be_judged_is_not_ok(write: Write, tmp_path: Path) -> None:
     path = write(in_a_part(ways.NESTS["BINBYTES"](data)))
     verdict = ckptconv.verify(path)
     assert not verdict.ok and verdict.findings[0].level == "unknown"
-    with pytest.raises(DangerousError, match="cannot be judged"):
-        ckptconv.convert(path, tmp_path / "out.pt", map_location="cpu")
+    refused(DangerousError, "cannot be judged", path, tmp_path / "out.pt", map_location="cpu")
     ckptconv.convert(path, tmp_path / "out.pt", map_location="cpu", allow_unsafe=True)
     ckptconv.convert(path, tmp_path / "part.pt", select="x/a")
     assert judged(tmp_path / "part.pt") == ([], LOADS)
@@ -397,8 +396,7 @@ def test_members_beside_the_pickle(write: Write, tmp_path: Path, method: int) ->
     path = write(rezipped(ways.checkpoint(b"N"), {"extra/x.pkl": b"N." + INNER}, method=method))
     (found,), level = judged(path)
     assert (found.name, found.path, level) == ("os.system", "extra/x.pkl: .", "dangerous")
-    with pytest.raises(DangerousError):
-        ckptconv.convert(path, tmp_path / "out.pt", map_location="cpu")
+    refused(DangerousError, None, path, tmp_path / "out.pt", map_location="cpu")
     ckptconv.convert(path, tmp_path / "out.bin", map_location="cpu", format="legacy")
     assert judged(tmp_path / "out.bin") == ([], LOADS)
     program = rezipped(ways.program_of(CALL), {"constants.pkl": b"\x80\x02).", "code/x.pkl": INNER})
@@ -569,9 +567,8 @@ def test_convert_carries_no_danger_unasked(write: Write, tmp_path: Path, hidden:
     format_: Any = "legacy" if target == "legacy.pt" else None
     path = write(ways.checkpoint(HIDDEN[hidden]))
     where = names(path)[0]
-    with pytest.raises(DangerousError) as error:
-        ckptconv.convert(path, out, map_location="cpu", format=format_)
-    assert where in str(error.value) and not out.exists()
+    error = refused(DangerousError, None, path, out, map_location="cpu", format=format_)
+    assert where in str(error) and not out.exists()
     ckptconv.convert(path, out, map_location="cpu", format=format_, allow_unsafe=True)
     assert names(out)[0].replace("posix.", "os.") == where
 
@@ -579,8 +576,7 @@ def test_convert_carries_no_danger_unasked(write: Write, tmp_path: Path, hidden:
 def test_a_part_without_it_is_carried(write: Write, tmp_path: Path) -> None:
     """What is left out of the output is no reason to refuse it, be it selected away or excluded."""
     path = write(in_a_part(HIDDEN["bytes"]))
-    with pytest.raises(DangerousError):
-        ckptconv.convert(path, tmp_path / "out.pt")
+    refused(DangerousError, None, path, tmp_path / "out.pt")
     ckptconv.convert(path, tmp_path / "out.pt", select="x/a")
     assert judged(tmp_path / "out.pt") == ([], LOADS)
 

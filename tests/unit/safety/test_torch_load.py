@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _codecs
 import csv
-import io
 import pickle
 import subprocess
 import sys
@@ -34,7 +33,9 @@ from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 from tests.support import zoo
 from tests.support.archives import big_endian, rezip, rezipped
 from tests.support.command import Command
-from tests.support.hostile_bytes import torch_zip_of
+from tests.support.conversions import saved_at
+from tests.support.hostile_bytes import saved, torch_zip_of
+from tests.support.judge import refusal
 from tests.support.legacy_files import legacy_file, storage_id
 from tests.support.paths import FIXTURES
 from tests.support.reduced import Reduced
@@ -48,21 +49,10 @@ def answer(path: Path) -> Loading:
         return torch_loading(opening.read(source))
 
 
-def torch_loads(path: Path) -> str | None:
-    """Why torch does not load the file at `path`."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def check(path: Path, expected: str, text: str = "") -> None:
     """We give the answer `expected`, with `text` in a reason, and torch does not contradict it."""
     found = answer(path)
-    why = torch_loads(path)
+    why = refusal(path)
     assert found.answer == expected, (found.reasons, why)
     assert not text or any(text in reason.text for reason in found.reasons), [each.text for each in found.reasons]
     if expected != "not known":
@@ -333,8 +323,7 @@ def test_pickles(name: str, tmp_path: Path) -> None:
 
 # Records
 
-WHOLE = io.BytesIO()
-torch.save({"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.int64)}, WHOLE)
+WHOLE = saved({"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.int64)})
 
 #: Records that are others than torch writes: what is said of the file, and what is in the reason.
 RECORDS: dict[str, tuple[Mapping[str, bytes | None], str, str]] = {
@@ -362,33 +351,30 @@ def test_records(name: str, tmp_path: Path) -> None:
     """What torch demands of the records around the pickle."""
     change, expected, text = RECORDS[name]
     path = tmp_path / "x.pt"
-    path.write_bytes(rezipped(WHOLE.getvalue(), change))
+    path.write_bytes(rezipped(WHOLE, change))
     check(path, expected, text)
 
 
 @pytest.mark.parametrize(("length", "expected"), [(510, LOADS), (511, REFUSED), (5000, REFUSED)])
 def test_the_archives_folder(length: int, expected: str, tmp_path: Path) -> None:
     """torch keeps 511 bytes of a name, the slash among them."""
-    with zipfile.ZipFile(tmp_path / "x.pt", "w") as written, zipfile.ZipFile(WHOLE) as read:
-        for name in read.namelist():
-            written.writestr("r" * length + name[len("archive") :], read.read(name))
-    check(tmp_path / "x.pt", expected, "of the archive's folder" if expected == REFUSED else "")
+    path = tmp_path / "x.pt"
+    path.write_bytes(rezipped(WHOLE, folder="r" * length))
+    check(path, expected, "of the archive's folder" if expected == REFUSED else "")
 
 
 def test_constants_that_torch_sees_in_a_longer_name(tmp_path: Path) -> None:
     """A record's name is cut where torch keeps no more of it."""
     folder = "r" * (511 - len("/constants.pkl"))
-    with zipfile.ZipFile(tmp_path / "x.pt", "w") as written, zipfile.ZipFile(WHOLE) as read:
-        for name in read.namelist():
-            written.writestr(folder + name[len("archive") :], read.read(name))
-        written.writestr(folder + "/constants.pkl.extra", b"")
-    check(tmp_path / "x.pt", REFUSED, "torch sees no more of it")
+    path = tmp_path / "x.pt"
+    path.write_bytes(rezipped(WHOLE, {"constants.pkl.extra": b""}, folder=folder))
+    check(path, REFUSED, "torch sees no more of it")
 
 
 def test_deflated_storages(tmp_path: Path) -> None:
     """They are inflated to know. Of one that is damaged torch takes whatever memory holds, and says nothing."""
     path = tmp_path / "x.pt"
-    path.write_bytes(rezipped(WHOLE.getvalue(), method=zipfile.ZIP_DEFLATED))
+    path.write_bytes(rezipped(WHOLE, method=zipfile.ZIP_DEFLATED))
     check(path, LOADS)
     with zipfile.ZipFile(path) as opened:
         info = opened.getinfo("archive/data/1")
@@ -449,8 +435,7 @@ BOUNDS: dict[str, tuple[Callable[[], Any], int, int]] = {
 def test_bounds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes more than is looked at is not known."""
     make, method, most = BOUNDS[name]
-    path = tmp_path / "x.pt"
-    torch.save(make(), path)
+    path = saved_at(tmp_path / "x.pt", make())
     rezip(path, path, method=method)
     for limit, expected in ((most, LOADS), (most - 1, NOT_KNOWN)):
         limits = replace(LIMITS, **{name: limit})
@@ -464,7 +449,7 @@ def test_bounds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_names_of_files(tmp_path: Path) -> None:
     """torch goes by the name: what ends in .safetensors must be that, and nothing else may be."""
-    (tmp_path / "x.safetensors").write_bytes(WHOLE.getvalue())
+    (tmp_path / "x.safetensors").write_bytes(WHOLE)
     check(tmp_path / "x.safetensors", REFUSED, "a file of this name for safetensors")
     for name, expected in (("y.safetensors", LOADS), ("y.bin", REFUSED)):
         (tmp_path / name).write_bytes(save_safetensors({"a": torch.ones(2)}))
@@ -519,7 +504,7 @@ def test_older_format(name: str, python2: bool, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     path.write_bytes(legacy_file({"a": obj}, {"1": (4, bytes(16))}, python2=python2))
     if python2:  # which writes longer texts in an opcode that the safe loader does not know
-        assert (answer(path).answer == LOADS) == (torch_loads(path) is None)
+        assert (answer(path).answer == LOADS) == (refusal(path) is None)
     else:
         check(path, expected, text)
 
@@ -541,7 +526,7 @@ def test_a_tar_archive(tmp_path: Path) -> None:
     data[148:156] = f"+{total:o}".encode().ljust(8)
     path = tmp_path / "x.pt"
     path.write_bytes(data)
-    assert "tar" in str(torch_loads(path))
+    assert "tar" in str(refusal(path))
     assert "tar" in said_of(path)
 
 
@@ -569,7 +554,7 @@ def test_the_zoo(name: str, zipped: bool, protocol: int, tmp_path: Path) -> None
     if name == "nested" and not zipped:  # which depends on what memory holds
         return
     found = answer(path)
-    assert found.answer == ("refused" if torch_loads(path) else "loads"), found.reasons
+    assert found.answer == ("refused" if refusal(path) else "loads"), found.reasons
 
 
 def test_other_peoples_checkpoints(corpus: Path) -> None:
@@ -580,7 +565,7 @@ def test_other_peoples_checkpoints(corpus: Path) -> None:
             found = answer(path)
         except CkptconvError:
             continue
-        assert found.answer == ("refused" if torch_loads(path) else "loads"), (path, found.reasons)
+        assert found.answer == ("refused" if refusal(path) else "loads"), (path, found.reasons)
 
 
 # What is said
@@ -588,8 +573,7 @@ def test_other_peoples_checkpoints(corpus: Path) -> None:
 
 def test_what_inspect_says(tmp_path: Path, command: Command) -> None:
     """The answer, the call that it is about and the version, in words and for programs."""
-    path = tmp_path / "x.pt"
-    torch.save({"m": {"w": v2((4, 0))}}, path)
+    path = saved_at(tmp_path / "x.pt", {"m": {"w": v2((4, 0))}})
     said = inspect(path).as_dict()["torch_load"]
     assert said == {
         "answer": "refused",
@@ -622,8 +606,7 @@ def test_what_inspect_says(tmp_path: Path, command: Command) -> None:
 
 def test_jagged_tensors(tmp_path: Path, command: Command) -> None:
     """torch's own unpickler wants a module imported first, and says so."""
-    path = tmp_path / "x.pt"
-    torch.save({"j": torch.nested.nested_tensor([ONES, torch.ones(3)], layout=torch.jagged)}, path)
+    path = saved_at(tmp_path / "x.pt", {"j": torch.nested.nested_tensor([ONES, torch.ones(3)], layout=torch.jagged)})
     program = "import sys, torch; torch.load(sys.argv[1], weights_only=True)"
     ran = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=False)
     assert ran.returncode and "must be imported" in ran.stderr
@@ -633,8 +616,7 @@ def test_jagged_tensors(tmp_path: Path, command: Command) -> None:
 
 def test_a_note_of_convert(tmp_path: Path) -> None:
     """The output is refused for what an edit does not take away, and taken for what it does."""
-    source = tmp_path / "x.pt"
-    torch.save({"m": {"w": torch.ones(2)}, "bad": Reduced(print, ())}, source)
+    source = saved_at(tmp_path / "x.pt", {"m": {"w": torch.ones(2)}, "bad": Reduced(print, ())})
     (note,) = convert(source, tmp_path / "y.pt").notes
     assert note.startswith("torch.load(weights_only=True) refuses the output for its __builtin__.print")
     assert convert(source, tmp_path / "z.pt", select="m").notes == ()

@@ -39,7 +39,7 @@ from ckptconv.tensors import loading
 from tests.support import zoo
 from tests.support.archives import flip_bit, records_of, rezip
 from tests.support.conversions import Error
-from tests.support.judge import assert_same, tags_of
+from tests.support.judge import assert_same, assert_same_files, tags_of
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
 # deprecated, once for each process.
@@ -536,14 +536,7 @@ def test_what_is_saved_is_what_torch_saves(name: str, tmp_path: Path) -> None:
         assert isinstance(found, type(wanted)), (wanted, found)
         return
     assert isinstance(found, ckptconv.Report), found
-    assert_same_and_tagged_alike(tmp_path / "torch.pt", tmp_path / "ours.pt", weights_only=False)
-
-
-def assert_same_and_tagged_alike(theirs: Path, ours: Path, **options: Any) -> None:
-    """torch loads the same object from both files, whose storages have the same tags."""
-    (a, tags), (b, our_tags) = tags_of(theirs, **options), tags_of(ours, **options)
-    assert_same(a, b)
-    assert tags == our_tags
+    assert_same_files(tmp_path / "torch.pt", tmp_path / "ours.pt", weights_only=False)
 
 
 @pytest.mark.parametrize(
@@ -564,7 +557,7 @@ def test_the_edits_of_convert(tmp_path: Path, edits: dict[str, Any]) -> None:
     ours, theirs = tmp_path / "ours.pt", tmp_path / "theirs.pt"
     saved = ckptconv.save(obj, ours, **edits)
     converted = ckptconv.convert(tmp_path / "torch.pt", theirs, **edits)
-    assert_same_and_tagged_alike(ours, theirs, weights_only=True)
+    assert_same_files(ours, theirs, weights_only=True)
     assert saved.changes == converted.changes
 
 

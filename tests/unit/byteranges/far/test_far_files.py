@@ -353,10 +353,9 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_urllib3
 def test_the_page_runs(
-    server: FileServer, folder: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FileServer, folder: Path, command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each command and the Python of the how-to page, on a server that has its files."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
     zipped = server.files["zip.pt"]
     server.files |= {"runs/zip.pt": zipped, "me/model/resolve/main/zip.pt": zipped}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckptconv.byteranges.kernels.comparing import Comparer, comparable
 from ckptconv.inspection.comparison.differences import ValueDifference
+from tests.support.pieces import raw
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
@@ -21,11 +22,6 @@ COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 
 def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of `tensor`."""
-    return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
 
 
 def compared(

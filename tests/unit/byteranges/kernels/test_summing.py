@@ -11,13 +11,9 @@ import torch
 from ckptconv.byteranges.kernels.histograms import BINS, bins_of
 from ckptconv.byteranges.kernels.summing import Statistics, can_sum
 from tests.support import zoo
+from tests.support.pieces import raw
 
 NUMBERS = [dtype for dtype in zoo.DTYPES if can_sum(str(dtype).removeprefix("torch."))]
-
-
-def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of `tensor`."""
-    return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
 
 
 def summed(tensor: torch.Tensor, *, cut: int | None = None) -> Statistics:

@@ -22,7 +22,7 @@ from ckptconv.errors import DangerousError, LimitError, RefusedError, UsageError
 from ckptconv.hints import command_in
 from tests.support import zoo
 from tests.support.command import Command
-from tests.support.conversions import refused
+from tests.support.conversions import refused, refused_in_place, saved_at
 from tests.support.judge import assert_same, refusal
 from tests.support.rank_runs import save_as_ranks
 from tests.unit.edits.loadable.test_table import Odd, loadable
@@ -127,11 +127,9 @@ def test_every_reason_is_said(tmp_path: Path) -> None:
 
 def test_where_it_makes_no_sense(tmp_path: Path) -> None:
     """In place, and for plain pickles, which torch does not load; safetensors holds tensors alone."""
-    src = tmp_path / "a.pt"
-    torch.save({"w": torch.ones(2)}, src)
+    src = saved_at(tmp_path / "a.pt", {"w": torch.ones(2)})
     for options in ({"loadable": True}, {"loadable_objects": True}):
-        with pytest.raises(UsageError, match="in_place"):
-            ckptconv.convert(src, in_place=True, **options)
+        refused_in_place(UsageError, "in_place", src, **options)
         refused(UsageError, "reads no pickle", src, tmp_path / "b.pkl", format="pickle", **options)
         report = ckptconv.convert(src, tmp_path / "b.safetensors", force=True, **options)
         assert any("holds tensors alone" in note for note in report.notes)

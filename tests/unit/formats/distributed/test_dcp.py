@@ -415,16 +415,13 @@ def test_without_metadata(ranks: Path, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_one_file_of_it_is_no_checkpoint(
-    ranks: Path, tmp_path: Path, dst: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_file_of_it_is_no_checkpoint(ranks: Path, here: Path, dst: Path, name: str) -> None:
     """A file of the folder, given alone, is said to be a part; the call that is named makes one file of the whole."""
-    monkeypatch.chdir(tmp_path)
     message = refusal(ranks / "mesh" / name, UnsupportedError)
     assert "a part of" in message
     assert str(refused(UnsupportedError, None, ranks / "mesh" / name, dst)) == message
     eval(message.partition("make it one file: ")[2])
-    assert torch.load(tmp_path / "out.pt").keys() == MESH.keys()
+    assert torch.load(here / "out.pt").keys() == MESH.keys()
 
 
 def test_the_command_works_where_the_parts_stand(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,13 +521,12 @@ def test_items_in_one_place(tmp_path: Path, paths: dict[str, tuple[Any, ...]]) -
     assert "planner_data" in refusal(folder) or "a list has too many places" in refusal(folder)
 
 
-def test_objects_are_carried_and_never_run(tmp_path: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_are_carried_and_never_run(here: Path, dst: Path) -> None:
     """A call that no checkpoint needs is refused, as in a file; allowed, it is carried over, and never made."""
-    monkeypatch.chdir(tmp_path)
-    folder = saved(tmp_path / "dcp", {"bad": Reduced(os.system, ("touch ran",)), "weight": torch.ones(1)})
+    folder = saved(here / "dcp", {"bad": Reduced(os.system, ("touch ran",)), "weight": torch.ones(1)})
     refused(ckptconv.DangerousError, "system", folder, dst)
     ckptconv.convert(folder, dst, allow_unsafe=True)
-    assert b"touch ran" in dst.read_bytes() and not (tmp_path / "ran").exists()
+    assert b"touch ran" in dst.read_bytes() and not (here / "ran").exists()
 
 
 def test_cast_of_assembled_pieces_is_planned(ranks: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import re
 import shlex
 import struct
 import subprocess
-import tarfile
 import warnings
 import zipfile
 import zlib
@@ -37,6 +36,7 @@ from tests.support.archives import records_of
 from tests.support.conversions import read, run_without_torch, unreadable
 from tests.support.hostile_bytes import saved, zip_of
 from tests.support.memory import memory_below
+from tests.support.polyglots import tar_of
 
 OBJECT = {"a": torch.arange(5000.0), "b": torch.arange(700, dtype=torch.uint8), "note": "x", "c": torch.zeros(3)}
 
@@ -69,16 +69,6 @@ def say(tmp_path: Path) -> Make:
 
 
 OF_TORCH = saved(OBJECT)
-
-
-def tar_of(names: dict[str, bytes], mode: str = "w") -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
-        for name, data in names.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return file.getvalue()
 
 
 def msgpack_text(text: str) -> bytes:

@@ -28,6 +28,7 @@ from ckptconv.inspection.summary import summary_of
 from ckptconv.limits import Limits
 from tests.support.conversions import read
 from tests.support.hostile_bytes import saved
+from tests.support.paths import fill
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
@@ -38,15 +39,6 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "my folder"
     path.mkdir()
     return path
-
-
-def fill(folder: Path, *names: str) -> None:
-    """Make empty files in `folder`, and empty folders where a name ends in a slash."""
-    for name in names:
-        path = folder / name
-        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
-        if not name.endswith("/"):
-            path.touch()
 
 
 def error_of(path: Path, words: str = "") -> InputError:
@@ -345,10 +337,9 @@ def test_names_do_not_reach_the_terminal_as_they_are(folder: Path) -> None:
     assert str(error_of(folder)).isprintable()
 
 
-def test_a_path_with_a_dash_in_front_is_no_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_with_a_dash_in_front_is_no_option(here: Path) -> None:
     """The command's program would take it for one."""
-    monkeypatch.chdir(tmp_path)
-    fill(tmp_path, "-x/model.safetensors")
+    fill(here, "-x/model.safetensors")
     assert words_of(error_of(Path("-x"))) == ["./-x/model.safetensors"]
 
 

@@ -259,22 +259,21 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
         find_set(tmp_path)
 
 
-def test_several_models_in_one_folder(tmp_path: Path) -> None:
-    """Which one is meant is asked, with the path to type; the path answers it."""
-    touch(tmp_path, "model.safetensors.index.json", "pytorch_model.bin.index.json")
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+        ("model.safetensors", "pytorch_model-00001-of-00001.bin"),  # of the same weights or not
+    ],
+)
+def test_several_models_in_one_folder(first: str, second: str, tmp_path: Path) -> None:
+    """Which one is meant is asked, with the path to type; the path of an index answers it."""
+    touch(tmp_path, first, second)
     with pytest.raises(RefusedError, match="not clear") as caught:
         find_set(tmp_path)
-    assert "pytorch_model.bin.index.json" in caught.value.what
-    assert caught.value.hint == f"give its path: {tmp_path}/model.safetensors.index.json"
-    assert find_set(tmp_path / "pytorch_model.bin.index.json")
-
-
-def test_a_whole_model_beside_shards(tmp_path: Path) -> None:
-    """It is a second one, of the same weights or not."""
-    touch(tmp_path, "model.safetensors", "pytorch_model-00001-of-00001.bin")
-    with pytest.raises(RefusedError, match="not clear") as caught:
-        find_set(tmp_path)
-    assert caught.value.hint == f"give its path: {tmp_path}/model.safetensors"
+    assert second in caught.value.what
+    assert caught.value.hint == f"give its path: {tmp_path}/{first}"
+    assert not second.endswith(".json") or find_set(tmp_path / second)
 
 
 def test_sets_by_their_names() -> None:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,7 +40,6 @@ from tests.support.archives import without_crc32
 from tests.support.conversions import Error, ends_in, metadata_of
 from tests.support.judge import assert_same, tags_of
 from tests.support.no_files import NO_FILES
-from tests.support.tiny_models import tiny_model, transformers_offline
 from tests.support.zoo import tagging
 
 State = dict[str, torch.Tensor]
@@ -145,19 +144,6 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 # What the Hub's libraries read
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Iterator[ModuleType]:
-    """The library."""
-    with transformers_offline() as library:
-        yield library
-
-
-@pytest.fixture(params=["gpt2", "llama"])
-def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
-    """A tiny model, with tied embeddings and without."""
-    return tiny_model(transformers, request.param)
 
 
 def assert_pretrained(transformers: ModuleType, folder: Path, model: Any, **kwargs: Any) -> None:
