@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from ckptconv.output.files import is_own_file
-from tests.long.test_power_loss import CUTS, FILESYSTEMS, filesystem, judged, memory, recorded, through_a_loop
-from tests.support.in_place_kinds import KINDS, LONG, Contents, contents, hot_file, journals, make, torn
+from tests.long.test_power_loss import CUTS, filesystem, judged, make_filesystem, memory, recorded, through_a_loop
+from tests.support.in_place_kinds import KINDS, LONG, Contents, contents, make, not_undone, torn
 from tests.support.recorded_disk import History
 
 __all__ = ["filesystem", "memory"]  # fixtures
@@ -72,11 +72,8 @@ class Step:
 
 def history_of(folder: Path, filesystem: str, kind: str, program: str) -> tuple[History, str, list[Step]]:
     """What the disk was told, the name of the checkpoint, and what was done, of which the first is that it was made."""
-    make_filesystem, options, size = FILESYSTEMS[filesystem]
     image, before, log, at = folder / "image", folder / "before", folder / "log", folder / "mounted"
-    with image.open("wb") as file:
-        file.truncate(size)
-    subprocess.run([*make_filesystem, str(image)], check=True)
+    options = make_filesystem(filesystem, image)
     at.mkdir()
     with through_a_loop(image, at, options):
         path = make(at, kind, TENSORS)
@@ -97,18 +94,7 @@ def what_is_wrong(path: Path, end: int, done: Sequence[Step]) -> str | None:
         return f"something is left: {others}"
     last = [step.content for step in done if step.ended <= end][-1]
     wrong = torn(path, last, *(step.content for step in done if step.began <= end < step.ended))
-    if wrong:
-        return wrong
-    hot = hot_file(path)
-    if hot:
-        undone = subprocess.run([sys.executable, "-m", "ckptconv", "undo", "-q", str(hot)], capture_output=True)
-        if undone.returncode:
-            return f"undo failed: {undone.stderr.decode()[-200:]}"
-        if contents(path) not in [step.content for step in done]:
-            return "undo gave back what never was"
-        if journals(path):
-            return "undo left a journal"
-    return None
+    return wrong or not_undone(path, *(step.content for step in done))
 
 
 def cuts(folder: Path, filesystem: str, kind: str, change: str = "") -> Iterator[str | None]:

@@ -110,17 +110,23 @@ def inputs(folder: Path, *, in_shards: bool) -> list[Path]:
     return made
 
 
+def make_filesystem(name: str, image: Path) -> str:
+    """Make this one in the file `image`; how it is mounted."""
+    make, options, size = FILESYSTEMS[name]
+    with image.open("wb") as file:
+        file.truncate(size)
+    subprocess.run([*make, str(image)], check=True)
+    return options
+
+
 def history_of(
     folder: Path, srcs: Sequence[Path], filesystem: str, *, in_shards: bool, command: Sequence[str]
 ) -> tuple[History, list[Done]]:
     """What a disk was told while `srcs` were converted in turn, again and again, to one target on it; and
     what was done.
     """
-    make, options, size = FILESYSTEMS[filesystem]
     image, before, log, at = folder / "image", folder / "before", folder / "log", folder / "mounted"
-    with image.open("wb") as file:
-        file.truncate(size)
-    subprocess.run([*make, str(image)], check=True)
+    options = make_filesystem(filesystem, image)
     shutil.copyfile(image, before)
     at.mkdir()
     target = at / ("dst" if in_shards else "dst.pt")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -77,9 +79,17 @@ def torn(path: Path, *wholes: Contents) -> str | None:
     return "a mixture of which every file loads" if all(map(loads, files_of(path))) else None
 
 
-def hot_file(path: Path) -> Path | None:
-    """A file of the checkpoint whose journal is hot, so that it can be undone."""
-    return next((file for file in files_of(path) if state_of(file) == HOT), None)
+def not_undone(path: Path, *olds: Contents) -> str | None:
+    """What must not be so after ``undo``, where a journal is hot: it gives back one of `olds`, and leaves nothing."""
+    hot = next((file for file in files_of(path) if state_of(file) == HOT), None)
+    if hot is None:
+        return None
+    undone = subprocess.run([sys.executable, "-m", "ckptconv", "undo", "-q", str(hot)], capture_output=True)
+    if undone.returncode:
+        return f"undo failed: {undone.stderr.decode()[-200:]}"
+    if contents(path) not in olds:
+        return "undo gave back what was not there"
+    return "undo left a journal" if journals(path) else None
 
 
 def journals(path: Path) -> list[str]:
