@@ -7,49 +7,69 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.sources import ComputedSource
 from ckptconv.byteranges.spans import ByteRange
+from ckptconv.errors import MalformedError
+from ckptconv.light_dataclass import dataclass
 
-__all__ = ["Latin1Text"]
+__all__ = ["Latin1Text", "Step", "no_bytes"]
 
-_STEP = 1 << 20  # bytes of the file between two places that are known
+_STEP = 1 << 20  # bytes of the file that are decoded at once
 
 
-class Latin1Text(Readable):
+def no_bytes(where: str) -> MalformedError:
+    """The error for a text at `where` that says none."""
+    return MalformedError("a text that stands for bytes has characters that no byte has", where=where)
+
+
+@dataclass
+class Step:
+    """What was decoded last: step `index` of the text at `offset`."""
+
+    offset: int = -1
+    index: int = -1
+    data: bytes = b""
+
+
+class Latin1Text(ComputedSource):
     """The bytes that the UTF-8 text `of` says, read by position without being held. ``fd`` is -1.
 
-    Raises ValueError where the text has a character above 255, or is no UTF-8.
+    `where` is for messages. Texts that are read in turn can share the step decoded `last`, and the memory that it
+    takes. Raises MalformedError where the text has a character above 255, or is no UTF-8.
     """
 
-    def __init__(self, of: ByteRange) -> None:
+    def __init__(self, of: ByteRange, where: str = "", last: Step | None = None) -> None:
         self.path, self.fd = of.source.path, -1
-        self._of = of
+        self._of, self._where, self._last = of, where or str(of.source.path), last or Step()
         self._starts = [0]  # which byte of the result each step of the file begins with
-        for at in range(0, of.length, _STEP):
-            self._starts.append(self._starts[-1] + len(self._step(at)))
-        self.size = self._starts[-1]
+        for i in range(-(-of.length // _STEP)):
+            self._starts.append(self._starts[-1] + len(self._step(i)))
+        self.size = self._starts.pop()
 
-    def _step(self, at: int) -> bytes:
-        """What the characters say that begin in the step of the file that begins `at`."""
-        # one byte more: a character has at most two, of which the last begins with the bits 10
-        data = self._of.source.read(self._of.offset + at, min(_STEP + 1, self._of.length - at))
-        start = 1 if at and _continues(data[0]) else 0
-        end = len(data) if len(data) <= _STEP or _continues(data[-1]) else _STEP
-        return data[start:end].decode().encode("latin-1")
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes at `offset`. Raises InputChangedError where the file has become shorter."""
-        parts = []
-        i = bisect_right(self._starts, offset) - 1
-        while length:
-            part = self._step(i * _STEP)[offset - self._starts[i] :][:length]
-            parts.append(part)
-            offset, length, i = offset + len(part), length - len(part), i + 1
-        return b"".join(parts)
+    def _step(self, i: int) -> bytes:
+        """The bytes of the characters that begin in step `i` of the text."""
+        of, last = self._of, self._last
+        if (last.offset, last.index) != (of.offset, i):
+            start, end = i * _STEP, min((i + 1) * _STEP, of.length)
+            # one byte more: a character has at most two, of which the last begins with the bits 10
+            utf8 = of.source.read(of.offset + start, min(end + 1, of.length) - start)
+            first = start and _continues(utf8[0])
+            stop = len(utf8) if end == of.length or _continues(utf8[-1]) else len(utf8) - 1
+            try:
+                last.data = utf8[first:stop].decode().encode("latin-1")
+            except UnicodeError:
+                last.offset = -1
+                raise no_bytes(self._where) from None
+            last.offset, last.index = of.offset, i
+        return last.data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
-        buffer[:] = self.read(offset, len(buffer))
+        while buffer:
+            i = bisect_right(self._starts, offset) - 1
+            part = self._step(i)[offset - self._starts[i] :][: len(buffer)]
+            buffer[: len(part)] = part
+            buffer, offset = buffer[len(part) :], offset + len(part)
 
 
 def _continues(byte: int) -> bool:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BinaryFile",
     "BytesSource",
+    "ComputedSource",
     "FileObjectSource",
     "Input",
     "Readable",
@@ -209,7 +210,17 @@ class SliceSource(Readable):
         self.of.read_into(self.offset + offset, buffer)
 
 
-class FileObjectSource(Readable):
+class ComputedSource(Readable):
+    """What is not read by the kernel, in pieces that :meth:`read_into` alone gives."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes at `offset`. Raises InputChangedError where the file has become shorter."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+
+class FileObjectSource(ComputedSource):
     """`file`, which its caller has open and closes: all of it, from byte 0 on.
 
     Its position is the caller's: it is put back behind each reading. Threads take turns.
@@ -238,12 +249,6 @@ class FileObjectSource(Readable):
                 yield
             finally:
                 self._file.seek(before)
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes at `offset`. Raises InputChangedError where the file has become shorter."""
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""

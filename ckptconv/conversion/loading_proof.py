@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from ckptconv.byteranges.sources import Readable, Source
+from ckptconv.byteranges.sources import ComputedSource, Source
 from ckptconv.byteranges.spans import OutFile
 from ckptconv.errors import RefusedError, some
 from ckptconv.formats import opening
@@ -15,18 +15,12 @@ from ckptconv.safety.torch_load import CALL, torch_loading
 __all__ = ["prove_that_it_loads"]
 
 
-class _Planned(Readable):
+class _Planned(ComputedSource):
     """A planned file, read by position."""
 
     def __init__(self, file: OutFile) -> None:
         self.path, self.fd, self.size = file.path, -1, file.size
         self._stream = VirtualFile(file)
-
-    def read(self, offset: int, length: int) -> bytes:
-        """`length` bytes at `offset`."""
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with what stands at `offset`."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 
-from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.sources import ComputedSource, Source
 from ckptconv.byteranges.undo_journal import DONE, HOT, NO_JOURNAL, Journal, journal_path, journals_of, read_journal
 from ckptconv.conversion.in_place import open_locked, resolved
 from ckptconv.errors import InputError, RefusedError, UsageError, some
@@ -116,7 +116,7 @@ def _set_of(target: Path, fd: int, journal: Journal, state: bytes, opened: ExitS
     return files
 
 
-class _AsBefore(Source):
+class _AsBefore(ComputedSource, Source):
     """A file as it was before the change that a journal is of."""
 
     def __init__(self, path: Path, journal: Journal) -> None:
@@ -124,11 +124,6 @@ class _AsBefore(Source):
         self.size = journal.old_size
         self._patches = journal.patches
         self._ends = [each.offset + len(each.old) for each in journal.patches]
-
-    def read(self, offset: int, length: int) -> bytes:
-        buffer = bytearray(length)
-        self.read_into(offset, memoryview(buffer))
-        return bytes(buffer)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         end = min(offset + len(buffer), os.fstat(self.fd).st_size)

@@ -18,13 +18,13 @@ again. Source: ``__reduce__`` in ``torch/storage.py`` of torch 2.13.
 from __future__ import annotations
 
 import struct
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from ckptconv.byteranges.fault_sink import PickleSequence
+from ckptconv.byteranges.latin1 import Latin1Text, Step, no_bytes
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
@@ -79,14 +79,13 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.parser import parse
 
-__all__ = ["NAME", "Decoded", "PickleFile", "call_again", "layout", "looks_like", "read"]
+__all__ = ["NAME", "PickleFile", "call_again", "layout", "looks_like", "read"]
 
 NAME = WRITERS["pickle"].name
 _LEGACY = b"\x80\x02" + MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it here
 _LEGACY_TEXT = _LEGACY.decode("latin-1").encode()  # as a text that stands for bytes
 _OLD_START = regex(rb"\([dl]p[01]\n|[}\]]q[\0\1]|\(?c[\w.]+\n\w+\n(?:p[01]\n|q[\0\1])?[\]()]|\(i[\w.]+\n\w+\n")
 _LATIN_1 = ("latin1", "latin-1")
-_STEP = 1 << 20  # bytes of a text that are decoded at once
 #: How :mod:`struct` packs the numbers of those storages that were lists.
 _NUMBERS = {
     "DoubleStorage": "d",
@@ -194,7 +193,7 @@ class _Reader:
         self.words: dict[str, str] = {}
         self.classes: dict[str, Global] = {}
         self.used: set[int] = set()
-        self.decoded = _Piece(-1, -1, b"")
+        self.decoded = Step()
         self.notes: list[str] = []
         self.warnings: list[str] = []
 
@@ -293,13 +292,13 @@ class _Reader:
             text, encoding = (*args_of(value), None, None)[:2]
             self.use(text, key)
             if encoding in _LATIN_1 and isinstance(text, Blob):
-                decoded = Decoded(self.source, text, self.where(key), self.decoded)
+                decoded = Latin1Text(ByteRange(self.source, text.offset, text.length), self.where(key), self.decoded)
                 return decoded, 0, decoded.size
             if encoding in _LATIN_1 and isinstance(text, str):
                 try:
                     value = text.encode("latin-1")
                 except UnicodeEncodeError:
-                    raise _no_bytes(self.where(key)) from None
+                    raise no_bytes(self.where(key)) from None
         if isinstance(value, Blob) and value.kind != "str":
             return self.source, value.offset, value.offset + value.length
         if isinstance(value, (Py2String, ByteArray)):
@@ -321,70 +320,6 @@ class _Reader:
         raise UnsupportedError(
             why, where=self.where(key), hint="torch writes no such pickle; do not load it unless you trust who made it"
         )
-
-
-def _no_bytes(where: str) -> MalformedError:
-    return MalformedError("a text that stands for bytes has characters that no byte has", where=where)
-
-
-@dataclass
-class _Piece:
-    """The piece that was decoded last: number `index` of the text at `offset`."""
-
-    offset: int
-    index: int
-    data: bytes
-
-
-class Decoded(Readable):
-    """The bytes for which a text stands, a character of Latin-1 for each: decoded piece by piece, so that they need not
-    fit into memory. `last` is shared by all texts.
-    """
-
-    def __init__(self, source: Readable, text: Blob, where: str, last: _Piece | None = None) -> None:
-        self.path, self.fd = source.path, -1
-        self._source, self._text, self._where = source, text, where
-        self._starts = [0]  # where the bytes stand of each piece of the text
-        self._last = last or _Piece(-1, -1, b"")
-        for i in range(-(-text.length // _STEP)):
-            self._starts.append(self._starts[-1] + len(self._piece(i)))
-        self.size = self._starts.pop()
-
-    def _piece(self, i: int) -> bytes:
-        """The bytes of the characters that start in piece `i` of the text."""
-        last = self._last
-        if (last.offset, last.index) != (self._text.offset, i):
-            start = i * _STEP
-            end = min(start + _STEP, self._text.length)
-            utf8 = self._source.read(self._text.offset + start, min(end + 1, self._text.length) - start)
-            first = start and _is_inside(utf8[0])
-            stop = len(utf8) if end == self._text.length or _is_inside(utf8[-1]) else len(utf8) - 1
-            try:
-                last.data = utf8[first:stop].decode().encode("latin-1")
-            except UnicodeError:
-                last.offset = -1
-                raise _no_bytes(self._where) from None
-            last.offset, last.index = self._text.offset, i
-        return last.data
-
-    def read(self, offset: int, length: int) -> bytes:
-        """`length` bytes at `offset`."""
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`."""
-        while buffer:
-            i = bisect_right(self._starts, offset) - 1
-            part = self._piece(i)[offset - self._starts[i] :][: len(buffer)]
-            buffer[: len(part)] = part
-            buffer, offset = buffer[len(part) :], offset + len(part)
-
-
-def _is_inside(byte: int) -> bool:
-    """Whether `byte` goes on with a character of UTF-8."""
-    return byte & 0xC0 == 0x80
 
 
 # Writing

@@ -532,9 +532,7 @@ def _pickled(value: Value) -> bytes:
 
 
 def _dict(items: list[tuple[str, Value]]) -> Dict:
-    made = Dict()
-    set_items(made, [part for item in items for part in item])
-    return made
+    return set_items(Dict(), [part for item in items for part in item])
 
 
 def _list(items: list[str]) -> List:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from itertools import islice
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard, TypeVar
 
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
@@ -375,10 +375,14 @@ def subgraph(graph: Graph, root: Value) -> Graph:
     )
 
 
-def set_items(mapping: Object, items: list[Value]) -> None:
-    """Set `items`, keys and values in turn, on `mapping`, as many at once as pickle does."""
+_Mapping = TypeVar("_Mapping", bound=Object)
+
+
+def set_items(mapping: _Mapping, items: list[Value]) -> _Mapping:
+    """`mapping`, on which `items` are set, keys and values in turn, as many at once as pickle does."""
     for at in range(0, len(items), 2 * AT_ONCE):
         mapping.add(Effect("SETITEMS", items[at : at + 2 * AT_ONCE], None))
+    return mapping
 
 
 def args_of(call: Call) -> list[Value]:

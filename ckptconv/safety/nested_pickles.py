@@ -22,6 +22,7 @@ from encodings.aliases import aliases
 from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import RAISED
+from ckptconv.byteranges.latin1 import Latin1Text
 from ckptconv.byteranges.reading import inflated
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Inflate
@@ -262,9 +263,7 @@ def _text_as_file(value: Encoded, blobs: Readable) -> Readable | None:
     text, codec, errors = value
     if (codec, errors) == ("latin_1", "strict"):
         try:
-            from ckptconv.formats.plain_pickle import Decoded  # which hardly a file needs
-
-            return Decoded(blobs, text, str(blobs.path))
+            return Latin1Text(ByteRange(blobs, text.offset, text.length))
         except MalformedError:  # characters that no byte has
             return None
     if codec == "utf_8":

@@ -109,8 +109,8 @@ class Arrays:
         #: The arrays, by the ids of their nodes, that belong to the state of a random generator.
         self.in_states: set[int] = set()
 
-    def array(self, call: Call, made: Pickled) -> Value:
-        """The tensor, or the nested lists, for the array `call`. Raises NotPlain."""
+    def array(self, made: Pickled) -> Value:
+        """The tensor, or the nested lists, for an array. Raises NotPlain."""
         array = _Array(made)
         dtype = array.dtype
         if dtype.kind == "O":
@@ -118,7 +118,7 @@ class Arrays:
         data = data_of(array.data, self._blobs)
         if data.length != array.numel * dtype.itemsize:
             raise NotPlain("it has not as many bytes as its shape and dtype say")
-        if dtype.torch and id(call) not in self.in_states:
+        if dtype.torch and id(made.call) not in self.in_states:
             return self._tensor(array, dtype.torch, data)
         self._spend(data.length, values=array.numel + prod(array.shape[:-1]))
         if array.numel and not dtype.itemsize:

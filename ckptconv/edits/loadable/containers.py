@@ -6,8 +6,7 @@ from ckptconv.edits.loadable.pickled import NotPlain, Pickled
 from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Node, Set, Value, members_of, set_items
 
 __all__ = [
-    "config_container",
-    "config_node",
+    "config",
     "described",
     "frozen_set",
     "mapping",
@@ -23,13 +22,6 @@ _WITH_FACTORY = "collections.defaultdict"  # which is called with what makes mis
 _WORDS = {"__class__", "__args__", "__state__", "__items__", "__elements__"}
 
 
-def _dict(items: list[Value]) -> Dict:
-    """A dict of `items`, keys and values in turn."""
-    made = Dict()
-    set_items(made, items)
-    return made
-
-
 def _list(elements: list[Value]) -> List:
     """A list of `elements`."""
     made = List()
@@ -42,10 +34,10 @@ def namespace(made: Pickled) -> Dict:
     """A dict of the attributes."""
     if made.args or made.items or made.elements:
         raise NotPlain("it has more than attributes")
-    return _dict([value for item in made.attributes().items() for value in item])
+    return set_items(Dict(), [value for item in made.attributes().items() for value in item])
 
 
-def mapping(made: Pickled, self: Node) -> Dict:
+def mapping(made: Pickled) -> Dict:
     """A dict of the items of a mapping, whose attributes say nothing else."""
     items = made.items
     args = made.args[1:] if made.cls == _WITH_FACTORY else made.args
@@ -55,32 +47,26 @@ def mapping(made: Pickled, self: Node) -> Dict:
         items = [value for effect, i in args[0].pairs() for value in effect.values[i : i + 2]] + items
     if made.elements:
         raise NotPlain("it is a mapping and a list")
-    if [state for state in made.states if state is not self]:  # a class can have itself as its attributes
+    if [state for state in made.states if state is not made.call]:  # a class can have itself as its attributes
         known = {key: value for key, value in zip(items[::2], items[1::2], strict=True) if isinstance(key, str)}
         for name, value in made.attributes().items():
             if name not in _OWN and not (name in known and _is_same(known[name], value)):
                 raise NotPlain(f"its attribute {name} is no item of it")
-    return _dict(items)
+    return set_items(Dict(), items)
 
 
 def _is_same(a: Value, b: Value) -> bool:
     return a is b or (type(a) is type(b) and not isinstance(a, Node) and a == b)
 
 
-def config_container(made: Pickled) -> Value:
-    """What a container of OmegaConf's holds; a text where it is missing or an interpolation."""
+def config(attribute: str, made: Pickled) -> Value:
+    """What a container or a node of OmegaConf's holds as this `attribute`; a text where it is missing or an
+    interpolation.
+    """
     attributes = made.attributes()
-    if made.args or made.items or made.elements or "_content" not in attributes:
+    if made.args or made.items or made.elements or attribute not in attributes:
         raise NotPlain("it is none of OmegaConf 2")
-    return attributes["_content"]
-
-
-def config_node(made: Pickled) -> Value:
-    """The value of a node of OmegaConf's."""
-    attributes = made.attributes()
-    if made.args or made.items or made.elements or "_val" not in attributes:
-        raise NotPlain("it is none of OmegaConf 2")
-    return attributes["_val"]
+    return attributes[attribute]
 
 
 def queue(made: Pickled) -> List:
@@ -110,7 +96,7 @@ def frozen_set(members: list[Value]) -> Set:
 
 def named(name: str) -> Dict:
     """A dict that says the `name` of a class or function."""
-    return _dict(["__global__", name])
+    return set_items(Dict(), ["__global__", name])
 
 
 def described(made: Pickled) -> Dict:
@@ -127,9 +113,9 @@ def described(made: Pickled) -> Dict:
         attributes = {}
         items += ("__state__", made.states[0] if len(made.states) == 1 else _list(made.states))
     if made.items:
-        items += ("__items__", _dict(made.items))
+        items += ("__items__", set_items(Dict(), made.items))
     if made.elements:
         items += ("__elements__", _list(made.elements))
     if not _WORDS.isdisjoint(attributes):
         raise NotPlain("an attribute is called as what says its class")
-    return _dict([*items, *(value for item in attributes.items() for value in item)])
+    return set_items(Dict(), [*items, *(value for item in attributes.items() for value in item)])

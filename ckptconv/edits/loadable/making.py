@@ -184,7 +184,7 @@ class _Making:
         row = BY_CLASS.get(made.cls) if made else None
         try:
             if made and row:
-                return row, row.make(self._arrays, node, made)
+                return row, row.make(self._arrays, made)
             if made and self._objects and self._can_be_described(node, made.cls):
                 return OTHER, described(made)
         except NotPlain as why:

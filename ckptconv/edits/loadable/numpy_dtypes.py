@@ -107,9 +107,7 @@ class NumpyDType:
         items: list[Value] = []
         for name, dtype, offset in self.fields:
             items += (name, dtype.reader()(data[offset : offset + dtype.itemsize]))
-        record = Dict()
-        set_items(record, items)
-        return record
+        return set_items(Dict(), items)
 
     def _text(self, data: bytes) -> str:
         try:

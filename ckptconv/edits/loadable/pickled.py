@@ -6,6 +6,7 @@ from ckptconv.byteranges.latin1 import Latin1Text
 from ckptconv.byteranges.sources import BytesSource, Readable
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.legacy_python import text_of
+from ckptconv.errors import MalformedError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
@@ -36,6 +37,7 @@ class Pickled:
     """An object as its pickle makes it.
 
     Attributes:
+        call: The call that makes it.
         cls: What is called, or the class of which an instance is made: ``module.name``, by Python 3's names.
         args: The arguments.
         is_new: It is made by ``cls.__new__``, which is not called otherwise.
@@ -44,6 +46,7 @@ class Pickled:
         states: What its state is set to, one after another.
     """
 
+    call: Call
     cls: str
     args: list[Value]
     is_new: bool
@@ -85,7 +88,7 @@ def pickled(call: Call) -> Pickled | None:
         elif state is not None or not is_global(base, "builtins.object", "__builtin__.object"):
             return None
         name, args, is_new = imported_name(cls, 2) if isinstance(cls, Global) else "", [], True
-    return Pickled(name, args, is_new, items, [*call.elements()], call.states())
+    return Pickled(call, name, args, is_new, items, [*call.elements()], call.states())
 
 
 def texts_of(values: list[Value]) -> list[str]:
@@ -145,7 +148,7 @@ def data_of(value: Value, blobs: Readable) -> ByteRange:
     if isinstance(text, Blob) and text.kind == "str":
         try:
             whole = Latin1Text(ByteRange(blobs, text.offset, text.length))
-        except ValueError:
+        except MalformedError:
             raise NotPlain("its bytes are not said as bytes") from None
         return ByteRange(whole, 0, whole.size)
     raise NotPlain("its bytes are not there")

@@ -7,12 +7,12 @@ Only what stands here is taken. Members of an Enum and states of dataclasses loo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ckptconv.edits.loadable import texts
 from ckptconv.edits.loadable.arrays import FROM_BUFFER, RECONSTRUCT, SCALAR, Arrays, dtype_text
 from ckptconv.edits.loadable.containers import (
-    config_container,
-    config_node,
+    config,
     frozen_set,
     mapping,
     namespace,
@@ -21,7 +21,7 @@ from ckptconv.edits.loadable.containers import (
 )
 from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import Call, Value, members_of
+from ckptconv.pickles.graph import Value, members_of
 
 __all__ = ["BY_CLASS", "FROZEN_SET", "NUMPY_TYPE", "NUMPY_TYPES", "OTHER", "ROWS", "Row"]
 
@@ -33,7 +33,8 @@ class Row:
     Attributes:
         title: What the report and the docs call them.
         classes: Their names, by Python 3's modules; or those of the functions that pickles call to make one.
-        make: Gives the plain value, or raises :class:`~ckptconv.edits.loadable.pickled.NotPlain`.
+        make: Gives the plain value of what a pickle says, which may stand in an array of the checkpoint's, or raises
+            :class:`~ckptconv.edits.loadable.pickled.NotPlain`.
         plain: What that is.
         why: Why nothing is lost or run.
         reads: How code reads it then; ``{x}`` stands for its name, ``{key}`` for a key in it.
@@ -43,7 +44,7 @@ class Row:
 
     title: str
     classes: tuple[str, ...]
-    make: Callable[[Arrays, Call, Pickled], Value]
+    make: Callable[[Arrays, Pickled], Value]
     plain: str
     why: str
     reads: str
@@ -51,15 +52,20 @@ class Row:
     is_listed: Callable[[Value], bool] = lambda _: True
 
 
-def _bytes(_: Arrays, call: Call, __: Pickled) -> Value:
-    data = bytes_of(call)
+def _by(read: Callable[[Pickled], Value]) -> Callable[[Arrays, Pickled], Value]:
+    """What `read` makes, which has nothing to do with arrays."""
+    return lambda _, made: read(made)
+
+
+def _bytes(made: Pickled) -> Value:
+    data = bytes_of(made.call)
     if data is None:
         raise NotPlain("it is not said as Python 2's protocol says no bytes")
     return data
 
 
-def _frozen_set(_: Arrays, call: Call, __: Pickled) -> Value:
-    members = members_of(call)
+def _frozen_set(made: Pickled) -> Value:
+    members = members_of(made.call)
     if members is None:
         raise NotPlain("it is made of what is no sequence")
     return frozen_set(members)
@@ -74,7 +80,7 @@ _CONFIG_NODES = ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path"
 _PATHS = ("PurePosixPath", "PosixPath", "PureWindowsPath", "WindowsPath", "PurePath", "Path")
 
 FROZEN_SET = Row(
-    "frozenset", ("builtins.frozenset",), _frozen_set, "set",
+    "frozenset", ("builtins.frozenset",), _by(_frozen_set), "set",
     "its members; a set is no key, so a frozenset that is one is refused", "{x}, or frozenset({x})",
 )  # a table  # fmt: skip
 NUMPY_TYPE = Row(
@@ -96,27 +102,27 @@ ROWS: tuple[Row, ...] = (
         "{x}, or numpy.array({x})",
     ),
     Row(
-        "numpy scalar", SCALAR, lambda arrays, _, made: arrays.scalar(made), "number, text or bytes",
+        "numpy scalar", SCALAR, Arrays.scalar, "number, text or bytes",
         "the Python number of the same value; a long double only where a float is that", "{x}",
     ),
     Row(
-        "numpy.dtype", ("numpy.dtype",), lambda _, call, __: dtype_text(call), "text",
+        "numpy.dtype", ("numpy.dtype",), _by(lambda made: dtype_text(made.call)), "text",
         "its name, of which `numpy.dtype` makes the same", "numpy.dtype({x})",
     ),
     Row(
         "numpy.random.RandomState", ("numpy.random._pickle.__randomstate_ctor",),
-        lambda _, __, made: random_state(made), "dict",
+        _by(random_state), "dict",
         "its state, of which it draws the same numbers", "RandomState().set_state({x})",
     ),
     *(
         Row(
-            title, (title,), lambda _, __, made: namespace(made), "dict",
+            title, (title,), _by(namespace), "dict",
             "its attributes, in their order", f"{{x}}[{{key!r}}], or {title}({args})",
         )
         for title, args in _NAMESPACES.items()
     ),
     Row(
-        "collections.defaultdict", ("collections.defaultdict",), lambda _, call, made: mapping(made, call), "dict",
+        "collections.defaultdict", ("collections.defaultdict",), _by(mapping), "dict",
         "its items, in their order; what makes missing ones is code", "{x}[{key!r}], or defaultdict(..., {x})",
     ),
     Row(
@@ -128,52 +134,53 @@ ROWS: tuple[Row, ...] = (
             "lightning_fabric.utilities.data.AttributeDict", "pytorch_lightning.utilities.parsing.AttributeDict",
             "lightning.pytorch.utilities.parsing.AttributeDict",
         ),
-        lambda _, call, made: mapping(made, call), "dict",
+        _by(mapping), "dict",
         "its items, in their order; its attributes are the same, or the class's own", "{x}[{key!r}]",
     ),
     Row(
         "OmegaConf container",
         ("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig", "omegaconf.base.UnionNode"),
-        lambda _, __, made: config_container(made), "dict or list",
+        _by(partial(config, "_content")), "dict or list",
         "what it holds; types and flags are OmegaConf's own", "{x}[{key!r}], or OmegaConf.create({x})",
     ),
     Row(
         "OmegaConf interpolation", tuple(f"omegaconf.nodes.{name}Node" for name in _CONFIG_NODES),
-        lambda _, __, made: config_node(made), "text",
+        _by(partial(config, "_val")), "text",
         "the value that a node holds; an interpolation is not resolved", "OmegaConf.create(...) resolves it",
         is_listed=_is_interpolation,
     ),
     Row(
-        "collections.deque", ("collections.deque",), lambda _, __, made: queue(made), "list",
+        "collections.deque", ("collections.deque",), _by(queue), "list",
         "what it holds, in its order; its greatest length is lost", "{x}, or deque({x}, maxlen=...)",
     ),
     FROZEN_SET,
     Row(
-        "bytes", ("builtins.bytes",), _bytes, "bytes", "the same; protocol 2 says by a call that there are none", "{x}",
+        "bytes", ("builtins.bytes",), _by(_bytes), "bytes",
+        "the same; protocol 2 says by a call that there are none", "{x}",
         is_listed=lambda _: False,
     ),
     Row(
         "path", tuple(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
-        lambda _, __, made: texts.path(made), "text", "its text", "{x}, or pathlib.Path({x})",
+        _by(texts.path), "text", "its text", "{x}, or pathlib.Path({x})",
     ),
     Row(
         "torch.torch_version.TorchVersion", ("torch.torch_version.TorchVersion",),
-        lambda _, __, made: texts.version(made), "text", "the text that it is", "{x}, or TorchVersion({x})",
+        _by(texts.version), "text", "the text that it is", "{x}, or TorchVersion({x})",
     ),
     Row(
-        "datetime.datetime", ("datetime.datetime",), lambda _, __, made: texts.moment(made), "ISO text",
+        "datetime.datetime", ("datetime.datetime",), _by(texts.moment), "ISO text",
         "to the microsecond, with its offset from UTC; a zone with a name is refused", "datetime.fromisoformat({x})",
     ),
     Row(
-        "datetime.date", ("datetime.date",), lambda _, __, made: texts.date(made), "ISO text",
+        "datetime.date", ("datetime.date",), _by(texts.date), "ISO text",
         "the day", "date.fromisoformat({x})",
     ),
     Row(
-        "datetime.time", ("datetime.time",), lambda _, __, made: texts.time(made), "ISO text",
+        "datetime.time", ("datetime.time",), _by(texts.time), "ISO text",
         "to the microsecond, with its offset from UTC", "time.fromisoformat({x})",
     ),
     Row(
-        "datetime.timedelta", ("datetime.timedelta",), lambda _, __, made: texts.duration(made), "ISO text",
+        "datetime.timedelta", ("datetime.timedelta",), _by(texts.duration), "ISO text",
         "days, seconds and microseconds, such as P1DT3600S", "{x}, or pandas.Timedelta({x})",
     ),
 )  # a table  # fmt: skip

@@ -91,8 +91,7 @@ def read(
     items: list[Value] = []
     for name, found in parts.items():
         items += (name, _tensor(merger, name, found))
-    root = Dict()
-    set_items(root, items)
+    root = set_items(Dict(), items)
     checkpoint = merger.checkpoint(NAME, root)
     checkpoint.is_state_dict = True
     checkpoint.metadata = _shared(texts)

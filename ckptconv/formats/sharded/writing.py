@@ -156,8 +156,7 @@ def _dealt(
     files = []
     for i, (file, names) in enumerate(dealt.files):
         mine = {*names, *others} if i == 0 else {*names}
-        root = Dict()
-        set_items(root, [word for name, value in items.items() if name in mine for word in (name, value)])
+        root = set_items(Dict(), [word for name, value in items.items() if name in mine for word in (name, value)])
         own = {key: text for key, text in texts.items() if key == FORMAT_KEY} if dealt.index else texts
         files.append(_File(file, root, None, own))
     if dealt.index is None:

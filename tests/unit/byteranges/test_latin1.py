@@ -12,6 +12,7 @@ from ckptconv.byteranges import latin1
 from ckptconv.byteranges.latin1 import Latin1Text
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.byteranges.spans import ByteRange
+from ckptconv.errors import MalformedError
 
 
 def said(text: bytes, before: bytes = b"") -> Latin1Text:
@@ -40,7 +41,7 @@ def test_what_says_no_bytes(monkeypatch: pytest.MonkeyPatch, text: bytes) -> Non
     """Characters above 255, and what is no UTF-8, wherever steps end."""
     for step in (1, 2, 100):
         monkeypatch.setattr(latin1, "_STEP", step)
-        with pytest.raises(ValueError):  # noqa: PT011 - of Python's own codec
+        with pytest.raises(MalformedError, match=r"^a\.pt: a text that stands for bytes has characters"):
             said(text)
 
 
