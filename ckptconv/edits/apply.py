@@ -12,7 +12,7 @@ from ckptconv.edits.dtype_casts import cast
 from ckptconv.edits.loadable.making import make_loadable
 from ckptconv.edits.options import Edits
 from ckptconv.edits.rename import NameEditor
-from ckptconv.edits.retag import kept_devices, retag
+from ckptconv.edits.retag import about_kept_devices, retag
 from ckptconv.edits.selection import select
 from ckptconv.edits.views import compact
 
@@ -36,13 +36,14 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
     changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
     refuse_different(checkpoint)
     detected = checkpoint.detected
-    kept = kept_devices(checkpoint, edits.devices) if edits.devices else []  # before the index is made anew
+    # asked here, as an edit of names would have the places looked for anew
+    about_kept = about_kept_devices(checkpoint, edits.devices) if edits.devices else []
     NameEditor(checkpoint, detected, changes).run(edits)
     if edits.dtypes:
         cast(checkpoint, edits.dtypes, detected, changes)
     if edits.devices:
         retag(checkpoint, edits.devices, detected.rng_storages, changes)
-        changes.notes += kept
+        changes.notes += about_kept
         changes.rng_states = [
             info.path for info in detected.rng_states if info.storage and info.storage.device == "cpu"
         ]

@@ -209,7 +209,7 @@ class _Chooser:
                     others.append((tie, place.path))
         for rule in self.globs:
             if rule not in self.useful:
-                no_match("dtype GLOB=D", self.unmatched(rule, places))
+                no_match("dtype GLOB=D", self.unmatched(rule, places))  # which raises it
         for tie in ties.values():
             tie.decide()
         self.say(list(ties.values()), [path for tie, path in others if tie.rule is None])

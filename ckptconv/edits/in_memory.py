@@ -57,7 +57,7 @@ def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
             got=f"prefixes {found}" if found else "no name with a prefix",
             hint=f"pass the state dict: [{inside[0]!r}]" if inside else None,
         )
-        no_match("strip_prefix P", error)
+        no_match("strip_prefix P", error)  # which raises it
     renamed = _renamed(state_dict, lambda name: name.removeprefix(prefix))
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:

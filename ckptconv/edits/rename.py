@@ -48,7 +48,7 @@ class NameEditor:
         for said in edits.add_prefix:
             self.add(said)
         for found, names in self.before:
-            self.conclude(found, names)
+            self.report(found, names)
         self.checkpoint.renamed()
 
     def names(self) -> list[str]:
@@ -105,7 +105,7 @@ class NameEditor:
                 hint=_near(prefix, every) or self.detected.hint_of_modules(),
                 unmatched=("strip_prefix", said),
             )
-            no_match("strip_prefix P", error)
+            no_match("strip_prefix P", error)  # which raises it
         self.changes.unprefixed += len(every) - len(having)
         for metadata, names in self.metadata(self.detected.state_dicts):
             stripped = [name.startswith(prefix) for name in names]
@@ -128,7 +128,7 @@ class NameEditor:
                 hint=self.detected.hint_of_modules(),
                 unmatched=("rename", (pattern, replacement)),
             )
-            no_match("rename REGEX REPL", error)
+            no_match("rename REGEX REPL", error)  # which raises it
 
         def of_module(path: str) -> str:
             """What a name's part before its last segment becomes.
@@ -147,7 +147,8 @@ class NameEditor:
         main = self.detected.main()
         if not main:
             what = "no state dict to add a prefix to"
-            no_match("add_prefix P", NoMatchError(what, where=self.where, unmatched=("add_prefix", said)))
+            error = NoMatchError(what, where=self.where, unmatched=("add_prefix", said))
+            no_match("add_prefix P", error)  # which raises it
         if len(main) != 1 or not isinstance(main[0], StateDict):
             meant = dict.fromkeys(found.path for found in (*main, *self.detected.state_dicts))
             raise NoMatchError(
@@ -155,7 +156,7 @@ class NameEditor:
                 where=self.where,
                 hint="to prefix the names of all of them: " + option("rename", (("^", prefix),)),
             )
-        keys = set(main[0].names())
+        keys = set(main[0].names())  # an average of it has the same, and its optimizer some of them
         served = [found for found in self.detected.state_dicts if set(found.names()) == keys]
         for metadata, _ in self.metadata(served):
             _add_to_metadata(metadata, prefix)
@@ -179,7 +180,7 @@ class NameEditor:
             for effect, i in optimizer.places:
                 _replace(effect, i, known)
 
-    def conclude(self, found: StateDict | NamedOptimizer, before: list[str]) -> None:
+    def report(self, found: StateDict | NamedOptimizer, before: list[str]) -> None:
         """Report what became of `found`'s names; refuse where two became one."""
         origin: dict[str, str] = {}
         is_reported = isinstance(found, StateDict) or not self.detected.state_dicts

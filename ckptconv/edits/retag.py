@@ -13,7 +13,7 @@ from ckptconv.errors import NoMatchError, UnknownDeviceError, some
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Global, Tuple, Value
 
-__all__ = ["kept_devices", "retag", "tags_of", "unmatched_rules"]
+__all__ = ["about_kept_devices", "retag", "tags_of", "unmatched_rules"]
 
 
 def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
@@ -59,7 +59,7 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
         changes.notes.append(no_match("to DEVICE", error))
 
 
-def kept_devices(checkpoint: Checkpoint, devices: Devices) -> list[str]:
+def about_kept_devices(checkpoint: Checkpoint, devices: Devices) -> list[str]:
     """A note on devices in `checkpoint` that are data, where `devices` would send tensors from there elsewhere."""
     data = user_devices(checkpoint.index.every_place)
     stay = [f"{path} = {device}" for path, device in data.items() if devices.new_tag(device) != device]
@@ -93,7 +93,7 @@ def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) ->
             hint=option("map_location", ((near, str(rule.new)),)) + " may be meant" if near else None,
             unmatched=("devices", rule),
         )
-        no_match("map WORD=NEW", error)
+        no_match("map WORD=NEW", error)  # which raises it
     return notes
 
 

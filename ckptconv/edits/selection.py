@@ -53,7 +53,7 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
     if edits.select is not None:
         place = _place_at(checkpoint, edits.select)
         if place is None:
-            no_match("select PATH", _no_place(checkpoint, edits.select))
+            no_match("select PATH", _no_place(checkpoint, edits.select))  # which raises it
         else:
             left += _take(checkpoint, place)
     if edits.state_dict and not (edits.select is not None and _named_tensors(checkpoint)):
@@ -278,7 +278,7 @@ def _filter(
                     else _near_glob(checkpoint, field, glob, named) or detected.hint_of_modules(),
                     unmatched=(field, glob),
                 )
-                no_match(f"{field} GLOB", error, is_one_of_several=len(globs) > 1)
+                no_match(f"{field} GLOB", error, is_one_of_several=len(globs) > 1)  # which raises it
             found |= hits
         return found
 
@@ -318,7 +318,7 @@ def _places_at(checkpoint: Checkpoint, path: str) -> list[Place]:
             hint=f"is {near[0]} meant?" if near else _look_for(checkpoint, Option("tree")),
             unmatched=("drop", path),
         )
-        no_match("drop PATH", error)
+        no_match("drop PATH", error)  # which raises it
     inside = {id(place) for place in found}
     return [place for place in found if inside.isdisjoint(id(above) for above in [*place.upwards()][1:])]
 

@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 _HEAD = 64
+_FIRST = frozenset(bytes([code]) for code in STARTS)
 _NUMPY = b"\x93NUMPY"
 _WINDOW = 1 << 20  # bytes searched at a time
 _SHORTEST = 3  # bytes of a pickle that names something: EXT1, its code, STOP
@@ -163,8 +164,10 @@ def _may_hold(value: Value | Encoded) -> bool:
 
 
 def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[Inner | int]:
-    """The pickles in `value`, which if it is long is a range of `blobs`, and before each the number of bytes that were
-    looked at, `most` in all; less than none, where an archive has more. Raises Undecidable.
+    """The pickles in `value`, which is a range of `blobs` if it is long. Raises Undecidable.
+
+    Between them are numbers: so many bytes were looked at, of `most` in all. A negative one says how many more there
+    are to look at: what is deflated in an archive can be more than the archive.
     """
     held = _readable(value, blobs)
     if held is not None:
@@ -179,7 +182,7 @@ def pickles_in_member(
     InputError.
     """
     if _is_pickle(name) or _is_looked_into(_head_of(held, member)):
-        yield -member.size  # which can be more than the archive has
+        yield -member.size  # more to look at
         yield from _pickles_in_file(_opened(held, member), name, most, depth)
 
 
@@ -239,9 +242,6 @@ def _head_of(held: Readable, member: Member) -> bytes:
     return next(inflated(stream), b"")[:_HEAD]
 
 
-_FIRST = frozenset(bytes([code]) for code in STARTS)
-
-
 def _readable(value: Value | Encoded, blobs: Readable) -> Readable | None:
     """`value` as a file."""
     if isinstance(value, Encoded):
@@ -286,7 +286,7 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
             return
         seen = scan_lenient(held.read, at, held.size, most=left)
         yield seen.end - at
-        if _counts(seen):
+        if _is_looked_at(seen):
             yield Inner(name, seen.graph, held)
         if seen.doubt:
             raise Undecidable(seen.doubt)
@@ -299,10 +299,7 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
 
 
 def _next_name(held: Readable, at: int) -> int:
-    """The offset of the first byte from `at` on with which a pickle can name something.
-
-    Less than none, where there is none.
-    """
+    """The offset of the first byte from `at` on with which a pickle can name something; -1 where there is none."""
     for start in range(at, held.size, _WINDOW):
         found = _NAMES.search(held.read(start, min(_WINDOW, held.size - start)))
         if found:
@@ -310,11 +307,11 @@ def _next_name(held: Readable, at: int) -> int:
     return -1
 
 
-def _counts(seen: LenientScan) -> bool:
-    """Whether it is a pickle with anything in it.
+def _is_looked_at(seen: LenientScan) -> bool:
+    """Whether it is a pickle that names or holds something.
 
-    What breaks off is one where something was called before, or what is dangerous was named:
-    bytes can start as a pickle by chance.
+    Bytes can start as a pickle by chance. So one that breaks off counts only if something was called before, or
+    something dangerous was named.
     """
     graph = seen.graph
     if seen.is_whole:

@@ -114,8 +114,8 @@ def concerns(checkpoint: Checkpoint, *, storages: bool = False) -> list[Concern]
 
 
 def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
-    """What is to be known of `pickles` that no checkpoint can be made of: what they name as far as
-    they go, for who loads them runs that much.
+    """What is to be known of `pickles` that no checkpoint can be made of: what they name before
+    they break off, because loading them runs that much.
     """
     search = _Search()
     for each in pickles:
@@ -190,11 +190,11 @@ class _Where:
         self.of, self.inside, self.outer, self.holder = of, inside, outer, holder
 
     @cached_property
-    def uses(self) -> Referrers:
+    def referrers(self) -> Referrers:
         return self.of.index.referrers if isinstance(self.of, Checkpoint) else Referrers(self.of, _places(self.of))
 
     def path(self, value: Value) -> str:
-        path = self.uses.path(value)
+        path = self.referrers.path(value)
         if self.outer is None:
             return self.inside + path
         outer = f"{self.outer.path(self.holder)} ({self.inside} inside)"
@@ -230,6 +230,7 @@ class _Search:
         return sorted(found, key=lambda concern: _KINDS.index(concern.kind))
 
     def checkpoint(self, checkpoint: Checkpoint, before: str) -> None:
+        """Look at the graph of `checkpoint`; paths begin with `before`."""
         graph = checkpoint.graph
         self.left = _left_for(graph)
         self.graph(graph, _Where(checkpoint, before), checkpoint.blobs or checkpoint.source, 0)
@@ -273,12 +274,12 @@ class _Search:
             try:
                 self.byte_string(value, holder, where, blobs, depth)
             except Undecidable as why:
-                if self.has(holder, where, depth):
+                if self.is_wanted(holder, where, depth):
                     self.add(str(why), where, holder, "unknown", inside=True)
 
-    def has(self, holder: Value, where: _Where, depth: int) -> bool:
-        """Whether what `holder` says is wanted."""
-        return not self.carried or depth > 0 or where.uses.has(holder)
+    def is_wanted(self, holder: Value, where: _Where, depth: int) -> bool:
+        """Whether to look at what `holder` says: where it is asked what is carried, only if the graph still has it."""
+        return not self.carried or depth > 0 or where.referrers.has(holder)
 
     def byte_string(self, value: Value | Encoded, holder: Value, where: _Where, blobs: Readable, depth: int) -> None:
         """Look at the pickles in `value`, which stands where `holder` does."""
@@ -287,7 +288,7 @@ class _Search:
                 self.left -= inner
             elif depth == LIMITS.nested_pickles:
                 raise Undecidable("pickles nested too deeply")
-            elif self.has(holder, where, depth):
+            elif self.is_wanted(holder, where, depth):
                 self.inside += 1
                 if self.inside > LIMITS.pickles_inside:
                     raise Undecidable("more pickles inside than are looked into")
@@ -303,10 +304,10 @@ class _Search:
             name, known = _NOT_LISTED, self.found.get(_NOT_LISTED)
         self.urgent += urgent and known is None
         if known is None:
-            place, more = where.uses.of(value)
+            place, more = where.referrers.of(value)
             self.found[name], self.more[name] = Concern(name, where.path(place), kind, inside=inside), more
             return
-        self.more[name] += 1 if where.outer else where.uses.of(value)[1] + 1
+        self.more[name] += 1 if where.outer else where.referrers.of(value)[1] + 1
         worst = min(kind, known.kind, key=_KINDS.index)
         if (worst, known.inside and inside) != (known.kind, known.inside):
             self.found[name] = replace(known, kind=worst, inside=known.inside and inside)
@@ -324,8 +325,9 @@ def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
 
 
 def _storages_loaded(graph: Graph) -> set[int]:
-    """The ids of what in `graph`, a pickle inside a byte string, loads storages out of byte strings as plain pickles
-    do, and nothing else: those are looked into in turn.
+    """The ids of the loaders that `graph`, a pickle inside a byte string, calls on bytes and uses for nothing else.
+
+    So plain pickles hold storages. The bytes are looked into by themselves, so that the loader is no concern.
     """
     loaders = {id(node) for node in graph.globals if is_global(node, LOADER)}
     if not loaders:

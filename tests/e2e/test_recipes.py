@@ -554,6 +554,10 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
         saving(state, None, ["cuda:0", "cuda:1"]),
         lambda: tags("first.pt") == {"cuda:0"} or pytest.fail("a tag is left"),
     ),
+    "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!": (
+        saving(state, None, ["cuda:0", "cpu", "cuda:1"]),
+        lambda: (tags("cpu.pt"), tags("first.pt")) == ({"cpu"}, {"cuda:0"}) or pytest.fail("on several devices"),
+    ),
     "UnpicklingError: A load persistent id instruction was encountered, but no persistent_load function was "
     "specified": (
         saving(state, unpickles("model.pt")),

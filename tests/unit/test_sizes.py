@@ -14,7 +14,7 @@ import ckptconv
 pytestmark = pytest.mark.untraced
 LINES, PARAMETERS = 60, 8
 #: Their keywords are what a user can ask for, declared in ``conversion.options``.
-PUBLIC = {"convert", "diff", "jobs_in", "save"}
+PUBLIC = {"convert", "diff", "jobs_in", "plan", "save"}
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

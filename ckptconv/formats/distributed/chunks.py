@@ -31,10 +31,11 @@ def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequen
     """Raise MalformedError unless each element of the tensor `name` is in exactly one of
     `chunks`, all of which lie inside `shape`.
 
-    A chunk says of each element whether it is in it. The sum of what all say is what the whole would say exactly where
-    their differences are the same, and those are 1 or -1 at the corners of each chunk, and 0 elsewhere: terms of a
-    polynomial, whose exponents are a corner's indices. Two different polynomials are equal at a point taken by chance
-    once in 2^58 times. So no chunk is compared with another, and no corner is counted.
+    Each chunk is a function of the elements: 1 inside of it, 0 elsewhere. The chunks cover the tensor exactly once if
+    and only if the sum of these functions is that of a chunk which is the whole tensor. The differences of such a
+    function along all dimensions are 1 or -1 at the corners of the chunk, and 0 elsewhere. They are taken as the
+    coefficients of a polynomial, whose exponents are the indices of the corners. The polynomials are compared at one
+    random point, where two different ones are equal once in 2^58 times. So no chunk is compared with another.
     """
     chunks = [chunk for chunk in chunks if 0 not in chunk.sizes]
     if (len(chunks) == 1 and chunks[0].sizes == shape) or (not chunks and 0 in shape):

@@ -18,8 +18,8 @@ __all__ = ["Cut", "Strip", "held_sizes", "strips_of"]
 
 
 class Cut(NamedTuple):
-    """What one dimension of a mesh, of `parts` processes, of which this is the one `at`, does to a tensor: its
-    dimension `dim` is cut, in `split` pieces first; None: it is not cut.
+    """What one dimension of a mesh does to a tensor: the tensor's dimension `dim` is cut into as many `parts` as there
+    are processes, of which number `at` is this one's. It is cut into `split` pieces first. `dim` None: nothing is cut.
     """
 
     parts: int
@@ -49,8 +49,8 @@ def held_sizes(shape: tuple[int, ...], cuts: Sequence[Cut]) -> list[_Stretches]:
         total = sum(count for _, count in before)
         for piece in range(cut.split):
             start, count = _share(total, cut.split, piece)
-            inner, few = _share(count, cut.parts, cut.at)
-            after.take(before, start + inner, few)
+            inner, size = _share(count, cut.parts, cut.at)
+            after.take(before, start + inner, size)
         held[cut.dim] = after.stretches
     return held
 
@@ -77,17 +77,17 @@ class _Taken:
         self.stretches: _Stretches = []
 
     def take(self, of: _Stretches, start: int, count: int) -> None:
-        """Take `count` from the `start`-th on of what is in `of`."""
-        for first, there in of:
+        """Take `count` indices of the stretches `of`, from the one that is number `start` among all of theirs."""
+        for first, size in of:
             if not count:
                 return
-            some = min(there - start, count)
-            if some <= 0:
-                start -= there
+            taken = min(size - start, count)
+            if taken <= 0:  # it begins in a later stretch
+                start -= size
                 continue
             last = self.stretches[-1] if self.stretches else None
-            if last and sum(last) == first + start:
-                self.stretches[-1] = (last[0], last[1] + some)
+            if last and sum(last) == first + start:  # right behind it: one stretch
+                self.stretches[-1] = (last[0], last[1] + taken)
             else:
-                self.stretches.append((first + start, some))
-            start, count = 0, count - some
+                self.stretches.append((first + start, taken))
+            start, count = 0, count - taken

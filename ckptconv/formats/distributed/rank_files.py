@@ -125,7 +125,8 @@ class _Reader:
         self.parts = parts
         self.readers = [PartReader(part, rank, world) for rank, part in enumerate(parts)]
         self.files = [part.source.path.name for part in parts]
-        self.spread: dict[int, tuple[Place, list[Part]]] = {}  # by the id of the node in the first
+        #: What ranks have parts of: where it stands in the first, and the parts; by the id of its node there.
+        self.spread: dict[int, tuple[Place, list[Part]]] = {}
         self.replicas: list[Replica] = []
         self.merger = Merger(folder)
         self.keys = map(str, count())
@@ -263,7 +264,7 @@ class _Comparison:
                 got=f"{part.dtype.name} of shape {part.shape}, {part.layout}",
             )
         _, parts = self.spread.setdefault(id(place.node), (place, [first]))
-        if len(parts) == self.whole.parts.index(self.b):
+        if len(parts) == self.whole.parts.index(self.b):  # else it stands at another place too, and has this part
             parts.append(part)
 
     def same_bytes(self, place: Place, a: TensorInfo, b: TensorInfo) -> None:
@@ -319,7 +320,7 @@ class _Comparison:
             self.whole.replicas.append(Replica(place, self.files, (a, b)))
 
     def differ(self, place: Place) -> None:
-        """What stands at `place` is not the same in both."""
+        """Note that what stands at `place` is not the same in both: without pieces there is nothing to compare."""
         self.whole.replicas.append(Replica(place, self.files))
 
 

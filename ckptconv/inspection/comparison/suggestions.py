@@ -73,7 +73,7 @@ def _taking(path: str) -> tuple[Option, ...]:
 
 
 def _options(ours: list[_Part], theirs: list[_Part]) -> tuple[Option, ...]:
-    """What to ask for, so that most names of one of OUR parts are those of one of `theirs`, which is all that they have
+    """What to ask for, so that most names of one of `ours` are those of one of `theirs`, which is all that they have
     or stands at the same path.
     """
     best: tuple[tuple[int, int, list[str]], tuple[Option, ...]] = (0, 0, []), ()
