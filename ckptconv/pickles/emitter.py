@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from itertools import chain
+from operator import is_
 from typing import TypeAlias
 
 from ckptconv.pickles.graph import (
@@ -38,7 +40,7 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.opcodes import CODES
-from ckptconv.pickles.rows import RowCall, RowForm
+from ckptconv.pickles.rows import RowCall, RowForm, RowItems
 
 __all__ = ["emit"]
 
@@ -55,7 +57,7 @@ _with_number = struct.Struct("<cI").pack
 _FEW = 64  # parts of what is written without steps: a tensor has some twenty
 
 
-def emit(graph: Graph, *, loadable: bool, short: bool = False) -> list[bytes | Blob]:
+def emit(graph: Graph, *, loadable: bool, short: bool = False, splice: bool = False) -> list[bytes | Blob]:
     """The pickle of `graph` in pieces: bytes, and the blobs that stay where they are.
 
     Args:
@@ -63,10 +65,11 @@ def emit(graph: Graph, *, loadable: bool, short: bool = False) -> list[bytes | B
         loadable: torch's ``weights_only`` unpickler takes the graph, so say it with that unpickler's opcodes.
         short: Put into the memo only what is read from it again, which takes twice the time; and use the short opcode
             for texts where the header is one that has it.
+        splice: Items of mappings that the source says in the same bytes are blobs too.
     """
     if not graph.discarded:
         try:
-            return _written(_Plain, graph, loadable, short)
+            return _written(_Splicing if splice and graph.row_items else _Plain, graph, loadable, short)
         except _OutOfOrder:
             pass
     return _written(_Replayed, graph, False, short)
@@ -349,6 +352,48 @@ class _Plain(_Writer):
         for effect in target.effects:
             steps += _doing(effect)
         self.todo += steps[::-1]
+
+
+class _Splicing(_Plain):
+    """Leaves the items of mappings that are rows where the source has them, if it would write the same bytes."""
+
+    def row(self, call: RowCall) -> bool:
+        if not super().row(call):
+            return False
+        last: Value = call
+        while (items := self.graph.row_items.get(last)) and self.follow(items):
+            self.pieces += (bytes(self.out), Blob("str", items.offset, items.length))
+            self.out = bytearray()
+            last = items.values[-1]
+        return True
+
+    def follow(self, items: RowItems) -> bool:
+        """Do as if `items` were written, if they come next and would be what they are in the source."""
+        memo, rows, starts = self.memo, items.rows(), items.starts
+        names, n = items.values[::2], len(items.values)
+        coming = self.todo[: -n - 1 : -1]
+        if len(coming) < n or not all(map(is_, coming, items.values)) or not items.is_as_read():
+            return False
+        if self.slots != starts[0] or items.order - 2 < self.order:
+            return False
+        texts = {*map(id, chain(names, items.keys))}  # those of one character are one object wherever they stand
+        if len(texts) < n or not memo.keys().isdisjoint(texts):
+            return False
+        if not self.graph.shared.isdisjoint(row.reference for row in rows):
+            return False
+        tags = {(id(row.form), id(row.reference.tag)): (row.form, row.reference.tag) for row in rows}
+        for form, tag in tags.values():
+            if form is None or form.tag_slot is None or memo.get(id(form.function)) != items.called:
+                return False
+            for slot, value in zip(form.reads, form.values, strict=True):
+                if memo.get(id(tag if slot == form.tag_slot else value)) != slot:
+                    return False
+        memo.update(zip(map(id, names), starts, strict=False))
+        memo.update(zip(map(id, items.keys), (start + 1 for start in starts), strict=False))
+        memo.update(zip(map(id, rows), (start - 1 for start in starts[1:]), strict=True))
+        self.slots, self.order = starts[-1], rows[-1].order or 0
+        del self.todo[-n:]
+        return True
 
 
 class _Replayed(_Writer):

@@ -16,10 +16,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from itertools import islice
-from typing import TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard, TypeVar
 
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
+
+if TYPE_CHECKING:
+    from ckptconv.pickles.rows import RowItems
 
 __all__ = [
     "AT_ONCE",
@@ -274,7 +277,8 @@ class Graph:
 
     ``globals``, ``calls`` and ``references`` (persistent ids) are all that the source has, in its order, so that nobody
     has to walk the graph for them; edits do not keep them up to date. If it ``has_rows``, ``outer_calls`` leaves out
-    the calls inside rows (:mod:`ckptconv.pickles.rows`), each of a global, without arguments, just before its row.
+    the calls inside rows (:mod:`ckptconv.pickles.rows`), each of a global, without arguments, just before its row, and
+    ``row_items`` are items of mappings that follow a row, as the source has them.
     ``discarded`` holds what the pickle made and threw away again, where it had effects (a call whose result is popped
     is still a call). ``shared`` are the nodes that the pickle names more than once. ``byte_strings`` and ``extensions``
     are all of these that the source has, those that it throws away too. ``changed`` are the objects to which the source
@@ -297,6 +301,7 @@ class Graph:
     written: dict[Call, Call] = field(default_factory=dict)
     left_out: list[Value] = field(default_factory=list)
     has_rows: bool = False
+    row_items: Mapping[Value, RowItems] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Call]:

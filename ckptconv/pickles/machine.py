@@ -31,7 +31,7 @@ from ckptconv.pickles.graph import (
 from ckptconv.pickles.opcodes import CODES
 
 if TYPE_CHECKING:
-    from ckptconv.pickles.rows import Rows
+    from ckptconv.pickles.rows import RowItems, Rows
 
 __all__ = ["HASHED_AS_IT_IS", "Operation", "PickleMachine", "kind_of"]
 
@@ -80,6 +80,7 @@ class PickleMachine:
         self.used = bytearray(256)
         self.rows: Rows | None = None  # reads what is alike at once, where that is wanted
         self.has_rows = False
+        self.items: dict[Value, RowItems] = {}
 
     def load(self, dispatch: Sequence[Operation | None], most: int | None = None) -> Graph:
         """Execute opcodes up to STOP, at most `most` where that is less than the limit,
@@ -138,6 +139,7 @@ class PickleMachine:
             [*self.codes.values()],
             self.changed,
             has_rows=self.has_rows,
+            row_items=self.items,
         )
 
     def count(self, opcodes: int) -> bool:

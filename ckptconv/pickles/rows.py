@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import re
 import struct
+from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, chain, count, islice, repeat
 from operator import is_, itemgetter
 from typing import Any, cast
 
@@ -27,12 +28,13 @@ from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, PersistentId, Tuple
 from ckptconv.pickles.machine import Operation, PickleMachine
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["RowCall", "RowForm", "RowId", "Rows", "type_of"]
+__all__ = ["RowCall", "RowForm", "RowId", "RowItems", "Rows", "type_of"]
 
-_INT = rb"(?:K.|M..|J....)"
-_GET = rb"(?:h.|j....)"
-_PUT = rb"(r....)"  # of four bytes: rows begin behind the first 256 slots
-_PERHAPS = rb"((?:r....)?)"  # an empty tuple is not put, and neither is a text that the memo has
+# Each number in the shortest opcode, as the emitter writes it.
+_INT = rb"(?:K.|M.[^\0]|J..(?!\0\0)..)"
+_GET = rb"(?:h.|j.(?!\0\0\0)...)"
+_PUT = rb"(r.(?!\0\0\0)...)"  # of four bytes: rows begin behind the first 256 slots
+_PERHAPS = rb"((?:r.(?!\0\0\0)...)?)"  # an empty tuple is not put, and neither is a text that the memo has
 _INTS = rb"(\)(?!r)|(?:I\x85|II\x86|III\x87|\(I{4,64}t)(?=r))".replace(b"I", _INT)
 #: What follows the GET of what is called. All lengths are in it but those of the two texts, which are compared.
 _PATTERN = (
@@ -57,7 +59,7 @@ class RowForm:
 
     ``word``, ``cls``, ``numel`` stand in the persistent id, around the key and the tag; ``made_by`` is called without
     arguments. ``tag`` is None where each row has a text of its own. ``parts`` are what is put into the memo, in order;
-    ``read`` gives what now stands in the memo slots that are read, and ``values`` is what stood there.
+    ``reads`` are the memo slots that are read, of which ``tag_slot`` has the tag, and ``values`` is what stood there.
     """
 
     function: Global
@@ -72,8 +74,13 @@ class RowForm:
     made_by: Global
     parts: list[str]
     opcodes: int
-    read: Callable[[Any], tuple[Value, ...]]
+    reads: tuple[int, ...]
     values: tuple[Value, ...]
+    tag_slot: int | None
+
+    def is_for(self, memo: Mapping[Any, Value]) -> bool:
+        """Whether the same nodes and texts as ever stand in `memo`."""
+        return all(memo.get(slot) is value for slot, value in zip(self.reads, self.values, strict=True))
 
 
 class RowId(PersistentId):
@@ -168,6 +175,37 @@ def type_of(value: Value) -> type:
 RowId.__name__, RowCall.__name__ = PersistentId.__name__, Call.__name__
 
 
+class RowItems:
+    """Items of a mapping that were read at once: what they are, and where the pickle says them.
+
+    `values` are texts and rows in turn, ``keys`` those of the storages. They are `length` bytes at `offset`. Each puts
+    its text, and then what its row has, into the memo, from the slot in `starts` on; the last one ends before the last
+    of these. The rows call what is in the slot `called`.
+    """
+
+    __slots__ = ("called", "keys", "length", "offset", "order", "starts", "values")
+
+    def __init__(self, values: list[Value], starts: list[int], called: int, offset: int, length: int) -> None:
+        self.values = values
+        self.keys = [row.reference.key for row in self.rows()]
+        self.order = self.rows()[0].order or 0
+        self.starts = array("Q", starts)
+        self.called = called
+        self.offset = offset
+        self.length = length
+
+    def rows(self) -> list[RowCall]:
+        """The rows."""
+        return cast("list[RowCall]", self.values[1::2])
+
+    def is_as_read(self) -> bool:
+        """Whether the rows still say what they said, but for tags."""
+        return all(
+            row.row and row.reference.key is key and (row.reference.order, row.order) == (order - 2, order)
+            for row, key, order in zip(self.rows(), self.keys, count(self.order, 3), strict=False)
+        )
+
+
 class _Memo(dict[Any, Value]):
     """Takes what is put, and notes what is read of `outer`."""
 
@@ -203,13 +241,11 @@ class Rows:
         m = self._machine
         if not self._read_one(function):
             return
-        get = CODES["BINGET"] + bytes([slot]) if slot < 256 else CODES["LONG_BINGET"] + slot.to_bytes(4, "little")
         # The method of a scanner, which re.Scanner uses, finds one match right behind the other.
         while found := [*islice(iter(cast("Any", _ITEM).scanner(m.window, m.pos).match, None), self._at_once)]:
-            if not self._read_items(function, get, [*zip(*(each.groups(b"") for each in found), strict=True)]):
+            if not self._read_items(function, slot, found):
                 self._at_once = 1
                 return
-            m.pos = found[-1].end()
             self._at_once = min(2 * self._at_once, _MOST)
 
     def _read_one(self, function: Global) -> bool:
@@ -227,7 +263,7 @@ class Rows:
             return False
         told = function, head, tag, numel, offset, shape, stride, rest
         form = self._forms.get(told)
-        if form is None or not all(map(is_, form.read(m.memo), form.values)):
+        if form is None or not form.is_for(m.memo):
             form = self._learn(function, found[0], tag, len(slots))
             if form is None:
                 return False
@@ -241,11 +277,13 @@ class Rows:
         (m.stack[-1],) = self._made([form], [key], [tag], [slots.start], slots.stop)
         return True
 
-    def _read_items(self, function: Global, get: bytes, columns: list[tuple[bytes, ...]]) -> bool:
-        """Do what the items say that begin at the next opcode, of which `columns` are what the pattern found; False,
-        and nothing, where one is anything but a key and a row of a known form.
+    def _read_items(self, function: Global, slot: int, found: list[re.Match[bytes]]) -> bool:
+        """Do what the items say that the pattern `found`; False, and nothing, where one is anything but a key and a row
+        of a known form, whose `function` comes from the memo `slot`.
         """
         m = self._machine
+        get = CODES["BINGET"] + bytes([slot]) if slot < 256 else CODES["LONG_BINGET"] + slot.to_bytes(4, "little")
+        columns = zip(*(each.groups(b"") for each in found), strict=True)
         lengths, texts, p0, gets, called, head, key_lengths, keys, p1, tags, p2, numel, p3, *others = columns
         offset, shape, p4, stride, p5, rest, *last = others
         puts = zip(p0, p1, p2, p3, p4, p5, *last, strict=True)
@@ -257,7 +295,7 @@ class Rows:
             return False
         if key_lengths != tuple(map(_LENGTHS.__getitem__, map(len, keys))):
             return False
-        if not all(all(map(is_, form.read(m.memo), form.values)) for form in dict.fromkeys(forms)):
+        if not all(form.is_for(m.memo) for form in dict.fromkeys(forms)):
             return False
         if not m.count(sum(form.opcodes for form in forms) + (2 if gets[0] else 3) * len(forms)):
             return False
@@ -266,9 +304,13 @@ class Rows:
         starts = [*accumulate((len(form.parts) + len(p0[0]) // 5 for form in forms), initial=slots.start)]
         if p0[0]:
             m.memo.update(zip(starts, names, strict=False))
-            starts = [start + 1 for start in starts]
-        calls = self._made(forms, keys, tags, starts[:-1], slots.stop)
-        m.stack += chain.from_iterable(zip(names, calls, strict=True))
+        first = [start + 1 for start in starts[:-1]] if p0[0] else starts[:-1]
+        calls = self._made(forms, keys, tags, first, slots.stop)
+        values: list[Value] = [each for item in zip(names, calls, strict=True) for each in item]
+        if p0[0]:
+            m.items[m.stack[-1]] = RowItems(values, starts, slot, m.tell(), found[-1].end() - m.pos)
+        m.stack += values
+        m.pos = found[-1].end()
         self._patience += len(calls)
         return True
 
@@ -355,8 +397,9 @@ class Rows:
             made.callable,
             [names[id(value)] for value in memo.values()],
             graph.opcodes - 1,
-            itemgetter(*memo.read),
-            tuple(memo.read.values()),
+            (*memo.read,),
+            (*memo.read.values(),),
+            None if is_own else int.from_bytes(tag[1:], "little"),
         )
 
     def get(self, slot: int) -> Value:

@@ -130,6 +130,10 @@ def _check_rows(data: bytes, folder: Path) -> bool:
     del folder
     (graph, said), (plain, expected) = row_pickles.read(data, rows=True), row_pickles.read(data, rows=False)
     assert said == expected, "an error, or its place, is another with rows"
+    if graph and plain:
+        for tag in (None, "mps:0"):
+            written = row_pickles.emitted(graph, data, tag, splice=True)
+            assert written == row_pickles.emitted(plain, data, tag, splice=False), "rows are written in other bytes"
     assert row_pickles.described(graph) == row_pickles.described(plain), "the graph is another with rows"
     return graph is not None
 

@@ -7,13 +7,14 @@ from random import Random
 from typing import Any
 
 from ckptconv.errors import CkptconvError
-from ckptconv.pickles.graph import Call, Effect, Graph, Node, PersistentId
+from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.graph import Call, Effect, Graph, Node, PersistentId, Tuple
 from ckptconv.pickles.machine import PickleMachine
 from ckptconv.pickles.opcodes import CODES
 from ckptconv.pickles.parser import DISPATCH
-from ckptconv.pickles.rows import Rows
+from ckptconv.pickles.rows import RowId, Rows
 
-__all__ = ["described", "made", "read"]
+__all__ = ["described", "emitted", "made", "read"]
 
 _SHAPES = ((), (4,), (4, 4), (300, 2), (70_000, 1, 1), (2, 2, 2, 2), (-1, 2))
 _TAGS = (b"cpu", b"cuda:0", b"cudar", b"privateuseone:1", b"x")
@@ -67,12 +68,13 @@ class _Maker:
 
     def __init__(self, random: Random) -> None:
         self.random = random
-        self.slot = random.choice((256, 300, 1 << 20))
+        self.slot = random.choice((0, 0, 256, 300, 1 << 20))
         self.out = CODES["PROTO"] + bytes([random.choice((2, 2, 2, 3, 4, 5))])
         self.slots: list[int] = []
+        self.calm = random.choice((1, 40) if self.slot else (40, 400))  # the larger, the less odd
 
     def one_in(self, n: int) -> bool:
-        return self.random.randrange(n) == 0
+        return self.random.randrange(n * self.calm) == 0
 
     def put(self) -> bytes:
         if self.one_in(60):
@@ -82,11 +84,13 @@ class _Maker:
         return self.long_put(self.slots[-1])
 
     def long_put(self, slot: int) -> bytes:
-        return CODES["LONG_BINPUT"] + struct.pack("<I", slot)
+        return CODES["LONG_BINPUT"] + struct.pack("<I", slot) if slot > 255 else CODES["BINPUT"] + bytes([slot])
 
     def get(self, slot: int | None = None) -> bytes:
         if slot is None or self.one_in(100):
             slot = self.random.choice(self.slots)
+        if slot < 256:
+            return CODES["BINGET"] + bytes([slot])
         return CODES["LONG_BINGET"] + struct.pack("<I", slot)
 
     def text(self, text: bytes) -> bytes:
@@ -95,6 +99,8 @@ class _Maker:
     def number(self, number: int) -> bytes:
         if 0 <= number < 256:
             return CODES["BININT1"] + bytes([number])
+        if 0 <= number < 65536 and not self.one_in(9):
+            return CODES["BININT2"] + struct.pack("<H", number)
         return CODES["BININT"] + struct.pack("<i", number)
 
     def numbers(self, numbers: tuple[int, ...]) -> bytes:
@@ -130,25 +136,51 @@ class _Maker:
             return b"K\1" + self.long_put(self.slot + 3)
         return self.random.choice(ways)
 
+    def key(self, keys: list[int]) -> bytes:
+        """The key of an item: a text, which may look like opcodes, or mostly what the memo has as one of `keys`."""
+        if keys and self.one_in(4):
+            return self.get(self.random.choice(keys))
+        text = self.random.choice((b"wb"[self.one_in(9) :], b"layers.1.weight", b"r\1\2\0\0h\2((", b"\xc3\xa9!"))
+        text += b"\xff" if self.one_in(60) else b""
+        keys.append(self.slot)
+        return self.text(text) + self.put()
+
+
+def emitted(graph: Graph, data: bytes, tag: str | None = None, *, splice: bool) -> bytes:
+    """The pickle of `graph`, which was read from `data`, with the other `tag` in all references where one is given."""
+    for reference in graph.references if tag else ():
+        if isinstance(reference, RowId) and reference.form:
+            reference.tag = tag or ""
+        elif isinstance(reference.id, Tuple) and len(reference.id.items) == 5:
+            reference.id = Tuple([*reference.id.items[:3], tag, reference.id.items[4]])
+    pieces = emit(graph, loadable=False, splice=splice)
+    return b"".join(each if isinstance(each, bytes) else data[each.offset :][: each.length] for each in pieces)
+
 
 def made(random: Random) -> bytes:
-    """A pickle with some rows, most of them sound."""
+    """A pickle with some rows, in a list or as the values of a mapping, most of them sound."""
     maker = _Maker(random)
+    is_list, keys = random.random() < 0.5, list[int]()
+    out = maker.out + (b"]" if is_list else b"}") + (maker.put() if maker.slot == 0 else b"") + b"("
+    maker.slots = []
     names = (b"torch._utils\n_rebuild_tensor_v2", b"torch\nFloatStorage", b"collections\nOrderedDict")
-    start = b"".join(CODES["GLOBAL"] + name + b"\n" + maker.put() for name in names)
-    start += b"".join(maker.text(text) + maker.put() for text in (b"storage", b"cpu"))
+    out += b"".join(CODES["GLOBAL"] + name + b"\n" + maker.put() for name in names)
+    out += b"".join(maker.text(text) + maker.put() for text in (b"storage", b"cpu")) + b"N"
+    while maker.slot < 256:  # as torch writes them: rows come behind
+        out += maker.text(f"{maker.slot:03}".encode()) + maker.put()
     if len(maker.slots) < 5:
-        return maker.out + start
+        return out
     function, cls, made_by, word, cpu = maker.slots[:5]
     shapes = random.choices(_SHAPES, k=2)
-    tags = random.choices((None, None, *_TAGS), k=2)
-    out = maker.out + b"](" + start
-    for _ in range(random.randrange(1, 9)):
+    tags = random.choices((*[None] * 9, *_TAGS), k=2)
+    for _ in range(random.randrange(1, 9) if is_list else random.randrange(1, 30)):
         words = [function, word, cls, cpu, made_by]
-        if maker.one_in(20):
+        if maker.one_in(20 if is_list else 60):
             random.shuffle(words)
-        out += maker.row(words, random.choice(shapes), random.choice(tags)) + maker.between()
-    out += b"e" + b"".join(maker.get() for _ in range(3)) + b"\x87\x86."
+        out += b"" if is_list else maker.key(keys)
+        out += maker.row(words, random.choice(shapes), random.choice(tags))
+        out += maker.between() if is_list or maker.one_in(30) else b""
+    out += (b"e" if is_list else b"u") + b"".join(maker.get() for _ in range(3)) + b"\x87\x86."
     if random.random() < 0.1:
         out = out[:2] + CODES["FRAME"] + struct.pack("<Q", random.randrange(len(out) - 1)) + out[2:]
     if random.random() < 0.3:

@@ -6,9 +6,10 @@ import os
 from collections import Counter
 from random import Random
 
+from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Call, Graph, PersistentId, Tuple
 from ckptconv.pickles.rows import RowCall, type_of
-from tests.support.row_pickles import described, made, read
+from tests.support.row_pickles import described, emitted, made, read
 
 _COUNT = 100_000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1_500
 
@@ -35,8 +36,14 @@ def test_the_graph_is_the_machines() -> None:
         met["read"] += graph is not None
         met["refused"] += graph is None
         assert said == expected, (seed, data)
+        if graph and plain:
+            tag = random.choice((None, "mps:0", "cpu"))
+            met["spliced"] += len(emit(graph, loadable=False, splice=True)) > 1
+            written = emitted(graph, data, tag, splice=True)
+            assert written == emitted(plain, data, tag, splice=False), (seed, data)
         assert described(graph) == described(plain), (seed, data)
     assert met["rows"] > _COUNT / 2 and met["read"] > _COUNT / 5 and met["refused"] > _COUNT / 10, met
+    assert met["spliced"] > _COUNT / 40, met
 
 
 def test_what_a_row_is_made_of() -> None:
