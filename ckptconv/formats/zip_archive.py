@@ -771,7 +771,9 @@ def central_directory(entries: list[NewEntry], start: int) -> bytes:
 
 def central_entry(entry: NewEntry) -> bytes:
     """The entry of a stored member in the central directory."""
-    wide = b"".join(n.to_bytes(8, "little") for n in (entry.size, entry.size, entry.header_offset) if n >= _ONES32)
+    wide = b""
+    if entry.size >= _ONES32 or entry.header_offset >= _ONES32:
+        wide = b"".join(n.to_bytes(8, "little") for n in (entry.size, entry.size, entry.header_offset) if n >= _ONES32)
     extra = struct.pack("<HH", _ZIP64_EXTRA, len(wide)) + wide if wide else b""
     version, shown = 45 if wide else 20, min(entry.size, _ONES32)
     head = (CENTRAL, 0, version, entry.flags, STORED, 0, 0, entry.crc32, shown, shown, len(entry.name), len(extra))

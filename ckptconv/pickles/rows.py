@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, count, islice, repeat
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any, cast
 
 from ckptconv.errors import InputError
@@ -47,8 +47,10 @@ _ROW = regex(_PATTERN, re.DOTALL)
 #: An item of a mapping: its key, which is a text of some length or read from the memo, the GET, and the row.
 _ITEM = regex(rb"(?:X(....)(.{0,250}?)" + _PUT + rb"|(" + _GET + rb"))(" + _GET + rb")" + _PATTERN, re.DOTALL)
 _MOST = 4096  # items at once
+_WORTH_IT = 6  # of which fewer take longer than rows one by one: then some rows pass before the next attempt
 _TEXT, _AT = CODES["BINUNICODE"], 5  # a text's first byte, and where its characters begin
 _LENGTHS = [n.to_bytes(4, "little") for n in range(30)]
+_PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(10)]
 _PARTS = ("key", "tag", "id", "shape", "stride", "inside", "args", "call")
 _PATIENCE = 64  # attempts that may be in vain, and one more for each that is not
 
@@ -80,7 +82,7 @@ class RowForm:
 
     def is_for(self, memo: Mapping[Any, Value]) -> bool:
         """Whether the same nodes and texts as ever stand in `memo`."""
-        return all(memo.get(slot) is value for slot, value in zip(self.reads, self.values, strict=True))
+        return all(map(is_, map(memo.get, self.reads), self.values))
 
 
 class RowId(PersistentId):
@@ -232,6 +234,7 @@ class Rows:
         self._parts: list[list[str]] = []
         self._end = 0  # behind the last of these slots
         self._patience = _PATIENCE
+        self._pause = self._wait = 0
         self._at_once = 1  # items; twice as many where all could be read, so that nothing is looked at again and again
 
     def read(self, function: Global, slot: int) -> None:
@@ -241,12 +244,18 @@ class Rows:
         m = self._machine
         if not self._read_one(function):
             return
+        if self._wait:
+            self._wait -= 1
+            return
+        before = len(self._rows)
         # The method of a scanner, which re.Scanner uses, finds one match right behind the other.
         while found := [*islice(iter(cast("Any", _ITEM).scanner(m.window, m.pos).match, None), self._at_once)]:
             if not self._read_items(function, slot, found):
                 self._at_once = 1
-                return
+                break
             self._at_once = min(2 * self._at_once, _MOST)
+        self._pause = 0 if len(self._rows) >= before + _WORTH_IT else min(2 * self._pause + 1, _PATIENCE)
+        self._wait = self._pause
 
     def _read_one(self, function: Global) -> bool:
         """Do what the row says; False, and nothing, where there is none."""
@@ -257,14 +266,16 @@ class Rows:
         found = _ROW.match(m.window, m.pos)
         if found is None:
             return False
-        head, length, key, p0, tag, p1, numel, p2, offset, shape, p3, stride, p4, rest, *last = found.groups()
-        slots = self._new_slots(b"".join((p0, p1, p2, p3, p4, *last)))
-        if length != _LENGTHS[len(key)] or slots is None:
+        head, length, key, p0, tag, p1, numel, p2, offset, shape, p3, stride, p4, rest, p5, p6, p7 = found.groups()
+        puts = b"".join((p0, p1, p2, p3, p4, p5, p6, p7))
+        n = len(puts) // 5
+        slots = _PUTS[n](puts)
+        if length != _LENGTHS[len(key)] or not self._are_new(slots):
             return False
         told = function, head, tag, numel, offset, shape, stride, rest
         form = self._forms.get(told)
         if form is None or not form.is_for(m.memo):
-            form = self._learn(function, found[0], tag, len(slots))
+            form = self._learn(function, found[0], tag, n)
             if form is None:
                 return False
             self._forms[told] = form
@@ -274,7 +285,16 @@ class Rows:
             return False
         m.pos = found.end()
         m.has_rows = True
-        (m.stack[-1],) = self._made([form], [key], [tag], [slots.start], slots.stop)
+        text = tag[_AT:].decode() if form.tag is None else form.tag
+        reference = RowId(form, key.decode(), text, m.order + 1)
+        m.order += 3
+        m.stack[-1] = call = RowCall(form, reference, m.order)
+        m.references.append(reference)
+        m.calls.append(call)
+        self._starts.append(slots[0])
+        self._rows.append(call)
+        self._parts.append(form.parts)
+        self._end = slots[0] + n
         return True
 
     def _read_items(self, function: Global, slot: int, found: list[re.Match[bytes]]) -> bool:
@@ -287,11 +307,11 @@ class Rows:
         lengths, texts, p0, gets, called, head, key_lengths, keys, p1, tags, p2, numel, p3, *others = columns
         offset, shape, p4, stride, p5, rest, *last = others
         puts = zip(p0, p1, p2, p3, p4, p5, *last, strict=True)
-        slots = self._new_slots(b"".join(chain.from_iterable(puts)))
+        slots = _slots_of(b"".join(chain.from_iterable(puts)))
         told = zip(repeat(function), head, tags, numel, offset, shape, stride, rest)
         forms = [form for form in map(self._forms.get, told) if form]
         names = self._names(lengths, texts, gets)
-        if slots is None or not len(forms) == len(names) == len(keys) or {*called} != {get}:
+        if not len(forms) == len(names) == len(keys) or {*called} != {get} or not self._are_new(slots):
             return False
         if key_lengths != tuple(map(_LENGTHS.__getitem__, map(len, keys))):
             return False
@@ -301,11 +321,12 @@ class Rows:
             return False
         for each in {*gets} if gets[0] else (_TEXT, p0[0]):
             m.used[each[0]] = 1
-        starts = [*accumulate((len(form.parts) + len(p0[0]) // 5 for form in forms), initial=slots.start)]
+        starts = [*accumulate((len(form.parts) + len(p0[0]) // 5 for form in forms), initial=slots[0])]
         if p0[0]:
             m.memo.update(zip(starts, names, strict=False))
-        first = [start + 1 for start in starts[:-1]] if p0[0] else starts[:-1]
-        calls = self._made(forms, keys, tags, first, slots.stop)
+        calls = self._made(forms, keys, tags)
+        self._starts += [start + 1 for start in starts[:-1]] if p0[0] else starts[:-1]
+        self._end = starts[-1]
         values: list[Value] = [each for item in zip(names, calls, strict=True) for each in item]
         if p0[0]:
             m.items[m.stack[-1]] = RowItems(values, starts, slot, m.tell(), found[-1].end() - m.pos)
@@ -314,16 +335,10 @@ class Rows:
         self._patience += len(calls)
         return True
 
-    def _new_slots(self, puts: bytes) -> range | None:
-        """The memo slots of `puts`, if they follow one another and nothing is in them."""
-        n = len(puts) // 5
-        numbers = bytearray(4 * n)
-        for i in range(4):
-            numbers[i::4] = puts[i + 1 :: 5]
-        slots = struct.unpack(f"<{n}I", numbers)
-        own = range(slots[0], slots[0] + n)
-        is_new = slots == (*own,) and own.start >= self._end and self._machine.memo.keys().isdisjoint(own)
-        return own if is_new else None
+    def _are_new(self, slots: tuple[int, ...]) -> bool:
+        """Whether memo `slots` follow one another, and nothing is in them."""
+        own = range(slots[0], slots[0] + len(slots))
+        return slots == (*own,) and own.start >= self._end and self._machine.memo.keys().isdisjoint(own)
 
     def _names(self, lengths: Sequence[bytes], texts: Sequence[bytes], gets: Sequence[bytes]) -> list[str]:
         """The keys of items: texts of these `lengths`, or what the slots of `gets` hold; fewer where one is neither, or
@@ -338,10 +353,8 @@ class Rows:
             return [text.decode("utf-8", "surrogatepass") for text in texts if len(text) <= LIMITS.inline_bytes]
         return []
 
-    def _made(
-        self, forms: list[RowForm], keys: Sequence[bytes], tags: Sequence[bytes], starts: Sequence[int], end: int
-    ) -> list[RowCall]:
-        """The calls of rows, one for each of the columns, whose memo slots start at `starts`, the last before `end`."""
+    def _made(self, forms: list[RowForm], keys: Sequence[bytes], tags: Sequence[bytes]) -> list[RowCall]:
+        """The calls of rows, one for each of the columns."""
         m = self._machine
         order = m.order
         m.order += 3 * len(forms)
@@ -350,10 +363,8 @@ class Rows:
         calls = [*map(RowCall, forms, references, range(order + 3, m.order + 1, 3))]
         m.references += references
         m.calls += calls
-        self._starts += starts
         self._rows += calls
         self._parts += [form.parts for form in forms]
-        self._end = end
         return calls
 
     def _learn(self, function: Global, row: bytes, tag: bytes, n: int) -> RowForm | None:
@@ -416,6 +427,15 @@ class Rows:
             for i, part in enumerate(parts):
                 memo.setdefault(first + i, row.part(part))
         self._machine.rows = None
+
+
+def _slots_of(puts: bytes) -> tuple[int, ...]:
+    """The memo slots of any number of `puts`."""
+    n = len(puts) // 5
+    numbers = bytearray(4 * n)
+    for i in range(4):
+        numbers[i::4] = puts[i + 1 :: 5]
+    return struct.unpack(f"<{n}I", numbers)
 
 
 def _numbers(value: Value) -> tuple[int, ...]:
