@@ -13,12 +13,17 @@ from typing import Any
 
 from ckptconv.errors import printable
 
-__all__ = ["page_of"]
+__all__ = ["hashes", "page_of"]
+
+
+def hashes() -> tuple[str, str]:
+    """The script and the style of all these pages, as the policy of a page around them has to allow them."""
+    return _sum(_script()), _sum(_text("page.css"))
 
 
 def page_of(data: dict[str, Any]) -> str:
     """The page that shows `data`."""
-    script, style = _text("vendor/d3-hierarchy.min.js") + _text("page.js"), _text("page.css")
+    script, style = _script(), _text("page.css")
     return Template(_text("page.html")).substitute(
         policy=f"default-src 'none'; script-src '{_sum(script)}'; style-src '{_sum(style)}'; base-uri 'none';"
         " form-action 'none'",
@@ -27,6 +32,10 @@ def page_of(data: dict[str, Any]) -> str:
         script=script,
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
+
+
+def _script() -> str:
+    return _text("vendor/d3-hierarchy.min.js") + _text("page.js")
 
 
 @cache

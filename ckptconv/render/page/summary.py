@@ -26,8 +26,10 @@ from ckptconv.render.text import first_of
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import Summary, TensorSummary
 
-__all__ = ["summary_data"]
+__all__ = ["NO_VERDICT", "summary_data"]
 
+#: In place of a verdict, where it stands elsewhere.
+NO_VERDICT = {"good": None, "text": "", "findings": [], "remedy": None}
 _PARTS, _OTHERS = 12, 24
 
 

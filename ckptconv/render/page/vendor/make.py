@@ -14,17 +14,20 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-__all__ = ["FILES", "INTEGRITY", "PACKAGE", "make"]
+__all__ = ["FILES", "INTEGRITY", "PACKAGE", "make", "published"]
 
 PACKAGE = "d3-hierarchy@3.1.2"
-#: As npm says it in lock files: of the archive that was published.
 INTEGRITY = "sha512-FX/9frcub54beBdugHjDCdikxThEqjnR93Qt7PvQTOHxyiNCAlvMrHhclk3cD5VeAaq9fxmfRp+CnWw9rEMBuA=="
 #: What of the archive is taken, and what it is called here.
 FILES = {"package/dist/d3-hierarchy.min.js": "d3-hierarchy.min.js", "package/LICENSE": "d3-hierarchy.LICENSE"}
 
 
-def make(folder: Path) -> None:
-    """Write the files into `folder`.
+def published(package: str, integrity: str) -> dict[str, bytes]:
+    """The files of what was published as `package`, by their names in the archive.
+
+    Args:
+        package: Its name and version.
+        integrity: Of the archive, as npm says it in lock files.
 
     Raises:
         OSError: There is no npm.
@@ -32,16 +35,20 @@ def make(folder: Path) -> None:
         ValueError: What it got is not what is expected.
     """
     with tempfile.TemporaryDirectory() as work:
-        subprocess.run(["npm", "pack", PACKAGE], cwd=work, check=True, capture_output=True, timeout=60)
+        subprocess.run(["npm", "pack", package], cwd=work, check=True, capture_output=True, timeout=60)
         (archive,) = Path(work).glob("*.tgz")
         digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-        if f"sha512-{digest}" != INTEGRITY:
-            raise ValueError(f"{PACKAGE} is not what it was: sha512-{digest}")
+        if f"sha512-{digest}" != integrity:
+            raise ValueError(f"{package} is not what it was: sha512-{digest}")
         with tarfile.open(archive) as opened:
-            for member, name in FILES.items():
-                file = opened.extractfile(member)
-                assert file
-                (folder / name).write_bytes(file.read())
+            return {member.name: file.read() for member in opened if (file := opened.extractfile(member))}
+
+
+def make(folder: Path) -> None:
+    """Write the files into `folder`. Raises as :func:`published` does."""
+    found = published(PACKAGE, INTEGRITY)
+    for member, name in FILES.items():
+        (folder / name).write_bytes(found[member])
 
 
 if __name__ == "__main__":

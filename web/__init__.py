@@ -1,0 +1,1 @@
+"""The page that converts in the browser, and what builds it."""

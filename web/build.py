@@ -1,0 +1,180 @@
+"""Build the page that converts in the browser: ``python -m web.build [FOLDER]``, else into ``web/dist``.
+
+It gets Pyodide from npm, whose version and SHA-512 stand here, and needs node to compile for its Python. All that the
+page loads stands in the folder, which can be put below any URL; a host that can send headers finds them in
+``_headers``, and where none does the page's service worker sends them.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import ckptconv
+from ckptconv.render.page.document import hashes
+from ckptconv.render.page.vendor.make import published
+
+__all__ = ["build"]
+
+PACKAGE = "pyodide@314.0.7"
+INTEGRITY = "sha512-0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
+HERE = Path(__file__).parent
+#: What of the standard library is left out: what talks to networks, terminals, databases and programmers.
+LEFT_OUT = (
+    "_pydatetime _pyio _pydecimal _pyrepl _strptime antigravity argparse bdb calendar cmd cProfile code concurrent/"
+    "interpreter concurrent/futures/process configparser csv curses dbm doctest ensurepip filecmp fileinput fractions"
+    " ftplib getopt getpass graphlib http idlelib imaplib ipaddress lib2to3 mailbox mailcap mimetypes modulefinder"
+    " multiprocessing netrc nturl2path optparse pdb pickletools plistlib poplib pprint profile profiling pstats pty py_compile"
+    " pyclbr pydoc pydoc_data rlcompleter runpy sched secrets shelve smtplib socketserver sqlite3 statistics"
+    " symtable tabnanny test this timeit tkinter trace turtle turtledemo unittest uuid venv wave webbrowser wsgiref"
+    " xml xmlrpc zipapp zoneinfo email html/parser asyncio/__main__ asyncio/windows_events asyncio/windows_utils"
+    " asyncio/proactor_events asyncio/tools ctypes/macholib ctypes/util gettext importlib/metadata logging/config"
+    " logging/handlers pyodide/console stringprep sysconfig/__main__ tomllib tracemalloc urllib/request"
+    " urllib/robotparser"
+    " _sysconfigdata__emscripten_wasm32-emscripten"
+)
+#: Encodings of texts that Python itself may need; the package uses no others.
+#: What of the package is left out: what needs a terminal, a network, torch, processes or a disk.
+NOT_HERE = (
+    "cli tensors byteranges/kernels byteranges/far output/in_place output/s3_upload output/upload_parts"
+    " output/folders output/cast_threads conversion/batches conversion/"
+    "jobs conversion/convert conversion/executors conversion/folder_plans conversion/in_place conversion/process_pool"
+    " conversion/undo formats/in_place render/notebook render/page/vendor/make inspection/verification __main__"
+)
+ENCODINGS = "__init__ aliases ascii cp437 latin_1 raw_unicode_escape unicode_escape utf_8 utf_8_sig utf_16 utf_32"
+#: Of the page itself, in the order in which they are loaded, and what a server calls them.
+SHELL = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(
+    ("page.mjs", "worker.mjs", "pyodide.mjs", "pyodide.asm.mjs"), "text/javascript; charset=utf-8"
+)
+#: What the worker is given as bytes, when the page is first touched.
+ENGINE = ("pyodide.asm.wasm.gz", "python_stdlib.zip.gz", "ckptconv.zip.gz")
+
+
+def build(folder: Path) -> dict[str, int]:
+    """Write the page into `folder`; the size of each file as it is sent, text compressed as hosts do it.
+
+    Raises:
+        OSError: There is no npm, or no node.
+        subprocess.CalledProcessError: One of them failed.
+        ValueError: What npm got is not what is expected.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as work:
+        engine, sources = Path(work) / "engine", Path(work) / "lib"
+        for name, data in published(PACKAGE, INTEGRITY).items():
+            to = engine / name.removeprefix("package/")
+            to.parent.mkdir(exist_ok=True)
+            to.write_bytes(data)
+        with zipfile.ZipFile(engine / "python_stdlib.zip") as library:
+            library.extractall(sources)
+        jobs = Path(work) / "jobs.json"
+        jobs.write_text(json.dumps({"python_stdlib.zip": _library(sources), "ckptconv.zip": _package()}))
+        subprocess.run(["node", HERE / "compile.mjs", engine, jobs, folder], check=True, timeout=300)
+        shutil.move(engine / "pyodide.asm.wasm", folder)
+        for name in ENGINE:
+            whole = folder / name.removesuffix(".gz")
+            (folder / name).write_bytes(gzip.compress(whole.read_bytes(), 9, mtime=0))
+            whole.unlink()
+        for name in ("pyodide.mjs", "pyodide.asm.mjs"):
+            text = (engine / name).read_text("utf-8")
+            (folder / name).write_text(text.partition("\n//# sourceMappingURL=")[0] + "\n", "utf-8")
+        lock = json.dumps({"info": json.loads((engine / "pyodide-lock.json").read_text())["info"], "packages": {}})
+    policies = _policies()
+    sizes = {name: (folder / name).stat().st_size for name in ENGINE}
+    values = {
+        "policy": policies["page"],
+        "version": ckptconv.__version__,
+        "lock": lock,
+        "engine": json.dumps(ENGINE),
+        "sizes": json.dumps(sizes),
+        "megabytes": f"{(sum(sizes.values()) + _sent(folder / 'pyodide.asm.mjs')) / 1e6:.1f}",
+    }
+    for name in ("index.html", "page.css", "page.mjs", "worker.mjs"):
+        _fill(name, folder, values)
+    types = SHELL | dict.fromkeys(ENGINE, "application/octet-stream")
+    files = {
+        name: {
+            "integrity": f"sha256-{_base64(hashlib.sha256((folder / name).read_bytes()).digest())}",
+            "headers": {
+                "content-type": kind,
+                "content-security-policy": policies["worker" if "worker" in name or "pyodide" in name else "page"],
+                "referrer-policy": "no-referrer",
+                "x-content-type-options": "nosniff",
+            },
+        }
+        for name, kind in types.items()
+    }
+    said = json.dumps(files, indent=1)
+    version = f"{ckptconv.__version__} {hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    _fill("sw.js", folder, {"files": said, "shell": json.dumps([*SHELL]), "version": version})
+    headers = {name: each["headers"] for name, each in files.items()} | {"": files["index.html"]["headers"]}
+    lines = [
+        f"/{name}\n" + "".join(f"  {key}: {value}\n" for key, value in said.items()) for name, said in headers.items()
+    ]
+    (folder / "_headers").write_text("".join(lines))
+    return {path.name: _sent(path) for path in sorted(folder.iterdir()) if path.name != "_headers"}
+
+
+def _library(sources: Path) -> dict[str, str]:
+    """The modules of the standard library that are taken, by their path in the archive."""
+    taken = _taken(sources, LEFT_OUT)
+    encodings = tuple(f"encodings/{name}.py" for name in ENCODINGS.split())
+    return {name: source for name, source in taken.items() if not name.startswith("encodings/") or name in encodings}
+
+
+def _package() -> dict[str, str]:
+    """The modules and data of the package, without those that only a terminal or a network needs, and the bridge."""
+    taken = _taken(HERE.parent / "ckptconv", NOT_HERE)
+    return {f"ckptconv/{name}": source for name, source in taken.items()} | {"bridge.py": str(HERE / "bridge.py")}
+
+
+def _taken(folder: Path, left_out: str) -> dict[str, str]:
+    """The files of `folder` by their paths in it, without those that are, or stand in, what is `left_out`."""
+    names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    out = tuple(f"{each}{end}" for each in left_out.split() for end in ("/", ".py"))
+    return {name: str(path) for name, path in names.items() if not name.startswith(out) and path.suffix != ".pyc"}
+
+
+def _policies() -> dict[str, str]:
+    """What the page and its worker may do. The hashes are those of the pages of ``inspect --html``."""
+    script, style = hashes()
+    least = "default-src 'none'; base-uri 'none'; form-action 'none'"
+    return {
+        "page": f"{least}; script-src 'self' '{script}'; style-src 'self' '{style}'; connect-src 'self';"
+        " worker-src 'self'; img-src data:",
+        "worker": f"{least}; script-src 'self' 'wasm-unsafe-eval'; connect-src 'none'",
+    }
+
+
+def _fill(name: str, folder: Path, values: dict[str, str]) -> None:
+    """Copy a file of ours into `folder`, with `values` where it has their names between double braces."""
+    text = (HERE / name).read_text("utf-8")
+    for key, value in values.items():
+        text = text.replace("{{" + key + "}}", value)
+    (folder / name).write_text(text, "utf-8")
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _sent(path: Path) -> int:
+    """The bytes of a file on the wire."""
+    data = path.read_bytes()
+    return len(data) if path.suffix == ".gz" else len(gzip.compress(data, 9))
+
+
+if __name__ == "__main__":
+    sent = build(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "dist")
+    for name, nbytes in sorted(sent.items(), key=lambda item: -item[1]):
+        print(f"{nbytes:>10,}  {name}")
+    print(f"{sum(sent.values()):>10,}  in all")
