@@ -11,20 +11,21 @@ from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.parts import PlannedFile
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits, edits_from
-from ckptconv.errors import CkptconvError, MissingTorchError, printable
+from ckptconv.errors import CkptconvError, MissingTorchError, printable, some
+from ckptconv.formats import opening
+from ckptconv.formats.opening import open_input
 from ckptconv.hints import Command, Option, command, command_in
 from ckptconv.inspection.comparison.diff import Compared, compare
 from ckptconv.inspection.summary import Summary, summary_of
-from ckptconv.limits import lower
+from ckptconv.pickles.graph import gc_paused
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.page.document import page_of
 from ckptconv.render.page.summary import NO_VERDICT, summary_data
 from ckptconv.render.report import report_lines
 
-__all__ = ["Bridge", "DroppedFile"]
+__all__ = ["Bridge", "DroppedFile", "error_text"]
 
-#: The stack of a browser ends at some 700 levels.
-NESTING = 400
+_SHOWN = 20  # names in a text
 
 
 class Slices(Protocol):
@@ -37,19 +38,12 @@ class Slices(Protocol):
         """These bytes, which ``to_bytes`` gives; a text says why they cannot be read."""
 
 
-class DroppedFile(io.RawIOBase):
+class DroppedFile:
     """A file of the browser as a file object of Python, which counts what it has read."""
 
     def __init__(self, file: Slices) -> None:
-        super().__init__()
         self._file, self._at, self.nread = file, 0, 0
         self.name = file.name
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._at
@@ -76,7 +70,6 @@ class Bridge:
     """The file that is looked at, and what was planned last."""
 
     def __init__(self) -> None:
-        lower(nesting=NESTING)
         self.file: DroppedFile | None = None
         self.planned: PlannedFile | None = None
 
@@ -128,20 +121,38 @@ class Bridge:
         """Compare two files as far as it can be done without torch."""
         files = DroppedFile(a), DroppedFile(b)
         line = str(command("diff", Path(a.name), Path(b.name)))
-        note = ""
         try:
-            found = compare(*files, Edits())
+            found, note = compare(*files, Edits()), ""
         except MissingTorchError:
             found = compare(*files, Edits(), Compared(names_only=True))
-            note = (
-                "There are values that differ. Only names were compared here: the command line says which and how far."
-            )
+            note = _by_checksums(*(_checksums(file) for file in files))
+        lines = ("names: " if note else "") + "\n".join(difference_lines(found, names_only=bool(note)))
+        return {"same": found.same and not note, "text": lines, "note": note, "command": line}
+
+
+def _checksums(file: DroppedFile) -> dict[str, tuple[Any, int | None]]:
+    """What each tensor is, and the checksum of its storage, if the file has one."""
+    with open_input(file) as source, gc_paused():
+        infos = opening.read(source).tensors.values()
         return {
-            "same": found.same and not note,
-            "text": "\n".join(difference_lines(found)),
-            "note": note,
-            "command": line,
+            each.path: ((each.dtype, each.shape, each.stride, each.offset), each.storage.data.crc32_known())
+            for each in infos
+            if each.storage
         }
+
+
+def _by_checksums(a: dict[str, tuple[Any, int | None]], b: dict[str, tuple[Any, int | None]]) -> str:
+    """Which tensors of one path are others, as far as headers and checksums tell."""
+    both = [path for path in a if path in b]
+    different = [path for path in both if a[path] != b[path] and None not in (a[path][1], b[path][1])]
+    known = [path for path in both if path not in different and a[path] == b[path] and a[path][1] is not None]
+    rest = len(both) - len(different) - len(known)
+    return (
+        "There are tensors that differ. Without torch, only headers and checksums are compared:"
+        f" {len(different):,} different"
+        + (f" ({some(different, _SHOWN)})" if different else "")
+        + f", {len(known):,} the same, {rest:,} not known. The command line says which values differ, and how far."
+    )
 
 
 def error_text(error: BaseException) -> str:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import ckptconv
 from ckptconv.render.page.document import hashes
@@ -28,28 +29,28 @@ PACKAGE = "pyodide@314.0.7"
 INTEGRITY = "sha512-0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 HERE = Path(__file__).parent
 #: What of the standard library is left out: what talks to networks, terminals, databases and programmers.
-LEFT_OUT = (
-    "_pydatetime _pyio _pydecimal _pyrepl _strptime antigravity argparse bdb calendar cmd cProfile code concurrent/"
-    "interpreter concurrent/futures/process configparser csv curses dbm doctest ensurepip filecmp fileinput fractions"
-    " ftplib getopt getpass graphlib http idlelib imaplib ipaddress lib2to3 mailbox mailcap mimetypes modulefinder"
-    " multiprocessing netrc nturl2path optparse pdb pickletools plistlib poplib pprint profile profiling pstats pty py_compile"
-    " pyclbr pydoc pydoc_data rlcompleter runpy sched secrets shelve smtplib socketserver sqlite3 statistics"
-    " symtable tabnanny test this timeit tkinter trace turtle turtledemo unittest uuid venv wave webbrowser wsgiref"
-    " xml xmlrpc zipapp zoneinfo email html/parser asyncio/__main__ asyncio/windows_events asyncio/windows_utils"
-    " asyncio/proactor_events asyncio/tools ctypes/macholib ctypes/util gettext importlib/metadata logging/config"
-    " logging/handlers pyodide/console stringprep sysconfig/__main__ tomllib tracemalloc urllib/request"
-    " urllib/robotparser"
-    " _sysconfigdata__emscripten_wasm32-emscripten"
-)
-#: Encodings of texts that Python itself may need; the package uses no others.
-#: What of the package is left out: what needs a terminal, a network, torch, processes or a disk.
-NOT_HERE = (
-    "cli tensors byteranges/kernels byteranges/far output/in_place output/s3_upload output/upload_parts"
-    " output/folders output/cast_threads conversion/batches conversion/"
-    "jobs conversion/convert conversion/executors conversion/folder_plans conversion/in_place conversion/process_pool"
-    " conversion/undo formats/in_place render/notebook render/page/vendor/make inspection/verification __main__"
-)
+LEFT_OUT = """
+    _pydatetime _pyio _pydecimal _pyrepl _strptime _sysconfigdata__emscripten_wasm32-emscripten antigravity argparse
+    asyncio/__main__ asyncio/proactor_events asyncio/tools asyncio/windows_events asyncio/windows_utils bdb cProfile
+    calendar cmd code concurrent/futures/process concurrent/interpreter configparser csv ctypes/macholib ctypes/util
+    curses dbm doctest email ensurepip filecmp fileinput fractions ftplib getopt getpass gettext graphlib html/parser
+    http idlelib imaplib importlib/metadata ipaddress lib2to3 logging/config logging/handlers mailbox mailcap mimetypes
+    modulefinder multiprocessing netrc nturl2path optparse pdb pickletools plistlib poplib pprint profile profiling
+    pstats pty py_compile pyclbr pydoc pydoc_data pyodide/console rlcompleter runpy sched secrets shelve smtplib
+    socketserver sqlite3 statistics stringprep symtable sysconfig/__main__ tabnanny test this timeit tkinter tomllib
+    trace tracemalloc turtle turtledemo unittest urllib/request urllib/robotparser uuid venv wave webbrowser wsgiref xml
+    xmlrpc zipapp zoneinfo
+"""
+#: The encodings that Python itself may need; the package uses no others.
 ENCODINGS = "__init__ aliases ascii cp437 latin_1 raw_unicode_escape unicode_escape utf_8 utf_8_sig utf_16 utf_32"
+#: What of the package is left out: what needs a terminal, a network, torch, processes or a disk.
+NOT_HERE = """
+    __main__ byteranges/far byteranges/kernels/assembling byteranges/kernels/casting byteranges/kernels/comparing
+    byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
+    conversion/executors conversion/folder_plans conversion/in_place conversion/jobs conversion/process_pool
+    conversion/undo formats/in_place inspection/verification output/cast_threads output/folders output/in_place
+    output/s3_upload output/upload_parts render/notebook render/page/vendor/make tensors
+"""
 #: Of the page itself, in the order in which they are loaded, and what a server calls them.
 SHELL = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(
     ("page.mjs", "worker.mjs", "pyodide.mjs", "pyodide.asm.mjs"), "text/javascript; charset=utf-8"
@@ -101,7 +102,7 @@ def build(folder: Path) -> dict[str, int]:
     for name in ("index.html", "page.css", "page.mjs", "worker.mjs"):
         _fill(name, folder, values)
     types = SHELL | dict.fromkeys(ENGINE, "application/octet-stream")
-    files = {
+    files: dict[str, dict[str, Any]] = {
         name: {
             "integrity": f"sha256-{_base64(hashlib.sha256((folder / name).read_bytes()).digest())}",
             "headers": {

@@ -180,7 +180,7 @@ async function look(chosen, mine) {
   if (mine !== turn) return;
   $("name").textContent = chosen.file.name;
   $("verdict").textContent = found.verdict;
-  $("verdict").className = found.loads === null ? "" : found.loads ? "good" : "bad";
+  $("verdict").className = found.loads === undefined ? "" : found.loads ? "good" : "bad";
   const fixes = found.findings.map((each) => make("li", {}, each.text, each.fix ? " " : "", each.fix ? button("Mend this", each.fix) : ""));
   if (found.remedy && found.findings.length > 1) fixes.push(make("li", {}, "All of it at once: ", button("Mend all", found.remedy)));
   $("findings").replaceChildren(...fixes);
@@ -278,8 +278,10 @@ let planned = null;
 async function save() {
   $("save").disabled = true;
   $("error").hidden = true;
-  const name = planned.name;
   try {
+    if (!worker) await prepare(); // it was ended, and with it the plan
+    if ($("planned").hidden) return;
+    const name = planned.name;
     await unchanged();
     const handle = globalThis.showSaveFilePicker ? await showSaveFilePicker({ suggestedName: name }) : null;
     const { blob } = await post("make", { file: source.file }, (done) => say("Reading the file: " + size(done), done / planned.reads));

@@ -1,6 +1,7 @@
 // Runs ckptconv: one file is open at a time, and is read by position. It asks no host for anything; it is not allowed to.
 import { loadPyodide } from "./pyodide.mjs";
 
+const NESTING = 400; // the stack of a browser ends at some 700 levels
 const given = new Map(); // what Pyodide asks for by name: the page has it already
 const unbound = self.fetch;
 let bridge, blobs;
@@ -45,6 +46,7 @@ async function start(engine) {
   });
   python.FS.writeFile("/lib/ckptconv.zip", new Uint8Array(await code));
   python.runPython("import sys; sys.path.insert(0, '/lib/ckptconv.zip')");
+  python.pyimport("ckptconv.limits").lower.callKwargs({ nesting: NESTING });
   const module = python.pyimport("bridge");
   bridge = { of: module.Bridge(), python, errorText: module.error_text };
   given.clear();

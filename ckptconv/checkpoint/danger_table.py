@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 __all__ = ["Entry", "is_known_package", "is_mentioned", "is_method", "listed", "modules_called", "only_looks_up"]
 
@@ -38,7 +38,8 @@ def _table() -> _Table:
     modules: dict[str, tuple[str, ...]] = {}
     lines: dict[str, str] = {}
     methods = in_c = frozenset[str]()
-    for line in _TABLE.read_text("utf-8").splitlines():
+    loader: Any = __spec__.loader
+    for line in loader.get_data(str(_TABLE)).decode().splitlines():  # the package can be in an archive
         head, _, rest = line.partition(" ")
         if head == "packages:":
             packages = frozenset(rest.split())

@@ -11,6 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ckptconv.byteranges.sources import Input
 from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
@@ -132,15 +133,15 @@ def diff(
 
 
 def compare(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: Input,
+    b: Input,
     edits: Edits,
     compared: Compared = ALL,
     *,
     brief: bool = False,
     progress: Meter | None = None,
 ) -> Difference:
-    """:func:`diff` with its options as data.
+    """:func:`diff` with its options as data; file objects can be compared too.
 
     `brief`: notes name a few paths of many. `progress` is called with the bytes to compare, and what it gives with each
     number of bytes compared.

@@ -1,0 +1,379 @@
+"""The page that converts in the browser, in headless Chromium: what it saves is what the command line writes, it asks
+nobody for anything, and what goes wrong is said as the command line says it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import shlex
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from ckptconv.cli.main import main
+from tests.support.archives import flip_bit, records_of, rezip
+from tests.support.browser import axe_source, browser
+from tests.support.web_page import Page, Site, built, opened_page, served
+from tests.support.writers import scripted
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with served(built(tmp_path_factory.mktemp("site"))) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def page(chromium: Any, site: Site) -> Iterator[Page]:
+    """One page for all that leaves no trace; it says nothing on the console."""
+    with opened_page(chromium, site) as opened:
+        yield opened
+        assert opened.said == []
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files are written, and commands typed."""
+    monkeypatch.chdir(tmp_path)
+
+
+def state(prefix: str = "module.") -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = {f"{prefix}layers.{i}.weight": torch.randn(8, 4 + i) for i in range(6)}
+    return {**tensors, f"{prefix}tied": tensors[f"{prefix}layers.0.weight"]}
+
+
+def training() -> dict[str, Any]:
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(1.0)}}, "param_groups": [{"params": [0]}]}
+    return {"state_dict": state(), "optimizer": optimizer, "args": SimpleNamespace(lr=0.1), "epoch": 3}
+
+
+def write(kind: str) -> Path:
+    """A checkpoint in each container, in this folder."""
+    path = Path(f"{kind}.safetensors" if kind == "safetensors" else f"{kind}.pkl" if kind == "pickle" else f"{kind}.pt")
+    if kind == "safetensors":
+        safetensors.torch.save_file({name: tensor.clone() for name, tensor in state().items()}, path)
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(state()))
+    elif kind == "script":
+        path.write_bytes(scripted(torch.nn.Linear(3, 2)))
+    else:
+        value = state() if kind in ("deflated", "zip") else training()
+        torch.save(value, path, _use_new_zipfile_serialization=kind != "legacy")
+        if kind == "deflated":
+            rezip(path, path, method=zipfile.ZIP_DEFLATED)
+    return path
+
+
+#: A container, what is filled in, and words that the command must have.
+CONVERSIONS: list[tuple[str, dict[str, str | bool], str]] = [
+    ("zip", {"to": "cuda:1"}, "--to cuda:1"),
+    ("zip", {"map": "cpu=cuda:0", "strip_prefix": "module."}, "--map cpu=cuda:0 --strip-prefix module."),
+    ("zip", {"suffix": ".safetensors", "unwrap": True}, "--unwrap"),
+    ("zip", {"suffix": ".safetensors", "copy_tied": True, "add_prefix": "a.\nb."}, "--add-prefix a. --add-prefix b."),
+    ("legacy", {"to": "mps", "drop": "args"}, "--drop args"),
+    ("legacy", {"suffix": ".safetensors", "select": "state_dict"}, "--select state_dict"),
+    ("safetensors", {"suffix": ".pt", "regex": r"layers\.(\d)", "replacement": r"blocks.\1"}, "--rename"),
+    ("safetensors", {"dst": "x.safetensors", "include": "*.0.*\n*.1.*"}, "--include '*.0.*'"),
+    ("pickle", {"dst": "x.pt", "exclude": "*.tied"}, "--exclude '*.tied'"),
+    ("deflated", {"suffix": ".safetensors"}, ""),
+    ("deflated", {"to": "cuda:0"}, ""),
+    ("training", {"loadable": True}, "--loadable"),
+    ("training", {"state_dict": True, "compact": True}, "--state-dict"),
+    ("script", {"state_dict": True, "dst": "weights.pt"}, "--state-dict"),
+]  # a table  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "fields", "words"), CONVERSIONS)
+def test_it_saves_what_the_command_line_writes(
+    kind: str, fields: dict[str, str | bool], words: str, page: Page
+) -> None:
+    """Byte for byte, by the command that it shows."""
+    page.choose(write(kind))
+    page.prepare(**fields)
+    assert not page.shows("error"), page.text("error")
+    typed = shlex.split(page.text("command"))
+    assert words in page.text("command")
+    saved = page.save()
+    assert main([*typed[1:], "-q"]) == 0
+    assert sum_of(saved) == sum_of(Path(typed[3]))
+
+
+def sum_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_fixes_of_inspect_are_buttons(page: Page) -> None:
+    """Each is what inspect would have one type."""
+    torch.save({f"module.{name}": tensor for name, tensor in state("").items()}, "ddp.pt")
+    page.choose(Path("ddp.pt"))
+    assert "module." in page.text("findings")
+    page.page.locator("#findings button").first.click()
+    page.settle()
+    assert page.text("command") == "ckptconv convert ddp.pt ddp-plain.pt --strip-prefix module."
+    saved = page.save()
+    assert main([*shlex.split(page.text("command"))[1:], "-q"]) == 0 and sum_of(saved) == sum_of(Path("ddp-plain.pt"))
+
+
+def test_the_contents_are_the_page_of_inspect(page: Page) -> None:
+    """In a frame that can do nothing outside of itself."""
+    page.choose(write("training"))
+    frame = page.page.frame_locator("#inside")
+    frame.locator("#map div").first.wait_for()
+    assert "optimizer" in frame.locator("#tree").inner_text() and frame.locator("#rows button").count() >= 9
+    assert not frame.locator("#verdict").inner_text()
+
+
+def test_two_files_are_compared(page: Page) -> None:
+    """Equal by their checksums; different in their names; in their values, as far as that is known without torch."""
+    torch.save(state(), "a.pt")
+    torch.save(state(), "b.pt")
+    page.choose(Path("a.pt"), Path("b.pt"))
+    assert page.text("same") == "They are the same."
+    torch.save(state(""), "b.pt")
+    page.choose(Path("a.pt"), Path("b.pt"))
+    assert page.text("same") == "They are not the same." and page.text("diff-command") == "ckptconv diff a.pt b.pt"
+    torch.save({name: tensor + 1 for name, tensor in state().items()}, "b.pt")
+    page.choose(Path("a.pt"), Path("b.pt"))
+    assert page.text("same") == "They are not the same." and "7 different (module.layers.0.weight, " in page.text(
+        "difference"
+    )
+
+
+def test_more_is_refused_with_what_to_type(page: Page) -> None:
+    for name in "abc":
+        torch.save(state(), f"{name}.pt")
+    page.choose(*map(Path, ("a.pt", "b.pt", "c.pt")))
+    assert "ckptconv convert FOLDER OUT" in page.text("error")
+
+
+def deep(path: Path) -> None:
+    """Lists in lists, 500 levels."""
+    torch.save({"w": torch.ones(1), "v": []}, path)
+    pickled = records_of(path)["data.pkl"]
+    assert pickled.count(b"]") == 1
+    rezip(path, path, {"data.pkl": pickled.replace(b"]", 500 * b"]" + 499 * b"a")})
+
+
+def dangerous(path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> Any:
+            return os.system, ("true",)
+
+    torch.save({"w": torch.ones(2), "v": Harm()}, path)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(write("zip").read_bytes()[:-500])
+
+
+#: Files that are refused, and what the command line says of them.
+HOSTILE = {
+    "deep": deep,
+    "truncated": truncated,
+    "empty": Path.touch,
+    "text": lambda path: path.write_text("{'a': 1}"),
+    "header": lambda path: path.write_bytes((1 << 40).to_bytes(8, "little") + b'{"a'),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_cannot_be_read_is_said_as_the_command_line_does(
+    name: str, page: Page, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the same limits."""
+    path = Path(f"{name}.pt")
+    HOSTILE[name](path)
+    page.choose(path)
+    if name == "deep":  # the one limit that is lower there
+        assert "nested too deeply" in page.text("error") and "at most 400 levels" in page.text("error")
+        return
+    assert main(["inspect", str(path)]) == 1
+    assert page.text("error") == capsys.readouterr().err.strip()
+
+
+def test_what_cannot_be_converted_is_said_so_too(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is saved: a dangerous file, a typo, a wrong checksum."""
+    dangerous(Path("bad.pt"))
+    page.choose(Path("bad.pt"))
+    page.prepare(dst="x.pt")
+    assert main(["convert", "bad.pt", "x.pt"]) == 1
+    assert page.text("error") == capsys.readouterr().err.strip() and not page.shows("planned")
+    page.choose(write("zip"))
+    page.prepare(dst="x.pt", strip_prefix="modul.")
+    assert main(["convert", "zip.pt", "x.pt", "--strip-prefix", "modul."]) == 1
+    assert page.text("error") == capsys.readouterr().err.strip()
+    data = Path("zip.pt").read_bytes()
+    flip_bit(Path("zip.pt"), data.index(state()["module.layers.3.weight"].numpy().tobytes()))
+    page.choose(Path("zip.pt"))
+    page.prepare(dst="x.safetensors")
+    page.page.locator("#save").click()
+    page.page.wait_for_selector("#error:visible")
+    assert main(["convert", "zip.pt", "x.safetensors"]) == 1
+    assert page.text("error") == capsys.readouterr().err.strip()
+
+
+def test_names_are_text(page: Page) -> None:
+    """Of files and in files."""
+    name = "<img src=x onerror=document.title='gone'>"
+    torch.save({f"module.{name}": torch.ones(1), "other": torch.ones(1)}, f"{name.replace('/', '')}.pt")
+    page.choose(Path(f"{name}.pt"))
+    page.prepare(drop=f"module.{name}")
+    assert page.page.title() == "ckptconv in the browser" and page.page.locator("main img").count() == 0
+    assert name in page.text("name") and "<img src=x" in page.text("command")
+
+
+def test_a_file_that_changes_is_noticed(page: Page) -> None:
+    """Between choosing it and planning, and between planning and saving."""
+    path = write("zip")
+    page.choose(path)
+    page.prepare(to="cuda:0")
+    path.write_bytes(path.read_bytes() + b"more")
+    page.page.locator("#save").click()
+    page.page.wait_for_selector("#error:visible")
+    assert "changed" in page.text("error")
+    page.prepare(to="cuda:0")
+    assert "changed" in page.text("error")
+
+
+def test_it_asks_nobody_for_anything(chromium: Any, site: Site) -> None:
+    """Once it is loaded: no request from reading, showing, planning and saving; and a planted one is blocked."""
+    with opened_page(chromium, site) as page, served(Path()) as other:
+        page.choose(write("zip"))
+        assert "Nothing is uploaded: the browser forbids it" in page.text("promise")
+        asked: list[str] = []
+        page.page.context.on("request", lambda request: asked.append(request.url))
+        before = len(site.asked)
+        page.choose(write("training"))
+        page.prepare(to="cuda:0", suffix=".safetensors")
+        page.save()
+        assert len(site.asked) == before
+        assert [url for url in asked if not url.startswith(("blob:", "about:"))] == []
+        assert page.said == []
+        for target in (other.url, site.url + "index.html?data", "data:,"):
+            planted = f"fetch('{target}', {{method: 'GET'}}).then(() => 'sent', () => 'blocked')"
+            assert page.page.workers[0].evaluate(planted) == "blocked"
+            assert page.page.evaluate(planted) == "blocked"
+        assert page.page.evaluate(f"fetch('{site.url}page.css', {{method: 'POST', body: 'x'}}).catch(() => 0)") == 0
+        assert other.asked == [] and len(site.asked) == before
+
+
+def test_it_works_offline(chromium: Any, site: Site) -> None:
+    """From the second visit on, whether the host is there or not."""
+    with opened_page(chromium, site) as page:
+        page.choose(write("zip"))
+        page.page.context.set_offline(True)
+        before = len(site.asked)
+        page.page.reload()
+        page.choose(write("legacy"))
+        page.prepare(to="cuda:0")
+        saved = page.save()
+        assert main([*shlex.split(page.text("command"))[1:], "-q"]) == 0
+        assert sum_of(saved) == sum_of(Path("legacy-new.pt"))
+        assert {*site.asked[before:]} <= {"/sw.js"}  # which browsers ask for anew, in vain here
+
+
+def test_a_worker_that_hangs_is_ended(chromium: Any, site: Site) -> None:
+    """After the deadline, which is shorter here; the page stays, and the next file is read by another one."""
+    shorter = "const after = setTimeout; setTimeout = (run, ms) => after(run, ms === 60000 ? 4000 : ms);"
+    with opened_page(chromium, site, script=shorter) as page:
+        page.choose(write("zip"))
+        page.page.workers[-1].evaluate("FileReaderSync.prototype.readAsArrayBuffer = () => { for (;;); }")
+        page.choose(write("legacy"))
+        assert "and was ended" in page.text("error")
+        page.choose(write("legacy"))
+        assert not page.shows("error") and page.text("name") == "legacy.pt"
+        page.page.workers[-1].evaluate("FileReaderSync.prototype.readAsArrayBuffer = () => { for (;;); }")
+        page.prepare(to="cuda:0")
+        page.prepare(to="cuda:0")
+        assert not page.shows("error") and page.shows("planned")
+
+
+def test_it_streams_to_a_file_where_it_can(chromium: Any, site: Site) -> None:
+    """Where the browser gives it one: here in the file system of the page."""
+    script = """globalThis.showSaveFilePicker = async ({ suggestedName }) =>
+        (await navigator.storage.getDirectory()).getFileHandle(suggestedName, { create: true });"""
+    with opened_page(chromium, site, script=script) as page:
+        page.choose(write("zip"))
+        page.prepare(to="cuda:0")
+        page.page.locator("#save").click()
+        page.page.wait_for_selector("#saved:has-text('did not change')")
+        saved = page.page.evaluate("""async () => {
+            const file = await (await (await navigator.storage.getDirectory()).getFileHandle("zip-new.pt")).getFile();
+            const sum = new Uint8Array(await crypto.subtle.digest("SHA-256", await file.arrayBuffer()));
+            return [...sum].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+        }""")
+        assert main([*shlex.split(page.text("command"))[1:], "-q"]) == 0 and saved == sum_of(Path("zip-new.pt"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_everybody_can_use_it(width: int, scheme: str, chromium: Any, site: Site, tmp_path: Path) -> None:
+    """axe-core has nothing to say, and nothing is wider than the window; before and after a file is chosen."""
+    axe = axe_source(tmp_path)
+    with opened_page(chromium, site, width=width, scheme=scheme) as page:
+        page.page.evaluate(axe)
+        for step in range(3):
+            if step == 1:
+                page.choose(write("training"))
+            elif step == 2:
+                page.prepare(to="cuda:0")
+            run = "axe.run({iframes: false}).then((r) => r.violations.map((v) => [v.id, v.nodes.map((n) => n.html)]))"
+            found = page.page.evaluate(run)
+            assert found == []
+            assert page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_by_keyboard(page: Page) -> None:
+    """From the chooser through a fix to the copy."""
+    torch.save(state(), "ddp.pt")
+    page.choose(Path("ddp.pt"))
+    page.page.locator("#choose").focus()
+    for _ in range(2):
+        page.page.keyboard.press("Tab")
+    assert page.page.evaluate("document.activeElement.textContent") == "Mend this"
+    page.page.keyboard.press("Enter")
+    page.settle()
+    assert page.page.evaluate("document.activeElement.id") == "save"
+    with page.page.expect_download():
+        page.page.keyboard.press("Enter")
+
+
+def test_five_gibibytes(chromium: Any, site: Site) -> None:
+    """Of a file that has 5 GiB of tensors, at most 300 kB are read to show it and to plan the copy."""
+    with torch.serialization.skip_data():
+        torch.save({"w": torch.empty(5 << 30, dtype=torch.uint8), "module.b": torch.empty(3)}, "large.pt")
+    with opened_page(chromium, site) as page:
+        page.choose(Path("large.pt"))
+        page.prepare(to="cuda:0")
+        assert page.text("save") == "Save 5.37 GB" and "need not be read" in page.text("reads")
+        assert int(page.page.locator("#file").get_attribute("data-nread")) <= 300_000
+        assert largest_renderer() <= 350_000_000
+
+
+def largest_renderer() -> int:
+    """The most memory that one of Chromium's processes for pages has had, in bytes."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes()
+            status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+        except OSError:  # it has just ended
+            continue
+        if b"--type=renderer" in words and "VmHWM" in status:
+            found.append(int(status["VmHWM"].split()[0]) * 1024)
+    return max(found)

@@ -1,0 +1,135 @@
+"""The page that converts in the browser: built once, served here, driven in headless Chromium."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["Page", "Site", "built", "opened_page", "served"]
+
+#: Milliseconds in which anything of these tests is done, on a busy machine too.
+PATIENCE = 60_000
+
+
+class Site:
+    """What is served: its URL, and the paths that were asked for since."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.asked: list[str] = []
+
+
+def built(folder: Path) -> Path:
+    """The page, built in `folder`; skips where that cannot be."""
+    for program in ("npm", "node"):
+        if shutil.which(program) is None:
+            pytest.skip(f"there is no {program} to build the page with")
+    from web.build import build
+
+    try:
+        build(folder)
+    except subprocess.CalledProcessError as error:
+        if "npm" not in error.cmd:
+            raise
+        pytest.skip("npm could not get Pyodide")
+    return folder
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[Site]:
+    """`folder`, at a URL of this machine."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_request(self, *_: object) -> None:
+            site.asked.append(self.path)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    site = Site(f"http://127.0.0.1:{server.server_port}/")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield site
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class Page:
+    """The page as a person uses it. Whatever it says on the console stands in ``said``."""
+
+    def __init__(self, page: Any) -> None:
+        from playwright.sync_api import expect
+
+        self.page, self._expect = page, expect
+        self.said: list[str] = []
+        page.on("console", lambda message: self.said.append(message.text))
+        page.on("pageerror", lambda error: self.said.append(str(error)))
+        page.set_default_timeout(PATIENCE)
+
+    def text(self, name: str) -> str:
+        """What the element with this id says."""
+        found: str = self.page.locator(f"#{name}").text_content()
+        return found
+
+    def shows(self, name: str) -> bool:
+        """Whether the element with this id is visible."""
+        found: bool = self.page.locator(f"#{name}").is_visible()
+        return found
+
+    def settle(self) -> None:
+        """Wait until it is done."""
+        self._expect(self.page.locator("#state")).to_have_text(re.compile("^(Ready|Choose another)"), timeout=PATIENCE)
+
+    def choose(self, *paths: Path) -> None:
+        """Choose files, and wait until they are shown, or what is wrong with them."""
+        self.page.locator("#state").evaluate("(state) => { state.textContent = 'waiting'; }")
+        self.page.set_input_files("#choose", [*map(str, paths)])
+        self.settle()
+
+    def prepare(self, **fields: str | bool) -> None:
+        """Fill in the form, and have the copy planned."""
+        self.page.locator("#more").evaluate("(more) => { more.open = true; }")
+        for name, value in fields.items():
+            field = self.page.locator(f"#edits [name={name}]")
+            if value is True:
+                field.check()
+            elif name == "suffix":
+                field.select_option(value)
+            else:
+                field.fill(value)
+        self.page.locator("#state").evaluate("(state) => { state.textContent = 'waiting'; }")
+        self.page.locator("#prepare").click()
+        self.settle()
+
+    def save(self) -> Path:
+        """What the browser downloads."""
+        with self.page.expect_download(timeout=PATIENCE) as download:
+            self.page.locator("#save").click()
+        return Path(download.value.path())
+
+
+@contextmanager
+def opened_page(
+    browser: Any, site: Site, *, width: int = 1280, scheme: str = "light", script: str = ""
+) -> Iterator[Page]:
+    """The page in a profile of its own, which saves by downloading; `script` runs before those of the page."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.add_init_script("delete globalThis.showSaveFilePicker;" + script)
+    opened = Page(page)
+    try:
+        page.goto(site.url)
+        yield opened
+    finally:
+        context.close()
