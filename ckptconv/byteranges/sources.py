@@ -504,8 +504,10 @@ def _leave_spare(fd: int) -> None:
     """Let the process have more files open, as far as the system's hard limit goes, once `fd` shows that it has nearly
     as many as it may: a set can have more shards than the usual 1,024.
     """
-    import resource  # which is of Unix alone: without it, all but this can be imported
-
+    try:
+        import resource  # which is of Unix alone
+    except ImportError:
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:
         more = 2 * soft + _SPARE

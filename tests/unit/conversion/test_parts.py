@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,16 @@ def test_damage_and_change_are_found(tmp_path: Path) -> None:
         file.write(b"more")
         with pytest.raises(InputChangedError):
             [*planned.parts()]
+
+
+def test_no_module_of_unix_alone_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python reads files by position without it, as in a browser."""
+    torch.save(CHECKPOINT, tmp_path / "m.pt")
+    data = (tmp_path / "m.pt").read_bytes()
+    expected = put_together(tmp_path / "m.pt", "x.pt", data)
+    for module in ("resource", "fcntl", "signal"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert put_together(tmp_path / "m.pt", "x.pt", data) == expected
 
 
 def test_limits_can_be_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
