@@ -184,13 +184,13 @@ async function look(chosen, mine) {
   const fixes = found.findings.map((each) => make("li", {}, each.text, each.fix ? " " : "", each.fix ? button("Mend this", each.fix) : ""));
   if (found.remedy && found.findings.length > 1) fixes.push(make("li", {}, "All of it at once: ", button("Mend all", found.remedy)));
   $("findings").replaceChildren(...fixes);
-  $("inside").srcdoc = found.page;
   clear();
   $("change").textContent = chosen.handle
     ? "If the file changes meanwhile, this page notices."
     : "If the file changes meanwhile, Chromium refuses to read on; other browsers may not notice, because this page was given no way to ask.";
   $("file").hidden = false;
   $("file").dataset.nread = found.nread;
+  $("inside").srcdoc = found.page; // now that it has a size, by which its map is drawn
 }
 
 const button = (text, fix) => make("button", { type: "button", title: fix.command, onclick: () => mend(fix) }, text);

@@ -356,7 +356,7 @@ def test_by_keyboard(page: Page) -> None:
 def test_five_gibibytes(chromium: Any, site: Site) -> None:
     """Of a file that has 5 GiB of tensors, at most 300 kB are read to show it and to plan the copy."""
     with torch.serialization.skip_data():
-        torch.save({"w": torch.empty(5 << 30, dtype=torch.uint8), "module.b": torch.empty(3)}, "large.pt")
+        torch.save({f"layers.{i}.weight": torch.empty(32 << 20, 4) for i in range(10)}, "large.pt")
     with opened_page(chromium, site) as page:
         page.choose(Path("large.pt"))
         page.prepare(to="cuda:0")
