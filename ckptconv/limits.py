@@ -113,6 +113,8 @@ class Limits:
     config_bytes: int = MIB
     #: Names in a folder that are looked at, where it is said what the folder is.
     folder_names: int = 5_000
+    #: Files in a far folder and below it: a listing of a hundred requests.
+    far_files: int = 100_000
     #: What is read of a file that is no checkpoint, to say what it is: of JSON, a
     #: configuration has some thousands of bytes;
     foreign_json: int = MIB

@@ -64,6 +64,16 @@ _URL = regex(r"[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
+class _Far(Protocol):
+    """What a path offers that is a URL."""
+
+    def first_bytes(self, most: int) -> bytes:
+        """As :func:`first_bytes` has it."""
+
+    def listed(self) -> tuple[dict[str, bool], list[str]]:
+        """As :func:`list_folder` has it."""
+
+
 class BinaryFile(Protocol):
     """A file object as ``open(path, "rb")`` and ``io.BytesIO`` give them, as far as reading it goes."""
 
@@ -390,7 +400,7 @@ class SourceFolder(Readable):
         open_file: Callable[[Path, FaultSink], Readable] = Source,
     ) -> None:
         """`open_file` opens each part; its errors may say more than a source can."""
-        self.path = Path(os.fsdecode(path))
+        self.path = path if isinstance(path, Path) else Path(os.fsdecode(path))  # one that is far stays so
         self.faults = faults
         self._open_file = open_file
         self.folder = self.path if self.path.is_dir() else self.path.parent
@@ -408,9 +418,18 @@ class SourceFolder(Readable):
             self.add(self._open[name])
         return self._open[name]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it was given as a folder, and not by an index or a pattern."""
+        return self.path == self.folder
+
     def missing(self, names: Iterable[str]) -> set[str]:
         """Those of `names` that are not there. A link to nowhere is not: nobody has fetched it."""
         return {name for name in names if not os.path.exists(self.folder / name)}
+
+    def peek(self, name: str) -> Readable:
+        """The file `name` by itself, which does not become a part. Raises InputError."""
+        return self._open_file(self.folder / name, RAISED)
 
     def names(self) -> list[str]:
         """What is in the folder, folders too: one with the name of a shard is said to be one. Raises InputError."""
@@ -470,6 +489,8 @@ class SourceFolder(Readable):
 
 def first_bytes(path: Path, most: int) -> bytes:
     """The first bytes of the file at `path`, at most so many; none where it cannot be read."""
+    if is_url(path):
+        return cast("_Far", path).first_bytes(most)
     try:
         with Source(path) as source:
             return source.read(0, min(most, source.size))
@@ -479,6 +500,8 @@ def first_bytes(path: Path, most: int) -> bytes:
 
 def list_folder(folder: Path) -> tuple[dict[str, bool], list[str]]:
     """The names in `folder`: of folders, with whether they are links, and of all else. Raises InputError."""
+    if is_url(folder):
+        return cast("_Far", folder).listed()
     folders: dict[str, bool] = {}
     files = []
     try:

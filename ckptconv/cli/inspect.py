@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import click
 
+from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.checkpoint.globs import matches
 from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option
@@ -147,13 +147,14 @@ def _checkpoints(path: str) -> list[str]:
     """The checkpoints that `path` means; a set of shards in a folder of its own is called by the folder, and the files
     of all ranks by their pattern.
     """
-    if not os.path.isdir(path):
-        return [path]
-    from ckptconv.inspection.verification import checkpoints_in  # which one file does without
-
     try:
-        found = as_sets(checkpoints_in(path))
-    except InputError:  # which inspecting it says again
+        folder = path_at(path)
+        if not (path and is_folder(folder)):
+            return [path]
+        from ckptconv.inspection.verification import checkpoints_in  # which one file does without
+
+        found = as_sets(checkpoints_in(folder))
+    except (InputError, UsageError):  # which inspecting it says again
         return [path]
     return [path] if len(found) == 1 and found[0].endswith(".json") else found
 

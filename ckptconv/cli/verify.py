@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from functools import partial
 from itertools import chain
@@ -11,6 +10,7 @@ from typing import Any
 
 import click
 
+from ckptconv.byteranges.given_paths import is_folder
 from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
@@ -55,7 +55,7 @@ def verify_command(
     torch.distributed.checkpoint, count as one. Each finding gets a line.
     """
     passed = failed = 0
-    if expect_sha256 is not None and (len(paths) > 1 or os.path.isdir(paths[0])):
+    if expect_sha256 is not None and (len(paths) > 1 or is_folder(paths[0])):
         raise UsageError(
             option("expect_sha256", None) + " is for one file",
             got=f"{len(paths)} paths" if len(paths) > 1 else paths[0],

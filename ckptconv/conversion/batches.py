@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.byteranges.sources import SourceFolder
+from ckptconv.byteranges.sources import SourceFolder, is_url
 from ckptconv.byteranges.spans import Progress
 from ckptconv.conversion.executors import Others, processes
 from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, stamp_of
@@ -136,13 +136,14 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
 
 def job_of(item: Item, edits: Mapping[str, Any]) -> Job:
     """The job that converts `item` with `edits`."""
+    src = item.src if is_url(item.src) else str(item.src)  # a URL has more in it than it shows
     dst = f"{item.dst}{os.sep}" if item.is_folder else str(item.dst)
     if item.kind == "other":
         edits = {name: edits[name] for name in ("force", "dry_run", "verify", "skip_existing") if name in edits}
-        return Job(str(item.src), dst, {**edits, "copy": True, "within": str(item.within)})
+        return Job(src, dst, {**edits, "copy": True, "within": str(item.within)})
     if item.kind != "shards":  # a set's own folder can have others in it
         edits = {name: value for name, value in edits.items() if name != "copy_others"}
-    return Job(str(item.src), dst, edits)
+    return Job(src, dst, edits)
 
 
 # All jobs

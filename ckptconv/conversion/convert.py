@@ -159,7 +159,11 @@ def _planned(
     plan = plan_one(source, path, is_folder, edits)
     if not is_folder:
         return FolderPlan(plan)
-    return FolderPlan(plan, may_go=successor(plan), like=source.folder if isinstance(source, SourceFolder) else None)
+    return FolderPlan(
+        plan,
+        may_go=successor(plan),
+        like=source.folder if isinstance(source, SourceFolder) and source.is_stored else None,
+    )
 
 
 def _is_distributed(source: SourceFolder) -> bool:

@@ -117,7 +117,7 @@ def plan_folder(
             *((other.path, other.source) for other in plan.others if other.kind != "folder"),
         ]
     )
-    return FolderPlan(plan, failed, may_go, folder)
+    return FolderPlan(plan, failed, may_go, None if source.is_far else folder)
 
 
 def _is_same_folder(a: Path, b: Path) -> bool:

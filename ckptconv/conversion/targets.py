@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.byteranges.sources import is_url, list_folder
 from ckptconv.conversion.discovery import find, find_in, is_hub_blob, is_part
 from ckptconv.conversion.options import USUAL, OutputOptions
@@ -107,13 +108,15 @@ def list_items(
     Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where a
     folder holds no checkpoint.
     """
-    dst = _as_path(dst)
+    dst = path_at(dst) if is_url(dst) else dst
     path = _checked(dst, output.format)
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
         raise InputError("no path given: it is empty")
-    paths: Sequence[Path] = [src if isinstance(src := _as_path(each), Path) else Path(src) for each in srcs]
+    paths: Sequence[Path] = [path_at(each) for each in srcs]
     if not _is_folder(dst):
         _refuse_odd_suffix(path, output.format, paths)
+    if output.copy_others and (far := next(filter(is_url, paths), None)):
+        raise UsageError(option("copy_others") + " copies files that are here", where=far)
     if output.copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in paths):
         raise UsageError(option("copy_others") + " is for folders, and the input is none", where=paths[0])
     if len(paths) > 1 and not _will_be_folder(path, dst):
@@ -139,16 +142,6 @@ def list_items(
     _refuse_one_name(listing.items)
     _refuse_among_parts(listing)
     return listing
-
-
-def _as_path(given: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """`given`, or what it is where it is a URL: what is near is a path like any other, what is far knows its URL."""
-    if not is_url(given):
-        return given
-    from ckptconv.byteranges.far.urls import far_path, local_path  # which no path needs
-
-    path = far_path(given)
-    return (local_path(path.url) if path.url else None) or path
 
 
 def _merging(srcs: Sequence[Path], path: Path) -> str | None:
@@ -226,7 +219,7 @@ def size_of(item: Item) -> int:
     What stands below a folder counts.
     """
     try:
-        if not os.path.isdir(item.src):
+        if not is_folder(item.src):
             return item.src.stat().st_size
         return sum(os.path.getsize(part) for each in find(item.src) for part in each.parts)
     except (OSError, InputError):  # whoever reads it will say so
@@ -256,8 +249,6 @@ def _refuse_odd_suffix(path: Path, format: str | None, sources: Iterable[Path]) 
 
 def _is_folder(dst: str | os.PathLike[str]) -> bool:
     """Whether `dst` is a folder, or is said to be one."""
-    if url := getattr(dst, "url", None):
-        return bool(url.path.endswith("/"))
     return os.path.isdir(dst) or os.fspath(dst).endswith(os.sep)
 
 
@@ -272,7 +263,7 @@ def _will_be_folder(path: Path, dst: str | os.PathLike[str]) -> bool:
 def _of_one(src: Path, path: Path, dst: str | os.PathLike[str], output: OutputOptions) -> Listing:
     """What `src` alone means, which goes to `path`, as `dst` says it."""
     to_folder = _will_be_folder(path, dst)
-    is_dir = os.path.isdir(src)
+    is_dir = is_folder(src)
     kind: Kind | None = _kind_of(src) if is_dir else "shards" if is_index_file(src) else "file"
     if not to_folder and (output.in_shards or output.copy_others):
         asked = option("max_shard_size", None) if output.in_shards else option("copy_others")
@@ -326,7 +317,7 @@ def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
 
 def _of_several(src: Path, path: Path, output: OutputOptions) -> Listing:
     """What `src` means among several inputs: it goes to the folder `path` under its own name, as ``cp -r`` has it."""
-    if not os.path.isdir(src):
+    if not is_folder(src):
         return Listing((_item(Found(src, "shards" if is_index_file(src) else "file", (src,)), path, output),))
     target = path / os.path.basename(os.path.abspath(src))
     _refuse_inside(target, src)

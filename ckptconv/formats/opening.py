@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
+from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.byteranges.sources import (
     FileObjectSource,
     Input,
@@ -107,19 +108,26 @@ def open_input(path: Input, faults: FaultSink = RAISED, *, skims: bool = False) 
 
 
 def _open_url(given: str | os.PathLike[str], faults: FaultSink, *, skims: bool) -> Readable:
-    """What the URL `given` means: the index of shards, else a file. Raises InputError, UsageError."""
-    from ckptconv.byteranges.far.folder import FarFolder  # which no file here needs
-    from ckptconv.byteranges.far.source import FarSource
-    from ckptconv.byteranges.far.urls import far_path, local_path
+    """What the URL `given` means: a folder, the index of shards, the pattern of rank files, else a file.
 
-    path = far_path(given)
-    assert path.url is not None
-    here = local_path(path.url)
-    if here is not None:
-        return open_input(here, faults)
-    if is_index(path.name):
-        return FarFolder(path.url, faults, checked_part, skims=skims)
-    return FarSource(path.url, faults, skims=skims)
+    Raises InputError, UsageError.
+    """
+    path = path_at(given)
+    if not is_url(path):
+        return open_input(path, faults)
+    from ckptconv.byteranges.far.folder import FarFolder  # which no file here needs
+    from ckptconv.byteranges.far.paths import FarPath
+    from ckptconv.byteranges.far.source import FarSource
+
+    assert isinstance(path, FarPath)
+    if is_index(path.name) or is_pattern(path.name) or is_folder(path):
+        return FarFolder(path, faults, checked_part, skims=skims)
+    try:
+        return FarSource(path, faults, skims=skims)
+    except MissingInputError as error:
+        if not path.url.is_http:
+            error.hint = f"of a folder the URL ends in a slash: {shell(f'{path}/')}"
+        raise
 
 
 def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
+from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.record_checks import check_records, length_of
-from ckptconv.byteranges.sources import Input, Readable, Source, SourceFolder
+from ckptconv.byteranges.sources import Input, Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Progress
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.discovery import find
@@ -183,8 +184,8 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
 
     Raises InputError where a folder cannot be listed.
     """
-    folder = Path(os.fsdecode(path))
-    if not os.fspath(path) or not folder.is_dir():  # pathlib takes nothing for the folder that we are in
+    folder = path_at(path)
+    if not os.fspath(path) or not is_folder(folder):  # pathlib takes nothing for the folder that we are in
         return [os.fsdecode(path)]
     found = [
         str(each.path)
@@ -196,7 +197,7 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
 
 def _is_pickle(path: Path) -> bool:
     try:
-        with Source(path) as source:
+        with open_input(path) as source:
             head = source.read(0, min(_HEAD, source.size))
             return bool(head) and looks_like_pickle(source, head)
     except InputError:  # which nobody reads

@@ -138,7 +138,7 @@ def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress:
     What overflowed. Raises OSError, and what :func:`write` raises.
     """
     check_system()
-    transfer = Transfer(file, compared=verify)
+    transfer = Transfer(file, path.parent, compared=verify)
     kept = _kept_mode(file.path)
     mode = file.mode | stat.S_IWUSR if kept is None else kept
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode & 0o777)
@@ -162,7 +162,7 @@ def write_to_object(file: OutFile, out: FileObjectDestination, *, verify: bool) 
 
     Raises OutputError, and what reading its ranges raises. `verify`: read everything back and compare it.
     """
-    transfer = Transfer(file, compared=verify)
+    transfer = Transfer(file, file.path.parent, compared=verify)
     with as_output_error(file.path), transfer:
         transfer.fill(out, None)
         if verify:

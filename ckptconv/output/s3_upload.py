@@ -20,10 +20,10 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import Sums
+from ckptconv.byteranges.far.paths import far_path
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.byteranges.far.s3 import client, is_transient
 from ckptconv.byteranges.far.source import FarSource
-from ckptconv.byteranges.far.urls import far_path
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
 from ckptconv.errors import OutputError, TargetExistsError, count, size
@@ -114,7 +114,6 @@ class _Object:
 
     def __init__(self, path: Path) -> None:
         url = far_path(path).url
-        assert url is not None
         self.path = path
         self._client = client()
         self._at = {"Bucket": url.host, "Key": url.path}

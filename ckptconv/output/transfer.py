@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -48,12 +49,14 @@ class Transfer:
     A context manager: leaving it ends the threads and forgets what was inflated.
     """
 
-    def __init__(self, file: OutFile, *, compared: bool = False) -> None:
-        """`compared`: what is written will be compared with its sources."""
+    def __init__(self, file: OutFile, folder: Path, *, compared: bool = False) -> None:
+        """`folder`: where something can be kept for a while; `compared`: what is written will be compared with its
+        sources.
+        """
         self.file = file
-        self.pieces = Pieces(file.pieces, file.path.parent)
+        self.pieces = Pieces(file.pieces, folder)
         is_read_again = compared or bool(file.sums) or any(piece.is_computed for piece in file.pieces)
-        kept = reading.announce(file.pieces, keep=file.path.parent if is_read_again else None)
+        kept = reading.announce(file.pieces, keep=folder if is_read_again else None)
         #: Bytes that are needed beside the file for a while.
         self.beside = self.pieces.spooled_bytes + kept
         self.sums = Sums([each for each in file.sums if not each.is_computed])

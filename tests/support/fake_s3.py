@@ -26,6 +26,7 @@ from tests.support.seaweed import BUCKET, Store, credentials
 __all__ = ["running_fake"]
 
 _LEAST = 5 << 20  # bytes of a part that is not the last
+_PAGE = 10  # keys in a list: S3 says 1,000 at most
 _MODIFIED = "Mon, 02 Nov 2026 10:00:00 GMT"
 
 
@@ -87,9 +88,12 @@ class _Handler(BaseHTTPRequestHandler):
         if "uploads" in query:
             keys = (key for key, _ in self.bucket.uploads.values())
             return 200, {}, _xml("ListMultipartUploadsResult", (("Upload", {"Key": key}) for key in keys))
-        keys = (key for key in sorted(self.bucket.objects) if key.startswith(query.get("prefix", "")))
-        sized = (("Contents", {"Key": key, "Size": len(self.bucket.objects[key])}) for key in keys)
-        return 200, {}, _xml("ListBucketResult", sized)
+        found = [key for key in sorted(self.bucket.objects) if key.startswith(query.get("prefix", ""))]
+        first = int(query.get("continuation-token", "0"))
+        sized = [("Contents", {"Key": key, "Size": len(self.bucket.objects[key])}) for key in found[first:][:_PAGE]]
+        is_cut = len(found) > first + _PAGE
+        more = [("IsTruncated", str(is_cut).lower()), *([("NextContinuationToken", first + _PAGE)] if is_cut else [])]
+        return 200, {}, _xml("ListBucketResult", [*more, *sized])
 
     def _of_object(self, key: str, query: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
         bucket = self.bucket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import struct
@@ -12,12 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 from zlib import crc32
 
 __all__ = ["LIES", "Exchange", "FileServer", "Seen", "serving"]
 
 _ENDS = 1 << 16  # bytes at each end that the ETag is made of: files can have gigabytes
+_TREE = re.compile(r"/api/(models|datasets|spaces)/([^/]+/[^/]+)/tree/([^/]+)(/.*)?")
 _MODIFIED = "Mon, 02 Nov 2026 10:00:00 GMT"
 
 
@@ -41,6 +43,8 @@ class FileServer:
     honest: int = 0
     latency: float = 0.0
     etags: bool = True
+    page: int = 1000  # entries of a list
+    lists: Callable[..., None] | None = None  # in place of an honest list
     seen: list[Seen] = field(default_factory=list)
     port: int = 0
 
@@ -81,6 +85,21 @@ class Exchange:
         said |= {name.replace("_", "-"): text for name, text in more.items()}
         return {name: text for name, text in said.items() if text}
 
+    def list(self, files: dict[str, bytes], *, most: int) -> None:
+        """As the Hub's tree API does: a page of the `files` of a repository, and a link to the next one."""
+        at = urlsplit(self.handler.path)
+        kind, repo, revision, folder = _TREE.fullmatch(at.path).groups()  # type: ignore[union-attr]
+        root = f"{'' if kind == 'models' else f'{kind}/'}{repo}/resolve/{unquote(revision)}/"
+        mine = {name[len(root) :]: len(data) for name, data in files.items() if name.startswith(root)}
+        found = {name: size for name, size in mine.items() if name.startswith(unquote(folder or "").strip("/"))}
+        after = int(parse_qs(at.query).get("cursor", ["0"])[0])
+        page = [{"type": "file", "path": name, "size": size} for name, size in [*found.items()][after : after + most]]
+        page += [{"type": "directory", "path": name} for name in {name.rpartition("/")[0] for name in found}]
+        link = f'<http://127.0.0.1:{self.handler.files.port}{at.path}?recursive=true&cursor={after + most}>; rel="next"'
+        body = json.dumps(page).encode()
+        more = {"Link": link} if after + most < len(found) else {}
+        self.send(200 if found else 404, {"Content-Length": str(len(body)), **more}, body)
+
     def send(self, status: int, headers: dict[str, str], body: bytes) -> None:
         """Answer so."""
         handler = self.handler
@@ -113,6 +132,9 @@ class _Handler(BaseHTTPRequestHandler):
         files = self.files
         number = len(files.seen)
         time.sleep(files.latency)
+        if _TREE.fullmatch(urlsplit(self.path).path):
+            (files.lists or Exchange.list)(Exchange(self, b"", number), files.files, most=files.page)
+            return
         data = files.files.get(unquote(urlsplit(self.path).path).lstrip("/"))
         if data is None:
             Exchange(self, b"", number).send(404, {"Content-Length": "9"}, b"not found")

@@ -1,4 +1,4 @@
-"""Far files that are one checkpoint: an index, and what it names beside it."""
+"""Far files that are one checkpoint: an index and what it names beside it, or what a folder has."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ckptconv.byteranges.far.paths import FarPath
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.byteranges.far.source import FarSource
-from ckptconv.byteranges.far.urls import Url, far_path
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.errors import MissingInputError
@@ -17,14 +17,14 @@ __all__ = ["FarFolder"]
 
 
 class FarFolder(SourceFolder):
-    """The far set whose index is at `url`. Nothing is read but what stands beside that."""
+    """The far set in the folder `path`, or whose index is there. Nothing is read but what stands in that folder."""
 
     is_far = True
     is_stored = False
 
     def __init__(
         self,
-        url: Url,
+        path: FarPath,
         faults: FaultSink = RAISED,
         check: Callable[[FarSource], Readable] = lambda source: source,
         *,
@@ -33,14 +33,17 @@ class FarFolder(SourceFolder):
         """`check` is called with each file that is opened, and raises what is wrong with it."""
 
         def open_file(path: Path, faults: FaultSink) -> Readable:
-            return check(FarSource(url.beside(path.name), faults, skims=skims))
+            assert isinstance(path, FarPath)
+            return check(FarSource(path, faults, skims=skims))
 
-        super().__init__(far_path(url), faults, open_file)
+        super().__init__(path, faults, open_file)
         self.mode = 0o666
 
     def missing(self, names: Iterable[str]) -> set[str]:
-        """Those of `names` that are not there: all are opened at once."""
-        names = [name for name in names if name not in self._open]
+        """Those of `names` that are not there. The others are opened, several at once."""
+        assert isinstance(self.folder, FarPath)
+        unknown = [name for name in names if name not in self._open]
+        absent = {name for name in unknown if self.folder.holds(name) is False}
 
         def opened(name: str) -> Readable | None:
             try:
@@ -49,7 +52,7 @@ class FarFolder(SourceFolder):
                 return None
 
         with ThreadPoolExecutor(POLICY.concurrency) as pool:
-            tasks = [(name, pool.submit(opened, name)) for name in names]
+            tasks = [(name, pool.submit(opened, name)) for name in unknown if name not in absent]
         found = {name: task.result() for name, task in tasks if task.exception() is None}
         for name, source in found.items():
             if source:
@@ -57,8 +60,8 @@ class FarFolder(SourceFolder):
                 self.add(source)
         for _, task in tasks:
             task.result()  # which raises
-        return {name for name, source in found.items() if source is None}
+        return absent | {name for name, source in found.items() if source is None}
 
     def names(self) -> list[str]:
-        """Nothing: servers list no folders."""
-        return []
+        """What is in the folder; of an index beside which nobody has looked, nothing."""
+        return super().names() if self.is_whole else []

@@ -9,18 +9,20 @@ from __future__ import annotations
 import base64
 import contextlib
 import email.utils
+import json
 import netrc
 import os
+import re
 import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import urllib3
 
 from ckptconv.byteranges.far.planning import KIB, POLICY
-from ckptconv.byteranges.far.requests import Answer, Transient, Version, check_range, received
+from ckptconv.byteranges.far.requests import Answer, Entry, Transient, Version, check_range, paged, received
 from ckptconv.byteranges.far.urls import HTTP, Url, parse
 from ckptconv.errors import (
     InputChangedError,
@@ -31,12 +33,13 @@ from ckptconv.errors import (
     UsageError,
 )
 
-__all__ = ["HttpTransport", "hub_transport"]
+__all__ = ["HttpTransport", "hub_entries", "hub_transport"]
 
 _CHUNK = 256 * KIB
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _HUB = "https://huggingface.co"
+_PAGE = 16 << 20  # bytes of a page of a list: the Hub's have 1,000 entries
 _LONGEST_WAIT = 3600.0  # seconds that a server can ask for; more is a lie, and no deadline is that long
 
 
@@ -59,19 +62,47 @@ class HttpTransport:
             headers |= {"If-Match": expected.strong_etag, "If-Range": expected.strong_etag}
         elif expected and expected.modified:
             headers |= {"If-Unmodified-Since": expected.modified}
+        with self._as_error(), self._followed(headers) as response:
+            return self._answer(response, start, stop, expected, deadline)
+
+    def page(self, deadline: float) -> tuple[list[dict[str, Any]], str | None]:
+        """A page of the Hub's lists, and where the next one is.
+
+        Raises Transient, InputError.
+        """
+        with self._as_error(), self._followed({"Accept-Encoding": "identity", "User-Agent": "ckptconv"}) as response:
+            if response.status != 200:
+                raise self._refused(response, 0, None)
+            chunks = iter(lambda: response.read1(_CHUNK), b"")
+            found = _parsed(received(chunks, None, deadline, most=_PAGE), self._shown)
+            return found, self._next_page(response.headers.get("Link", ""))
+
+    def _next_page(self, link: str) -> str | None:
+        """The path of the page that a Link calls the next one, which must be the same server's (RFC 8288)."""
+        found = re.search(r'<([^>]+)>\s*;\s*rel="?next"?', link)
+        if not found:
+            return None
+        before, after = urlsplit(self._start.full), urlsplit(urljoin(self._start.full, str(found[1])))
+        if (before.scheme, before.netloc) != (after.scheme, after.netloc):
+            raise TransferError("the list goes on at another server", where=self._shown, got=after.netloc)
+        base = urlsplit(os.environ.get("HF_ENDPOINT", _HUB)).path.rstrip("/")
+        return f"{after.path[len(base) :].lstrip('/')}?{after.query}"
+
+    def close(self) -> None:
+        """Let connections go."""
+        self._pool.clear()
+
+    @contextlib.contextmanager
+    def _as_error(self) -> Iterator[None]:
+        """Raise in our words what urllib3 raises meanwhile."""
         try:
-            with self._followed(headers) as response:
-                return self._answer(response, start, stop, expected, deadline)
+            yield
         except urllib3.exceptions.SSLError as error:
             raise TransferError(f"no secure connection: {error}", where=self._shown) from error
         except (urllib3.exceptions.LocationValueError, UnicodeError) as error:
             raise UsageError(f"no URL: {error}", where=self._shown) from error
         except urllib3.exceptions.HTTPError as error:
             raise Transient(_reason(error)) from error
-
-    def close(self) -> None:
-        """Let connections go."""
-        self._pool.clear()
 
     @contextlib.contextmanager
     def _followed(self, headers: dict[str, str]) -> Iterator[urllib3.BaseHTTPResponse]:
@@ -161,19 +192,45 @@ class HttpTransport:
 
 
 def hub_transport(url: Url, shown: object) -> HttpTransport:
-    """The file `url`, ``hf://[datasets/|spaces/]OWNER/REPO[@REVISION]/PATH``, by the Hub's own URLs and with its token.
+    """The file ``hf://[datasets/|spaces/]OWNER/REPO[@REVISION]/PATH``, by the Hub's own URLs and with its token."""
+    kind, repo, revision, path = url.on_hub
+    folder = "" if kind == "models" else f"{kind}/"
+    return _on_hub(f"{folder}{repo}/resolve/{revision}/{path}", shown)
 
-    Raises UsageError.
+
+def hub_entries(url: Url, shown: object) -> Iterator[Entry]:
+    """The files in the folder `url` of a repository, as the Hub's tree API lists them.
+
+    Raises InputError.
     """
-    kinds = ("datasets", "spaces", "models")
-    parts = [url.host, *url.path.split("/")]
-    kind = [parts.pop(0)] if parts[0] in kinds else []
-    if len(parts) < 3:
-        raise UsageError("a URL that names no file", where=shown, expected="hf://OWNER/REPO/PATH")
-    repo, _, revision = parts[1].partition("@")
-    folder = [each for each in kind if each != "models"]
-    path = "/".join([*folder, parts[0], repo, "resolve", revision or "main", *parts[2:]])
-    return HttpTransport(parse(f"{os.environ.get('HF_ENDPOINT', _HUB).rstrip('/')}/{path}"), shown, _hub_token())
+    kind, repo, revision, path = url.on_hub
+    root = f"{path}/" if path else ""
+
+    def ask(at: str, deadline: float) -> tuple[list[Entry], str | None]:
+        with contextlib.closing(_on_hub(at, shown)) as transport:
+            page, after = transport.page(deadline)
+        files = [each for each in page if each.get("type") == "file" and str(each.get("path")).startswith(root)]
+        sizes = [size if isinstance(size := each.get("size"), int) else 0 for each in files]
+        return [Entry(str(each["path"])[len(root) :], size) for each, size in zip(files, sizes, strict=True)], after
+
+    first = f"api/{kind}/{repo}/tree/{revision}{f'/{quote(path)}' if path else ''}?recursive=true"
+    return paged(ask, first, shown)
+
+
+def _on_hub(path: str, shown: object) -> HttpTransport:
+    endpoint = os.environ.get("HF_ENDPOINT", _HUB).rstrip("/")
+    return HttpTransport(parse(f"{endpoint}/{path}"), shown, _hub_token())
+
+
+def _parsed(data: bytes, where: object) -> list[dict[str, Any]]:
+    """The JSON of a list. Raises TransferError."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise TransferError("the server sends no list of files", where=where)
+    return found
 
 
 def _hub_token() -> str | None:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
 from ckptconv.byteranges.far.planning import POLICY
-from ckptconv.errors import InputChangedError, TransferError
+from ckptconv.errors import InputChangedError, LimitError, TransferError
 from ckptconv.light_dataclass import dataclass
+from ckptconv.limits import LIMITS
 
-__all__ = ["Answer", "Requests", "Transient", "Transport", "Version", "check_range", "received"]
+__all__ = [
+    "Answer",
+    "Entry",
+    "Requests",
+    "Transient",
+    "Transport",
+    "Version",
+    "check_range",
+    "paged",
+    "received",
+    "retried",
+]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,13 @@ class Answer:
 
     data: bytes
     version: Version
+
+
+class Entry(NamedTuple):
+    """A file in a far folder: its path from there, and its size."""
+
+    place: str
+    size: int
 
 
 class Transient(Exception):
@@ -72,22 +94,14 @@ class Requests:
 
         Raises InputError.
         """
-        deadline = time.monotonic() + POLICY.deadline
         where = f"{self._where} at byte {start}"
-        for attempt in range(POLICY.attempts):
+
+        def ask(deadline: float) -> Answer:
             if self._closed.is_set():
                 raise TransferError("the file was closed while it was read", where=where)
-            try:
-                answer = self._transport.get(start, stop, self.version, deadline)
-                break
-            except Transient as error:
-                wait = max(error.after or 0.0, POLICY.backoff * 2**attempt)
-                if attempt + 1 == POLICY.attempts or time.monotonic() + wait >= deadline:
-                    tries = f"attempt {attempt + 1} of at most {POLICY.attempts} within {POLICY.deadline:g} s"
-                    raise TransferError(f"{error} ({tries})", where=where, hint="try again later") from error
-            self._closed.wait(wait)
-        else:
-            raise AssertionError("the last attempt has raised")
+            return self._transport.get(start, stop, self.version, deadline)
+
+        answer = retried(ask, where, self._closed.wait)
         self._check(answer, where)
         return answer.data
 
@@ -105,6 +119,40 @@ class Requests:
         """Let connections go, and end what waits."""
         self._closed.set()
         self._transport.close()
+
+
+def retried(ask: Callable[[float], _T], where: object, wait: Callable[[float], object] = time.sleep) -> _T:
+    """What `ask` gives, which is called with a deadline, and again where it raises Transient and that may help.
+
+    Raises TransferError when it does not, and what `ask` raises.
+    """
+    deadline = time.monotonic() + POLICY.deadline
+    for attempt in range(1, POLICY.attempts + 1):
+        try:
+            return ask(deadline)
+        except Transient as error:
+            seconds = max(error.after or 0.0, POLICY.backoff * 2 ** (attempt - 1))
+            if attempt == POLICY.attempts or time.monotonic() + seconds >= deadline:
+                tries = f"attempt {attempt} of at most {POLICY.attempts} within {POLICY.deadline:g} s"
+                raise TransferError(f"{error} ({tries})", where=where, hint="try again later") from error
+        wait(seconds)
+    raise AssertionError("the last attempt has raised")
+
+
+def paged(ask: Callable[[str, float], tuple[list[Entry], str | None]], first: str, where: object) -> Iterator[Entry]:
+    """What a server lists, a page at a time: `ask` gives the page at a place, from `first` on, and that of the next.
+
+    Raises LimitError for more than anybody waits for, and what :func:`retried` raises.
+    """
+    at: str | None = first
+    seen = 0
+    while at is not None:
+        page, at = retried(partial(ask, at), where)
+        seen += len(page) or LIMITS.far_files // 100  # a page without any costs a request, too
+        if seen > LIMITS.far_files:
+            what, most = "the folder has too many files", f"at most {LIMITS.far_files:,}"
+            raise LimitError(what, where=where, expected=most, hint="give one of the folders in it")
+        yield from page
 
 
 def check_range(said: str | None, start: int, stop: int, where: object) -> tuple[int, int]:
@@ -127,15 +175,15 @@ def check_range(said: str | None, start: int, stop: int, where: object) -> tuple
     return end, size
 
 
-def received(chunks: Iterator[bytes], length: int, deadline: float) -> bytes:
-    """All of `chunks`, which must have `length` bytes. Raises Transient."""
+def received(chunks: Iterator[bytes], length: int | None, deadline: float, most: int = 0) -> bytes:
+    """All of `chunks`, which must have `length` bytes; where nobody said how many, at most `most`. Raises Transient."""
     data = bytearray()
     for chunk in chunks:
         data += chunk
-        if len(data) > length:
-            raise Transient(f"the server sent more than the {length:,} bytes that it promised")
+        if len(data) > (most if length is None else length):
+            raise Transient(f"the server sent more than the {length or most:,} bytes that it promised")
         if time.monotonic() > deadline:
-            raise Transient(f"the server is too slow: {len(data):,} of {length:,} bytes came")
-    if len(data) < length:
+            raise Transient(f"the server is too slow: {len(data):,} bytes came")
+    if length is not None and len(data) < length:
         raise Transient(f"the connection was cut: {len(data):,} of {length:,} bytes came")
     return bytes(data)

@@ -7,19 +7,22 @@ no credentials the requests are unsigned, as public buckets take them.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import botocore.session
 from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+from botocore.loaders import create_loader
 
 from ckptconv.byteranges.far.planning import KIB, POLICY
-from ckptconv.byteranges.far.requests import Answer, Transient, Version, check_range, received
+from ckptconv.byteranges.far.requests import Answer, Entry, Transient, Version, check_range, paged, received
 from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import InputChangedError, InputError, MissingInputError, TransferError
 
-__all__ = ["S3Transport", "client", "is_transient"]
+__all__ = ["S3Transport", "client", "entries", "is_transient"]
 
 _CHUNK = 256 * KIB
 _MISSING = ("NoSuchKey", "NoSuchBucket", "NotFound", "404")
@@ -29,6 +32,7 @@ _AGAIN = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "
 def client() -> Any:
     """A client for S3, as botocore is configured here. It tries nothing twice: our own deadline is over all."""
     session = botocore.session.get_session()
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     signature = {} if session.get_credentials() else {"signature_version": UNSIGNED}
     config = Config(
         retries={"total_max_attempts": 1},
@@ -43,12 +47,27 @@ def client() -> Any:
     return session.create_client("s3", config=config, region_name=region)
 
 
+@functools.cache
+def _loader(data_path: str | None) -> Any:
+    """What reads botocore's description of S3, which takes ten times as long as all else that a client needs."""
+    return create_loader(data_path)
+
+
 def is_transient(error: Exception) -> bool:
     """Whether `error`, which botocore raised, may be gone when one asks again."""
     if not isinstance(error, ClientError):
         return isinstance(error, (HTTPClientError, IncompleteReadError))
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return str(error.response.get("Error", {}).get("Code", "")) in _AGAIN or status >= 500 or status == 429
+
+
+def entries(url: Url, shown: object) -> Iterator[Entry]:
+    """The objects whose keys start with that of the folder `url`; what stands for an empty folder is none.
+
+    Raises InputError.
+    """
+    with contextlib.closing(S3Transport(url, shown)) as s3:
+        yield from paged(s3.page, "", shown)
 
 
 class S3Transport:
@@ -62,11 +81,26 @@ class S3Transport:
         except (BotoCoreError, ValueError) as error:
             raise InputError(f"S3 cannot be asked: {error}", where=shown) from error
 
+    def page(self, at: str, deadline: float) -> tuple[list[Entry], str | None]:  # noqa: ARG002 - the client has one
+        """The page `at` of a listing, from their first on, and the next one's. Raises Transient, InputError."""
+        root = self._object["Key"]
+        more = {"ContinuationToken": at} if at else {}
+        with self._as_error(0):
+            said = self._client.list_objects_v2(Bucket=self._object["Bucket"], Prefix=root, **more)
+        found = [Entry(each["Key"][len(root) :], each["Size"]) for each in said.get("Contents", ())]
+        after = said["NextContinuationToken"] if said.get("IsTruncated") else None
+        return [each for each in found if each.place and not each.place.endswith("/")], after
+
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
         """As :class:`~ckptconv.byteranges.far.requests.Transport` has it."""
         match = {"IfMatch": expected.strong_etag} if expected and expected.strong_etag else {}
-        try:
-            said = self._client.get_object(**self._object, Range=f"bytes={start}-{stop - 1}", **match)
+        with self._as_error(start):
+            try:
+                said = self._client.get_object(**self._object, Range=f"bytes={start}-{stop - 1}", **match)
+            except ClientError as error:
+                if error.response["Error"].get("Code") in ("InvalidRange", "416") and expected is None:
+                    return self._empty(error)
+                raise
             etag, modified = said.get("ETag"), str(said.get("LastModified"))
             if "ContentRange" not in said:
                 raise TransferError("the store sends whole objects alone, and no ranges of them", where=self._where)
@@ -74,27 +108,28 @@ class S3Transport:
             with contextlib.closing(said["Body"]) as body:
                 data = received(body.iter_chunks(_CHUNK), end - start, deadline)
             return Answer(data, Version(size, etag, modified))
+
+    def close(self) -> None:
+        """Let connections go."""
+        self._client.close()
+
+    @contextlib.contextmanager
+    def _as_error(self, start: int) -> Iterator[None]:
+        """Raise in our words what botocore raises meanwhile."""
+        try:
+            yield
         except ClientError as error:
-            if error.response["Error"].get("Code") in ("InvalidRange", "416") and expected is None:
-                return self._empty(error)
             raise self._refused(error, start) from error
         except (HTTPClientError, IncompleteReadError, OSError) as error:
             raise Transient(f"the connection failed: {type(error).__name__}") from error
         except BotoCoreError as error:
             raise InputError(f"S3 cannot be asked: {error}", where=self._where) from error
 
-    def close(self) -> None:
-        """Let connections go."""
-        self._client.close()
-
     def _empty(self, error: ClientError) -> Answer:
         """The answer for an object that has no bytes."""
-        try:
-            said = self._client.head_object(**self._object)
-        except ClientError as other:
-            raise self._refused(other, 0) from error
+        said = self._client.head_object(**self._object)
         if said["ContentLength"]:
-            raise self._refused(error, 0) from error
+            raise error
         return Answer(b"", Version(0, said.get("ETag"), str(said.get("LastModified"))))
 
     def _refused(self, error: ClientError, start: int) -> Exception:

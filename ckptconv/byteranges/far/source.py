@@ -11,13 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptconv.byteranges.far.paths import FarPath
 from ckptconv.byteranges.far.planning import POLICY, Extents, Range, enlarged, in_parts, merged
-from ckptconv.byteranges.far.requests import Requests, Transport
-from ckptconv.byteranges.far.urls import Url, far_path
+from ckptconv.byteranges.far.requests import Requests
+from ckptconv.byteranges.far.transports import transport_for
 from ckptconv.byteranges.far.workers import Task, Workers
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable
-from ckptconv.errors import OutputError, UsageError, count
+from ckptconv.errors import OutputError, count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,7 @@ __all__ = ["FarSource"]
 
 
 class FarSource(Readable):
-    """The far file at `url`.
+    """The far file at `path`.
 
     `skims`: who opened it wants to know what is in it, and no more: what only proves that the file is sound, and would
     cost a request of its own, is left out and said in :meth:`about`.
@@ -34,15 +35,15 @@ class FarSource(Readable):
 
     is_far = True
 
-    def __init__(self, url: Url, faults: FaultSink = RAISED, *, skims: bool = False) -> None:
+    def __init__(self, path: FarPath, faults: FaultSink = RAISED, *, skims: bool = False) -> None:
         """Raises InputError, and UsageError where no package can reach it."""
-        self.url, self.path, self.fd, self.faults = url, far_path(url), -1, faults
+        self.url, self.path, self.fd, self.faults = path.url, path, -1, faults
         self._skims = skims
         self._skipped: dict[str, set[int]] = {}
         self._lock = threading.Lock()
         self._known = Extents(POLICY.held)
         self._deliveries: list[_Delivery] = []
-        self.requests = Requests(transport_for(url, self.path), self.path)
+        self.requests = Requests(transport_for(path.url, path), path)
         self._workers = Workers()
         try:
             head = self._ask((0, POLICY.window)).wait()
@@ -135,31 +136,6 @@ class FarSource(Readable):
         for delivery in self._deliveries:
             delivery.close()
         self._deliveries = []
-
-
-def transport_for(url: Url, shown: object) -> Transport:
-    """How the ranges of `url` come. Raises UsageError where the package for that is not installed."""
-    package = {"http": "urllib3", "https": "urllib3", "hf": "urllib3", "s3": "botocore"}.get(url.scheme, "fsspec")
-    try:
-        if url.is_http:
-            from ckptconv.byteranges.far.http import HttpTransport
-
-            return HttpTransport(url, shown)
-        if url.scheme == "hf":
-            from ckptconv.byteranges.far.http import hub_transport
-
-            return hub_transport(url, shown)
-        if url.scheme == "s3":
-            from ckptconv.byteranges.far.s3 import S3Transport
-
-            return S3Transport(url, shown)
-        from ckptconv.byteranges.far.others import FsspecTransport
-
-        return FsspecTransport(url, shown)
-    except ImportError as error:
-        raise UsageError(
-            f"reading it needs {package}, which is not installed", where=shown, hint="pip install 'ckptconv[remote]'"
-        ) from error
 
 
 def _cut(parts: list[tuple[int, bytes]], start: int, stop: int) -> bytes:

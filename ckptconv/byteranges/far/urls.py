@@ -1,8 +1,7 @@
-"""URLs of files: taken apart, shown without what is secret in them, and as paths for messages and names."""
+"""URLs of files and folders: taken apart, and shown without what is secret in them."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import field, replace
 from pathlib import Path
@@ -12,17 +11,17 @@ from ckptconv.errors import UsageError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["FarPath", "Url", "far_path", "local_path", "parse"]
+__all__ = ["HTTP", "Url", "local_path", "parse"]
 
 _URL = regex(r"([a-z][a-z0-9+.-]+):/+([^/?#]*)/*([^?#]*)(?:\?([^#]*))?", re.IGNORECASE | re.DOTALL)
 _KEYED = regex(r"(s3|hf):/+([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)  # in a key, ? and # are letters
-_ONE_SLASH = regex(r"^([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
+_HUB_KINDS = ("datasets", "spaces", "models")
 HTTP = ("http", "https")
 
 
 @dataclass(frozen=True)
 class Url:
-    """A URL of a file.
+    """A URL of a file or a folder.
 
     Attributes:
         scheme: In small letters.
@@ -41,7 +40,7 @@ class Url:
     @property
     def shown(self) -> str:
         """For messages: nothing that is secret."""
-        return f"{self.scheme}://{self.host}/{self.path}"
+        return f"{self.scheme}://{self.host}" + (f"/{self.path.lstrip('/')}" if self.path else "")
 
     @property
     def full(self) -> str:
@@ -53,46 +52,46 @@ class Url:
         """Whether its path is one of HTTP, where letters can be percent-encoded."""
         return self.scheme in HTTP
 
-    def beside(self, name: str) -> Url:
-        """That of the file `name` in the same folder. What was signed was another URL."""
-        folder, slash, _ = self.path.rpartition("/")
-        return replace(self, path=folder + slash + (quote(name) if self.is_http else name), query="")
+    @property
+    def says_folder(self) -> bool:
+        """Whether it means a folder by itself: it ends in a slash, or is a bucket or all of a repository."""
+        is_whole = (self.scheme == "s3" and not self.path) or (self.scheme == "hf" and not self.on_hub[3])
+        return is_whole or self.path.endswith("/")
+
+    @property
+    def on_hub(self) -> tuple[str, str, str, str]:
+        """What it names on the Hub: the kind of repository, which one, the revision as one segment, and the path."""
+        kind, owner, *rest = [self.host, *self.path.strip("/").split("/")]
+        if kind not in _HUB_KINDS:
+            kind, owner, rest = "models", kind, [owner, *rest]
+        repo, _, revision = (rest[0] if rest else "").partition("@")
+        return kind, f"{owner}/{repo}" if repo else "", quote(unquote(revision), safe="") or "main", "/".join(rest[1:])
+
+    def below(self, name: str) -> Url:
+        """That of `name` in this folder. What was signed was another URL."""
+        folder = f"{self.path.rstrip('/')}/" if self.path.strip("/") else ""
+        return replace(self, path=folder + (quote(name) if self.is_http else name), query="")
+
+    @property
+    def parent(self) -> Url:
+        """That of the folder that it stands in."""
+        folder, slash, _ = self.path.rstrip("/").rpartition("/")
+        return replace(self, path=folder + slash, query="")
 
 
 def parse(text: str) -> Url:
-    """`text` as a URL; pathlib may have made one slash of two. Raises UsageError where it names no file."""
+    """`text` as a URL; pathlib may have made one slash of two. Raises UsageError where it names nothing."""
     found = _KEYED.fullmatch(text) or _URL.match(text)
     if found is None:
         raise UsageError("no URL", where=text, expected="SCHEME://HOST/PATH")
     scheme, host, path, *query = found.groups()
     userinfo, _, host = host.rpartition("@")
     url = Url(scheme.lower(), host, path, (query[0] if query else None) or "", userinfo)
-    if not (host and path) and url.scheme != "file":
-        raise UsageError("a URL that names no file", where=url.shown, expected="SCHEME://HOST/PATH")
+    has_path = url.on_hub[1] if url.scheme == "hf" else path or not url.is_http
+    if not (host and has_path) and url.scheme != "file":
+        expected = "hf://OWNER/REPO/PATH" if url.scheme == "hf" else "SCHEME://HOST/PATH"
+        raise UsageError("a URL that names no file", where=f"{url.scheme}://{url.host}/{url.path}", expected=expected)
     return url
-
-
-class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, the system says
-    """A URL as a path, for messages and for names. What stands beside it is one too, but for the secrets."""
-
-    url: Url | None = None
-
-    def __str__(self) -> str:
-        return _ONE_SLASH.sub(r"\1://", super().__str__(), count=1)
-
-    def __fspath__(self) -> str:
-        return str(self)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return far_path, (self.url or str(self),)
-
-
-def far_path(given: str | os.PathLike[str] | Url) -> FarPath:
-    """The path that the URL `given` is, which remembers all of it."""
-    url = given if isinstance(given, Url) else getattr(given, "url", None) or parse(os.fsdecode(given))
-    path = FarPath(replace(url, path=unquote(url.path)).shown if url.is_http else url.shown)
-    path.url = url
-    return path
 
 
 def local_path(url: Url) -> Path | None:

@@ -48,6 +48,7 @@ NAME = "DCP"
 METADATA = ".metadata"
 _OWN_METADATA = regex(r"__[0-9]+\.metadata")
 _SUFFIX = ".distcp"
+_HEAD, _TAIL = 1 << 10, 2 << 10  # bytes of a tensor's file before its storage, and behind it
 _PICKLE = b"\x80"  # how a pickle begins: others give files that name, too
 _COPY = "copy the whole folder: each process of the run wrote files of its own"
 
@@ -84,7 +85,7 @@ class DcpFolder:
 
 def looks_like(folder: SourceFolder) -> bool:
     """Whether `folder`, given as such, is one, or what is left of one."""
-    if folder.path != folder.folder:
+    if not folder.is_whole:
         return False
     _, names = list_folder(folder.folder)
     return any(name.endswith(_SUFFIX) for name in names) or (METADATA in names and looks_like_metadata(folder.folder))
@@ -190,7 +191,8 @@ class _Reader:
         places: dict[str, list[tuple[int, int]]] = {}
         for place in self.metadata.stored.values():
             places.setdefault(place.file, []).append((place.offset, place.offset + place.length))
-        missing = [file for file in places if not os.path.lexists(self.folder.folder / file)]
+        links = {file for file in places if os.path.islink(self.folder.folder / file)}  # which opening says more of
+        missing = self.folder.missing(places.keys() - links)
         if missing:
             self.found(
                 MalformedError(
@@ -205,6 +207,7 @@ class _Reader:
         for file in sorted(places.keys() - self.gone):
             try:
                 self.check_size(file, sorted(places[file]))
+                self.folder.open(file).prefetch(each for place in places[file] for each in _ends(*place))
             except InputError as error:
                 self.found(error)
                 self.gone.add(file)
@@ -311,6 +314,11 @@ class _Reader:
             ChunkPlacement(of, chunk.offsets, chunk.sizes, row_major(chunk.sizes) if info.contiguous else info.stride),
             info,
         )
+
+
+def _ends(start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What is read of a file from `start` to `stop` to know what is in it."""
+    return (start, min(start + _HEAD, stop)), (max(stop - _TAIL, start), stop)
 
 
 def _where(window: SliceSource) -> str:

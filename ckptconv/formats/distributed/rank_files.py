@@ -54,7 +54,7 @@ _COPY = "copy the files of all ranks into one folder, under the names that the r
 
 def looks_like(folder: SourceFolder) -> bool:
     """Whether `folder`, given as such or as a pattern, has the files of a run, by their names."""
-    if folder.path == folder.folder:
+    if folder.is_whole:
         return are_in(folder.folder)
     return set_of(folder.path) is not None and "*" in folder.path.name
 
@@ -86,11 +86,12 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
             got=f"no {some(found.missing)}",
             hint=_COPY,
         )
+    folder.missing(name for _, name in found.names)  # which opens those that are far, several at once
     parts = [read_file(folder.open(name)) for _, name in found.names]
     checkpoint = _Reader(folder, parts, world).checkpoint()
     checkpoint.notes.append(f"put together from {counted(world, 'rank file')}, {found.pattern}")
     beside = [each for each in sets_in(list_folder(folder.folder)[1]) if each.pattern != found.pattern]
-    if folder.path == folder.folder and beside:
+    if folder.is_whole and beside:
         alone = command("inspect", folder.folder / beside[0].pattern)
         checkpoint.notes.append(
             f"beside it: {some([each.pattern for each in beside])}, each a checkpoint of its own: " + alone
@@ -100,7 +101,7 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
 
 def _chosen(folder: SourceFolder) -> RankSet:
     """The set that `folder` means. Raises UnsupportedError where that could be several."""
-    if folder.path != folder.folder:
+    if not folder.is_whole:
         found = set_of(folder.path)
         assert found is not None
         return found

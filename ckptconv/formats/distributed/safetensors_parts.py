@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from ckptconv.byteranges.sources import Readable, Source, SourceFolder, list_folder
+from ckptconv.byteranges.sources import Readable, SourceFolder, list_folder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
@@ -43,7 +43,7 @@ def looks_like(folder: SourceFolder) -> bool:
     """Whether `folder`, given as such, has parts: by the names that torch gives them, else by what the
     first file says.
     """
-    if folder.path != folder.folder:
+    if not folder.is_whole:
         return False
     names = _names(folder)
     return any(map(_SHARD.fullmatch, names)) or (bool(names) and _has_parts(folder, names[0]))
@@ -55,7 +55,7 @@ def _names(folder: SourceFolder) -> list[str]:
 
 def _has_parts(folder: SourceFolder, name: str) -> bool:
     try:
-        with Source(folder.folder / name) as source:
+        with folder.peek(name) as source:
             offsets = saved_offsets(read_header(source), source.path)
     except InputError:
         return False
@@ -72,7 +72,8 @@ def read(
     """
     parts: dict[str, list[tuple[Entry, ChunkPlacement]]] = {}
     texts: list[dict[str, str]] = []
-    for name in _names(folder):
+    folder.missing(names := _names(folder))  # which opens those that are far, several at once
+    for name in names:
         source = folder.open(name)
         header = read_header(source)
         offsets = saved_offsets(header, source.path)

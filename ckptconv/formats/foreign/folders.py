@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.byteranges.sources import Readable, first_bytes
+from ckptconv.byteranges.sources import Readable, first_bytes, is_url, list_folder
 from ckptconv.errors import InputError, UnsupportedError, some
 from ckptconv.guesses import close_matches
 from ckptconv.hints import Placeholder, command, joined, shell
@@ -134,6 +134,9 @@ def _list(path: Path) -> _Folder:
     """The folder `path` with the first names in it, and with those that everybody knows."""
     names: set[str] = set()
     others: set[str] = set()
+    if is_url(path):
+        folders, files = list_folder(path)
+        return _Folder(path, frozenset([*files, *(f"{name}/" for name in folders)]), frozenset(), cut=False)
     with os.scandir(path) as entries:
         for entry in islice(entries, LIMITS.folder_names):
             kind = _kind(entry)
@@ -163,7 +166,7 @@ def _when(fits: Callable[[_Folder], object], what: str, hint: str) -> _Row:
 def _torch_records(folder: _Folder) -> _Answer | None:
     if not folder.has("data.pkl") or not (folder.names & {"data/", "version", "byteorder"}):
         return None
-    whole = Path(os.path.abspath(folder.path))
+    whole = _absolute(folder.path)
     return _Answer(
         "the records of a torch checkpoint that was unpacked",
         f"make it a zip again: {shell('python', '-m', 'zipfile', '-c', 'out.pt', whole)}",
@@ -173,7 +176,7 @@ def _torch_records(folder: _Folder) -> _Answer | None:
 def _distributed(folder: _Folder) -> _Answer | None:
     if not folder.has(".metadata") or not folder.any(r".*\.distcp"):
         return None
-    out, whole = Path("out.pt"), Path(os.path.abspath(folder.path))
+    out, whole = Path("out.pt"), _absolute(folder.path)
     if Path(os.path.realpath(whole)) in Path(os.path.realpath(out)).parents:  # among the parts nothing is written
         out = whole.with_name(f"{whole.name}.pt")
     whole_file = "make it one file: " + command("convert", folder.path, out)
@@ -211,7 +214,7 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
         return None
     where, tag = folder.path, []
     if inside:  # DeepSpeed wants the folder above, and the name of this one
-        whole = Path(os.path.abspath(folder.path))
+        whole = _absolute(folder.path)
         where, tag = whole.parent, ["--tag", whole.name]
     merge = shell("python", "-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
     return _Answer("a DeepSpeed ZeRO checkpoint, each file of it one rank's part", f"let DeepSpeed merge it: {merge}")
@@ -223,7 +226,7 @@ def _megatron(folder: _Folder) -> _Answer | None:
     steps = [] if inside or not folder.has(_LATEST) else [name for name in _folders(folder) if _STEP.fullmatch(name)]
     if not inside and not any((step := _folder_at(folder.path / name)) and _has_ranks(step) for name in steps):
         return None
-    where = Path(os.path.abspath(folder.path)).parent if inside else folder.path  # Megatron wants that one
+    where = _absolute(folder.path).parent if inside else folder.path  # Megatron wants that one
     whole = ("--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1")
     merge = shell(
         "python", "tools/checkpoint/convert.py", "--model-type", "GPT", "--load-dir", where, "--save-dir", "OUT_FOLDER",
@@ -239,7 +242,7 @@ def about_part(path: Path) -> str | None:
     """What the file at `path` is one rank's part of, and what merges all of them, where DeepSpeed or Megatron-LM saved
     it.
     """
-    here = Path(os.path.abspath(path)).parent
+    here = _absolute(path).parent
     if _ZERO.fullmatch(path.name):
         folder, row = _folder_at(here), _deepspeed
     elif _RANK.fullmatch(f"{here.name}/"):
@@ -248,6 +251,11 @@ def about_part(path: Path) -> str | None:
         return None
     found = row(folder) if folder else None
     return f"one rank's part of {found.what.partition(',')[0]}; {found.hint}" if found else None
+
+
+def _absolute(path: Path) -> Path:
+    """`path` from the root on, if it is one here."""
+    return path if is_url(path) else Path(os.path.abspath(path))
 
 
 def _has_ranks(folder: _Folder) -> bool:
@@ -308,7 +316,7 @@ def _folders(folder: _Folder) -> list[str]:
 def _folder_at(path: Path) -> _Folder | None:
     try:
         return _list(path)
-    except (OSError, ValueError):  # a NUL in the path
+    except (OSError, ValueError, InputError):  # a NUL in the path
         return None
 
 

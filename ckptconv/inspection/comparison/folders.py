@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptconv.byteranges.given_paths import is_folder, path_at
+from ckptconv.byteranges.sources import is_url
 from ckptconv.conversion.discovery import find
 from ckptconv.conversion.target_names import Found, name_in_folder
 
@@ -30,17 +32,22 @@ def pairs_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Pair]
     A name is the path in the folder; of those that only one side has, ``model.pt`` and ``model.safetensors`` are one,
     as a conversion of the folder has it. None: `a` and `b` are to be compared as they are. Raises InputError.
     """
-    folders = [_named_in(Path(each)) if os.path.isdir(each) else {} for each in (a, b)]
+    paths = [path_at(each) for each in (a, b)]
+    folders = [_named_in(each) if is_folder(each) else {} for each in paths]
     if all(folders):
         return _paired(*folders)
-    if not any(folders) or os.path.isdir(a) == os.path.isdir(b):
+    if not any(folders) or is_folder(paths[0]) == is_folder(paths[1]):
         return None
-    file = Path(b if folders[0] else a)
-    if not file.is_file():
+    file = paths[1 if folders[0] else 0]
+    if not (is_url(file) or file.is_file()):
         return None
     alone = {file.name: Found(file, "file", (file,))}
     found = _paired(*(each or alone for each in folders))
-    return [pair for pair in found if pair.a and pair.b and not os.path.samefile(pair.a, pair.b)] or None
+    return [pair for pair in found if pair.a and pair.b and not _is_same(pair.a, pair.b)] or None
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    return a == b if is_url(a) or is_url(b) else os.path.samefile(a, b)
 
 
 def _named_in(folder: Path) -> dict[str, Found]:

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckptconv
+from ckptconv.byteranges.far.paths import far_path
 from ckptconv.byteranges.far.planning import POLICY, Extents, enlarged, in_parts, merged
-from ckptconv.byteranges.far.urls import far_path, local_path, parse
+from ckptconv.byteranges.far.urls import local_path, parse
 from ckptconv.errors import InputChangedError, MalformedError, MissingInputError, TransferError, UsageError
 from ckptconv.formats.opening import open_input
 from tests.support.command import Command
@@ -397,7 +398,7 @@ def test_a_url_as_a_path() -> None:
     assert str(path.parent / "d.pt") == "https://host:81/a b/d.pt"
     assert path.url is not None
     assert path.url.full == "https://host:81/a%20b/c.pt?sig=x"
-    assert path.url.beside("d e.pt").full == "https://host:81/a%20b/d%20e.pt"
+    assert path.with_name("d e.pt").url.full == "https://host:81/a%20b/d%20e.pt"
     assert "word" not in repr(path.url) and "sig" not in repr(path.url)
     assert str(far_path("s3:/bucket/odd?key#1")) == "s3://bucket/odd?key#1"
 

@@ -1,0 +1,145 @@
+"""URLs as paths: for messages and names, and for what looks into a folder, which asks its server once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import unquote
+
+from ckptconv.byteranges.far.listing import Listing
+from ckptconv.byteranges.far.requests import Requests
+from ckptconv.byteranges.far.transports import entries_of, transport_for
+from ckptconv.byteranges.far.urls import Url, parse
+from ckptconv.errors import CkptconvError, MissingInputError
+
+__all__ = ["FarPath", "far_path"]
+
+_ONE_SLASH = re.compile(r"^([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
+
+
+class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, the system says
+    """A URL as a path. What stands in it and above it is one too, but for the secrets.
+
+    A URL is a folder if it ends in a slash; one without a suffix is one if the server lists something there.
+    """
+
+    _url: Url | None = None
+    _listing: Listing | None = None
+    _place = ""  # from the folder of the listing
+
+    @property
+    def url(self) -> Url:
+        """What it is the path of."""
+        if self._url is None:
+            self._url = parse(super().__str__())
+        return self._url
+
+    def __str__(self) -> str:
+        text = _ONE_SLASH.sub(r"\1://", super().__str__(), count=1)
+        return f"{text}/" if self._url and self._url.says_folder else text
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return far_path, (self.url,)
+
+    def __eq__(self, other: object) -> bool:  # which the slash behind a folder does not change
+        return isinstance(other, Path) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> Path:
+        below = os.fspath(name)
+        if below in ("", "."):
+            return self
+        place = f"{self._place}/{below}" if self._place else below
+        is_folder = self._listing is not None and place in self._listing.folders
+        url = self.url.below(below)
+        path = far_path(replace(url, path=f"{url.path}/") if is_folder else url)
+        path._listing, path._place = self._listing, place
+        return path
+
+    @property
+    def parent(self) -> FarPath:
+        """The folder that it stands in."""
+        above = far_path(self.url.parent)
+        if self._place:
+            above._listing, above._place = self._listing, self._place.rpartition("/")[0]
+        return above
+
+    @property
+    def parents(self) -> Iterator[FarPath]:
+        """The folders that it stands in, the next one first."""
+        path = self
+        while path.url.path.strip("/"):
+            path = path.parent
+            yield path
+
+    def with_name(self, name: str) -> Path:
+        """That of `name` in the same folder."""
+        return self.parent / name
+
+    def relative_to(self, *other: str | os.PathLike[str]) -> Path:
+        """The path from a folder above, which is no URL."""
+        return Path(*super().relative_to(*other).parts)
+
+    def listed(self) -> tuple[dict[str, bool], list[str]]:
+        """The names of folders in it, none of which is a link, and of files, sorted. Raises InputError."""
+        if self._listing is None:
+            folder = self.url if self.url.says_folder else replace(self.url, path=f"{self.url.path}/")
+            self._listing = Listing(entries_of(folder, self), self)
+        if self._place not in self._listing.folders or not self._listing.sizes:
+            raise MissingInputError("there is no such folder, or nothing in it", where=self)
+        folders, files = self._listing.folders[self._place]
+        return dict.fromkeys(sorted(folders), False), sorted(files)
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder; what cannot be listed is not."""
+        if self._listing is not None:
+            return self._place in self._listing.folders and bool(self._listing.sizes)
+        if self.url.says_folder:
+            return True
+        if self.suffix or self.url.is_http:
+            return False
+        try:
+            return bool(self.listed())
+        except CkptconvError:  # which who opens it as a file says
+            self._listing = None
+            return False
+
+    def holds(self, name: str) -> bool | None:
+        """Whether a file or folder `name` stands in it; None where nobody has asked."""
+        if self._listing is None:
+            return None
+        place = f"{self._place}/{name}" if self._place else name
+        return place in self._listing.sizes or place in self._listing.folders
+
+    def first_bytes(self, most: int) -> bytes:
+        """The first bytes of the file, at most so many; none where it cannot be read."""
+        if self._listing is not None and self._place not in self._listing.sizes:
+            return b""
+        try:
+            requests = Requests(transport_for(self.url, self), self)
+        except CkptconvError:
+            return b""
+        try:
+            return requests.get(0, most)
+        except CkptconvError:
+            return b""
+        finally:
+            requests.close()
+
+
+def far_path(given: str | os.PathLike[str] | Url) -> FarPath:
+    """The path that the URL `given` is, which remembers all of it."""
+    if isinstance(given, FarPath):
+        return given
+    url = given if isinstance(given, Url) else parse(os.fsdecode(given))
+    path = FarPath(replace(url, path=unquote(url.path)).shown if url.is_http else url.shown)
+    path._url = url
+    return path

@@ -1,0 +1,272 @@
+"""Far folders: what every command makes of them is what it makes of the folder here, and each is listed once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptconv
+from ckptconv.byteranges.far.paths import far_path
+from ckptconv.byteranges.far.planning import POLICY
+from ckptconv.byteranges.given_paths import is_folder
+from ckptconv.errors import (
+    CkptconvError,
+    InputError,
+    LimitError,
+    MalformedError,
+    MissingInputError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptconv.limits import LIMITS
+from tests.support.command import Command
+from tests.support.fake_s3 import running_fake
+from tests.support.http_server import Exchange, FileServer, serving
+from tests.support.rank_runs import save_as_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*single process"),  # torch's, about there being no others
+    pytest.mark.skipif(not (find_spec("urllib3") and find_spec("fsspec")), reason="the extra remote is not installed"),
+]
+STATE = {f"module.layer.{i}": torch.arange(50_000.0) + i for i in range(4)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run: files, a set, a DCP folder whose name has a suffix, rank files, and what is none of them."""
+    run = tmp_path_factory.mktemp("far") / "run"
+    for name in ("deep/er", "set", "ranks"):
+        (run / name).mkdir(parents=True)
+    torch.save(STATE, run / "last.pt")
+    torch.save(STATE, run / "deep" / "er" / "first.pt")
+    ckptconv.convert(run / "last.pt", run / "set", format="safetensors", max_shard_size="400KB", force=True)
+    dcp.save(STATE, checkpoint_id=run / "epoch=9.ckpt", no_dist=True)
+    save_as_ranks(STATE, run / "ranks")
+    (run / "config.json").write_text("{}")
+    return run
+
+
+@pytest.fixture
+def server() -> Iterator[FileServer]:
+    """A server that answers as the Hub does."""
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(params=["the Hub", "S3", "fsspec"])
+def far(
+    request: pytest.FixtureRequest, run: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[str]:
+    """The URL of the folder, in each kind of store."""
+    files = {str(each.relative_to(run.parent)): each.read_bytes() for each in run.rglob("*") if each.is_file()}
+    if request.param == "fsspec":
+        import fsspec
+
+        fsspec.filesystem("memory").pipe({f"/top/{name}": data for name, data in files.items()})
+        yield "memory://top/run"
+        return
+    if request.param == "S3":
+        with running_fake(tmp_path) as store:
+            for name, data in {**files, "run/": b"", "run-2/other.pt": b""}.items():
+                store.put(name, data)
+            yield store.put("run/", b"").rstrip("/")
+        return
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
+    server.files = {f"me/model/resolve/main/{name}": data for name, data in files.items()}
+    yield "hf://me/model/run"
+
+
+def test_each_checkpoint_in_it_is_read(far: str, run: Path) -> None:
+    """A file, a set by its folder and by its index, a DCP folder, and the files of all ranks."""
+    index = next((run / "set").glob("*.index.json")).name
+    for name in (
+        "last.pt",
+        "set",
+        "set/",
+        f"set/{index}",
+        "epoch=9.ckpt/",
+        "ranks",
+        "ranks/model_world_size_2_rank_*.pt",
+    ):
+        summary = ckptconv.inspect(f"{far}/{name}")
+        assert summary.tensors == ckptconv.inspect(run / name).tensors, name
+        assert summary.path.rstrip("/") == f"{far}/{name}".rstrip("/")
+        assert ckptconv.verify(f"{far}/{name}").ok
+    assert ckptconv.diff(f"{far}/epoch=9.ckpt/", f"{far}/ranks", full=True).same
+    loaded = ckptconv.load(f"{far}/set/")
+    assert all(torch.equal(loaded[name], STATE[name]) for name in STATE)
+
+
+def test_the_table_of_a_folder(far: str, run: Path, command: Command) -> None:
+    """The lines are those of the folder here; verify and diff take all of it too."""
+    for words in (["inspect"], ["verify", "-q"]):
+        said = command(*words, f"{far}/").out.replace(far, "RUN").replace("ckpt/", "ckpt")
+        assert said.split() == command(*words, run).out.replace(str(run), "RUN").split(), words
+    command("diff", f"{far}/", run, "--names-only", out="same")
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_batch(jobs: str, far: str, run: Path, tmp_path: Path, command: Command) -> None:
+    """All checkpoints in it become what those of the folder here become; a second time all is there."""
+    if jobs == "2" and not far.startswith("hf:"):
+        pytest.skip("processes ask every store in one way, but for the one that is in this process alone")
+    for src, dst in ((f"{far}/", tmp_path / "far"), (run, tmp_path / "near")):
+        command("convert", src, f"{dst}/", "--to", "cuda:1", "-j", jobs)
+    files = {place: _files(tmp_path / place) for place in ("near", "far")}
+    assert files["far"] == files["near"]
+    assert len(files["far"]) == 8, [*files["far"]]
+    command("convert", f"{far}/", f"{tmp_path}/far/", "--to", "cuda:1", "--skip-existing", err="skipped")
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize("name", ["set", "epoch=9.ckpt/", "ranks"])
+@pytest.mark.parametrize("out", ["one.pt", "shards/"])
+def test_one_checkpoint_of_several_files(name: str, out: str, far: str, run: Path, tmp_path: Path) -> None:
+    """It becomes a file, or a set, with the bytes that the folder here gives."""
+    more = {"max_shard_size": "400KB"} if out == "shards/" else {}
+    for src, place in ((far, "far"), (run, "near")):
+        (tmp_path / place).mkdir()
+        ckptconv.convert(f"{src}/{name}", f"{tmp_path}/{place}/{out}", map_location="cpu", verify=True, **more)
+    assert _files(tmp_path / "far") == _files(tmp_path / "near")
+
+
+def test_what_is_not_there(far: str, run: Path, tmp_path: Path) -> None:
+    """The error is that of a missing file, and says how a folder is written."""
+    for name in ("none/", "none.pt", "none"):
+        with pytest.raises(MissingInputError):
+            ckptconv.inspect(f"{far}/{name}")
+    with pytest.raises(MissingInputError, match="of a folder the URL ends in a slash"):
+        ckptconv.inspect(f"{far}/epoch=9.ckpt")
+    with pytest.raises(UsageError, match="copies files that are here"):
+        ckptconv.convert(f"{far}/set", tmp_path / "x/", copy_others=True)
+    with pytest.raises(UnsupportedError, match=r"the checkpoint in it is first\.pt.*/deep/er/first\.pt"):
+        ckptconv.inspect(f"{far}/deep/er/")
+
+
+def test_a_file_of_it_that_is_missing(server: FileServer, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a DCP folder, its metadata, a shard and a rank's file are named, as of a folder here."""
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
+    whole = {f"me/model/resolve/main/{each.relative_to(run)}": each for each in run.rglob("*") if each.is_file()}
+    for gone in (
+        "epoch=9.ckpt/__0_0.distcp",
+        "epoch=9.ckpt/.metadata",
+        "set/model-00001",
+        "ranks/model_world_size_2_rank_1",
+    ):
+        server.files = {
+            name: each.read_bytes()
+            for name, each in whole.items()
+            if not name.startswith(f"me/model/resolve/main/{gone}")
+        }
+        with pytest.raises(MalformedError, match=r"missing|without \.metadata"):
+            ckptconv.inspect(f"hf://me/model/{gone.partition('/')[0]}/")
+
+
+def test_a_folder_is_listed_once(
+    server: FileServer, run: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """And again for each checkpoint in it that is a folder itself, which may be read elsewhere, page by page."""
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    server.files = {
+        f"datasets/me/data/resolve/refs/pr/1/{each.relative_to(run)}": each.read_bytes()
+        for each in run.rglob("*")
+        if each.is_file()
+    }
+    seen: list[str] = []
+
+    def lists(it: Exchange, files: dict[str, bytes], *, most: int) -> None:
+        seen.append(it.handler.path)
+        assert it.handler.headers["Authorization"] == "Bearer hf_secret"
+        it.list(files, most=most)
+
+    server.lists, server.page = lists, 4
+    command("inspect", "hf://datasets/me/data@refs%2Fpr%2F1/", out="epoch=9.ckpt")
+    pages = -(-len(server.files) // 4)
+    assert len([path for path in seen if "epoch" not in path and "ranks" not in path]) == pages
+    assert all(path.startswith("/api/datasets/me/data/tree/refs%2Fpr%2F1") for path in seen)
+
+
+@pytest.mark.parametrize(
+    ("body", "link", "error"),
+    [
+        (b"no JSON", "", TransferError),
+        (b'{"error": "x"}', "", TransferError),
+        (b"[" * 100_000, "", TransferError),
+        (b'[{"type": "file", "path": "../../etc/x.pt", "size": 1}]', "", InputError),
+        (b'[{"type": "file", "path": "a//x.pt", "size": "much"}]', "", InputError),
+        (b"[]", '<http://127.0.0.1:1/api/models/me/model/tree/main?cursor=1>; rel="next"', TransferError),
+        (b"[]", "", MissingInputError),
+        (b"x" * (17 << 20), "", TransferError),
+    ],
+)
+def test_a_list_that_lies(
+    body: bytes, link: str, error: type[CkptconvError], server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No name leads out of the folder, and no other server is asked."""
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
+    monkeypatch.setattr(POLICY, "backoff", 0.001)
+    headers = {"Content-Length": str(len(body)), **({"Link": link} if link else {})}
+    server.lists = lambda it, files, most: it.send(200, headers, body)
+    with pytest.raises(error):
+        ckptconv.inspect("hf://me/model/")
+
+
+def test_too_many_files(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that never ends is one that is too long."""
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
+    monkeypatch.setattr("ckptconv.byteranges.far.requests.LIMITS", replace(LIMITS, far_files=5))
+    body = json.dumps([{"type": "file", "path": f"{i}.pt", "size": 1} for i in range(3)]).encode()
+    link = {"Link": f'<http://127.0.0.1:{server.port}/api/models/me/model/tree/main?cursor=1>; rel="next"'}
+    server.lists = lambda it, files, most: it.send(200, {"Content-Length": str(len(body)), **link}, body)
+    with pytest.raises(LimitError, match="too many files"):
+        ckptconv.inspect("hf://me/model/")
+
+
+def test_web_servers_list_nothing(command: Command) -> None:
+    """The error says what to give instead."""
+    command(
+        "inspect", "https://localhost:1/run/", status=1, err=["web servers list none", "model.safetensors.index.json"]
+    )
+    with pytest.raises(UnsupportedError, match="web servers list none"):
+        ckptconv.convert("https://localhost:1/run/", "out.pt")
+
+
+def test_far_paths() -> None:
+    """A slash at the end makes a folder, and is no part of the name; what a repository or a bucket is needs none."""
+    for text in (
+        "s3://bucket",
+        "s3://bucket/",
+        "s3://bucket/run/",
+        "hf://me/model",
+        "hf://datasets/me/data@v1",
+        "memory://a/b/",
+    ):
+        assert is_folder(text), text
+    assert far_path("s3://bucket/run/") == far_path("s3://bucket/run")
+    path = far_path("s3://bucket/run/a=1.ckpt/")
+    assert (str(path), path.name, str(path / "x.pt")) == (
+        "s3://bucket/run/a=1.ckpt/",
+        "a=1.ckpt",
+        "s3://bucket/run/a=1.ckpt/x.pt",
+    )
+    assert [str(each) for each in (path / "x.pt").parents] == [
+        "s3://bucket/run/a=1.ckpt/",
+        "s3://bucket/run/",
+        "s3://bucket/",
+    ]
+    assert str((path / "x.pt").relative_to(path)) == "x.pt"
+    for text in ("hf://me", "https://host", "s3://"):
+        with pytest.raises(UsageError):
+            far_path(text)
