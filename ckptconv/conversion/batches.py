@@ -137,7 +137,7 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
 def job_of(item: Item, edits: Mapping[str, Any]) -> Job:
     """The job that converts `item` with `edits`."""
     src = item.src if is_url(item.src) else str(item.src)  # a URL has more in it than it shows
-    dst = f"{item.dst}{os.sep}" if item.is_folder else str(item.dst)
+    dst = f"{item.dst}".rstrip("/") + os.sep if item.is_folder else str(item.dst)
     if item.kind == "other":
         edits = {name: edits[name] for name in ("force", "dry_run", "verify", "skip_existing") if name in edits}
         return Job(src, dst, {**edits, "copy": True, "within": str(item.within)})

@@ -25,7 +25,7 @@ from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python, option
 from ckptconv.output import files as output_files
-from ckptconv.output.far_targets import s3_upload
+from ckptconv.output.far_targets import far_writer
 from ckptconv.output.folders import NewFolder, write_folder
 from ckptconv.pickles.graph import gc_paused
 
@@ -98,7 +98,7 @@ def run(
         with gc_paused():
             whole = _planned(source, path, edits, output, is_folder=is_folder, opened=opened)
         if is_url(path):
-            about += s3_upload(path).about_upload(whole.plan.files[0])
+            about += far_writer(path).about_upload(whole.plan.files, verify=output.verify)
         whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))
         overflowed: Overflow = {}
         verified = None
@@ -128,8 +128,6 @@ def _target(
         item = find_item(src, dst, output)
         dst, is_folder, about = item.dst, item.is_folder, item.notes
     path = dst if isinstance(dst, Path) else Path(dst)
-    if is_folder and is_url(path):
-        raise UsageError("sets of files are not written to a URL", where=path, expected="the URL of one file")
     if not is_folder:
         output = replace(output, format=format_of(path, output.format))
         if output.force:
@@ -177,9 +175,9 @@ def write(whole: FolderPlan, source: Readable, output: OutputOptions, progress: 
     """
     plan = whole.plan
     if is_url(plan.target):
-        overflowed: Overflow = s3_upload(plan.target).upload(
-            plan.files[0], source, replace=output.force, verify=output.verify, progress=progress
-        )
+        how = {"replace": output.force, "verify": output.verify, "progress": progress}
+        may_go = whole.may_go if plan.is_folder else None
+        overflowed: Overflow = far_writer(plan.target).upload(plan.files, source, may_go=may_go, **how)
         return overflowed
     if not plan.is_folder:
         return output_files.write(plan.files[0], source, replace=output.force, verify=output.verify, progress=progress)
@@ -199,7 +197,7 @@ def _folder_for(path: Path) -> Path:
 def _check_target(source: Readable, path: Path, *, force: bool) -> None:
     """Raise where `path` can hold no file."""
     if is_url(path):
-        s3_upload(path).check_object(path, replace=force)
+        far_writer(path).check_object(path, replace=force)
         return
     try:
         same = source.is_same_file(os.stat(path))

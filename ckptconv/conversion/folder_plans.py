@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import field, replace
 from pathlib import Path
 
-from ckptconv.byteranges.sources import Readable, SourceFolder, first_bytes
+from ckptconv.byteranges.sources import Readable, SourceFolder, first_bytes, is_url
 from ckptconv.checkpoint.model import LeftBehind
 from ckptconv.conversion.discovery import find, find_in
 from ckptconv.conversion.options import OutputOptions
@@ -217,7 +217,7 @@ def successor(plan: Plan) -> Callable[[str], bool]:
 
 def _about_old(plan: Plan, may_go: Callable[[str], bool]) -> list[str]:
     """What of an old target the new one will not have."""
-    if not plan.target.is_dir():
+    if is_url(plan.target) or not plan.target.is_dir():
         return []
     new = {
         str(path.relative_to(plan.target)) for path in [*(f.path for f in plan.files), *(o.path for o in plan.others)]

@@ -20,7 +20,7 @@ from ckptconv.formats.sharded.index import is_index_file, sets_in
 from ckptconv.formats.writers import SUFFIXES, WRITERS, admitted, suffix_of
 from ckptconv.hints import Placeholder, command, option
 from ckptconv.light_dataclass import dataclass
-from ckptconv.output.far_targets import s3_upload
+from ckptconv.output import far_targets
 
 __all__ = [
     "Item",
@@ -115,8 +115,8 @@ def list_items(
     paths: Sequence[Path] = [path_at(each) for each in srcs]
     if not _is_folder(dst):
         _refuse_odd_suffix(path, output.format, paths)
-    if output.copy_others and (far := next(filter(is_url, paths), None)):
-        raise UsageError(option("copy_others") + " copies files that are here", where=far)
+    if output.copy_others and (far := next(filter(is_url, (*paths, path)), None)):
+        raise UsageError(option("copy_others") + " copies from a folder here to one here", where=far)
     if output.copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in paths):
         raise UsageError(option("copy_others") + " is for folders, and the input is none", where=paths[0])
     if len(paths) > 1 and not _will_be_folder(path, dst):
@@ -207,7 +207,7 @@ def through_link(src: str | os.PathLike[str], dst: Path) -> tuple[Path, tuple[st
 def is_there(item: Item) -> bool:
     """Whether the output of `item` exists; an empty folder does not count as one."""
     if is_url(item.dst):
-        return bool(s3_upload(item.dst).exists(item.dst))
+        return far_targets.is_there(item.dst, is_folder=item.is_folder)
     if item.is_folder and item.dst.is_dir():
         return any(list_folder(item.dst))
     return os.path.lexists(item.dst)

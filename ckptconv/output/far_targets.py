@@ -5,16 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from types import ModuleType
 
-from ckptconv.errors import UsageError
+from ckptconv.byteranges.sources import list_folder
+from ckptconv.errors import MissingInputError, UsageError
 
-__all__ = ["s3_upload"]
+__all__ = ["far_writer", "is_there"]
 
 
-def s3_upload(path: Path) -> ModuleType:
-    """The module that writes to S3. Raises UsageError where the package for that is not installed."""
+def far_writer(path: Path) -> ModuleType:
+    """The module that writes to the store of `path`. Raises UsageError where the package for that is not installed."""
     try:
         from ckptconv.output import s3_upload as module
     except ImportError as error:
         hint = "pip install 'ckptconv[remote]'"
         raise UsageError("writing it needs botocore, which is not installed", where=path, hint=hint) from error
     return module
+
+
+def is_there(path: Path, *, is_folder: bool) -> bool:
+    """Whether there is something at `path`: a file, or a folder with something in it."""
+    if not is_folder:
+        return bool(far_writer(path).exists(path))
+    try:
+        return any(list_folder(path))
+    except MissingInputError:
+        return False

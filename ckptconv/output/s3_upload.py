@@ -1,4 +1,4 @@
-"""Write a planned file to S3: in parts, of which the store shows nothing before the last step, or in one request.
+"""Write planned files to S3: in parts, of which the store shows nothing before the last step, or in one request.
 
 What stands in the same service is copied there, part by part, and does not come through here.
 """
@@ -10,7 +10,8 @@ import contextlib
 import hashlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace as changed
 from pathlib import Path
@@ -24,9 +25,9 @@ from ckptconv.byteranges.far.paths import far_path
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.byteranges.far.s3 import client, is_transient
 from ckptconv.byteranges.far.source import FarSource
-from ckptconv.byteranges.sources import Readable, Source
+from ckptconv.byteranges.sources import Readable, Source, list_folder
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
-from ckptconv.errors import OutputError, TargetExistsError, count, size
+from ckptconv.errors import MissingInputError, OutputError, TargetExistsError, count, size, some
 from ckptconv.hints import option
 from ckptconv.output.files import fill
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
@@ -34,6 +35,7 @@ from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 __all__ = ["about_upload", "check_object", "exists", "upload"]
 
 _HELD = 256 << 20  # bytes of parts that are in memory at once
+_REPLACES = option("force") + " replaces it"
 _THERE = (409, 412)  # somebody else's object is there, or is being made
 
 
@@ -45,59 +47,84 @@ def exists(path: Path) -> bool:
 def check_object(path: Path, *, replace: bool) -> None:
     """Raise TargetExistsError where an object is at `path`, unless it may be replaced."""
     if not replace and exists(path):
-        raise TargetExistsError("the output exists", where=path, hint=option("force") + " replaces it")
+        raise TargetExistsError("the output exists", where=path, hint=_REPLACES)
 
 
-def about_upload(file: OutFile) -> tuple[str, ...]:
-    """What writing `file` takes: requests, and bytes through here and in the store."""
-    if not is_streamed(file):
-        return ("what is computed is written to a temporary file here first, and sent when it is whole",)
-    parts = parts_of(file, _is_copied)
-    copied = [part for part in parts if part.copied]
+def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
+    """What writing `files` takes: requests, and bytes through here and in the store; what `verify` does not mean."""
+    streamed = [file for file in files if is_streamed(file)]
+    notes = ["S3 compares what comes with its checksum, part by part; it is not read back"] if verify else []
+    if len(streamed) < len(files):
+        notes.append("what is computed is written to a temporary file here first, and sent when it is whole")
+    if not streamed:
+        return tuple(notes)
+    parts = [part for file in streamed for part in parts_of(file, _is_copied)]
     inside, through = (sum(part.length for part in parts if part.copied is kind) for kind in (True, False))
-    notes = [f"{count(len(parts), 'part')}: {size(through)} sent from here, {size(inside)} copied within S3"]
-    if copied:
+    requests = sum(_requests(file, len(files)) for file in streamed)
+    notes.append(f"{count(requests, 'request')}: {size(through)} sent from here, {size(inside)} copied within S3")
+    if inside:
         notes.append("S3 copies no access list, tags or encryption key: the output gets its bucket's defaults")
-    if copied and file.sums:
-        notes.append(f"the checksums of {count(len(file.sums), 'record')} are not compared: their bytes stay in S3")
+        if sums := sum(len(file.sums) for file in streamed):
+            notes.append(f"the checksums of {count(sums, 'record')} are not compared: their bytes stay in S3")
     return tuple(notes)
 
 
+def _requests(file: OutFile, files: int) -> int:
+    """How many requests write `file`, one of so many `files`, where none has to be made twice."""
+    parts = parts_of(file, _is_copied)
+    return 1 if _is_one_request(parts) and files == 1 else len(parts) + 2
+
+
 def upload(
-    file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
+    files: Sequence[OutFile],
+    source: Readable,
+    *,
+    replace: bool,
+    verify: bool,
+    may_go: Callable[[str], bool] | None = None,
+    progress: Progress | None = None,
 ) -> Overflow:
-    """Write `file`, whose path is a URL of S3 and whose ranges come from `source`; what overflowed. The object is there
+    """Write `files`, whose paths are URLs of S3 and whose ranges come from `source`; what overflowed. A file is there
     whole or not at all: what was begun is aborted on any fault.
+
+    Of several the last is the index, which appears when all others are there. With `replace` an old one goes before the
+    first of them appears, so that no reader of an index sees two sets in one; then what stands beside it and `may_go`.
 
     Raises OutputError, TargetExistsError, and what reading raises.
     """
-    if not is_streamed(file):
-        with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
-            here = Path(folder) / file.path.name
-            overflowed = fill(here, changed(file, path=here), source, verify=verify, progress=None)
-            source.check_unchanged()
-            with Source(here) as whole:
-                upload(OutFile.copy_of(whole, file.path), whole, replace=replace, verify=verify, progress=progress)
-            return overflowed
-    parts = parts_of(file, _is_copied)
-    is_compared = not any(part.copied for part in parts)
-    keep = Path(tempfile.gettempdir()) if file.sums and is_compared else None
-    reading.announce((piece for part in parts if not part.copied for piece in part.pieces), keep=keep)
-    target = _Object(file.path)
-    with Sums(file.sums if is_compared else ()) as sums:
+    folder, names = files[-1].path.parent, {file.path.name for file in files}
+    there = _names_in(folder) if may_go else set()
+    old = {name for name in there if name in names or (may_go and may_go(name))}
+    if old and not replace:
+        raise TargetExistsError(f"the output exists: {some(sorted(old))}", where=folder, hint=_REPLACES)
+    overflowed: Counter[tuple[str, ...]] = Counter()
+    begun: list[_Upload] = []
+    try:
+        for file in files:
+            begun.append(_Upload(_Object(file.path), is_alone=len(files) == 1))
+            overflowed.update(begun[-1].send(file, source, verify=verify, progress=progress))
+        source.check_unchanged()
+        for name in old:
+            if name.endswith(".json"):
+                _Object(folder / name).delete()
+        for each in begun:
+            each.appear({} if replace else {"IfNoneMatch": "*"})
+    except BaseException:
+        for each in begun:
+            with contextlib.suppress(OutputError):  # what went wrong first matters more
+                each.forget(is_new=not replace)
+        raise
+    for name in old - names:
+        _Object(folder / name).delete()
+    return dict(overflowed)
 
-        def check() -> None:
-            sums.results()
-            source.check_unchanged()
 
-        condition = {} if replace else {"IfNoneMatch": "*"}
-        if len(parts) <= 1 and is_compared:
-            data = _bytes_of(parts[0]) if parts else b""
-            check()
-            target.put(data, condition)
-        else:
-            target.multipart(parts, condition, check, progress)
-    return {}
+def _names_in(folder: Path) -> set[str]:
+    """The objects that stand in `folder`."""
+    try:
+        return set(list_folder(folder)[1])
+    except MissingInputError:
+        return set()
 
 
 def _is_copied(source: ByteSource) -> bool:
@@ -105,8 +132,67 @@ def _is_copied(source: ByteSource) -> bool:
     return isinstance(source, FarSource) and source.url.scheme == "s3"
 
 
+def _is_one_request(parts: Sequence[Part]) -> bool:
+    return len(parts) <= 1 and not any(part.copied for part in parts)
+
+
 def _bytes_of(part: Part) -> bytes:
     return b"".join(chunk for piece in part.pieces for chunk in reading.read(piece))
+
+
+class _Upload:
+    """A file on its way to `target`, of which nobody sees anything before :meth:`appear`. What `is_alone` and small
+    needs no more than one request.
+    """
+
+    def __init__(self, target: _Object, *, is_alone: bool) -> None:
+        self._target, self._is_alone = target, is_alone
+        self._data = b""
+        self._id: str | None = None
+        self._etags: list[str] = []
+        self._is_there = False
+
+    def send(self, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
+        """Send all of `file`, by way of a file here where it is to be computed; what overflowed."""
+        if is_streamed(file):
+            self._send(file, progress)
+            return {}
+        with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
+            here = Path(folder) / file.path.name
+            overflowed = fill(here, changed(file, path=here), source, verify=verify, progress=None)
+            source.check_unchanged()
+            with Source(here) as whole:
+                self._send(OutFile.copy_of(whole, file.path), progress)
+            return overflowed
+
+    def _send(self, file: OutFile, progress: Progress | None) -> None:
+        parts = parts_of(file, _is_copied)
+        is_compared = not any(part.copied for part in parts)
+        keep = Path(tempfile.gettempdir()) if file.sums and is_compared else None
+        reading.announce((piece for part in parts if not part.copied for piece in part.pieces), keep=keep)
+        with Sums(file.sums if is_compared else ()) as sums:
+            if self._is_alone and _is_one_request(parts):
+                self._data = b"".join(map(_bytes_of, parts))
+            else:
+                self._id = self._target.begin()
+                self._etags = self._target.send(parts, self._id, progress)
+            sums.results()
+
+    def appear(self, condition: dict[str, str]) -> None:
+        """Let all of it appear at once."""
+        if self._id is None:
+            self._target.put(self._data, condition)
+        else:
+            self._target.complete(self._id, self._etags, condition)
+        self._is_there = True
+
+    def forget(self, *, is_new: bool) -> None:
+        """Let go what was sent, also what has appeared where that `is_new` and nobody else's."""
+        if self._is_there:
+            if is_new:
+                self._target.delete()
+        elif self._id is not None:
+            self._target.abort(self._id)
 
 
 class _Object:
@@ -132,24 +218,32 @@ class _Object:
         with self._as_output_error():
             self._asked(self._client.put_object, Body=data, ContentMD5=_md5(data), **condition)
 
-    def multipart(
-        self, parts: list[Part], condition: dict[str, str], check: Callable[[], object], progress: Progress | None
-    ) -> None:
-        """Write `parts`. Before the object appears `check` is called; what it raises leaves nothing behind."""
+    def delete(self) -> None:
+        """Let it go, whether it is there or not."""
         with self._as_output_error():
-            upload = self._asked(self._client.create_multipart_upload)["UploadId"]
-        try:
-            with self._as_output_error():
-                etags = self._sent(parts, upload, progress)
-                check()
-                self._complete(upload, etags, condition)
-        except BaseException:
-            with contextlib.suppress(ClientError, BotoCoreError):  # what went wrong first matters more
-                self._asked(self._client.abort_multipart_upload, UploadId=upload)
-            raise
+            self._asked(self._client.delete_object)
 
-    def _sent(self, parts: list[Part], upload: str, progress: Progress | None) -> list[str]:
+    def begin(self) -> str:
+        """Begin an upload, of which nobody sees anything; what it is called."""
+        with self._as_output_error():
+            return str(self._asked(self._client.create_multipart_upload)["UploadId"])
+
+    def abort(self, upload: str) -> None:
+        """Let an upload go, with its parts."""
+        with self._as_output_error():
+            self._asked(self._client.abort_multipart_upload, UploadId=upload)
+
+    def send(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[str]:
         """The ETags of `parts`, sent or copied several at once."""
+        with self._as_output_error():
+            return self._sent(parts, upload, progress)
+
+    def complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> None:
+        """Let the object appear."""
+        with self._as_output_error():
+            self._complete(upload, etags, condition)
+
+    def _sent(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[str]:
         largest = max((part.length for part in parts if not part.copied), default=1)
         threads = max(1, min(POLICY.concurrency, _HELD // largest))
         etags: dict[int, str] = {}
@@ -230,7 +324,7 @@ class _Object:
             got = f"{_status(error)} {said.get('Code', '')}"
             if _status(error) in _THERE and error.operation_name != "UploadPartCopy":
                 there = "the output exists by now"
-                return TargetExistsError(there, where=self.path, got=got, hint=option("force") + " replaces it")
+                return TargetExistsError(there, where=self.path, got=got, hint=_REPLACES)
             return OutputError(f"could not be written: {said.get('Message', 'refused')}", where=self.path, got=got)
         return OutputError(f"could not be written: {type(error).__name__}", where=self.path)
 

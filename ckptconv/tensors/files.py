@@ -14,7 +14,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.byteranges.sources import Input, Readable, is_file_object, path_of
+from ckptconv.byteranges.given_paths import path_at
+from ckptconv.byteranges.sources import Input, Readable, is_file_object, is_url, path_of
 from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.conversion.convert import write
@@ -31,6 +32,7 @@ from ckptconv.guesses import close_matches
 from ckptconv.hints import for_python, in_python
 from ckptconv.output import files as output_files
 from ckptconv.output.destinations import FileObjectDestination, Output
+from ckptconv.output.far_targets import far_writer
 from ckptconv.pickles.graph import gc_paused
 
 if TYPE_CHECKING:
@@ -220,10 +222,10 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
 
     Args:
         obj: Whatever ``torch.save`` takes.
-        path: A file: ``.safetensors`` by its suffix, else torch's zip format. Or a binary file object that can seek,
-            whose ``name``, if it has one, says the format as a path does: it is written from its position on, stays
-            open, and its position is then behind what was written, as with ``torch.save``; where writing it fails,
-            what was written until then stays.
+        path: A file, here or in S3: ``.safetensors`` by its suffix, else torch's zip format. Or a binary file object
+            that can seek, whose ``name``, if it has one, says the format as a path does: it is written from its
+            position on, stays open, and its position is then behind what was written, as with ``torch.save``; where
+            writing it fails, what was written until then stays.
         **options: The keys of :class:`~ckptconv.conversion.options.SaveOptions`.
         force: `path` may exist; False: it must not.
 
@@ -249,7 +251,7 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
     else:
         overflowed = write(FolderPlan(plan), checkpoint.source, output)
     seconds = time.monotonic() - started
-    verified = Verified(0, 0, output=True) if output.verify else None
+    verified = Verified(0, 0, output=not is_url(target)) if output.verify else None
     return in_python(
         report_of(plan, checkpoint.source, seconds=seconds, written=True, overflowed=overflowed, verified=verified)
     )
@@ -263,6 +265,9 @@ def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:
     text = os.fsdecode(path)
     if os.path.isdir(text) or text.endswith(os.sep):
         raise UsageError("the output is a folder", where=text, expected="the path of a file")
-    target, format_ = find_target(Path(), text, output.format)
-    output_files.check_target(target, replace=output.force)
+    target, format_ = find_target(Path(), path_at(path) if is_url(path) else path, output.format)
+    if is_url(target):
+        far_writer(target).check_object(target, replace=output.force)
+    else:
+        output_files.check_target(target, replace=output.force)
     return target, format_

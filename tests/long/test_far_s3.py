@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import ckptconv
 from ckptconv.byteranges.far.planning import POLICY
-from ckptconv.errors import CkptconvError, InputError, MissingInputError, OutputError, TargetExistsError, UsageError
+from ckptconv.errors import CkptconvError, InputError, MissingInputError, OutputError, TargetExistsError
 from tests.support.command import Command
 from tests.support.counting_proxy import relaying
 from tests.support.seaweed import BUCKET, Store, running_store
@@ -111,7 +111,9 @@ def test_a_retag_within_the_store_sends_five_mebibytes(
 def test_a_dry_run_says_what_it_takes(store: Store, command: Command) -> None:
     """Parts, and bytes here and there; nothing is written."""
     command("convert", url("zip.pt"), url("dry.pt"), "--to", "cuda:1", "-n", out=["sent from here", "copied within S3"])
-    assert store.keys("dry.pt") == []
+    words = ["--to", "cuda:1", "-n", "--verify", "--max-shard-size", "14MB", "--format", "safetensors"]
+    command("convert", url("zip.pt"), url("dry/"), *words, out=["requests: ", "sent from here", "it is not read back"])
+    assert store.keys("dry") == []
 
 
 def test_an_object_that_is_there(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
@@ -234,5 +236,57 @@ def test_several_at_once(store: Store, folder: Path, command: Command) -> None:
     command("convert", *words, "--skip-existing")
     command("convert", *words, status=1, err="the output exists")
     assert store.keys("many/") == ["many/s.pt", "many/zip.pt"]
-    with pytest.raises(UsageError, match="sets of files are not written to a URL"):
-        ckptconv.convert(folder / "zip.pt", url("set"), max_shard_size="10MB")
+
+
+def test_a_set_appears_whole(store: Store, folder: Path, tmp_path: Path) -> None:
+    """The index comes last; with --force an old set goes, and nothing else that stands beside it."""
+    near = tmp_path / "near"
+    for size in ("7MB", "99MB", "14MB"):
+        ckptconv.convert(folder / "zip.pt", near, max_shard_size=size, format="safetensors", force=True)
+        ckptconv.convert(url("zip.pt"), url("set"), max_shard_size=size, format="safetensors", force=True)
+        names = sorted(each.name for each in near.iterdir())
+        kept = [f"set/{name}" for name in names] + (["set/readme.txt"] if size != "7MB" else [])
+        assert store.keys("set/") == kept
+        assert all(store.get(f"set/{name}") == (near / name).read_bytes() for name in names)
+        store.put("set/readme.txt", b"mine")
+    assert ckptconv.diff(url("set/"), folder / "zip.pt", full=True).same
+    with pytest.raises(TargetExistsError, match="the output exists: model-00001"):
+        ckptconv.convert(folder / "zip.pt", url("set/"), max_shard_size="14MB", format="safetensors")
+    assert store.uploads() == []
+
+
+@pytest.mark.parametrize("step", [1])
+def test_a_set_and_a_fault_at_every_request(store: Store, step: int) -> None:
+    """No shard is left, and no open upload; of an old set nothing has changed before all new shards are there."""
+    from botocore.exceptions import ClientError
+
+    writing = ("CreateMultipartUpload", "UploadPart", "UploadPartCopy", "CompleteMultipartUpload", "PutObject")
+    for number in range(1, 100, step):
+        seen: list[str] = []
+
+        def fail(name: str, _: int, seen: list[str] = seen, number: int = number) -> None:
+            seen += [name] if name in writing else []
+            if name in writing and len(seen) == number:
+                raise ClientError({"Error": {"Code": "X"}, "ResponseMetadata": {"HTTPStatusCode": 400}}, name)
+
+        with pytest.MonkeyPatch.context() as patch:
+            calls(patch, fail)
+            try:
+                ckptconv.convert(url("s.safetensors"), url("new/"), max_shard_size="10MB", strip_prefix="module.")
+                break
+            except OutputError:
+                assert (store.keys("new/"), store.uploads()) == ([], []), seen
+    assert number > 6
+    assert ckptconv.verify(url("new/")).ok
+
+
+def test_saving(store: Store) -> None:
+    """What is in memory goes there too, in either format, and replaces what is there as a file here is replaced."""
+    state = {"a": torch.arange(10), "b": torch.ones(3)}
+    for name in ("saved.pt", "saved.safetensors", "saved.pt"):
+        report = ckptconv.save(state, url(name), verify=True)
+        assert report.dst == url(name)
+        loaded = ckptconv.load(url(name))
+        assert all(torch.equal(loaded[key], state[key]) for key in state)
+    with pytest.raises(TargetExistsError):
+        ckptconv.save(state, url("saved.pt"), force=False)

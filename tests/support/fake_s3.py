@@ -103,6 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
             bucket.begun += 1
             bucket.uploads[str(bucket.begun)] = (key, {})
             return 200, {}, _xml("InitiateMultipartUploadResult", [("UploadId", bucket.begun)])
+        if "uploadId" not in query and self.command == "DELETE":
+            bucket.objects.pop(key, None)
+            return 204, {}, b""
         if "uploadId" not in query:
             self._check_condition(key)
             etag = f'"{_md5(body).hex()}"'

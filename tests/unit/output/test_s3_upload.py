@@ -13,9 +13,11 @@ from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
     MIB,
     state_dicts,
     test_a_dry_run_says_what_it_takes,
+    test_a_set_appears_whole,
     test_a_source_that_changes_meanwhile,
     test_an_object_that_is_there,
     test_onto_itself,
+    test_saving,
     test_several_at_once,
     test_sources,
     test_what_is_not_there,
@@ -50,3 +52,4 @@ def test_targets(is_far: bool, name: str, store: Store, folder: Path, tmp_path: 
 def test_a_fault_at_every_request(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever fails: the old object as it was, and no open upload."""
     test_far_s3.test_a_fault_at_every_request("refused", store, monkeypatch)
+    test_far_s3.test_a_set_and_a_fault_at_every_request(store, step=4)

@@ -148,7 +148,7 @@ def test_what_is_not_there(far: str, run: Path, tmp_path: Path) -> None:
             ckptconv.inspect(f"{far}/{name}")
     with pytest.raises(MissingInputError, match="of a folder the URL ends in a slash"):
         ckptconv.inspect(f"{far}/epoch=9.ckpt")
-    with pytest.raises(UsageError, match="copies files that are here"):
+    with pytest.raises(UsageError, match="copies from a folder here to one here"):
         ckptconv.convert(f"{far}/set", tmp_path / "x/", copy_others=True)
     with pytest.raises(UnsupportedError, match=r"the checkpoint in it is first\.pt.*/deep/er/first\.pt"):
         ckptconv.inspect(f"{far}/deep/er/")
