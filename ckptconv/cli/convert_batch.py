@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 
+from ckptconv.byteranges.given_paths import path_at
 from ckptconv.byteranges.spans import Progress
 from ckptconv.cli.terminal import PROGRESS_FROM, open_bar, show_error, show_report, style_of
 from ckptconv.conversion.batches import job_of, run_jobs
@@ -112,7 +112,7 @@ def _show_outcome(
             click.echo(outcome.trace, err=True)
     elif report is None:
         if not quiet:
-            click.echo(skipped_line(os.fspath(Path(outcome.job.dst)), style), err=True)
+            click.echo(skipped_line(_dst_of(outcome), style), err=True)
     elif quiet:
         return
     elif outcome.is_copy:
@@ -123,6 +123,10 @@ def _show_outcome(
         click.echo(item_line(report, style), err=True)
 
 
+def _dst_of(outcome: Outcome) -> str:
+    return os.fspath(path_at(outcome.job.dst))
+
+
 def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
     error = outcome.error
     if outcome.report:
@@ -130,7 +134,7 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
         of_copies = ("schema_version", "src", "dst", "size", "written", "seconds")
         return {**{name: report[name] for name in of_copies}, "copied": True} if outcome.is_copy else report
     if error is None:
-        return skipped_as_dict(str(outcome.job.src), os.fspath(Path(outcome.job.dst)))
+        return skipped_as_dict(str(outcome.job.src), _dst_of(outcome))
     facts = {
         name: None if (fact := getattr(error, name)) is None else str(fact)
         for name in ("what", "where", "expected", "got", "hint")

@@ -232,7 +232,7 @@ def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
         raise UsageError("no output given: its path is empty")
     if "\0" in os.fspath(path):
         raise UsageError("no such path can exist", where=path)
-    is_object = isinstance(dst, Path) and is_url(dst) and os.fspath(dst).startswith("s3:")
+    is_object = isinstance(dst, Path) and is_url(dst) and not os.fspath(dst).startswith(("http", "hf:"))
     if not is_object and (error := no_path_error(dst, is_output=True)):
         raise error
     if format is not None and format not in WRITERS:

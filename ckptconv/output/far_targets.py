@@ -13,12 +13,18 @@ __all__ = ["far_writer", "is_there"]
 
 def far_writer(path: Path) -> ModuleType:
     """The module that writes to the store of `path`. Raises UsageError where the package for that is not installed."""
+    is_s3 = str(path).startswith("s3:")
     try:
-        from ckptconv.output import s3_upload as module
+        if is_s3:
+            from ckptconv.output import s3_upload
+
+            return s3_upload
+        from ckptconv.output import fsspec_upload
+
+        return fsspec_upload
     except ImportError as error:
-        hint = "pip install 'ckptconv[remote]'"
-        raise UsageError("writing it needs botocore, which is not installed", where=path, hint=hint) from error
-    return module
+        what = f"writing it needs {'botocore' if is_s3 else 'fsspec'}, which is not installed"
+        raise UsageError(what, where=path, hint="pip install 'ckptconv[remote]'") from error
 
 
 def is_there(path: Path, *, is_folder: bool) -> bool:

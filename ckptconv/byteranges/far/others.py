@@ -12,57 +12,57 @@ from ckptconv.byteranges.far.requests import Answer, Entry, Transient, Version
 from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import CkptconvError, InputError, MissingInputError, UnsupportedError, UsageError
 
-__all__ = ["FsspecTransport", "entries"]
+__all__ = ["FsspecTransport", "Location", "entries"]
 
 
-def entries(url: Url, shown: object) -> Iterator[Entry]:
-    """The files in the folder `url` and in those below it. Raises InputError."""
-    return FsspecTransport(url, shown).entries(url)
-
-
-class FsspecTransport:
-    """The file at `url` of a filesystem of fsspec's."""
+class Location:
+    """What is, or will be, at `url`: the filesystem of fsspec's, as `files`, and the `path` there."""
 
     def __init__(self, url: Url, shown: object) -> None:
-        self._where, self._secrets = shown, [each for each in (url.userinfo, url.query) if each]
+        """Raises UsageError where there is no such filesystem, or a package for it is missing."""
+        self.shown, self._secrets = shown, [each for each in (url.userinfo, url.query) if each]
         who = f"{url.userinfo}@" if url.userinfo else ""
         text = f"{url.scheme}://{who}{url.shown.partition('://')[2]}" + (f"?{url.query}" if url.query else "")
-        with self._as_error(url):
-            self._files, self._path = fsspec.core.url_to_fs(text)
-            if not url.says_folder:
-                self._asked()
+        with self.as_error(url):
+            self.files, self.path = fsspec.core.url_to_fs(text)
+
+    def said(self, error: Exception) -> str:
+        """What `error` says, which can repeat the URL, without the secrets in that."""
+        text = f"{type(error).__name__}: {error}"
+        for secret in self._secrets:
+            text = text.replace(secret, "…")
+        return text
 
     @contextlib.contextmanager
-    def _as_error(self, url: Url) -> Iterator[None]:
+    def as_error(self, url: Url) -> Iterator[None]:
         """Raise in our words what a filesystem raises meanwhile that nobody here knows."""
         try:
             yield
         except ImportError as error:
-            raise UsageError(f"{url.scheme} needs a package: {self._said(error)}", where=self._where) from error
+            raise UsageError(f"{url.scheme} needs a package: {self.said(error)}", where=self.shown) from error
         except FileNotFoundError as error:
-            raise MissingInputError("cannot be read: there is no such file", where=self._where) from error
+            raise MissingInputError("cannot be read: there is no such file", where=self.shown) from error
         except CkptconvError:
             raise
         except Exception as error:
             kind = UsageError if "rotocol" in str(error) else InputError
-            raise kind(f"cannot be read: {self._said(error)}", where=self._where) from error
+            raise kind(f"cannot be read: {self.said(error)}", where=self.shown) from error
 
-    def entries(self, url: Url) -> Iterator[Entry]:
-        """The files below the path, which is a folder's. Raises InputError."""
-        with self._as_error(url):
-            self._files.invalidate_cache()
-            found: dict[str, dict[str, Any]] = self._files.find(self._path, detail=True)
-        root = self._path.rstrip("/") + "/"
-        for path, said in found.items():
-            if path.startswith(root):
-                yield Entry(path[len(root) :], said.get("size") or 0)
+
+class FsspecTransport(Location):
+    """The file at `url` of a filesystem of fsspec's."""
+
+    def __init__(self, url: Url, shown: object) -> None:
+        super().__init__(url, shown)
+        with self.as_error(url):
+            self._asked()
 
     def _asked(self) -> Version:
-        said: dict[str, Any] = self._files.info(self._path)
+        said: dict[str, Any] = self.files.info(self.path)
         if said.get("type") == "directory":
-            raise MissingInputError("cannot be read: there is no such file", where=self._where)
+            raise MissingInputError("cannot be read: there is no such file", where=self.shown)
         if not isinstance(said.get("size"), int):
-            raise UnsupportedError("no file whose size the store says", where=self._where)
+            raise UnsupportedError("no file whose size the store says", where=self.shown)
         modified = next((str(said[key]) for key in ("LastModified", "last_modified", "mtime") if key in said), None)
         return Version(said["size"], said.get("ETag") or said.get("etag"), modified)
 
@@ -71,21 +71,26 @@ class FsspecTransport:
         try:
             version = self._asked()
             stop = min(stop, version.size)
-            data = bytes(self._files.cat_file(self._path, start=start, end=stop)) if start < stop else b""
+            data = bytes(self.files.cat_file(self.path, start=start, end=stop)) if start < stop else b""
         except CkptconvError:
             raise
         except Exception as error:  # of a filesystem that nobody here knows
-            raise Transient(self._said(error)) from error
+            raise Transient(self.said(error)) from error
         if len(data) != stop - start:
             raise Transient(f"the store sent {len(data):,} of {stop - start:,} bytes")
         return Answer(data, version)
 
-    def _said(self, error: Exception) -> str:
-        """What `error` says, which can repeat the URL, without the secrets in that."""
-        text = f"{type(error).__name__}: {error}"
-        for secret in self._secrets:
-            text = text.replace(secret, "…")
-        return text
-
     def close(self) -> None:
         """Nothing is open."""
+
+
+def entries(url: Url, shown: object) -> Iterator[Entry]:
+    """The files in the folder `url` and in those below it. Raises InputError."""
+    at = Location(url, shown)
+    with at.as_error(url):
+        at.files.invalidate_cache()
+        found: dict[str, dict[str, Any]] = at.files.find(at.path, detail=True)
+    root = at.path.rstrip("/") + "/"
+    for path, said in found.items():
+        if path.startswith(root):
+            yield Entry(path[len(root) :], said.get("size") or 0)

@@ -1,0 +1,156 @@
+"""Write planned files to what fsspec knows, where that can let them appear whole: by a move, or by its transactions.
+
+Each file is made here first, and sent when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace as changed
+from pathlib import Path, PurePosixPath
+
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from ckptconv.byteranges.far.others import Location
+from ckptconv.byteranges.far.paths import far_path
+from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.spans import OutFile, Overflow, Progress
+from ckptconv.errors import CkptconvError, OutputError, TargetExistsError, UnsupportedError
+from ckptconv.hints import option
+from ckptconv.output.files import fill, temporary_beside
+
+__all__ = ["about_upload", "check_object", "exists", "upload"]
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file at `path`. Raises OutputError."""
+    at = Location(far_path(path).url, path)
+    with _as_output_error(at):
+        return bool(at.files.exists(at.path))
+
+
+def check_object(path: Path, *, replace: bool) -> None:
+    """Raise TargetExistsError where a file is at `path`, unless it may be replaced."""
+    if not replace and exists(path):
+        raise TargetExistsError("the output exists", where=path, hint=option("force") + " replaces it")
+
+
+def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:  # noqa: ARG001 - as the writer to S3
+    """What writing `files` takes, and what is not promised."""
+    return (
+        "written to a temporary file here first, and sent when it is whole; fsspec's filesystems promise nothing about"
+        " two that write to one place, and none of their own is tested but the one in memory",
+    )
+
+
+def upload(
+    files: Sequence[OutFile],
+    source: Readable,
+    *,
+    replace: bool,
+    verify: bool,
+    may_go: Callable[[str], bool] | None = None,  # noqa: ARG001 - as the writer to S3
+    progress: Progress | None = None,
+) -> Overflow:
+    """Write `files`, whose paths are URLs and whose ranges come from `source`; what overflowed. The last one, which is
+    the index where there are several, appears last.
+
+    Raises OutputError, UnsupportedError where the filesystem could show half a file, and TargetExistsError.
+    """
+    overflowed: Counter[tuple[str, ...]] = Counter()
+    for file in files:
+        check_object(file.path, replace=replace)
+    with _appearing(Location(far_path(files[0].path).url, files[0].path)) as send:
+        for file in files:
+            with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
+                here = Path(folder) / file.path.name
+                done = fill(here, changed(file, path=here), source, verify=verify, progress=progress)
+                overflowed.update(done)
+                source.check_unchanged()
+                send(here, Location(far_path(file.path).url, file.path))
+        for file in files:
+            check_object(file.path, replace=replace)
+    return dict(overflowed)
+
+
+_Send = Callable[[Path, Location], None]
+
+
+@contextlib.contextmanager
+def _appearing(at: Location) -> Iterator[_Send]:
+    """What sends files to the filesystem of `at`, where they appear when this ends, or never.
+
+    Raises UnsupportedError.
+    """
+    files = at.files
+    if type(files).mv is not AbstractFileSystem.mv:  # else it copies, which others could see half
+        with _moved(at) as send:
+            yield send
+        return
+    if not _has_commit(at):
+        what = "this filesystem has no move and no transaction, so a file there could be seen half"
+        raise UnsupportedError(what, where=at.shown, hint="write a file here, and copy it there")
+    with _as_output_error(at), files.transaction:
+
+        def send(here: Path, there: Location) -> None:
+            with open(here, "rb") as data, files.open(there.path, "wb") as out:
+                shutil.copyfileobj(data, out, 8 << 20)
+
+        yield send
+
+
+def _has_commit(at: Location) -> bool:
+    """Whether a file there appears with a transaction and not before: of the one that is opened, its class says so."""
+    probe = _beside(at)
+    with _as_output_error(at):
+        at.files.transaction.start()
+        try:
+            with at.files.open(probe, "wb") as file:
+                kind = type(file)
+        finally:
+            with contextlib.suppress(Exception):  # of what cannot take it back
+                at.files.transaction.complete(commit=False)
+            with contextlib.suppress(Exception):  # of what is not there
+                at.files.rm_file(probe)
+    return getattr(kind, "commit", AbstractBufferedFile.commit) is not AbstractBufferedFile.commit
+
+
+@contextlib.contextmanager
+def _moved(at: Location) -> Iterator[_Send]:
+    """As :func:`_appearing`: under names of their own until all are there."""
+    sent: list[tuple[str, str]] = []
+
+    def send(here: Path, there: Location) -> None:
+        sent.append((_beside(there), there.path))
+        at.files.makedirs(str(PurePosixPath(there.path).parent), exist_ok=True)
+        at.files.put_file(str(here), sent[-1][0])
+
+    try:
+        with _as_output_error(at):
+            yield send
+            while sent:
+                at.files.mv(*sent[0])
+                del sent[0]
+    finally:
+        for temporary, _ in sent:
+            with contextlib.suppress(Exception):  # of a filesystem that nobody here knows
+                at.files.rm_file(temporary)
+
+
+def _beside(at: Location) -> str:
+    return str(temporary_beside(Path(at.path)))
+
+
+@contextlib.contextmanager
+def _as_output_error(at: Location) -> Iterator[None]:
+    """Raise in our words what a filesystem raises meanwhile that nobody here knows."""
+    try:
+        yield
+    except CkptconvError:
+        raise
+    except Exception as error:
+        raise OutputError(f"could not be written: {at.said(error)}", where=at.shown) from error

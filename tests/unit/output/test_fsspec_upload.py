@@ -1,0 +1,113 @@
+"""Outputs in filesystems of fsspec's: whole or not at all, by transactions or by a move; else refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptconv
+from ckptconv.errors import OutputError, TargetExistsError, UnsupportedError, UsageError
+
+fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
+from fsspec.implementations.local import LocalFileSystem  # noqa: E402
+from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
+from fsspec.spec import AbstractFileSystem  # noqa: E402
+
+STATE = {f"module.{i}": torch.arange(50_000.0) + i for i in range(4)}
+
+
+class Moving(LocalFileSystem):
+    """A folder, in which files can be moved."""
+
+    protocol = "moving"
+    root = Path()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        name = str(path).partition("://")[2]
+        return str(cls.root / name) if "://" in str(path) else str(path)
+
+
+class Neither(Moving):
+    """The same, whose move is a copy, and whose files appear when they are opened."""
+
+    protocol = "neither"
+    mv = AbstractFileSystem.mv
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        return open(path, mode)
+
+
+@pytest.fixture(params=["memory", "moving"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each such filesystem, and the URL of a folder there."""
+    for kind in (Moving, Neither):
+        fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    monkeypatch.setattr(Moving, "root", tmp_path / "store")
+    (tmp_path / "store").mkdir()
+    MemoryFileSystem.store.clear()
+    torch.save(STATE, tmp_path / "a.pt")
+    return fsspec.filesystem(request.param), f"{request.param}://out"
+
+
+def names(files: Any, url: str) -> list[str]:
+    root = fsspec.core.url_to_fs(url)[1]
+    return sorted(str(path)[len(root) :].lstrip("/") for path in files.find(root)) if files.exists(root) else []
+
+
+@pytest.mark.parametrize("options", [{"map_location": "cpu"}, {"dtype": "bf16"}])
+def test_a_file_and_a_set(options: dict[str, str], store: Any, tmp_path: Path) -> None:
+    """They have the bytes of those here, and can be read there."""
+    files, url = store
+    (tmp_path / "near").mkdir()
+    ckptconv.convert(tmp_path / "a.pt", tmp_path / "near/b.pt", **options)
+    report = ckptconv.convert(tmp_path / "a.pt", f"{url}/b.pt", **options)
+    assert files.cat_file(fsspec.core.url_to_fs(f"{url}/b.pt")[1]) == (tmp_path / "near/b.pt").read_bytes()
+    assert any("promise nothing" in note for note in report.notes)
+    ckptconv.convert(f"{url}/b.pt", f"{url}/set/", max_shard_size="300KB", format="safetensors")
+    assert ckptconv.diff(f"{url}/set/", f"{url}/b.pt", full=True).same
+    assert not [name for name in names(files, url) if "ckptconv" in name]
+    ckptconv.save(STATE, f"{url}/c.pt")
+    assert ckptconv.verify(f"{url}/c.pt").ok
+
+
+def test_what_is_there_stays(store: Any, tmp_path: Path) -> None:
+    """Without --force; with it, it is replaced."""
+    _, url = store
+    for dst in (f"{url}/a.pt", f"{url}/a/"):
+        more = {"max_shard_size": "400KB"} if dst.endswith("/") else {}
+        ckptconv.convert(tmp_path / "a.pt", dst, **more)
+        with pytest.raises(TargetExistsError):
+            ckptconv.convert(tmp_path / "a.pt", dst, map_location="cuda:1", **more)
+        ckptconv.convert(tmp_path / "a.pt", dst, map_location="cuda:1", force=True, **more)
+        assert set(ckptconv.inspect(dst).devices) == {"cuda:1"}
+
+
+def test_a_fault_leaves_nothing(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file, nor part of a set, nor a temporary."""
+    files, url = store
+    numbers = iter(range(100))
+
+    def fail(*_: Any, **__: Any) -> None:
+        if next(numbers) >= 2:
+            raise OSError("the line is cut")
+
+    monkeypatch.setattr("ckptconv.output.fsspec_upload.check_object", lambda *_, **__: None)
+    monkeypatch.setattr("ckptconv.byteranges.sources.Source.check_unchanged", fail)
+    with pytest.raises(OutputError, match="the line is cut"):
+        ckptconv.convert(tmp_path / "a.pt", f"{url}/set/", max_shard_size="300KB", format="safetensors")
+    assert names(files, url) == []
+
+
+def test_where_neither_is_to_be_had(store: Any, tmp_path: Path) -> None:
+    """Nothing is written; nor to what is read alone."""
+    with pytest.raises(UnsupportedError, match="no move and no transaction"):
+        ckptconv.convert(tmp_path / "a.pt", "neither://b.pt")
+    assert [*(tmp_path / "store").iterdir()] == []
+    with pytest.raises(UsageError, match="a URL and not a path"):
+        ckptconv.convert(tmp_path / "a.pt", "https://localhost/b.pt")
+    with pytest.raises(UsageError):
+        ckptconv.convert(tmp_path / "a.pt", "nosuch://localhost/b.pt")
