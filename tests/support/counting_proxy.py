@@ -1,10 +1,11 @@
-"""A relay on the loopback that counts the bytes of each direction."""
+"""A relay on the loopback that counts requests and the bytes of each direction, and can hold requests up."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,9 +14,13 @@ __all__ = ["Relay", "relaying"]
 
 @dataclass
 class Relay:
-    """What went through: `sent` to the server, `received` from it, in bytes."""
+    """What went through: `sent` to the server, `received` from it, in bytes, and how often somebody had to wait for
+    an answer: each of these `turns` takes `latency` seconds longer.
+    """
 
     port: int
+    latency: float = 0.0
+    turns: int = 0
     sent: int = 0
     received: int = 0
 
@@ -27,9 +32,13 @@ def relaying(port: int) -> Iterator[Relay]:
         listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
         relay = Relay(listener.getsockname()[1])
 
-        def pump(source: socket.socket, to: socket.socket, name: str) -> None:
+        def pump(source: socket.socket, to: socket.socket, name: str, last: list[str]) -> None:
             with contextlib.suppress(OSError):
                 while data := source.recv(1 << 16):
+                    if last[0] != name == "sent":
+                        relay.turns += 1
+                        time.sleep(relay.latency)
+                    last[0] = name
                     to.sendall(data)
                     setattr(relay, name, getattr(relay, name) + len(data))  # each has one thread at a time in turn
                 to.shutdown(socket.SHUT_WR)
@@ -41,7 +50,8 @@ def relaying(port: int) -> Iterator[Relay]:
                     theirs = socket.create_connection(("127.0.0.1", port))
                     for each in (ours, theirs):
                         opened.callback(each.close)
-                    for words in ((ours, theirs, "sent"), (theirs, ours, "received")):
+                    last = [""]
+                    for words in ((ours, theirs, "sent", last), (theirs, ours, "received", last)):
                         threading.Thread(target=pump, args=words, daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
