@@ -69,7 +69,7 @@ class Page:
     """The page as a person uses it. Whatever it says on the console stands in ``said``."""
 
     def __init__(self, page: Any) -> None:
-        from playwright.sync_api import expect
+        from playwright.sync_api import expect  # type: ignore[import-not-found,unused-ignore]
 
         self.page, self._expect = page, expect
         self.said: list[str] = []

@@ -155,8 +155,8 @@ def compare(
 
 
 def are_same(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: Input,
+    b: Input,
     edits: Edits,
     compared: Compared = ALL,
     *,
@@ -175,9 +175,7 @@ def are_same(
 
 
 @contextmanager
-def _paired(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], edits: Edits, compared: Compared, *, brief: bool
-) -> Iterator[_Comparison]:
+def _paired(a: Input, b: Input, edits: Edits, compared: Compared, *, brief: bool) -> Iterator[_Comparison]:
     """The comparison of `a` and `b`, in which everything but values is compared. They must not change meanwhile."""
     with open_input(a) as source_a, open_input(b) as source_b:
         with gc_paused():

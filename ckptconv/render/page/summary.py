@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_VERDICT", "summary_data"]
 
 #: In place of a verdict, where it stands elsewhere.
-NO_VERDICT = {"good": None, "text": "", "findings": [], "remedy": None}
+NO_VERDICT: dict[str, Any] = {"good": None, "text": "", "findings": [], "remedy": None}
 _PARTS, _OTHERS = 12, 24
 
 
