@@ -6,7 +6,9 @@ Prints Markdown; README.md says what the figures mean.
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
+import platform
 import shutil
 import statistics
 import subprocess
@@ -15,16 +17,33 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 GIB = 1 << 30
 TENSORS = 300
+SMALL = Path(__file__).parent.parent / "fixtures" / "cuda0.pt"
 COPY = 'cp "$1" "$2" && sync "$2"'
 COPY_FOLDER = 'rm -rf "$2" && cp -r "$1" "$2" && sync -f "$2"'
 CLEAR = 'folder="$1"; rm -rf "$folder"; mkdir "$folder"; shift; "$@"; sync -f "$folder"'
 PEAK = "\nprint(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
 CKPTCONV = "import sys; from ckptconv.cli.main import main; assert main(sys.argv[1:]) == 0"
 CKPTCONV_ANY = f"import sys; from ckptconv.cli.main import main; main(sys.argv[1:]){PEAK}"  # diff's status is 1
+WRITE_SMALL = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+def write(name):
+    with open(os.path.join(sys.argv[1], name), "rb") as file:
+        data = file.read()
+    path = os.path.join(sys.argv[2], name)
+    with open(path + ".new", "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(path + ".new", path)
+with ThreadPoolExecutor(32) as pool:
+    list(pool.map(write, os.listdir(sys.argv[1])))
+"""
 TORCH = """
 import os, sys, torch
 checkpoint = torch.load(sys.argv[1], map_location="cpu", mmap=sys.argv[3] == "mmap")
@@ -178,10 +197,26 @@ def main() -> None:
     runs = options.runs or runs
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what pip installs is compiled
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="ckptconv-bench-") as folder:
+        print(about(Path(folder), runs), flush=True)
         make(Path(folder) / "src.pt", size)
         for name in options.only or TABLES:
             table, part = TABLES[name]
             table(Path(folder), int(part * size), runs)
+    print("\n| first of each table | of | ratio | in half of the rounds |\n| --- | --- | --- | --- |")
+    for title, unit, ratio, spread in FIRST:
+        print(f"| {title} | {unit} | {ratio:.2f} | {spread} |")
+
+
+def about(folder: Path, runs: int) -> str:
+    """The machine, the file system and the versions, in a line."""
+    mount = subprocess.run(["df", "--output=fstype,source", folder], capture_output=True, text=True).stdout.split()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    busy = f"{os.getloadavg()[0]:.1f} processes ran before"
+    return (
+        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GB, Linux"
+        f" {platform.release()}, {mount[2]} on {mount[3]}, Python {platform.python_version()}, torch"
+        f" {metadata.version('torch')}; {runs} rounds, {busy}"
+    )
 
 
 def convert(folder: Path, size: int, runs: int) -> None:
@@ -383,6 +418,54 @@ def save(folder: Path, size: int, runs: int) -> None:
     dst.unlink()
 
 
+def start(folder: Path, size: int, runs: int) -> None:  # noqa: ARG001 - it is about what all commands begin with
+    """What a person waits for who looks at a small file."""
+    commands = {
+        "`ckptconv inspect`": ckptconv("inspect", SMALL),
+        "`import click, json`": python("import click, json"),
+        "`import ckptconv`": python("import ckptconv"),
+        "`pass`": python("pass"),
+    }
+    print_table("start", commands, runs, unit="`import click, json`")
+
+
+def batch(folder: Path, size: int, runs: int) -> None:  # noqa: ARG001 - the number of files counts
+    """A thousand small files, beside the same bytes written and synced by 32 threads."""
+    srcs = folder / "small"
+    srcs.mkdir()
+    for i in range(1000):
+        shutil.copy(SMALL, srcs / f"{i}.pt")
+
+    def cleared(command: list[str]) -> list[str]:
+        return ["sh", "-c", CLEAR, "sh", str(folder / "many"), *command]
+
+    options = "convert", "-q", srcs, folder / "many", "--to", "cpu"
+    commands = {
+        "`ckptconv convert`": cleared(ckptconv(*options)),
+        "`ckptconv convert -j 2`": cleared(ckptconv(*options, "-j", 2)),
+        "32 threads that write and sync": cleared(python(WRITE_SMALL, srcs, folder / "many")),
+    }
+    print_table("1,000 small files", commands, runs, unit="32 threads that write and sync")
+    shutil.rmtree(srcs)
+    shutil.rmtree(folder / "many")
+
+
+def diff_quiet(folder: Path, size: int, runs: int) -> None:
+    """Two files that differ early."""
+    a, b = (make(folder / f"{name}.pt", size, MAKE_BARE) for name in "ab")
+    with b.open("r+b") as file:
+        file.seek(size // 1000)
+        file.write(b"\0" * 64)
+    commands = {
+        "`ckptconv diff -q`": python(CKPTCONV_ANY, "diff", "-q", a, b),
+        "`ckptconv diff`": python(CKPTCONV_ANY, "diff", a, b),
+        "`cmp -s`": ["sh", "-c", '! cmp -s "$1" "$2"', "sh", str(a), str(b)],
+    }
+    print_table(f"2 × {size / GIB:g} GiB that differ early", commands, runs, unit="`cmp -s`")
+    for each in (a, b):
+        each.unlink()
+
+
 def inspect(folder: Path, size: int, runs: int) -> None:
     """`inspect` of a small and a large file, beside the time in which torch is imported."""
     small = make(folder / "small.pt", 1 << 20)
@@ -519,22 +602,33 @@ def print_table(title: str, commands: dict[str, list[str]], runs: int, unit: str
     def quartile(name: str) -> float:
         return statistics.quantiles(seconds[name], method="inclusive")[0]
 
-    print(f"\n| {title} | lower quartile | median | of {unit} | peak memory |\n| --- | --- | --- | --- | --- |")
+    def spread(name: str) -> str:
+        """The quartiles of the ratios within one round."""
+        ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds[unit], strict=True)]
+        low, _, high = statistics.quantiles(ratios, method="inclusive")
+        return f"{low:.2f}–{high:.2f}"
+
+    FIRST.append((title, unit, quartile(names[0]) / quartile(unit), spread(names[0])))
+    print(f"\n| {title} | lower quartile | median | of {unit} | in half of the rounds | peak memory |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for name in names:
         peak = f"{peaks[name] * 1024 / 1e6:,.0f} MB" if peaks[name] else ""
         print(
             f"| {name} | {quartile(name):.2f} s | {statistics.median(seconds[name]):.2f} s"
-            f" | {quartile(name) / quartile(unit):.2f} | {peak} |",
+            f" | {quartile(name) / quartile(unit):.2f} | {spread(name)} | {peak} |",
             flush=True,
         )
 
 
+#: Of each table its title, what its first line is compared with, the ratio, and its quartiles within one round.
+FIRST: list[tuple[str, str, float, str]] = []
 #: Each table by its word, with the part of the size that it takes.
 TABLES: dict[str, tuple[Callable[[Path, int, int], None], float]] = {
     "convert": (convert, 1), "to_safetensors": (to_safetensors, 1), "from_safetensors": (from_safetensors, 1),
     "legacy": (legacy, 1), "shards": (shards, 1), "distributed": (distributed, 1), "ranks": (ranks, 4),
     "cast": (cast, 2),
-    "gather": (gather, 0.5), "diff": (diff, 1), "verify": (verify, 1), "inspect": (inspect, 1), "load": (load, 1),
+    "gather": (gather, 0.5), "diff": (diff, 1), "verify": (verify, 1), "start": (start, 1), "inspect": (inspect, 1),
+    "batch": (batch, 1), "diff_quiet": (diff_quiet, 1), "load": (load, 1),
     "save": (save, 0.5), "values": (values, 1), "pages": (pages, 1), "many": (many, 1),
     "share_blocks": (share_blocks, 0.5),
 }  # a table  # fmt: skip
