@@ -23,7 +23,7 @@ from ckptconv.errors import CkptconvError, DangerousError, UsageError, require_t
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
-from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, usual_format, words, writer_for
+from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual_format, words, writer_for
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.other_files import OtherFile
@@ -218,8 +218,12 @@ def read_and_plan(
     checkpoint = opening.read(source)
     shards = writer_for(objects=not checkpoint.is_state_dict).word
     usual = shards if is_folder else usual_format(path.name, checkpoint.format)
-    output = replace(output, format=output.format or usual)
-    return make_plan(checkpoint, path, edits, output, is_folder=is_folder)
+    plan = make_plan(checkpoint, path, edits, replace(output, format=output.format or usual), is_folder=is_folder)
+    also = None if is_folder or output.format else also_meant(path.name, usual)
+    if also is None:
+        return plan
+    other = f"{path.name} is a {WRITERS[usual].name}: " + option("format", also.word) + f" makes {also.about}"
+    return replace(plan, notes=(*plan.notes, other))
 
 
 def report_of(

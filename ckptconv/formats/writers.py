@@ -21,6 +21,7 @@ __all__ = [
     "HubName",
     "Writer",
     "admitted",
+    "also_meant",
     "split_suffix",
     "suffix_of",
     "usual_format",
@@ -171,6 +172,13 @@ def usual_format(name: str, container: str) -> str:
     every = admitted(name)
     kept = [writer for writer in every if writer.stays and writer.name == container and suffix_of(name)]
     return (kept or every)[0].word
+
+
+def also_meant(name: str, word: str) -> Writer | None:
+    """What else the suffix of `name` says, of which the format `word` is written: one that stays what it is."""
+    if not suffix_of(name):
+        return None
+    return next((writer for writer in admitted(name) if writer.stays and writer.word != word), None)
 
 
 def writer_for(*, objects: bool) -> Writer:

@@ -526,6 +526,11 @@ CASES: dict[str, Case] = {
         lambda m: _dangerous(m), "convert {m}.pt out.pt --to cpu", r"(--allow-unsafe) carries", "carried over, not run",
         nothing, "conversion/plan.py:refuse_dangers:option allow_unsafe",
     ),
+    "a suffix of pickles": Case(
+        saved(weights), "convert {m}.pt out.pkl", r"torch zip: (--format pickle) makes", "pickle loads it",
+        lambda made: _equal(list(pickle.loads(made.read_bytes())), ["a.w", "b.w"]),
+        "conversion/plan.py:read_and_plan:option format", made="convert {m}.pt out.pkl -f",
+    ),
     "an odd suffix": Case(
         saved(weights), "convert {m}.pt out.safetensor", r"\((--format pt) writes", "loads", same(weights),
         "formats/foreign/paths.py:odd_suffix_error:option format",
