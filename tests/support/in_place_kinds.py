@@ -6,17 +6,17 @@ import os
 import pickle
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckptconv
 from ckptconv.byteranges.undo_journal import HOT, state_of, target_of
 from ckptconv.output.files import is_own_file
+from tests.support.archives import without_crc32
 from tests.support.torn_writes import loads
+from tests.support.writers import distributed
 
 #: The files of a checkpoint and what is in them.
 Contents = dict[str, bytes]
@@ -38,16 +38,10 @@ def make(folder: Path, kind: str, tensors: int) -> Path:
     elif kind == "safetensors":
         save_file(state, path)
     elif kind == "dcp":
-        path = folder / "run"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are no other processes
-            dcp.save(state, checkpoint_id=path, no_dist=True)
+        path = distributed(state, folder / "run")
     else:
-        torch.serialization.set_crc32_options(False)
-        try:
+        with without_crc32():
             torch.save(state, path, _use_new_zipfile_serialization=kind != "legacy")
-        finally:
-            torch.serialization.set_crc32_options(True)
     if kind == "shards":
         ckptconv.convert(path, folder / "set", max_shard_size=16 * tensors // 3 + 16, format="pt")
         path.unlink()

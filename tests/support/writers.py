@@ -30,9 +30,9 @@ def distributed(state: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def sharded(folder: Path, *shards: Any, **options: Any) -> Path:
-    """`shards` as files of torch.save in `folder`, which must not exist, without an index."""
+def sharded(folder: Path, *shards: Any, stem: str = "pytorch_model", **options: Any) -> Path:
+    """`shards` as files of torch.save in `folder`, without an index; their names begin with `stem`."""
     folder.mkdir()
     for i, shard in enumerate(shards, 1):
-        torch.save(shard, folder / f"pytorch_model-{i:05d}-of-{len(shards):05d}.bin", **options)
+        torch.save(shard, folder / f"{stem}-{i:05d}-of-{len(shards):05d}.bin", **options)
     return folder

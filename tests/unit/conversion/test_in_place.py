@@ -39,6 +39,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.output import files as output_files
 from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place import writing
+from tests.support.archives import without_crc32
 from tests.support.command import Command
 from tests.support.conversions import not_undone, refused_in_place, saved_at
 from tests.support.judge import assert_same
@@ -62,11 +63,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         (tmp_path / "model.pkl").write_bytes(pickle.dumps(state, 4))
         return tmp_path / "model.pkl"
     path = tmp_path / "model.pt"
-    torch.serialization.set_crc32_options(request.param != "zip without checksums")
-    try:
+    with without_crc32() if request.param == "zip without checksums" else contextlib.nullcontext():
         torch.save(state, path, _use_new_zipfile_serialization=request.param != "legacy")
-    finally:
-        torch.serialization.set_crc32_options(True)
     return path
 
 
@@ -141,11 +139,8 @@ def test_no_torn_state_is_taken_for_whole(
 def test_without_the_poison_torn_states_load(tmp_path: Path) -> None:
     """The control: what the poison is for."""
     path = tmp_path / "model.pt"
-    torch.serialization.set_crc32_options(False)
-    try:
+    with without_crc32():
         torch.save({f"layer{i}.weight": torch.arange(4.0) for i in range(200)}, path)
-    finally:
-        torch.serialization.set_crc32_options(True)
     old = path.read_bytes()
     ckptconv.convert(path, in_place=True, rename=[("layer", "LAYER")])
     new = path.read_bytes()

@@ -21,6 +21,7 @@ from ckptconv.output.in_place import writing
 from tests.support.conversions import refused_in_place
 from tests.support.judge import assert_same
 from tests.support.torn_writes import operations_of, torn_states
+from tests.support.writers import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
 
@@ -30,11 +31,6 @@ STATE = {
     "history": [torch.ones(2), 5, "module.layer0.weight"],
     "epoch": 3,
 }
-
-
-def saved(folder: Path, state: dict[str, Any]) -> Path:
-    dcp_of_torch.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
 
 
 def by_torch(folder: Path, tmp_path: Path) -> Any:
@@ -54,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("undone", ["folder", ".metadata"])
 def test_names(tmp_path: Path, edits: dict[str, Any], undone: str) -> None:
     """What torch makes of it is what it loads of a converted copy; no other file changes."""
-    folder = saved(tmp_path / "dcp", STATE)
+    folder = distributed(STATE, tmp_path / "dcp")
     before = contents(folder)
     ckptconv.convert(folder, tmp_path / "converted.pt", **edits)
     report = ckptconv.convert(folder, in_place=True, **edits)
@@ -109,14 +105,14 @@ def test_of_several_processes(ranks: Path, tmp_path: Path, name: str) -> None:
 def test_what_is_in_other_files_is_refused(
     tmp_path: Path, state: dict[str, Any], edits: dict[str, Any], words: str
 ) -> None:
-    folder = saved(tmp_path / "dcp", state)
+    folder = distributed(state, tmp_path / "dcp")
     refused_in_place(ckptconv.UnsupportedError, rf"{words}.*ckptconv\.convert\(.*OUT\)", folder, **edits)
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 def test_no_torn_state_is_taken_for_whole(tmp_path: Path, back: bool) -> None:
     """Power is lost at any write: torch's reader and ours refuse what is neither the old file nor the new one."""
-    folder = saved(tmp_path / "dcp", STATE)
+    folder = distributed(STATE, tmp_path / "dcp")
     path = folder / ".metadata"
     old = path.read_bytes()
     ckptconv.convert(folder, in_place=True, rename=[("layer", "LAYER")])

@@ -9,6 +9,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,9 +41,12 @@ from tests.support.archives import without_crc32
 from tests.support.conversions import Error, ends_in, metadata_of
 from tests.support.judge import assert_same, tags_of
 from tests.support.no_files import NO_FILES
+from tests.support.writers import sharded
 from tests.support.zoo import tagging
 
 State = dict[str, torch.Tensor]
+#: A set without an index, each of its files as torch saves it.
+save_shards = partial(sharded, stem="model")
 
 
 def convert(
@@ -73,14 +77,6 @@ def save_set(folder: Path, state: State, *, safe: bool, size: int | str = 900, *
     logging.disable(logging.WARNING)  # that pickles are deprecated
     save_torch_state_dict(dict(state), folder, max_shard_size=size, safe_serialization=safe, **kwargs)
     logging.disable(logging.NOTSET)
-    return folder
-
-
-def save_shards(folder: Path, *shards: Any, **options: Any) -> Path:
-    """A set without an index in `folder`: `shards`, each as torch saves it."""
-    folder.mkdir()
-    for n, shard in enumerate(shards, 1):
-        torch.save(shard, folder / f"model-0000{n}-of-0000{len(shards)}.bin", **options)
     return folder
 
 
