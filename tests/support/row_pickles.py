@@ -78,7 +78,8 @@ class _Maker:
 
     def put(self) -> bytes:
         if self.one_in(60):
-            return self.random.choice((b"", CODES["MEMOIZE"], CODES["BINPUT"] + b"\7", self.long_put(self.slot - 3)))
+            earlier = self.long_put(max(self.slot - 3, 0))
+            return self.random.choice((b"", CODES["MEMOIZE"], CODES["BINPUT"] + b"\7", earlier))
         self.slots.append(self.slot)
         self.slot += 1 + self.one_in(60)
         return self.long_put(self.slots[-1])
