@@ -179,6 +179,8 @@ def test_search_sort_and_select(pages: Path, chromium: Any) -> None:
         names.first.click()
         assert page.locator("#selected h3").inner_text() == "bert.layers.3.weight"
         assert page.locator("#selected .bad").inner_text() == "1" and page.locator(".bars i").count() in (16, 32)
+        assert "contiguous" in page.locator("#selected dl").inner_text()
+        assert "number " in page.locator("#selected dl").inner_text()
         page.locator("#facts button", has_text="cls.decoder.weight").click()
         assert page.locator("#map .tied").count() == 1  # drawn where the first of them is
         page.locator(".map div", has_text="layers.").first.click(position={"x": 4, "y": 4})

@@ -461,9 +461,11 @@
       const text = written(of, i);
       if (text) fact(of.name, make("span", { class: of.bad && nonzero(said(of, i)) ? "bad" : null }, make("bdi", {}, text)));
     }
+    const storage = columns.storage ? columns.storage[i] : null;
+    if (storage !== null) fact("storage", "number " + storage);
     const same = mates(each);
     if (same.length) fact("tied to", ...listed(same));
-    const others = (columns.storage ? onStorage.get(columns.storage[i]) || [] : []).filter((n) => n !== i && !same.includes(n));
+    const others = (onStorage.get(storage) || []).filter((n) => n !== i && !same.includes(n));
     if (others.length) fact("same storage", ...listed(others));
   }
 

@@ -154,14 +154,14 @@ def _parts(summary: Summary) -> Any:
     return part_of
 
 
-def _stride(tensor: TensorSummary) -> str | None:
-    """The stride, None where the elements stand in their order."""
+def _stride(tensor: TensorSummary) -> str:
+    """The stride, or that the elements stand in their order."""
     step = 1
     for n, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=False):
         if stride != step and n > 1:
             return ", ".join(map(str, tensor.stride))
         step *= n
-    return None
+    return "contiguous"
 
 
 def _stored(tensor: TensorSummary) -> str | None:

@@ -138,7 +138,7 @@ def test_what_is_in_it(command: Command) -> None:
     assert columns["tied"] == [-1, 0, -1, -1] and columns["storage"] == [0, 0, 0, 1]
     facts = facts_in(columns)
     assert facts["shape"] == ["2×3", "2×3", "3×2", "2"] and facts["dtype"] == [*3 * ["float32"], "float16"]
-    assert facts["stride"] == [None, None, "1, 3", None] and "stored" not in facts
+    assert facts["stride"] == ["contiguous", "contiguous", "1, 3", "contiguous"] and "stored" not in facts
     assert extents_in(columns["sides"][0]) == [*3 * [[24, 6]], [4, 2]]
     found = [facts[name][3] for name in ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")]
     assert found == [1, 0, 0, 1.0, 1.0, 1.0, None, 1.0] and sum(columns["histograms"][0]["bars"][0][1:]) == 6
