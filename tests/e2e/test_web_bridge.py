@@ -6,10 +6,12 @@ import html.parser
 import io
 import json
 import shlex
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from ckptconv.cli.main import main
@@ -99,6 +101,18 @@ def test_two_files_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Bridge().diff(*files)
     assert not found["same"] and "1 different (module.b), 1 the same, 0 not known" in found["note"]
     assert found["text"].startswith("names: ")
+
+
+def test_bytes_are_compared_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A browser gives none: safetensors has no checksums, so what is large is read."""
+    for name in ("a.safetensors", "b.safetensors"):
+        safetensors.torch.save_file({"w": torch.ones(50_000)}, name)
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert Bridge().diff(OnDisk(Path("a.safetensors")), OnDisk(Path("b.safetensors")))["same"]
 
 
 def test_what_needs_torch_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

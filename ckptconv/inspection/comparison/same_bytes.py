@@ -46,7 +46,13 @@ def unequal_parts(
 
         with ThreadPoolExecutor(threads, "ckptconv-diff") as pool:
             try:
-                for done in [pool.submit(reader.run) for _ in range(threads)]:
+                running = []
+                try:
+                    for _ in range(threads):
+                        running.append(pool.submit(reader.run))
+                except RuntimeError:  # the system gives no more: who asks does it
+                    reader.run()
+                for done in running:
                     done.result()
             finally:
                 reader.stopped = True
