@@ -69,9 +69,6 @@ __all__ = ["diff_command"]
 def diff_command(
     a: str,
     b: str,
-    html: str | None,
-    opens: bool,
-    force: bool,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -103,7 +100,8 @@ def diff_command(
         return not found.same
 
     pairs = pairs_of(a, b)
-    page = PageFile.asked_for(html, 1 if pairs is None else len(pairs), opens=opens, force=force)
+    number = 1 if pairs is None else len(pairs)
+    page = PageFile.asked_for(flags["html"], number, opens=flags["opens"], force=flags["force"])
     shown = _Shown(
         style, page, (*options_of(edits), *compared.options()), as_json=as_json, quiet=quiet, verbose=verbose
     )
@@ -125,9 +123,8 @@ def diff_command(
                 raise
             show_error(error)
             answers["not compared"] += 1
-    if len(pairs) > 1 and not (as_json or quiet):
-        said = ", ".join(f"{n:,} {answer}" for answer, n in sorted(answers.items()))
-        click.echo(f"{count(len(pairs), 'checkpoint')}: {said}")
+    if len(pairs) > 1:
+        shown.answers(answers)
     return 2 if answers["not compared"] else 0 if answers["the same"] == len(pairs) else 1
 
 
@@ -162,6 +159,12 @@ class _Shown:
         for line in lines:
             click.echo(before + line, color=self.style.colour)
             before = ""
+
+    def answers(self, answers: Counter[str]) -> None:
+        """Show how many checkpoints had which of the `answers`."""
+        if not (self.as_json or self.quiet):
+            said = ", ".join(f"{n:,} {answer}" for answer, n in sorted(answers.items()))
+            click.echo(f"{count(answers.total(), 'checkpoint')}: {said}")
 
     def alone(self, pair: Pair) -> None:
         """Show `pair`, of which one side has nothing."""

@@ -31,11 +31,11 @@ def test_functions_fit_a_screen() -> None:
 
 
 def test_functions_take_few_things() -> None:
-    """Not counted are `self` and `cls`."""
+    """Not counted are `self` and `cls`; what users can ask of a function may be much."""
     for where, node in functions():
         every = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         every += [each.arg for each in (node.args.vararg, node.args.kwarg) if each]
-        assert len({*every} - {"self", "cls"}) <= PARAMETERS, where
+        assert len({*every} - {"self", "cls"}) <= PARAMETERS or node.name in PUBLIC, where
     public = {name: getattr(ckptconv, name) for name in ckptconv.__all__}
     many = {
         name
