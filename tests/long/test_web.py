@@ -132,6 +132,7 @@ def test_the_fixes_of_inspect_are_buttons(page: Page) -> None:
 def test_the_contents_are_the_page_of_inspect(page: Page) -> None:
     """In a frame that can do nothing outside of itself."""
     page.choose(write("training"))
+    page.page.locator("#inside").scroll_into_view_if_needed()  # what is out of sight is not drawn
     frame = page.page.frame_locator("#inside")
     frame.locator("#map div").first.wait_for()
     assert "optimizer" in frame.locator("#tree").inner_text() and frame.locator("#rows button").count() >= 9
@@ -289,16 +290,21 @@ def test_it_works_offline(chromium: Any, site: Site) -> None:
 
 def test_a_worker_that_hangs_is_ended(chromium: Any, site: Site) -> None:
     """After the deadline, which is shorter here; the page stays, and the next file is read by another one."""
-    shorter = "const after = setTimeout; setTimeout = (run, ms) => after(run, ms === 60000 ? 4000 : ms);"
-    with opened_page(chromium, site, script=shorter) as page:
+    script = """const after = setTimeout, send = Worker.prototype.postMessage;
+        setTimeout = (run, ms) => after(run, ms === 60000 && globalThis.hangs ? 1000 : ms);
+        Worker.prototype.postMessage = function (said) { if (!globalThis.hangs) send.call(this, said); };"""
+    with opened_page(chromium, site, script=script) as page:
         page.choose(write("zip"))
-        page.page.workers[-1].evaluate("FileReaderSync.prototype.readAsArrayBuffer = () => { for (;;); }")
+        page.page.evaluate("globalThis.hangs = true")
         page.choose(write("legacy"))
         assert "and was ended" in page.text("error")
+        page.page.evaluate("globalThis.hangs = false")
         page.choose(write("legacy"))
         assert not page.shows("error") and page.text("name") == "legacy.pt"
-        page.page.workers[-1].evaluate("FileReaderSync.prototype.readAsArrayBuffer = () => { for (;;); }")
+        page.page.evaluate("globalThis.hangs = true")
         page.prepare(to="cuda:0")
+        assert "and was ended" in page.text("error")
+        page.page.evaluate("globalThis.hangs = false")
         page.prepare(to="cuda:0")
         assert not page.shows("error") and page.shows("planned")
 
