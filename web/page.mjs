@@ -121,7 +121,7 @@ function ready() {
     $("promise").textContent = enforced
       ? "Nothing is uploaded: the browser forbids it. What reads your file may connect to nothing" + (held ? ", and this page to nothing but itself." : ".")
       : "Nothing is uploaded by this page, but this browser or this host does not enforce it: no policy reached the part that reads files.";
-    say("Ready.");
+    say("Python is loaded.");
     return true;
   })();
   starting.catch(() => { starting = null; stop("Python could not be started."); });
