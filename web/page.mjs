@@ -190,7 +190,9 @@ async function look(chosen, mine) {
     : "If the file changes meanwhile, Chromium refuses to read on; other browsers may not notice, because this page was given no way to ask.";
   $("file").hidden = false;
   $("file").dataset.nread = found.nread;
-  $("inside").srcdoc = found.page; // now that it has a size, by which its map is drawn
+  const frame = $("inside").cloneNode(); // a new one, that has a size from the start, by which its map is drawn
+  frame.srcdoc = found.page;
+  $("inside").replaceWith(frame);
 }
 
 const button = (text, fix) => make("button", { type: "button", title: fix.command, onclick: () => mend(fix) }, text);

@@ -122,8 +122,7 @@ def test_the_fixes_of_inspect_are_buttons(page: Page) -> None:
     torch.save({f"module.{name}": tensor for name, tensor in state("").items()}, "ddp.pt")
     page.choose(Path("ddp.pt"))
     assert "module." in page.text("findings")
-    page.page.locator("#findings button").first.click()
-    page.settle()
+    page.press("#findings button >> nth=0")
     assert page.text("command") == "ckptconv convert ddp.pt ddp-plain.pt --strip-prefix module."
     saved = page.save()
     assert main([*shlex.split(page.text("command"))[1:], "-q"]) == 0 and sum_of(saved) == sum_of(Path("ddp-plain.pt"))
@@ -132,11 +131,10 @@ def test_the_fixes_of_inspect_are_buttons(page: Page) -> None:
 def test_the_contents_are_the_page_of_inspect(page: Page) -> None:
     """In a frame that can do nothing outside of itself."""
     page.choose(write("training"))
-    page.page.locator("#inside").scroll_into_view_if_needed()  # what is out of sight is not drawn
     frame = page.page.frame_locator("#inside")
-    frame.locator("#map div").first.wait_for()
-    assert "optimizer" in frame.locator("#tree").inner_text() and frame.locator("#rows button").count() >= 9
-    assert not frame.locator("#verdict").inner_text()
+    frame.locator("#map div").nth(3).wait_for(state="attached")  # what is out of sight may not be drawn
+    assert "optimizer" in frame.locator("#tree").text_content() and frame.locator("#rows button").count() >= 9
+    assert not frame.locator("#verdict").text_content()
 
 
 def test_two_files_are_compared(page: Page) -> None:
@@ -352,8 +350,7 @@ def test_by_keyboard(page: Page) -> None:
     for _ in range(2):
         page.page.keyboard.press("Tab")
     assert page.page.evaluate("document.activeElement.textContent") == "Mend this"
-    page.page.keyboard.press("Enter")
-    page.settle()
+    page.press("#findings button >> nth=0", "Enter")
     assert page.page.evaluate("document.activeElement.id") == "save"
     with page.page.expect_download():
         page.page.keyboard.press("Enter")

@@ -91,9 +91,22 @@ class Page:
         """Wait until it is done."""
         self._expect(self.page.locator("#state")).to_have_text(re.compile("^(Ready|Choose another)"), timeout=PATIENCE)
 
+    def _begin(self) -> None:
+        """Forget that it was done."""
+        self.page.locator("#state").evaluate("(state) => { state.textContent = 'waiting'; }")
+
+    def press(self, button: str, key: str = "") -> None:
+        """Press a button, with a `key` or the mouse, and wait until that is done."""
+        self._begin()
+        if key:
+            self.page.locator(button).press(key)
+        else:
+            self.page.locator(button).click()
+        self.settle()
+
     def choose(self, *paths: Path) -> None:
         """Choose files, and wait until they are shown, or what is wrong with them."""
-        self.page.locator("#state").evaluate("(state) => { state.textContent = 'waiting'; }")
+        self._begin()
         self.page.set_input_files("#choose", [*map(str, paths)])
         self.settle()
 
@@ -108,9 +121,7 @@ class Page:
                 field.select_option(value)
             else:
                 field.fill(value)
-        self.page.locator("#state").evaluate("(state) => { state.textContent = 'waiting'; }")
-        self.page.locator("#prepare").click()
-        self.settle()
+        self.press("#prepare")
 
     def save(self) -> Path:
         """What the browser downloads."""
