@@ -190,9 +190,10 @@ async function look(chosen, mine) {
     : "If the file changes meanwhile, Chromium refuses to read on; other browsers may not notice, because this page was given no way to ask.";
   $("file").hidden = false;
   $("file").dataset.nread = found.nread;
-  const frame = $("inside").cloneNode(); // a new one, that has a size from the start, by which its map is drawn
-  frame.srcdoc = found.page;
+  const frame = $("inside").cloneNode(); // a new one, that has a size before its map is drawn by it
+  frame.removeAttribute("srcdoc");
   $("inside").replaceWith(frame);
+  setTimeout(() => { frame.srcdoc = found.page; }, 50);
 }
 
 const button = (text, fix) => make("button", { type: "button", title: fix.command, onclick: () => mend(fix) }, text);
