@@ -45,7 +45,7 @@ else:
                 continue
             value = vars(cls).get(name, dataclasses.MISSING)
             fields[name] = each = value if isinstance(value, dataclasses.Field) else dataclasses.field(default=value)
-            each.type = kind
+            each.name, each.type, each._field_type = name, kind, dataclasses._FIELD
             if each.default is not dataclasses.MISSING:
                 setattr(cls, name, each.default)
             elif each is value:
@@ -71,9 +71,9 @@ else:
         expected = set(names)
 
         @cache
-        def standard():
-            """What the standard library makes of the fields."""
-            return dataclasses.make_dataclass(cls.__name__, [(name, each.type, each) for name, each in fields.items()])
+        def signature():
+            said = [(name, each.type, each) for name, each in fields.items()]
+            return inspect.signature(dataclasses.make_dataclass(cls.__name__, said))
 
         def __init__(self, *args, **keywords):
             values = self.__dict__
@@ -84,14 +84,14 @@ else:
                 values.update({name: make() for name, make in makers if name not in values})
                 values.update({name: value for name, value in defaults if name not in values})
             if not is_once or values.keys() != expected:
-                inspect.signature(standard()).bind(*args, **keywords)  # which raises TypeError
+                signature().bind(*args, **keywords)  # which raises TypeError
             if has_more:
                 self.__post_init__()
 
         return {
             "__init__": __init__,
-            "__signature__": _Asked(lambda: inspect.signature(standard())),
-            "__dataclass_fields__": _Asked(lambda: standard().__dataclass_fields__),
+            "__signature__": _Asked(signature),
+            "__dataclass_fields__": fields,
         }
 
     def _repr_of(names):

@@ -265,7 +265,7 @@ def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:
     text = os.fsdecode(path)
     if os.path.isdir(text) or text.endswith(os.sep):
         raise UsageError("the output is a folder", where=text, expected="the path of a file")
-    target, format_ = find_target(Path(), path_at(path) if is_url(path) else path, output.format)
+    target, format_ = find_target(Path(), path_at(path) if is_url(path) else text, output.format)
     if is_url(target):
         far_writer(target).check_object(target, replace=output.force)
     else:

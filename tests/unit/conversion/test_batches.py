@@ -516,7 +516,7 @@ def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
         else:
             process.send_signal(number)
         _, said = process.communicate(timeout=30)
-    assert process.returncode == (130 if number == signal.SIGINT else 143)
+    assert process.returncode == (130 if number == signal.SIGINT else 143), said
     lines = [line for line in said.splitlines() if line and not line.startswith("out/")]
     if number == signal.SIGINT:
         how_far = r"ckptconv: [0-7] of 8 are done; the same command with --skip-existing goes on from here"
