@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from ckptconv.cli.commands import Command as ClickCommand
-from ckptconv.cli.options import PATH, debug_option, group, name_options, take_options
+from ckptconv.cli.options import PATH, debug_option, download_option, group, name_options, take_options
 from ckptconv.cli.pages import PageFile, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import edits_from
@@ -54,6 +54,7 @@ __all__ = ["diff_command"]
     click.option("--values", is_flag=True, help="Say what tensors that differ are: NaN, min, max, mean, std, norm."),
     click.option("--histogram", is_flag=True, help="The same, with histograms of both and of how far they are apart."),
     click.option("--full", is_flag=True, help="Read data with equal checksums too. Without it, they count as equal."),
+    download_option,
 )
 @name_options
 @take_options

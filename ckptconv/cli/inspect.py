@@ -15,7 +15,7 @@ import click
 from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.checkpoint.globs import matches
 from ckptconv.cli.commands import Command
-from ckptconv.cli.options import PATH, debug_option
+from ckptconv.cli.options import PATH, debug_option, download_option
 from ckptconv.cli.pages import PageFile, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError
@@ -69,6 +69,7 @@ _html, _open, _force = page_options("a map and a table of the tensors")
     metavar="nan,inf",
     help="Exit with 1 if a tensor has NaN, or an infinity, or either; reads the values.",
 )
+@download_option
 @debug_option
 def inspect_command(
     paths: tuple[str, ...],
@@ -76,6 +77,7 @@ def inspect_command(
     html: str | None,
     opens: bool,
     force: bool,
+    download: bool,
     debug: bool,
     **view: Any,
 ) -> int:
@@ -94,7 +96,7 @@ def inspect_command(
     status = 0
     for i, path in enumerate(every):
         try:
-            summary = summary_of(path, wanted)
+            summary = summary_of(path, wanted, download=download)
             if lines is not None:
                 lines.append(line_of(summary))
                 continue

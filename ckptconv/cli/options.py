@@ -9,10 +9,13 @@ import click
 
 from ckptconv.cli.completion import complete_prefix
 
-__all__ = ["PATH", "debug_option", "group", "name_options", "others_of", "take_options"]
+__all__ = ["PATH", "debug_option", "download_option", "group", "name_options", "others_of", "take_options"]
 PATH = click.Path(path_type=str)
 
 
+download_option = click.option(
+    "--download", is_flag=True, help="Where the server of a URL sends no ranges, download all of the file first."
+)
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 

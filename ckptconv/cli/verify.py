@@ -12,7 +12,7 @@ import click
 
 from ckptconv.byteranges.given_paths import is_folder
 from ckptconv.cli.commands import Command
-from ckptconv.cli.options import PATH, debug_option
+from ckptconv.cli.options import PATH, debug_option, download_option
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.hints import option
@@ -37,11 +37,13 @@ __all__ = ["verify_command"]
     "-q", "--quiet", is_flag=True, help="Print nothing about checkpoints that are ok, also if they need code."
 )
 @click.option("-v", "--verbose", is_flag=True, help="Print notes as well.")
+@download_option
 @debug_option
 def verify_command(
     paths: tuple[str, ...],
     strict: bool,
     expect_sha256: str | None,
+    download: bool,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -63,7 +65,11 @@ def verify_command(
     for path in chain.from_iterable(checkpoints_in(path, pickles=True) for path in paths):
         try:
             verdict = verdict_on(
-                path, strict=strict, expect_sha256=expect_sha256, progress=partial(progress_bar, quiet=quiet)
+                path,
+                strict=strict,
+                expect_sha256=expect_sha256,
+                download=download,
+                progress=partial(progress_bar, quiet=quiet),
             )
         except UsageError:
             raise

@@ -91,7 +91,10 @@ def run(
     path, is_folder, output, about = _target(src, dst, output, is_folder)
     with ExitStack() as opened:
         faults = CheckingSink(keep=_folder_for(path))
-        source = open_input(src, faults if output.verify else RAISED)
+        if output.download and not is_folder:
+            _check_target(None, path, force=output.force)
+        download = output.download and _folder_for(path)
+        source = open_input(src, faults if output.verify else RAISED, download=download)
         opened.enter_context(source)
         if not is_folder:
             _check_target(source, path, force=output.force)
@@ -194,13 +197,13 @@ def _folder_for(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def _check_target(source: Readable, path: Path, *, force: bool) -> None:
+def _check_target(source: Readable | None, path: Path, *, force: bool) -> None:
     """Raise where `path` can hold no file."""
     if is_url(path):
         far_writer(path).check_object(path, replace=force)
         return
     try:
-        same = source.is_same_file(os.stat(path))
+        same = source is not None and source.is_same_file(os.stat(path))
     except OSError:
         same = False
     if same and not force:

@@ -68,6 +68,10 @@ class WriteOptions(SaveOptions, total=False):
     copy_others: Annotated[bool, "Of a folder, copy what is no checkpoint too."]
     dry_run: Annotated[bool, "Only say what would be done."]
     jobs: Annotated[int, "Threads that write the files of a folder."]
+    download: Annotated[
+        bool,
+        "Where the server of a URL sends no ranges, download all of the file first; it goes when it has been read.",
+    ]
 
 
 class ConvertOptions(WriteOptions, total=False):
@@ -104,6 +108,7 @@ class OutputOptions:
     jobs: int = 1
     in_place: bool = False
     no_undo: bool = False
+    download: bool = False
 
     def __post_init__(self) -> None:
         """Raise TypeError where a flag is neither True nor False."""

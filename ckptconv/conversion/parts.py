@@ -49,12 +49,14 @@ class PlannedFile:
 
     report: Report
 
-    def __init__(self, src: Input, path: Path, edits: Edits, output: OutputOptions = USUAL) -> None:
+    def __init__(
+        self, src: Input, path: Path, edits: Edits, output: OutputOptions = USUAL, *, download: bool = False
+    ) -> None:
         """:func:`plan` with its options as data."""
         started = time.monotonic()
         output = replace(output, format=format_of(path, output.format))
         with ExitStack() as opened:
-            self._source = opened.enter_context(open_input(src))
+            self._source = opened.enter_context(open_input(src, download=download))
             with gc_paused():
                 plan = read_and_plan(self._source, path, edits, output)
             seconds = time.monotonic() - started
@@ -126,7 +128,9 @@ class PlannedFile:
 
 @for_python
 @takes(PlanOptions)
-def plan(src: Input, dst: str | os.PathLike[str], **options: Unpack[PlanOptions]) -> PlannedFile:
+def plan(
+    src: Input, dst: str | os.PathLike[str], *, download: bool = False, **options: Unpack[PlanOptions]
+) -> PlannedFile:
     """What :func:`ckptconv.convert` would write to the file `dst`, as bytes and parts of `src`.
 
     Nothing is written, so that it can be put together elsewhere: in a browser, in a store that copies ranges, in an
@@ -135,6 +139,7 @@ def plan(src: Input, dst: str | os.PathLike[str], **options: Unpack[PlanOptions]
     Args:
         src: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`ckptconv.open`.
         dst: What the file is to be called; its suffix says its format.
+        download: Of a URL, as for :func:`ckptconv.convert`.
         **options: The keys of :class:`~ckptconv.conversion.options.PlanOptions`.
 
     Returns:
@@ -144,7 +149,7 @@ def plan(src: Input, dst: str | os.PathLike[str], **options: Unpack[PlanOptions]
         CkptconvError: One of its subclasses.
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
-    planned = PlannedFile(src, Path(dst), edits_from(**options), OutputOptions.of(options))
+    planned = PlannedFile(src, Path(dst), edits_from(**options), OutputOptions.of(options), download=download)
     planned.report = in_python(planned.report)
     return planned
 

@@ -90,24 +90,28 @@ def _folder_formats() -> Iterator[FolderFormat]:
     yield from (dcp, safetensors_parts, rank_files, sharded)
 
 
-def open_input(path: Input, faults: FaultSink = RAISED, *, skims: bool = False) -> Readable:
+def open_input(
+    path: Input, faults: FaultSink = RAISED, *, skims: bool = False, download: bool | Path = False
+) -> Readable:
     """What `path` means: a folder, the index of shards or the pattern of rank files, else a file; or the file object
     that it is.
 
     A context manager; `faults` takes what readers find wrong with it. `skims`: of a far file nothing is wanted but what
-    is in it. Raises InputError, and UsageError for a file object that cannot be read by position.
+    is in it. `download`: one of which the server sends no ranges is downloaded, to a folder that this may say.
+
+    Raises InputError, UsageError for a file object that cannot be read by position, OutputError for a download.
     """
     if is_file_object(path):
         return FileObjectSource(path, faults)
     if is_url(path):
-        return _open_url(path, faults, skims=skims)
+        return _open_url(path, faults, skims=skims, download=download)
     name = os.fsdecode(path)
     if name and "\0" not in name and (os.path.isdir(name) or is_index_file(Path(name)) or is_pattern(name)):
         return SourceFolder(name, faults, open_part)
     return open_file(path, faults)
 
 
-def _open_url(given: str | os.PathLike[str], faults: FaultSink, *, skims: bool) -> Readable:
+def _open_url(given: str | os.PathLike[str], faults: FaultSink, *, skims: bool, download: bool | Path) -> Readable:
     """What the URL `given` means: a folder, the index of shards, the pattern of rank files, else a file.
 
     Raises InputError, UsageError.
@@ -115,15 +119,15 @@ def _open_url(given: str | os.PathLike[str], faults: FaultSink, *, skims: bool) 
     path = path_at(given)
     if not is_url(path):
         return open_input(path, faults)
-    from ckptconv.byteranges.far.folder import FarFolder  # which no file here needs
+    from ckptconv.byteranges.far.download import open_far  # which no file here needs
+    from ckptconv.byteranges.far.folder import FarFolder
     from ckptconv.byteranges.far.paths import FarPath
-    from ckptconv.byteranges.far.source import FarSource
 
     assert isinstance(path, FarPath)
     if is_index(path.name) or is_pattern(path.name) or is_folder(path):
-        return FarFolder(path, faults, checked_part, skims=skims)
+        return FarFolder(path, faults, checked_part, skims=skims, download=download)
     try:
-        return FarSource(path, faults, skims=skims)
+        return open_far(path, faults, skims=skims, download=download)
     except MissingInputError as error:
         if not path.url.is_http:
             error.hint = f"of a folder the URL ends in a slash: {shell(f'{path}/')}"

@@ -251,7 +251,7 @@ class Summary(Result):
 
 
 @for_python
-def inspect(path: Input, *, values: bool = False, histogram: bool = False) -> Summary:
+def inspect(path: Input, *, values: bool = False, histogram: bool = False, download: bool = False) -> Summary:
     """What is in the checkpoint at `path`. Reads no tensor data, unless its `values` are asked for.
 
     Args:
@@ -259,6 +259,7 @@ def inspect(path: Input, *, values: bool = False, histogram: bool = False) -> Su
         values: Read all tensors in bounded memory, which needs torch: each has ``values``, which count NaN, infinities
             and zeros and say the extremes, mean, standard deviation and norm.
         histogram: The same, with a histogram of 32 bins for each tensor.
+        download: Of a URL, as for :func:`ckptconv.convert`.
 
     Returns:
         Tensors, devices, dtypes, names, and the rest.
@@ -266,7 +267,8 @@ def inspect(path: Input, *, values: bool = False, histogram: bool = False) -> Su
     Raises:
         CkptconvError: One of its subclasses.
     """
-    return in_python(summary_of(path, ValuesWanted(histogram=histogram) if values or histogram else None))
+    wanted = ValuesWanted(histogram=histogram) if values or histogram else None
+    return in_python(summary_of(path, wanted, download=download))
 
 
 @dataclass(frozen=True)
@@ -278,9 +280,9 @@ class ValuesWanted:
     progress: Meter | None = None
 
 
-def summary_of(path: Input, values: ValuesWanted | None = None) -> Summary:
+def summary_of(path: Input, values: ValuesWanted | None = None, *, download: bool = False) -> Summary:
     """:func:`inspect` in the words of the command line, with `values` if they are wanted."""
-    with open_input(path, skims=values is None) as source:
+    with open_input(path, skims=values is None, download=download) as source:
         with gc_paused():
             checkpoint = opening.read(source)
             summary = summarize(checkpoint, this_host())

@@ -116,6 +116,7 @@ def verify(
     *,
     strict: bool = False,
     expect_sha256: str | None = None,
+    download: bool = False,
     progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
 ) -> Verdict:
     """Everything that is wrong with the checkpoint at `path`. Reads all bytes that have a checksum.
@@ -125,6 +126,7 @@ def verify(
             binary file object, as for :func:`ckptconv.open`.
         strict: What needs code to be loaded is not ok.
         expect_sha256: The hexadecimal digits of the whole file's, which is read for it.
+        download: Of a URL, as for :func:`ckptconv.convert`.
         progress: Called with the bytes that have a checksum, it gives a context manager for what is called with those
             that are done.
 
@@ -135,7 +137,7 @@ def verify(
         InputError: Nothing can be opened at `path`.
         UsageError: `expect_sha256` is no SHA-256, or `path` is no single file, which alone has one.
     """
-    return in_python(verdict_on(path, strict=strict, expect_sha256=expect_sha256, progress=progress))
+    return in_python(verdict_on(path, strict=strict, expect_sha256=expect_sha256, download=download, progress=progress))
 
 
 def verdict_on(
@@ -143,12 +145,13 @@ def verdict_on(
     *,
     strict: bool = False,
     expect_sha256: str | None = None,
+    download: bool = False,
     progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
 ) -> Verdict:
     """:func:`verify` in the words of the command line."""
     expected = _digits(expect_sha256)
     faults = CollectingSink()
-    with open_input(path, faults) as source, gc_paused():
+    with open_input(path, faults, download=download) as source, gc_paused():
         if expected and isinstance(source, SourceFolder):
             raise UsageError("a SHA-256 is that of one file", where=source.path)
         checkpoint, found, loading = None, [], None

@@ -45,13 +45,14 @@ __all__ = ["CheckpointFile", "load", "open", "save"]
 
 
 @for_python
-def open(path: Input) -> CheckpointFile:
+def open(path: Input, *, download: bool = False) -> CheckpointFile:
     """The checkpoint at `path`, to look into and to take single tensors from.
 
     Args:
         path: A file, a sharded set or a folder of torch.distributed.checkpoint. Headers and the pickle are read. Or a
             binary file object that can seek, such as an io.BytesIO: all of it from its byte 0 on, wherever its position
             is. That is put back behind each reading, and the object stays open.
+        download: Of a URL, as for :func:`ckptconv.convert`.
 
     Returns:
         The open checkpoint, for ``with``.
@@ -59,15 +60,15 @@ def open(path: Input) -> CheckpointFile:
     Raises:
         CkptconvError: One of its subclasses, where there is none.
     """
-    return CheckpointFile(path)
+    return CheckpointFile(path, download=download)
 
 
 class CheckpointFile:
     """An open checkpoint. Nothing of a tensor is in memory until :meth:`load` is asked for it."""
 
     @for_python
-    def __init__(self, path: Input) -> None:
-        self._source = open_input(path)
+    def __init__(self, path: Input, *, download: bool = False) -> None:
+        self._source = open_input(path, download=download)
         self._is_closed = False
         try:
             with gc_paused():
@@ -164,6 +165,7 @@ def load(
     select: str | None = None,
     strip_prefix: str | Iterable[str] = (),
     loadable: bool = False,
+    download: bool = False,
 ) -> Any:
     """What ``torch.load(path, map_location, weights_only=True)`` gives, from any container.
 
@@ -180,6 +182,7 @@ def load(
         select: The path of the part to take, such as ``ema/model``.
         strip_prefix: Prefixes to take off the start of names, such as ``module.``.
         loadable: Make plain what is only data, as :func:`ckptconv.convert` does, and load all of it.
+        download: Of a URL, as for :func:`ckptconv.convert`.
 
     Returns:
         The object, with real tensors.
@@ -191,7 +194,7 @@ def load(
     """
     require_torch("loading tensors", path_of(path))
     edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix, loadable=loadable)
-    with open_input(path) as source:
+    with open_input(path, download=download) as source:
         with gc_paused():
             checkpoint = _read(source)
             torchscript.refuse(checkpoint, weights=state_dict)

@@ -1074,6 +1074,7 @@ ELSEWHERE: dict[Site, str] = {
         ],
         "edits/loadable/test_refusals.py::test_the_command_takes_it_all_out",
     ),
+    "byteranges/far/http.py::option download": "byteranges/far/test_downloads.py::test_the_error_says_what_to_add",
     "checkpoint/replicas.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
     "edits/loadable/refusals.py:refusal:text": (
         "edits/loadable/test_refusals.py::test_what_is_torchs_own_names_the_import"

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ckptconv.byteranges.far.download import open_far
 from ckptconv.byteranges.far.paths import FarPath
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.byteranges.far.source import FarSource
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable, SourceFolder
-from ckptconv.errors import MissingInputError
+from ckptconv.errors import MissingInputError, UnsupportedError
 
 __all__ = ["FarFolder"]
 
@@ -26,17 +27,23 @@ class FarFolder(SourceFolder):
         self,
         path: FarPath,
         faults: FaultSink = RAISED,
-        check: Callable[[FarSource], Readable] = lambda source: source,
+        check: Callable[[Readable], Readable] = lambda source: source,
         *,
         skims: bool = False,
+        download: bool | Path = False,
     ) -> None:
         """`check` is called with each file that is opened, and raises what is wrong with it."""
 
-        def open_file(path: Path, faults: FaultSink) -> Readable:
+        def open_ranges(path: Path) -> Readable:
             assert isinstance(path, FarPath)
             return check(FarSource(path, faults, skims=skims))
 
+        def open_file(path: Path, faults: FaultSink) -> Readable:
+            assert isinstance(path, FarPath)
+            return check(open_far(path, faults, skims=skims, download=download))
+
         super().__init__(path, faults, open_file)
+        self._open_ranges = open_ranges
         self.mode = 0o666
 
     def missing(self, names: Iterable[str]) -> set[str]:
@@ -47,7 +54,7 @@ class FarFolder(SourceFolder):
 
         def opened(name: str) -> Readable | None:
             try:
-                return self._open_file(self.folder / name, self.faults)
+                return self._open_ranges(self.folder / name)
             except MissingInputError:
                 return None
 
@@ -58,8 +65,11 @@ class FarFolder(SourceFolder):
             if source:
                 self._open[name] = source
                 self.add(source)
-        for _, task in tasks:
-            task.result()  # which raises
+        for name, task in tasks:
+            if isinstance(task.exception(), UnsupportedError):
+                self.open(name)  # which can download it: here, where Ctrl-C ends that
+            else:
+                task.result()  # which raises
         return absent | {name for name, source in found.items() if source is None}
 
     def names(self) -> list[str]:

@@ -15,6 +15,7 @@ import os
 import re
 import time
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -32,14 +33,17 @@ from ckptconv.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptconv.hints import option
 
 __all__ = ["HttpTransport", "hub_entries", "hub_transport"]
 
 _CHUNK = 256 * KIB
+_GZIP = 16 + zlib.MAX_WBITS  # with gzip's header and its checksum
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _HUB = "https://huggingface.co"
 _PAGE = 16 << 20  # bytes of a page of a list: the Hub's have 1,000 entries
+_DOWNLOADS = option("download") + " downloads all of it first"
 _LONGEST_WAIT = 3600.0  # seconds that a server can ask for; more is a lie, and no deadline is that long
 
 
@@ -64,6 +68,41 @@ class HttpTransport:
             headers |= {"If-Unmodified-Since": expected.modified}
         with self._as_error(), self._followed(headers) as response:
             return self._answer(response, start, stop, expected, deadline)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[tuple[int, Iterator[bytes]]]:
+        """How many bytes the server says that it will send, or 0, and all bytes of the file, a piece at a time.
+
+        Raises Transient, InputError, also where pieces are asked for.
+        """
+        with self._as_error(), self._followed({"Accept-Encoding": "identity", "User-Agent": "ckptconv"}) as response:
+            if response.status != 200:
+                raise self._refused(response, 0, None)
+            chunks = iter(lambda: response.read1(_CHUNK), b"")
+            if (coding := _coding(response)) == "gzip":
+                chunks = self._unzipped(chunks)
+            elif coding != "identity":
+                what, hint = "the server compresses what it sends, unasked", "download the file first"
+                raise UnsupportedError(what, where=self._shown, expected="none, or gzip", got=coding, hint=hint)
+            length = response.headers.get("Content-Length", "")
+            yield int(length) if length.isascii() and length.isdigit() else 0, chunks
+
+    def _unzipped(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """What the gzip'd `chunks` are of, in pieces no larger than a chunk. Raises TransferError."""
+        decoder = zlib.decompressobj(_GZIP)
+        try:
+            for chunk in chunks:
+                piece = decoder.decompress(chunk, _CHUNK)
+                yield piece
+                while not decoder.eof and (decoder.unconsumed_tail or len(piece) == _CHUNK):
+                    piece = decoder.decompress(decoder.unconsumed_tail, _CHUNK)
+                    yield piece
+                if decoder.unused_data:
+                    raise TransferError("the server sends more behind what it compressed", where=self._shown)
+        except zlib.error as error:
+            raise TransferError(f"what the server compressed is damaged: {error}", where=self._shown) from error
+        if not decoder.eof:
+            raise Transient("the connection was cut, or what the server compressed has no end")
 
     def page(self, deadline: float) -> tuple[list[dict[str, Any]], str | None]:
         """A page of the Hub's lists, and where the next one is.
@@ -157,8 +196,9 @@ class HttpTransport:
             return Answer(b"", Version(0, etag, modified))
         if response.status != 206:
             raise self._refused(response, start, expected)
-        if (coding := said.get("Content-Encoding", "identity")).lower() != "identity":
-            raise UnsupportedError("the server compresses what it sends, unasked", where=self._shown, got=coding)
+        if (coding := _coding(response)) != "identity":
+            what, hint = "the server compresses what it sends, unasked", None if expected else _DOWNLOADS
+            raise UnsupportedError(what, where=self._shown, got=coding, hint=hint)
         end, size = check_range(said.get("Content-Range"), start, stop, self._shown)
         length = said.get("Content-Length")
         if length is not None and length != str(end - start):
@@ -174,11 +214,8 @@ class HttpTransport:
         status, where = response.status, self._shown
         got = f"{status} {response.reason or ''}".strip()
         if status == 200 and expected is None:
-            return UnsupportedError(
-                "the server sends whole files alone, and no ranges of them",
-                where=where,
-                hint="download the file first, as with curl -LO",
-            )
+            what = "the server sends whole files alone, and no ranges of them"
+            return UnsupportedError(what, where=where, hint=_DOWNLOADS)
         if status in (200, 412, 416):  # 200 because of If-Range
             return InputChangedError("the file changed while it was read", where=f"{where} at byte {start}", got=got)
         if status in (404, 410):
@@ -231,6 +268,11 @@ def _parsed(data: bytes, where: object) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise TransferError("the server sends no list of files", where=where)
     return found
+
+
+def _coding(response: urllib3.BaseHTTPResponse) -> str:
+    """How what a server sends is compressed, by its name today."""
+    return str(response.headers.get("Content-Encoding", "identity")).lower().removeprefix("x-")
 
 
 def _hub_token() -> str | None:

@@ -60,6 +60,7 @@ class Compared:
     full: bool = False
     values: bool = False
     histogram: bool = False
+    download: bool = False
 
     def __post_init__(self) -> None:
         """Raise ArgumentTypeError or UsageError for what makes no sense."""
@@ -103,6 +104,7 @@ def diff(
     full: bool = False,
     values: bool = False,
     histogram: bool = False,
+    download: bool = False,
     **options: Unpack[DiffOptions],
 ) -> Difference:
     """What the checkpoints `a` and `b`, in whatever containers, do not have in common.
@@ -119,6 +121,7 @@ def diff(
         full: Read data with equal checksums too; without it, they count as equal.
         values: Say of each tensor that differs what its elements are in both, as :func:`ckptconv.inspect` does.
         histogram: The same, with histograms of what they are in both, and of ``|a - b|``.
+        download: Of a URL, as for :func:`ckptconv.convert`.
         **options: The keys of :class:`DiffOptions`.
 
     Returns:
@@ -129,7 +132,7 @@ def diff(
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
     edits = edits_from(**options)
-    return in_python(compare(a, b, edits, Compared(rtol, atol, names_only, full, values, histogram)))
+    return in_python(compare(a, b, edits, Compared(rtol, atol, names_only, full, values, histogram, download)))
 
 
 def compare(
@@ -177,7 +180,10 @@ def are_same(
 @contextmanager
 def _paired(a: Input, b: Input, edits: Edits, compared: Compared, *, brief: bool) -> Iterator[_Comparison]:
     """The comparison of `a` and `b`, in which everything but values is compared. They must not change meanwhile."""
-    with open_input(a) as source_a, open_input(b) as source_b:
+    with (
+        open_input(a, download=compared.download) as source_a,
+        open_input(b, download=compared.download) as source_b,
+    ):
         with gc_paused():
             checkpoints = opening.read(source_a), opening.read(source_b)
             comparison = _Comparison(*checkpoints, edits, compared, brief=brief)

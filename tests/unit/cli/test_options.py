@@ -63,6 +63,7 @@ def test_diff_has_a_flag_for_each_keyword() -> None:
         "full",
         "values",
         "histogram",
+        "download",
     }
 
 

@@ -1,0 +1,103 @@
+"""Far files that a server sends whole alone: downloaded once, where that is asked for, and read here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ckptconv.byteranges.far.paths import FarPath
+from ckptconv.byteranges.far.planning import POLICY
+from ckptconv.byteranges.far.requests import Transient, retried
+from ckptconv.byteranges.far.source import FarSource
+from ckptconv.byteranges.far.transports import transport_for
+from ckptconv.byteranges.far.urls import HTTP
+from ckptconv.byteranges.fault_sink import RAISED, FaultSink
+from ckptconv.byteranges.sources import Readable
+from ckptconv.errors import CkptconvError, OutputError, UnsupportedError, size
+
+if TYPE_CHECKING:
+    from ckptconv.byteranges.far.http import HttpTransport
+
+__all__ = ["open_far"]
+
+
+def open_far(
+    path: FarPath, faults: FaultSink = RAISED, *, skims: bool = False, download: bool | Path = False
+) -> Readable:
+    """The far file at `path`, as :class:`FarSource` has it. With `download`, which can say a folder, a file of which
+    the server sends no ranges is downloaded.
+
+    Raises InputError, UsageError where no package can reach it, OutputError where there is no room for it.
+    """
+    try:
+        return FarSource(path, faults, skims=skims)
+    except UnsupportedError:
+        if not download or path.url.scheme not in (*HTTP, "hf"):
+            raise
+    return _Downloaded(path, faults, download if isinstance(download, Path) else Path(tempfile.gettempdir()))
+
+
+class _Downloaded(Readable):
+    """All of the far file at `path`, in a file without a name in `folder`, which goes when it is closed."""
+
+    def __init__(self, path: FarPath, faults: FaultSink, folder: Path) -> None:
+        self.path, self.url, self.faults, self._folder = path, path.url, faults, folder
+        with self._as_error():
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed with this
+        self.fd = self._file.fileno()
+        try:
+            self.size = retried(self._received, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _received(self, _: float) -> int:
+        """How many bytes came, all of which are in our file now. Raises Transient, InputError, OutputError.
+
+        As many as are one part of a file that is read by ranges may take as long as that.
+        """
+        done = due = 0
+        transport = cast("HttpTransport", transport_for(self.url, self.path))
+        with contextlib.closing(transport), self._as_error(), transport.whole() as (length, chunks):
+            self._check_room(length)
+            self._file.seek(0)
+            self._file.truncate()
+            for chunk in chunks:
+                if done >= due:
+                    due, deadline = done + POLICY.part, time.monotonic() + POLICY.deadline
+                if time.monotonic() > deadline:
+                    raise Transient(f"the server is too slow: {done:,} bytes came")
+                done += self._file.write(chunk)
+            self._file.flush()
+        return done
+
+    def _check_room(self, length: int) -> None:
+        space = os.fstatvfs(self.fd)
+        free = space.f_bavail * space.f_frsize
+        if length > free:
+            what, expected = "too little free space for the download", f"{length:,} bytes for a while"
+            raise OutputError(what, where=self._folder, expected=expected, got=f"{free:,} bytes")
+
+    @contextlib.contextmanager
+    def _as_error(self) -> Iterator[None]:
+        """Raise in our words what the system says meanwhile of our file."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, CkptconvError):
+                raise
+            what = f"the download cannot be kept there: {error.strerror or error}"
+            raise OutputError(what, where=self._folder) from error
+
+    def about(self) -> list[str]:
+        """That it was downloaded."""
+        return [f"the server sends no ranges of it: all {size(self.size)} were downloaded first"]
+
+    def close(self) -> None:
+        """Let the file go, with its bytes."""
+        self._file.close()

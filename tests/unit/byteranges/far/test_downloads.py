@@ -1,0 +1,254 @@
+"""Servers that send whole files alone, or compress them: with ``download`` the file is fetched once and read here."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptconv
+from ckptconv.byteranges.far.planning import POLICY
+from ckptconv.errors import (
+    InputChangedError,
+    InputError,
+    OutputError,
+    TargetExistsError,
+    TransferError,
+    UnsupportedError,
+)
+from tests.support.command import Command
+from tests.support.hostile_bytes import saved
+from tests.support.http_server import Exchange, FileServer, serving
+
+pytest.importorskip("urllib3", reason="the extra remote is not installed")
+
+
+def whole(it: Exchange) -> None:
+    """No server that knows ranges: ``python -m http.server`` is such a one."""
+    it.send(200, it.headers(Content_Range="", Content_Length=str(len(it.data))), it.data)
+
+
+def zipped(
+    it: Exchange, status: int = 200, body: Callable[[bytes], bytes] = gzip.compress, coding: str = "gzip"
+) -> None:
+    """All of it, compressed, whatever was asked for; its end is that of the connection."""
+    it.handler.close_connection = True
+    it.send(status, it.headers(Content_Encoding=coding, Content_Range="", Content_Length=""), body(it.data))
+
+
+def zipped_ranges(it: Exchange) -> None:
+    """Ranges of what is compressed; all of it where no range is asked for."""
+    it.send(206, it.headers(Content_Encoding="gzip"), it.part) if it.is_range else zipped(it)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second attempt comes at once."""
+    for name, value in {"backoff": 0.01, "attempts": 2}.items():
+        monkeypatch.setattr(POLICY, name, value)
+
+
+@pytest.fixture(scope="module")
+def state() -> dict[str, torch.Tensor]:
+    """With more bytes than a window, of which most are zeros, which compress a thousandfold."""
+    return {"module.a": torch.zeros(400_000), "module.b": torch.arange(50_000.0)}
+
+
+@pytest.fixture
+def server(state: dict[str, torch.Tensor]) -> Iterator[FileServer]:
+    """It has a.pt."""
+    with serving({"a.pt": saved(state)}, lie=whole) as server:
+        yield server
+
+
+def left_in(folder: Path) -> list[str]:
+    """The files in it, and those without a name that this process still has open."""
+    fds = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    nameless = [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
+    return [*os.listdir(folder), *(each for each in nameless if each.startswith(str(folder)))]
+
+
+@pytest.mark.parametrize("lie", [whole, zipped, zipped_ranges])
+def test_the_error_says_what_to_add(
+    lie: Callable[[Exchange], None], server: FileServer, tmp_path: Path, command: Command
+) -> None:
+    """What its hint says, typed behind the command, or given to any function that takes a URL."""
+    server.lie = lie
+    url, out = server.url("a.pt"), tmp_path / "a.pt"
+    for words in (["inspect", url], ["verify", url], ["diff", url, url], ["convert", url, out, "--unwrap"]):
+        said = command(*words, status=2 if words[0] == "diff" else 1).err
+        hint = shlex.split(said.split("; ")[-1])[0]
+        assert hint == "--download"
+        command(*words, hint)
+    assert left_in(tmp_path) == ["a.pt"]
+    assert [*ckptconv.load(out)] == ["a", "b"]
+    assert any(note.startswith("the server sends no ranges") for note in ckptconv.inspect(url, download=True).notes)
+
+
+def test_functions_take_it(server: FileServer, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """And their error says it in their words."""
+    url = server.url("a.pt")
+    with pytest.raises(UnsupportedError, match="download=True"):
+        ckptconv.load(url)
+    assert torch.equal(ckptconv.load(url, download=True)["module.b"], state["module.b"])
+    with ckptconv.open(url, download=True) as file:
+        assert torch.equal(file.load("module.b"), state["module.b"])
+    assert ckptconv.diff(url, url, download=True).same and ckptconv.verify(url, download=True).ok
+    with ckptconv.plan(url, "b.pt", download=True) as planned:
+        assert planned.size >= len(server.files["a.pt"]) - POLICY.window
+    (outcome,) = ckptconv.convert_many([ckptconv.Job(url, str(tmp_path / "b.pt"), {"download": True})])
+    assert outcome.report and ckptconv.verify(tmp_path / "b.pt").ok
+
+
+def test_it_comes_once(server: FileServer, tmp_path: Path) -> None:
+    """However often its bytes are read; not at all where the output cannot be written."""
+    ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", verify=True, dtype="bf16", download=True)
+    assert len(server.seen) == 2  # the first asked for a range
+    with pytest.raises(TargetExistsError):
+        ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", download=True)
+    assert len(server.seen) == 2
+
+
+def test_a_server_with_ranges_is_asked_for_ranges(server: FileServer) -> None:
+    """The option says what may be done, not what must."""
+    server.lie = None
+    ckptconv.inspect(server.url("a.pt"), download=True)
+    assert {each.status for each in server.seen} == {206}
+
+
+def test_a_set(server: FileServer, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Its index and all its shards."""
+    ckptconv.save(state, tmp_path / "s.safetensors")
+    ckptconv.convert(tmp_path / "s.safetensors", tmp_path / "set/", max_shard_size="1MB")
+    server.files |= {each.name: each.read_bytes() for each in (tmp_path / "set").iterdir()}
+    (index,) = [name for name in server.files if name.endswith(".json")]
+    with pytest.raises(UnsupportedError, match="whole files alone"):
+        ckptconv.inspect(server.url(index))
+    (tmp_path / "out").mkdir()
+    ckptconv.convert(server.url(index), tmp_path / "out" / "s.safetensors", download=True)
+    assert left_in(tmp_path / "out") == ["s.safetensors"]
+    assert ckptconv.diff(tmp_path / "out" / "s.safetensors", tmp_path / "s.safetensors").same
+
+
+def cut(it: Exchange) -> None:
+    it.handler.close_connection = True
+    it.send(200, it.headers(Content_Range="", Content_Length=str(len(it.data))), it.data[:-9])
+
+
+def slow(it: Exchange) -> None:
+    it.handler.close_connection = True
+    it.send(200, it.headers(Content_Range="", Content_Length=""), b"")
+    for byte in it.data[:40]:
+        it.handler.wfile.write(bytes([byte]))
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("lie", "kind", "says"),
+    [
+        (cut, TransferError, "cut"),
+        (slow, TransferError, "too slow: "),
+        (lambda it: zipped(it, body=lambda data: gzip.compress(data)[:-9]), TransferError, "has no end"),
+        (lambda it: zipped(it, body=lambda data: gzip.compress(data) + b"x"), TransferError, "sends more behind"),
+        (lambda it: zipped(it, body=lambda data: data), TransferError, "compressed is damaged"),
+        (lambda it: zipped(it, coding="br"), UnsupportedError, "expected none, or gzip, got br"),
+        (lambda it: whole(it) if it.is_range else it.send(403, {"Content-Length": "0"}, b""), InputError, "let us"),
+    ],
+    ids=["cut", "slow", "gzip, cut", "gzip and more", "no gzip", "brotli", "403"],
+)  # fmt: skip
+def test_lies(
+    lie: Callable[[Exchange], None],
+    kind: type[Exception],
+    says: str,
+    server: FileServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One typed error, and nothing is left."""
+    server.lie = lie
+    if lie is slow:
+        monkeypatch.setattr(POLICY, "deadline", 0.3)
+    with pytest.raises(kind, match=says):
+        ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", download=True)
+    assert left_in(tmp_path) == []
+
+
+def test_a_cut_that_passes(server: FileServer, tmp_path: Path) -> None:
+    """It is downloaded anew, and what came before is not in it."""
+    server.lie = lambda it: cut(it) if it.number == 1 else whole(it)
+    ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", download=True)
+    assert ckptconv.verify(tmp_path / "a.pt").ok
+
+
+@pytest.mark.parametrize("first", [whole, Exchange.answer], ids=["before the download", "after a range"])
+def test_a_change_in_between(first: Callable[[Exchange], None], server: FileServer, tmp_path: Path) -> None:
+    """What is downloaded is of one version, that of its answer. What was begun by ranges is not mended by it."""
+    new = saved({"b": torch.zeros(10_000)})
+
+    def lie(it: Exchange) -> None:
+        if it.number == 0:
+            server.files["a.pt"] = new
+            first(it)
+        else:
+            whole(it)
+
+    server.lie = lie
+    if first is whole:
+        assert [*ckptconv.load(server.url("a.pt"), download=True)] == ["b"]
+        return
+    with pytest.raises(InputChangedError):
+        ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", download=True)
+    assert left_in(tmp_path) == []
+
+
+def test_compressed_from_the_second_answer_on(server: FileServer) -> None:
+    """An option that would not help is not advised."""
+    server.lie = lambda it: zipped_ranges(it) if it.number else it.answer()
+    with pytest.raises(UnsupportedError, match="compresses") as caught:
+        ckptconv.load(server.url("a.pt"), download=True)
+    assert caught.value.hint is None
+
+
+def test_no_room(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known before the first byte where the server says how many there are, else when the disk is full."""
+
+    class Full:
+        f_bavail, f_frsize = 1, 4096
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstatvfs", lambda fd: Full)
+        with pytest.raises(OutputError, match=r"too little free space for the download .*expected 1,\d+,\d+ bytes"):
+            ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", download=True)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    with pytest.raises(OutputError, match="the download cannot be kept there: No such file"):
+        ckptconv.inspect(server.url("a.pt"), download=True)
+    assert left_in(tmp_path) == []
+
+
+def test_ctrl_c(server: FileServer, tmp_path: Path) -> None:
+    """In the middle of it: nothing is left."""
+    gone = threading.Event()
+
+    def lie(it: Exchange) -> None:
+        if it.is_range:
+            whole(it)
+            return
+        it.send(200, it.headers(Content_Range="", Content_Length=str(len(it.data))), it.data[:-9])
+        it.handler.wfile.flush()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        gone.wait(5)
+
+    server.lie = lie
+    with pytest.raises(KeyboardInterrupt):
+        ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", download=True)
+    gone.set()
+    assert left_in(tmp_path) == []
