@@ -9,7 +9,7 @@ import contextlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace as changed
 from pathlib import Path, PurePosixPath
 
@@ -20,7 +20,7 @@ from ckptconv.byteranges.far.paths import far_path
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.errors import CkptconvError, OutputError, TargetExistsError, UnsupportedError
-from ckptconv.hints import option
+from ckptconv.output.far_folders import REPLACES, old_files
 from ckptconv.output.files import fill, temporary_beside
 
 __all__ = ["about_upload", "check_object", "exists", "upload"]
@@ -36,7 +36,7 @@ def exists(path: Path) -> bool:
 def check_object(path: Path, *, replace: bool) -> None:
     """Raise TargetExistsError where a file is at `path`, unless it may be replaced."""
     if not replace and exists(path):
-        raise TargetExistsError("the output exists", where=path, hint=option("force") + " replaces it")
+        raise TargetExistsError("the output exists", where=path, hint=REPLACES)
 
 
 def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:  # noqa: ARG001 - as the writer to S3
@@ -53,15 +53,17 @@ def upload(
     *,
     replace: bool,
     verify: bool,
-    may_go: Callable[[str], bool] | None = None,  # noqa: ARG001 - as the writer to S3
+    may_go: Callable[[str], bool] | None = None,
     progress: Progress | None = None,
 ) -> Overflow:
     """Write `files`, whose paths are URLs and whose ranges come from `source`; what overflowed. The last one, which is
-    the index where there are several, appears last.
+    the index where there are several, appears last. With `replace` an old index goes before any of them appears, and
+    behind them what else of an old set `may_go`.
 
     Raises OutputError, UnsupportedError where the filesystem could show half a file, and TargetExistsError.
     """
     overflowed: Counter[tuple[str, ...]] = Counter()
+    old = old_files(files, may_go, replace=replace)
     for file in files:
         check_object(file.path, replace=replace)
     with _appearing(Location(far_path(files[0].path).url, files[0].path)) as send:
@@ -74,7 +76,16 @@ def upload(
                 send(here, Location(far_path(file.path).url, file.path))
         for file in files:
             check_object(file.path, replace=replace)
+        _remove(path for name, path in old.items() if name.endswith(".json"))
+    _remove(old[name] for name in old.keys() - {file.path.name for file in files} if not name.endswith(".json"))
     return dict(overflowed)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        at = Location(far_path(path).url, path)
+        with _as_output_error(at):
+            at.files.rm_file(at.path)
 
 
 _Send = Callable[[Path, Location], None]

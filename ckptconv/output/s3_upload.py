@@ -25,17 +25,16 @@ from ckptconv.byteranges.far.paths import far_path
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.byteranges.far.s3 import client, is_transient
 from ckptconv.byteranges.far.source import FarSource
-from ckptconv.byteranges.sources import Readable, Source, list_folder
+from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
-from ckptconv.errors import MissingInputError, OutputError, TargetExistsError, count, size, some
-from ckptconv.hints import option
+from ckptconv.errors import OutputError, TargetExistsError, count, size
+from ckptconv.output.far_folders import REPLACES, old_files
 from ckptconv.output.files import fill
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 
 __all__ = ["about_upload", "check_object", "exists", "upload"]
 
 _HELD = 256 << 20  # bytes of parts that are in memory at once
-_REPLACES = option("force") + " replaces it"
 _THERE = (409, 412)  # somebody else's object is there, or is being made
 
 
@@ -47,7 +46,7 @@ def exists(path: Path) -> bool:
 def check_object(path: Path, *, replace: bool) -> None:
     """Raise TargetExistsError where an object is at `path`, unless it may be replaced."""
     if not replace and exists(path):
-        raise TargetExistsError("the output exists", where=path, hint=_REPLACES)
+        raise TargetExistsError("the output exists", where=path, hint=REPLACES)
 
 
 def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
@@ -92,11 +91,7 @@ def upload(
 
     Raises OutputError, TargetExistsError, and what reading raises.
     """
-    folder, names = files[-1].path.parent, {file.path.name for file in files}
-    there = _names_in(folder) if may_go else set()
-    old = {name for name in there if name in names or (may_go and may_go(name))}
-    if old and not replace:
-        raise TargetExistsError(f"the output exists: {some(sorted(old))}", where=folder, hint=_REPLACES)
+    old = old_files(files, may_go, replace=replace)
     overflowed: Counter[tuple[str, ...]] = Counter()
     begun: list[_Upload] = []
     try:
@@ -104,9 +99,9 @@ def upload(
             begun.append(_Upload(_Object(file.path), is_alone=len(files) == 1))
             overflowed.update(begun[-1].send(file, source, verify=verify, progress=progress))
         source.check_unchanged()
-        for name in old:
+        for name, path in old.items():
             if name.endswith(".json"):
-                _Object(folder / name).delete()
+                _Object(path).delete()
         for each in begun:
             each.appear({} if replace else {"IfNoneMatch": "*"})
     except BaseException:
@@ -114,17 +109,9 @@ def upload(
             with contextlib.suppress(OutputError):  # what went wrong first matters more
                 each.forget(is_new=not replace)
         raise
-    for name in old - names:
-        _Object(folder / name).delete()
+    for name in old.keys() - {file.path.name for file in files}:
+        _Object(old[name]).delete()
     return dict(overflowed)
-
-
-def _names_in(folder: Path) -> set[str]:
-    """The objects that stand in `folder`."""
-    try:
-        return set(list_folder(folder)[1])
-    except MissingInputError:
-        return set()
 
 
 def _is_copied(source: ByteSource) -> bool:
@@ -324,7 +311,7 @@ class _Object:
             got = f"{_status(error)} {said.get('Code', '')}"
             if _status(error) in _THERE and error.operation_name != "UploadPartCopy":
                 there = "the output exists by now"
-                return TargetExistsError(there, where=self.path, got=got, hint=_REPLACES)
+                return TargetExistsError(there, where=self.path, got=got, hint=REPLACES)
             return OutputError(f"could not be written: {said.get('Message', 'refused')}", where=self.path, got=got)
         return OutputError(f"could not be written: {type(error).__name__}", where=self.path)
 

@@ -86,6 +86,38 @@ def test_what_is_there_stays(store: Any, tmp_path: Path) -> None:
         assert set(ckptconv.inspect(dst).devices) == {"cuda:1"}
 
 
+def test_an_old_set_goes(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index before a new shard is there, its other shards when all are; what is no part of it stays."""
+    files, url = store
+    how = {"format": "safetensors", "max_shard_size": "300KB"}
+    ckptconv.convert(tmp_path / "a.pt", f"{url}/set/", **how)
+    folder = fsspec.core.url_to_fs(f"{url}/set")[1]
+    files.pipe_file(f"{folder}/config.txt", b"{}")
+    old = names(files, f"{url}/set")
+    index = next(name for name in old if name.endswith(".json"))
+    with pytest.raises(TargetExistsError):
+        ckptconv.convert(tmp_path / "a.pt", f"{url}/set/", **how | {"max_shard_size": "500KB"})
+    assert names(files, f"{url}/set") == old
+    seen: list[list[str]] = []
+    kind = type(files)
+    for name in ("mv", "rm_file") if kind is Moving else ("rm_file",):
+        do = getattr(kind, name)
+
+        def noted(self: Any, *args: Any, _do: Any = do, **more: Any) -> Any:
+            done = _do(self, *args, **more)
+            seen.append(names(files, f"{url}/set"))
+            return done
+
+        monkeypatch.setattr(kind, name, noted)
+    ckptconv.convert(tmp_path / "a.pt", f"{url}/set/", force=True, map_location="cpu", strip_prefix="module.", **how)
+    sets = [[name for name in each if name[0] != "."] for each in seen]
+    assert index not in sets[0] and len(sets[0]) == len(old) - 1
+    ckptconv.convert(tmp_path / "a.pt", f"{url}/set/", force=True, **how | {"max_shard_size": "500KB"})
+    left = names(files, f"{url}/set")
+    assert set(left) & set(old) == {index, "config.txt"} and len(left) < len(old)
+    assert ckptconv.diff(f"{url}/set/", tmp_path / "a.pt").same
+
+
 def test_a_fault_leaves_nothing(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a file, nor part of a set, nor a temporary."""
     files, url = store
