@@ -178,7 +178,7 @@ class _Plain(_Writer):
             elif (slot := self.memo.get(id(step))) is not None:
                 self.get(slot)
             elif type(step) is RowCall and self.row(step):
-                pass
+                self.leave_items_behind(step)
             elif not self.atom(step):
                 self.start(step)
         return self.finish()
@@ -211,6 +211,9 @@ class _Plain(_Writer):
         memo[id(call)] = self.slots - 1
         self.kept += (key, tag, call)
         return True
+
+    def leave_items_behind(self, row: RowCall) -> None:
+        """Leave in the source what comes behind `row`, which is on top of the stack; here nothing is left there."""
 
     def row_pieces(self, form: RowForm, tag: str) -> tuple[bytes, Callable[..., bytes], list[bytes | int]]:
         """What rows of the `form` start with, up to the length of the key, and what follows the key: bytes, and the
@@ -357,15 +360,12 @@ class _Plain(_Writer):
 class _Splicing(_Plain):
     """Leaves the items of mappings that are rows where the source has them, if it would write the same bytes."""
 
-    def row(self, call: RowCall) -> bool:
-        if not super().row(call):
-            return False
-        last: Value = call
+    def leave_items_behind(self, row: RowCall) -> None:
+        last: Value = row
         while (items := self.graph.row_items.get(last)) and self.follow(items):
             self.pieces += (bytes(self.out), Blob("str", items.offset, items.length))
             self.out = bytearray()
             last = items.values[-1]
-        return True
 
     def follow(self, items: RowItems) -> bool:
         """Do as if `items` were written, if they come next and would be what they are in the source."""

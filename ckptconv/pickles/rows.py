@@ -61,7 +61,8 @@ class RowForm:
 
     ``word``, ``cls``, ``numel`` stand in the persistent id, around the key and the tag; ``made_by`` is called without
     arguments. ``tag`` is None where each row has a text of its own. ``parts`` are what is put into the memo, in order;
-    ``reads`` are the memo slots that are read, of which ``tag_slot`` has the tag, and ``values`` is what stood there.
+    ``reads`` are the memo slots that are read, of which ``tag_slot`` has the tag and nothing else, and ``values`` is
+    what stood there.
     """
 
     function: Global
@@ -138,8 +139,8 @@ class RowCall(Call):
         self._args: Value = value
 
     def _make(self, form: RowForm) -> None:
-        assert self.order is not None
-        self._inside = Call("REDUCE", form.made_by, Tuple([]), order=self.order - 1)
+        assert self.reference.order is not None  # the row's own can be another by now, before anyone met what is in it
+        self._inside = Call("REDUCE", form.made_by, Tuple([]), order=self.reference.order + 1)
         sizes = Tuple([*form.shape]), Tuple([*form.stride])
         self._args = Tuple([self.reference, form.offset, *sizes, form.flag, self._inside])
         self.form = None
@@ -242,7 +243,7 @@ class Rows:
         the items behind it say, if their values are rows of known forms, of this function from the same memo `slot`.
         """
         m = self._machine
-        if not self._read_one(function):
+        if not self._read_one(function) or slot >> 32:  # GET says a slot in digits, of which there can be any number
             return
         if self._wait:
             self._wait -= 1
@@ -410,7 +411,7 @@ class Rows:
             graph.opcodes - 1,
             (*memo.read,),
             (*memo.read.values(),),
-            None if is_own else int.from_bytes(tag[1:], "little"),
+            None if is_own or text is word else int.from_bytes(tag[1:], "little"),
         )
 
     def get(self, slot: int) -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckptconv.errors import CkptconvError
 from ckptconv.inspection.verification import verify
 from ckptconv.pickles import parser, rows
 from tests.support.archives import records_of, rezipped
+from tests.support.writers import sharded
 
 _EDITS: dict[str, dict[str, Any]] = {
     "to": {"map_location": "cpu"},
@@ -115,3 +117,20 @@ def test_rows_change_nothing_in_damaged_pickles(seed: int, tmp_path: Path, monke
         at = random.randrange(2500, len(pickle))
         pickle[at] = random.choice((random.randrange(256), (pickle[at] + 1) % 256, *b"rhjXK)tRQ(\x88\x89\x86\x87"))
     _both(rezipped(whole, {"data.pkl": bytes(pickle)}), tmp_path, _EDITS["to"], monkeypatch)
+
+
+def test_rows_of_shards_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The effects of the second shard come behind those of the first, and torch's safe loader takes the whole."""
+    shards = [{f"{shard}.layers.{i}.weight": torch.full((2,), float(i)) for i in range(50)} for shard in "ab"]
+    folder = sharded(tmp_path / "shards", *shards)
+    weight_map = {
+        name: file.name for file, shard in zip(sorted(folder.iterdir()), shards, strict=True) for name in shard
+    }
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    written = tmp_path / "whole.pt"
+    convert(folder, written)
+    assert [*torch.load(written, weights_only=True)] == [*weight_map]
+    found = written.read_bytes()
+    monkeypatch.setattr(parser, "Rows", lambda *_: None)
+    convert(folder, written, force=True)
+    assert found == written.read_bytes()

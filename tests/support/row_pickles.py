@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.errors import CkptconvError
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Call, Effect, Graph, Node, PersistentId, Tuple
@@ -14,7 +16,7 @@ from ckptconv.pickles.opcodes import CODES
 from ckptconv.pickles.parser import DISPATCH
 from ckptconv.pickles.rows import RowId, Rows
 
-__all__ = ["described", "emitted", "made", "read"]
+__all__ = ["described", "edit", "emitted", "made", "mapping", "read"]
 
 _SHAPES = ((), (4,), (4, 4), (300, 2), (70_000, 1, 1), (2, 2, 2, 2), (-1, 2))
 _TAGS = (b"cpu", b"cuda:0", b"cudar", b"privateuseone:1", b"x")
@@ -71,7 +73,9 @@ class _Maker:
         self.slot = random.choice((0, 0, 256, 300, 1 << 20))
         self.out = CODES["PROTO"] + bytes([random.choice((2, 2, 2, 3, 4, 5))])
         self.slots: list[int] = []
+        self.keys: tuple[int, ...] = (7, 12, 345)  # a text of one character is the same wherever it stands
         self.calm = random.choice((1, 40) if self.slot else (40, 400))  # the larger, the less odd
+        self.again = random.choice((0, 0, 0, 1 << 22))  # as what the function is put once more, and read
 
     def one_in(self, n: int) -> bool:
         return self.random.randrange(n * self.calm) == 0
@@ -93,6 +97,20 @@ class _Maker:
         if slot < 256:
             return CODES["BINGET"] + bytes([slot])
         return CODES["LONG_BINGET"] + struct.pack("<I", slot)
+
+    def head(self) -> bytes:
+        """The words of rows, whose slots are the first of `slots`, and texts: rows begin behind 256 slots."""
+        self.slots = []
+        names = (b"torch._utils\n_rebuild_tensor_v2", b"torch\nFloatStorage", b"collections\nOrderedDict")
+        out = b""
+        for name in names:
+            again = self.long_put(self.again) if self.again and not self.slots else b""
+            out += CODES["GLOBAL"] + name + b"\n" + self.put() + again
+        out += b"".join(self.text(text) + self.put() for text in (b"storage", b"cpu")) + b"N"
+        while self.slot < 256:
+            out += self.text(f"{self.slot:03}".encode()) + self.put()
+        self.slots[0] = self.again or self.slots[0]
+        return out
 
     def text(self, text: bytes) -> bytes:
         return CODES["BINUNICODE"] + struct.pack("<I", len(text) + (self.one_in(80) and 5)) + text
@@ -117,7 +135,7 @@ class _Maker:
         memo.
         """
         function, word, cls, cpu, made_by = words
-        key = str(self.random.choice((7, 12, 345))).encode()
+        key = str(self.random.choice(self.keys)).encode()
         pieces = [self.get(function), b"((", self.get(word), self.get(cls), self.text(key), self.put()]
         given = self.slots[-1] if self.one_in(30) else cpu
         pieces += [self.get(given)] if tag is None else [self.text(tag), self.put()]
@@ -163,12 +181,7 @@ def made(random: Random) -> bytes:
     maker = _Maker(random)
     is_list, keys = random.random() < 0.5, list[int]()
     out = maker.out + (b"]" if is_list else b"}") + (maker.put() if maker.slot == 0 else b"") + b"("
-    maker.slots = []
-    names = (b"torch._utils\n_rebuild_tensor_v2", b"torch\nFloatStorage", b"collections\nOrderedDict")
-    out += b"".join(CODES["GLOBAL"] + name + b"\n" + maker.put() for name in names)
-    out += b"".join(maker.text(text) + maker.put() for text in (b"storage", b"cpu")) + b"N"
-    while maker.slot < 256:  # as torch writes them: rows come behind
-        out += maker.text(f"{maker.slot:03}".encode()) + maker.put()
+    out += maker.head()
     if len(maker.slots) < 5:
         return out
     function, cls, made_by, word, cpu = maker.slots[:5]
@@ -190,3 +203,43 @@ def made(random: Random) -> bytes:
             changed[random.randrange(len(changed))] = random.choice((random.randrange(256), *b"rhjXK)tRQ("))
         out = bytes(changed)
     return out
+
+
+def mapping(keys: Sequence[int], tag: int = 4, again: int = 0) -> bytes:
+    """A pickle, nothing odd in it, of a tuple: the words of rows, texts, a row, and items of a mapping.
+
+    `keys` are those of the rows; `tag` is where among the words the tag stands; the function is put `again`, and read
+    from there.
+    """
+    maker = _Maker(Random(5))
+    maker.slot, maker.calm, maker.again = 0, 1 << 40, again
+    out = CODES["PROTO"] + b"\2(" + maker.head()
+    function, cls, made_by, word, _ = maker.slots[:5]
+    for i, key in enumerate(keys):
+        maker.keys = (key,)
+        out += maker.key([]) if i else b""
+        out += maker.row([function, word, cls, maker.slots[tag], made_by], (4,), None)
+    return out + b"t."
+
+
+def edit(graph: Graph, random: Random) -> None:
+    """What edits do to what :func:`mapping` makes, or could do, at some place: the same for the same `random`."""
+    assert isinstance(graph.root, Tuple)
+    values = graph.root.items
+    way, at, other = random.randrange(7), random.randrange(-24, 0), random.randrange(-12, 0)
+    row, reference = values[2 * other + 1], graph.references[other]
+    if way == 0:
+        graph.shared.add(reference)
+    elif way == 1:  # a text and another, or a row and another
+        at = 2 * other + at % 2
+        values[at], values[-2 + at % 2] = values[-2 + at % 2], values[at]
+    elif way == 2:
+        values[at] = Tuple([values[at], 5])
+    elif way == 3:
+        values[at] = values[other]
+    elif way == 4:
+        del values[at]
+    elif way == 5 and isinstance(row, Call):
+        row.order = random.choice((None, 1000))
+    elif way == 6:
+        change_id(reference, key="98")

@@ -6,12 +6,15 @@ import os
 from collections import Counter
 from random import Random
 
+import pytest
+
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Call, Graph, PersistentId, Tuple
 from ckptconv.pickles.rows import RowCall, type_of
-from tests.support.row_pickles import described, emitted, made, read
+from tests.support.row_pickles import described, edit, emitted, made, mapping, read
 
 _COUNT = 100_000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1_500
+_KEYS = (12,) * 17  # of rows, behind the first of which 1, 2, 4, 8 and 1 are read at once
 
 
 def _rows(graph: Graph | None) -> list[RowCall]:
@@ -63,3 +66,51 @@ def test_what_a_row_is_made_of() -> None:
             call.args = given = Tuple([])
             assert call.args is given and call.calls()[-1] is call and len(call.calls()) == 2
         assert not call.row
+
+
+def _both(data: bytes) -> tuple[Graph, Graph]:
+    """The graphs of `data` with rows and without."""
+    graph, plain = read(data, rows=True)[0], read(data, rows=False)[0]
+    assert graph and plain and graph.row_items
+    return graph, plain
+
+
+@pytest.mark.parametrize("again", [0, 1 << 22])
+def test_edited_items(again: int) -> None:
+    """Items are left in the source only where the same would be written."""
+    data, met = mapping(_KEYS, again=again), set[bool]()
+    for seed in range(200):
+        graph, plain = _both(data)
+        edit(graph, Random(seed))
+        edit(plain, Random(seed))
+        written = emitted(graph, data, splice=True)
+        met.add(len(emit(graph, loadable=False, splice=True)) > 1)
+        assert written == emitted(plain, data, splice=False), seed
+    assert met == ({True, False} if not again else {False})
+
+
+def test_a_tag_that_was_read_where_the_word_is() -> None:
+    """Where both stood another text stands, which is the tag now, and the word stands elsewhere."""
+    data = mapping(_KEYS, tag=3)
+    written = []
+    for graph, splice in zip(_both(data), (True, False), strict=True):
+        assert isinstance(graph.root, Tuple)
+        items = graph.root.items
+        items[3], items[6] = items[6], items[3]
+        written.append(emitted(graph, data, str(items[3]), splice=splice))
+    assert written[0] == written[1]
+
+
+def test_keys_of_one_character() -> None:
+    """Python has one object for them, which a second time is read from the memo."""
+    data = mapping((*_KEYS[:9], 7, 7, *_KEYS[11:]))
+    graph, plain = _both(data)
+    assert emitted(graph, data, splice=True) == emitted(plain, data, splice=False)
+
+
+@pytest.mark.parametrize("slot", [2**32 - 1, 2**32, 2**60, 2**70])
+def test_a_function_from_a_slot_of_many_digits(slot: int) -> None:
+    """No opcode of a row can say that slot."""
+    data = mapping(_KEYS).replace(b"q\0", b"q\0p%d\n" % slot).replace(b"h\0((", b"g%d\n((" % slot, 4)
+    graph, plain = _both(data)
+    assert described(graph) == described(plain)
