@@ -66,7 +66,6 @@ class _Downloaded(Readable):
         with contextlib.closing(transport), self._as_error(), transport.whole() as (length, chunks):
             self._check_room(length)
             self._file.seek(0)
-            self._file.truncate()
             for chunk in chunks:
                 if done >= due:
                     due, deadline = done + POLICY.part, time.monotonic() + POLICY.deadline

@@ -252,3 +252,12 @@ def test_ctrl_c(server: FileServer, tmp_path: Path) -> None:
         ckptconv.convert(server.url("a.pt"), tmp_path / "a.pt", download=True)
     gone.set()
     assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_several(jobs: str, server: FileServer, tmp_path: Path, command: Command) -> None:
+    """Each by itself, in processes too."""
+    server.files["b.pt"] = server.files["a.pt"]
+    (tmp_path / "out").mkdir()
+    command("convert", server.url("a.pt"), server.url("b.pt"), f"{tmp_path}/out/", "--download", "-j", jobs)
+    assert sorted(left_in(tmp_path / "out")) == ["a.pt", "b.pt"]
