@@ -65,6 +65,8 @@ class Pipe(io.BytesIO):
 MEMBERS = {"m/data.pkl": b"N.", "m/data/0": bytes(range(64)), "m/data/1": b"xyz" * 50}
 THREE = zip_of(MEMBERS)
 ONE = zip_of({"m/data.pkl": b"N."})
+#: Whose entries are read together: of names of one length.
+MANY = zip_of({f"m/data/{i}": b"xyz" for i in range(9)})
 #: With a zip64 end.
 OF_TORCH = saved([torch.zeros(3)])
 
@@ -283,6 +285,18 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "a folder with bytes, by its attributes": (
         patched(THREE, central_entry(THREE, "m/data/0") + 38, "<I", 0x10),
         "has bytes of its own",
+    ),
+    "a folder with bytes, among many alike": (
+        patched(MANY, central_entry(MANY, "m/data/5") + 38, "<I", 0x10),
+        "has bytes of its own",
+    ),
+    "sizes that stand nowhere, among many alike": (
+        in_headers(MANY, "m/data/5", {"size": 0xFFFFFFFF, "stored size": 0xFFFFFFFF}),
+        "64-bit numbers",
+    ),
+    "a checksum in the header that is not the descriptor's": (
+        in_header(OF_TORCH, "local", "archive/data/0", "crc", 1),
+        "disagree",
     ),
     "a folder with bytes, by its name": (
         zip_of({"m/data.pkl": b"N.", "m/data/!": b"1234"}).replace(b"m/data/!", b"m/dataa/"),
