@@ -165,6 +165,8 @@ def error_text(error: BaseException) -> str:
 
 
 def _verdict(summary: Summary) -> str:
+    if summary.loads_here and summary.findings:
+        return "torch.load takes it as it is. What else was found:"
     return {
         True: "torch.load takes it as it is.",
         False: "torch.load does not take it as it is.",

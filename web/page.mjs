@@ -148,9 +148,10 @@ async function unchanged() {
 
 async function take(chosen) {
   const mine = ++turn;
-  for (const id of ["error", "file", "compared", "planned"]) $(id).hidden = true;
+  for (const id of ["error", "errors", "file", "compared", "planned"]) $(id).hidden = true;
   try {
     if (chosen.some((each) => each.folder)) throw new Error("A folder needs the command line: ckptconv inspect FOLDER, ckptconv convert FOLDER OUT");
+    if (chosen.length === 2 && ofOneSet(...chosen.map((each) => each.file.name))) throw new Error("These are two shards of one checkpoint. Shards need the command line: ckptconv inspect FOLDER, ckptconv convert FOLDER OUT");
     if (chosen.length > 2) throw new Error("Here one file is shown, or two are compared. For more, and for shards: ckptconv inspect FOLDER, ckptconv convert FOLDER OUT");
     await ready();
     say("Reading " + chosen.map((each) => each.file.name).join(" and "), null);
@@ -162,6 +163,12 @@ async function take(chosen) {
     fail(error);
     say("Choose another file, or the same one again.");
   }
+}
+
+// Shards are told apart by their number: model-00001-of-00002.bin.
+function ofOneSet(a, b) {
+  const set = (name) => name.replace(/-\d+(?=-of-\d+)/, "");
+  return a !== b && set(a) !== a && set(a) === set(b);
 }
 
 async function compare(files, mine) {
@@ -180,14 +187,15 @@ async function look(chosen, mine) {
   if (mine !== turn) return;
   $("name").textContent = chosen.file.name;
   $("verdict").textContent = found.verdict;
-  $("verdict").className = found.loads === undefined ? "" : found.loads ? "good" : "bad";
+  $("verdict").className = found.loads === false ? "bad" : found.loads && !found.findings.length ? "good" : "";
+  $("host").hidden = found.loads !== undefined;
   const fixes = found.findings.map((each) => make("li", {}, each.text, each.fix ? " " : "", each.fix ? button("Mend this", each.fix) : ""));
   if (found.remedy && found.findings.length > 1) fixes.push(make("li", {}, "All of it at once: ", button("Mend all", found.remedy)));
   $("findings").replaceChildren(...fixes);
   clear();
   $("change").textContent = chosen.handle
-    ? "If the file changes meanwhile, this page notices."
-    : "If the file changes meanwhile, Chromium refuses to read on; other browsers may not notice, because this page was given no way to ask.";
+    ? "Leave the file as it is until the copy is saved. This page notices if it changes."
+    : "Leave the file as it is until the copy is saved. Chromium notices if it changes; other browsers may not.";
   $("file").hidden = false;
   $("file").dataset.nread = found.nread;
   const frame = $("inside").cloneNode(); // a new one, that has a size before its map is drawn by it
@@ -223,7 +231,6 @@ function mend(fix) {
     } else if (value === true) form[keyword].checked = true;
     else form[keyword].value = value.join("\n");
   }
-  $("more").open = [...LINES, "regex", "select"].some((name) => form[name].value) || FLAGS.slice(3).some((name) => form[name].checked);
   prepare();
 }
 
@@ -278,6 +285,12 @@ async function reopened() {
 
 let planned = null;
 
+// Said beside the button too: the top of the page may be out of sight.
+function saving(text, done) {
+  say(text, done);
+  $("saved").textContent = text;
+}
+
 async function save() {
   $("save").disabled = true;
   $("error").hidden = true;
@@ -286,12 +299,14 @@ async function save() {
     if ($("planned").hidden) return;
     const name = planned.name;
     await unchanged();
+    $("saved").textContent = "Your browser asks where to save it.";
     const handle = globalThis.showSaveFilePicker ? await showSaveFilePicker({ suggestedName: name }) : null;
-    const { blob } = await post("make", { file: source.file }, (done) => say("Reading the file: " + size(done), done / planned.reads));
+    const { blob } = await post("make", { file: source.file }, (done) => saving("Reading the file: " + size(done), done / planned.reads));
     if (handle) await stream(blob, handle);
     else download(blob, name);
     $("saved").textContent = handle ? "Saved, and the file did not change meanwhile." : "Your browser saves it now: " + counted(blob.size) + " bytes.";
   } catch (error) {
+    $("saved").textContent = "";
     if (error.name !== "AbortError") fail(error);
   }
   say("Ready.");
@@ -310,7 +325,7 @@ async function stream(blob, handle) {
   let done = 0;
   const counter = new TransformStream({
     transform(chunk, controller) {
-      say("Saving: " + size((done += chunk.length)), done / blob.size);
+      saving("Saving: " + size((done += chunk.length)), done / blob.size);
       controller.enqueue(chunk);
     },
   });
