@@ -189,6 +189,46 @@ def test_search_sort_and_select(pages: Path, chromium: Any) -> None:
         assert "tensors" not in page.locator("#crumbs").inner_text() and "42" in page.locator("#crumbs").inner_text()
 
 
+@pytest.mark.parametrize("width", [400, 1280])
+def test_what_is_selected_is_in_sight(width: int, pages: Path, chromium: Any) -> None:
+    """Whatever is clicked, where the page stands, the focus where it was; it closes, and the tree has the focus."""
+    in_sight = "(e => { const b = e.getBoundingClientRect(); return b.top >= 0 && b.bottom <= innerHeight; })"
+    with opened(chromium, pages / "bert.html", width=width) as page:
+        links = ("#facts button.link", "#tree li:nth-child(4)", ".map > div:not(.frame)", "#rows button")
+        for n, selector in enumerate(links):
+            page.locator(selector).first.click(position={"x": 4, "y": 4})
+            assert page.evaluate(in_sight + "(document.getElementById('details'))"), selector
+            assert page.locator("#selected h3").count() == 1
+            assert not page.evaluate("document.getElementById('details').contains(document.activeElement)")
+            if n == 1:
+                assert page.evaluate("document.activeElement.getAttribute('role')") == "treeitem"
+        page.locator("#close").click()
+        assert page.locator("#selected h3").count() == 0 and not page.locator("#close").is_visible()
+        assert page.evaluate("document.activeElement.getAttribute('role')") == "treeitem"
+
+
+def test_a_search_says_what_it_found(pages: Path, chromium: Any) -> None:
+    with opened(chromium, pages / "training.html") as page:
+        hits = page.locator("#hits")
+        for query, said in (
+            ("", ""),
+            ("model layers.1.", "2 tensors"),
+            ("rng", "1 tensor"),
+            ("lr", "No tensor has this in its name. Other values stand above, they are not searched."),
+        ):
+            page.fill("#search", query)
+            assert hits.inner_text() == said
+
+
+def test_names_stay_when_the_table_is_scrolled(pages: Path, chromium: Any) -> None:
+    with opened(chromium, pages / "bert.html", width=400) as page:
+        name, left = page.locator("#rows td").first, "e => e.getBoundingClientRect().left"
+        before = name.evaluate(left)
+        page.evaluate("document.getElementById('scroll').scrollLeft = 300")
+        assert name.evaluate(left) == before and page.locator("th").nth(1).evaluate(left) < before
+        assert page.locator("#finite").is_visible()
+
+
 def test_a_resnet(pages: Path, chromium: Any) -> None:
     """Its parameters are those that everybody knows, with its buffers; the map goes into a stage and back."""
     with opened(chromium, pages / "resnet.html") as page:

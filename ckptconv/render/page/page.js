@@ -205,6 +205,14 @@
       if (each.of > each.groups.length) list.append("; … " + counted(each.of - each.groups.length) + " more");
       $("facts").append(make("dt", {}, each.label), list);
     }
+    smaller();
+  }
+
+  function smaller() {
+    const offers = data.smaller || [];
+    if (!offers.length) return;
+    $("facts").append(make("dt", {}, "make it smaller"), make("dd", {}, ...offers.flatMap((each) =>
+      [make("bdi", {}, shown(each.text)), command(each.command)])));
   }
 
   const link = (each) =>
@@ -224,6 +232,8 @@
     FILTERS.forEach(([text], n) => $("filter").append(make("option", { value: n }, short(shown(text), 60))));
     $("filter-label").hidden = FILTERS.length < 2;
     $("filter").addEventListener("change", () => { kept = Number($("filter").value); rows(); });
+    $("close").addEventListener("click", () => { choose(null, false); tree(true); });
+    $("finite").hidden = !facts.some((fact) => fact.name === "mean");
     $("search").addEventListener("input", () => { query = $("search").value.toLowerCase(); rows(); });
   }
 
@@ -426,6 +436,10 @@
 
   function details() {
     const box = $("selected");
+    $("details").className = chosen ? "docked" : "";
+    document.documentElement.className = chosen ? "docks" : ""; // so that what gets the focus is not behind the panel
+    $("close").hidden = !chosen;
+    box.scrollTop = 0;
     if (!chosen) {
       box.replaceChildren(make("p", { class: "hint" }, "Select a module or a tensor: in the tree, on the map, or in the table."));
       return;
@@ -449,9 +463,9 @@
     box.replaceChildren(
       make("h3", { dir: "ltr" }, make("bdi", {}, chosen === root ? "everything" : shown(chosen.path))),
       make("dl", {}, ...lines), ...columns.histograms.filter((of) => each && of.bars[each.i]).map((of) => histogram(of.title, of.bars[each.i])),
-      ...commands.flatMap(([, what, ...words]) =>
+      make("div", {}, ...commands.flatMap(([, what, ...words]) =>
         [make("div", {}, what + ":"), command(words.map((word) => quoted(word === null ? value : word)).join(" "))]),
-      chosen.below.length ? make("button", { type: "button", on: { click: () => look(chosen) } }, "Show its inside on the map") : "",
+      chosen.below.length ? make("button", { type: "button", on: { click: () => look(chosen) } }, "Show its inside on the map") : ""),
     );
   }
 
@@ -462,7 +476,7 @@
       if (text) fact(of.name, make("span", { class: of.bad && nonzero(said(of, i)) ? "bad" : null }, make("bdi", {}, text)));
     }
     const storage = columns.storage ? columns.storage[i] : null;
-    if (storage !== null) fact("storage", "number " + storage);
+    if (storage !== null) fact("storage", "number " + storage + (onStorage.get(storage).length > 1 ? "" : ", of no other tensor on this page"));
     const same = mates(each);
     if (same.length) fact("tied to", ...listed(same));
     const others = (onStorage.get(storage) || []).filter((n) => n !== i && !same.includes(n));
@@ -542,9 +556,18 @@
       found.sort((a, b) => (value(a) === value(b) ? 0 : up * (value(a) - value(b))) || a.i - b.i);
     } else found.sort((a, b) => up * collator.compare(said(head, a.i) || "", said(head, b.i) || "") || a.i - b.i);
     $("shown").textContent = found.length === tensors.length ? counted(found.length) : counted(found.length) + " of " + counted(tensors.length);
+    $("hits").textContent = hits(words);
     $("table").setAttribute("aria-rowcount", found.length + 1);
     $("scroll").scrollTop = 0;
     paint();
+  }
+
+  function hits(words) { // what the search found, beside its box
+    if (!words.length) return "";
+    const inside = focus === root || !focus.path ? "" : " in " + short(shown(focus.path), 60);
+    if (found.length) return counted(found.length) + (found.length > 1 ? " tensors" : " tensor") + inside;
+    const others = data.facts.some(([name]) => name === "other values") ? " Other values stand above, they are not searched." : "";
+    return "No tensor" + inside + " has " + (words.length > 1 ? "these words" : "this") + " in its name" + (kept ? ", of the rows chosen." : ".") + others;
   }
 
   function row(each, n) {

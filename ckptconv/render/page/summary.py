@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.errors import count, size
-from ckptconv.hints import Command
+from ckptconv.hints import Command, Option, command
 from ckptconv.render.page.columns import (
     LONGEST,
     MOST,
@@ -24,13 +25,13 @@ from ckptconv.render.page.columns import (
 from ckptconv.render.text import first_of
 
 if TYPE_CHECKING:
-    from ckptconv.inspection.summary import Summary, TensorSummary
+    from ckptconv.inspection.summary import Part, Summary, TensorSummary
 
 __all__ = ["NO_VERDICT", "summary_data"]
 
 #: In place of a verdict, where it stands elsewhere.
 NO_VERDICT: dict[str, Any] = {"good": None, "text": "", "findings": [], "remedy": None}
-_PARTS, _OTHERS = 12, 24
+_PARTS, _OTHERS, _ALONE = 12, 24, 3
 
 
 def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
         "verdict": _verdict(summary),
         "facts": [*_facts(summary), *left_out],
         "lists": _lists(summary, tensors),
+        "smaller": [{"text": text[:LONGEST], "command": typed} for text, typed in _smaller(summary)],
         "maps": ["Map"],
         "commands": [
             typed("path", "Take this part alone", Command("convert", (src, "part.pt")), "select"),
@@ -73,29 +75,63 @@ def _verdict(summary: Summary) -> dict[str, Any]:
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
-    untied = [tensor for tensor in summary.tensors if tensor.tied_to is None]
     parts = [
-        f"{part.kind}{f' at {part.path}' if part.path not in ('', '.') else ''}:"
-        f" {count(part.tensors, 'tensor')}, {size(part.nbytes)}"
-        for part in summary.parts
+        f"{_part(part)}: {count(part.tensors, 'tensor')}, {_share(part.nbytes, summary)}" for part in summary.parts
     ]
     others = [f"{path}: {value}" for path, value in summary.others.items()]
     shares = [(name, share.tensors, share.nbytes) for name, share in summary.dtypes.items()]
     found = [
         ("format", f"{summary.format}, {size(summary.size)}"),
         ("tensors", f"{count(len(summary.tensors), 'tensor')}, {size(summary.nbytes)}"),
-        ("parameters", f"{sum(prod(tensor.shape) for tensor in untied):,} numbers, ties once"),
+        ("parameters", _parameters(summary)),
         ("parts", "; ".join(first_of(parts, _PARTS)) if len(parts) > 1 else ""),
         ("dtypes", ", ".join(f"{name} ×{n:,} ({size(nbytes)})" for name, n, nbytes in shares)),
         ("devices", ", ".join(summary.devices) or "none stored"),
-        ("ties", f"{count(len(summary.ties), 'group')} of names that are one tensor" if summary.ties else ""),
-        ("no tensors", "; ".join(first_of(others, _OTHERS))[:LONGEST]),
+        ("other values", "; ".join(first_of(others, _OTHERS))[:LONGEST]),
         ("safety", summary.safety),
     ]
     if summary.has_values and not any(each.values and each.values.nan + each.values.inf for each in summary.tensors):
         found.append(("NaN or inf", "none"))
     found += [("note", str(note)[:LONGEST]) for note in summary.notes[:MOST]]
     return [(label, text) for label, text in found if text]
+
+
+def _part(part: Part) -> str:
+    return part.kind if part.path in ("", ".") else f"{part.kind} at {part.path}"
+
+
+def _share(nbytes: int, summary: Summary) -> str:
+    return f"{size(nbytes)} ({100 * nbytes / max(summary.nbytes, 1):.3g} %)"
+
+
+def _parameters(summary: Summary) -> str:
+    """How many numbers the tensors hold, and of these each part: an optimizer's are no parameters of a model."""
+    part_of = _parts(summary)
+    numbers: Counter[str] = Counter()
+    for tensor in summary.tensors:
+        if tensor.tied_to is None:
+            numbers[part_of(tensor)] += prod(tensor.shape)
+    of_each = ", ".join(f"{kind} {n:,}" for kind, n in numbers.most_common()) if len(numbers) > 1 else ""
+    return f"{numbers.total():,} numbers, ties once{of_each and ': '}{of_each}"
+
+
+def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
+    """What of several parts could be taken alone or left out, what that leaves, and the command that does it."""
+    if len(summary.parts) < 2:
+        return
+    src, places = Path(summary.path), {found.path for found in summary.state_dicts}
+    alone = [part for part in summary.parts if part.kind == "model" and part.path in places and part.path != "."]
+    for part in alone[:_ALONE]:
+        typed = command("convert", src, Path("part.pt"), Option("select", part.path))
+        yield f"{_part(part)} alone has {_share(part.nbytes, summary)}", str(typed)
+    gone = [part for part in summary.parts if part.kind in ("optimizer", "EMA") and part.path not in ("", ".")]
+    left = [part for part in summary.parts if part not in gone]
+    if gone and len(gone) <= _PARTS and any(part.kind == "model" for part in left):
+        nbytes = sum(part.nbytes for part in left)
+        most = "" if sum(part.nbytes for part in summary.parts) == summary.nbytes else "at most "  # ties between parts
+        typed = command("convert", src, Path("rest.pt"), *(Option("drop", part.path) for part in gone))
+        less = f"without {', '.join(map(_part, gone))} there is {most}{_share(nbytes, summary)}"
+        yield f"{less}, unless they stand at other paths too", str(typed)
 
 
 def _lists(summary: Summary, tensors: Sequence[TensorSummary]) -> list[dict[str, Any]]:
@@ -155,13 +191,13 @@ def _parts(summary: Summary) -> Any:
 
 
 def _stride(tensor: TensorSummary) -> str:
-    """The stride, or that the elements stand in their order."""
-    step = 1
+    """The stride, and whether the elements stand in their order."""
+    step, said = 1, ", ".join(map(str, tensor.stride))
     for n, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=False):
         if stride != step and n > 1:
-            return ", ".join(map(str, tensor.stride))
+            return said
         step *= n
-    return "contiguous"
+    return f"{said} (contiguous)" if said else "contiguous"
 
 
 def _stored(tensor: TensorSummary) -> str | None:

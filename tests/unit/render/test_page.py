@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import ckptconv
 from ckptconv.render.page.vendor import make
 from tests.support.command import Command
 
@@ -138,7 +140,10 @@ def test_what_is_in_it(command: Command) -> None:
     assert columns["tied"] == [-1, 0, -1, -1] and columns["storage"] == [0, 0, 0, 1]
     facts = facts_in(columns)
     assert facts["shape"] == ["2×3", "2×3", "3×2", "2"] and facts["dtype"] == [*3 * ["float32"], "float16"]
-    assert facts["stride"] == ["contiguous", "contiguous", "1, 3", "contiguous"] and "stored" not in facts
+    assert (
+        facts["stride"] == ["3, 1 (contiguous)", "3, 1 (contiguous)", "1, 3", "1 (contiguous)"]
+        and "stored" not in facts
+    )
     assert extents_in(columns["sides"][0]) == [*3 * [[24, 6]], [4, 2]]
     found = [facts[name][3] for name in ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")]
     assert found == [1, 0, 0, 1.0, 1.0, 1.0, None, 1.0] and sum(columns["histograms"][0]["bars"][0][1:]) == 6
@@ -173,8 +178,11 @@ def test_parts_and_storages(command: Command) -> None:
     torch.save(checkpoint, "m.pt")
     data = data_of(page_of(command))
     said, columns = dict(data["facts"]), data["tensors"]
-    assert said["parts"].startswith("model at model: 2 tensors, 24 B; EMA at ema: 2 tensors, 24 B; optimizer at ")
-    assert "optimizer/param_groups[0]/lr: 0.1" in said["no tensors"]
+    assert said["parts"].startswith(
+        "model at model: 2 tensors, 24 B (0.468 %); EMA at ema: 2 tensors, 24 B (0.468 %); optimizer at "
+    )
+    assert said["parameters"] == "5,073 numbers, ties once: RNG states 5,056, other 8, model 6, optimizer 3"
+    assert "optimizer/param_groups[0]/lr: 0.1" in said["other values"]
     facts, paths = facts_in(columns), paths_in(columns)
     assert dict(zip(paths, facts["part"], strict=True)) == {
         "model/w": "model",
@@ -187,6 +195,43 @@ def test_parts_and_storages(command: Command) -> None:
     }
     assert facts["stored"][:2] == [f"in a storage of 32 B, from element {n}" for n in (2, 5)]
     assert facts["stored"][4:] == [None] * 3 and columns["storage"][:4] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("model", "others"),
+    [
+        ("state_dict", {"optimizer_states": [{"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": []}]}),
+        (
+            "it's *",
+            {
+                "ema": {"w": torch.ones(5)},
+                "optimizer/1": {"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": []},
+            },
+        ),
+        ("model", {"optimizer": {"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": []}, "x": [torch.ones(2)]}),
+    ],
+)
+def test_what_makes_it_smaller(model: str, others: dict[str, Any], command: Command) -> None:
+    """Each command takes what it says, and leaves as many bytes as it says."""
+    torch.save({model: {"w": torch.ones(4), "b": torch.ones(1)}, **others, "epoch": 3}, "m.pt")
+    alone, without = data_of(page_of(command))["smaller"]
+    for offer, out, said in ((alone, "part.pt", r" alone has (\d+) B"), (without, "rest.pt", r" there is (\d+) B")):
+        command(*shlex.split(offer["command"])[1:])
+        left = torch.load(out, weights_only=True)
+        found = ckptconv.inspect(out)
+        assert [str(found.nbytes)] == re.findall(said, offer["text"]), offer
+        assert set(left.get(model, left)) == {"w", "b"} and not any("optimizer" in t.path for t in found.tensors)
+    assert left["epoch"] == 3
+
+
+def test_what_is_one_part_or_tied_says_no_more_than_is_known(command: Command) -> None:
+    model, optimizer = {"w": torch.ones(4)}, {"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": []}
+    torch.save(model, "m.pt")
+    assert data_of(page_of(command))["smaller"] == []
+    torch.save({"model": model, "ema": {**model}, "optimizer": optimizer}, "m.pt")
+    assert " there is at most 16 B" in data_of(page_of(command))["smaller"][-1]["text"]
+    torch.save({"ema": model, "optimizer": optimizer}, "m.pt")
+    assert data_of(page_of(command))["smaller"] == []  # there would be no model
 
 
 def test_the_page_of_a_difference(command: Command) -> None:
