@@ -445,7 +445,7 @@
       return;
     }
     const each = chosen.tensor, lines = [];
-    const fact = (name, ...what) => lines.push(make("dt", {}, name), make("dd", {}, ...what));
+    const fact = (name, ...what) => lines.push(make("div", {}, make("dt", {}, name), make("dd", {}, ...what)));
     if (each) tensorFacts(each, fact);
     else {
       fact("tensors", arrow(chosen.sides.map((side) => counted(side.count))));

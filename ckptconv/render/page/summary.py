@@ -130,7 +130,7 @@ def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
         nbytes = sum(part.nbytes for part in left)
         most = "" if sum(part.nbytes for part in summary.parts) == summary.nbytes else "at most "  # ties between parts
         typed = command("convert", src, Path("rest.pt"), *(Option("drop", part.path) for part in gone))
-        less = f"without {', '.join(map(_part, gone))} there is {most}{_share(nbytes, summary)}"
+        less = f"leaving out {' and '.join(map(_part, gone))} leaves {most}{_share(nbytes, summary)}"
         yield f"{less}, unless they stand at other paths too", str(typed)
 
 

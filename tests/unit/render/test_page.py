@@ -215,7 +215,7 @@ def test_what_makes_it_smaller(model: str, others: dict[str, Any], command: Comm
     """Each command takes what it says, and leaves as many bytes as it says."""
     torch.save({model: {"w": torch.ones(4), "b": torch.ones(1)}, **others, "epoch": 3}, "m.pt")
     alone, without = data_of(page_of(command))["smaller"]
-    for offer, out, said in ((alone, "part.pt", r" alone has (\d+) B"), (without, "rest.pt", r" there is (\d+) B")):
+    for offer, out, said in ((alone, "part.pt", r" alone has (\d+) B"), (without, "rest.pt", r" leaves (\d+) B")):
         command(*shlex.split(offer["command"])[1:])
         left = torch.load(out, weights_only=True)
         found = ckptconv.inspect(out)
@@ -229,7 +229,7 @@ def test_what_is_one_part_or_tied_says_no_more_than_is_known(command: Command) -
     torch.save(model, "m.pt")
     assert data_of(page_of(command))["smaller"] == []
     torch.save({"model": model, "ema": {**model}, "optimizer": optimizer}, "m.pt")
-    assert " there is at most 16 B" in data_of(page_of(command))["smaller"][-1]["text"]
+    assert " leaves at most 16 B" in data_of(page_of(command))["smaller"][-1]["text"]
     torch.save({"ema": model, "optimizer": optimizer}, "m.pt")
     assert data_of(page_of(command))["smaller"] == []  # there would be no model
 
