@@ -82,6 +82,7 @@ class Processes(JobExecutor):
         pool, self.pool = self.pool, None
         if pool is None:
             return
+        locks = vars(pool).copy()  # of all queues: a process that is still starting would miss them
         pool.shutdown(wait=not failed, cancel_futures=True)
         started, self.context.started = self.context.started, []
         ours = [process for process in started if failed and process.pid is not None]
@@ -93,6 +94,7 @@ class Processes(JobExecutor):
         finally:
             for process in ours:
                 process.kill()
+            locks.clear()
 
 
 @contextlib.contextmanager
