@@ -1085,6 +1085,7 @@ ELSEWHERE: dict[Site, str] = {
     "edits/loadable/refusals.py:_without:option state_dict": (
         "edits/loadable/test_refusals.py::test_where_nothing_would_be_left"
     ),
+    "render/page/summary.py:_smaller:command convert": "render/test_page.py::test_what_makes_it_smaller",
     "conversion/in_place.py:_remedy:chmod": "conversion/test_in_place.py::test_what_may_not_be_written",
     "conversion/in_place.py:_remedy:chattr": "conversion/test_in_place.py::test_what_is_immutable",
     "conversion/in_place.py:_remedy:lsattr": "conversion/test_in_place.py::test_what_is_immutable",
