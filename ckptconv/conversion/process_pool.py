@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
@@ -82,7 +83,6 @@ class Processes(JobExecutor):
         pool, self.pool = self.pool, None
         if pool is None:
             return
-        locks = vars(pool).copy()  # of all queues: a process that is still starting would miss them
         pool.shutdown(wait=not failed, cancel_futures=True)
         started, self.context.started = self.context.started, []
         ours = [process for process in started if failed and process.pid is not None]
@@ -94,12 +94,12 @@ class Processes(JobExecutor):
         finally:
             for process in ours:
                 process.kill()
-            locks.clear()
 
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
     """Hold Ctrl-C back in this thread, and for good in processes that are started inside."""
+    resource_tracker.ensure_running()  # which would let Ctrl-C through again where it is started inside
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

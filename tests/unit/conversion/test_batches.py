@@ -526,6 +526,22 @@ def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
     assert 0 < len(assert_whole_or_absent(temporaries=False)) < 8
 
 
+_HEARS = """
+import signal
+from ckptconv.conversion.process_pool import _Spawning, _without_interrupts
+with _without_interrupts():
+    process = _Spawning().Process(target=signal.raise_signal, args=(signal.SIGINT,))
+    process.start()
+process.join()
+raise SystemExit(process.exitcode)
+"""
+
+
+def test_no_process_hears_ctrl_c() -> None:
+    """Neither the first one, with which Python starts one of its own that lets Ctrl-C through."""
+    assert subprocess.run([sys.executable, "-c", _HEARS], timeout=60, check=False).returncode == 0
+
+
 def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch, convert: Command) -> None:
     """How far it came, and not that --skip-existing goes on, which would skip everything."""
 
