@@ -9,9 +9,9 @@ from pathlib import Path
 from ckptconv.byteranges.checksums import Sums, check_crc32, crc32_of
 from ckptconv.byteranges.crc32 import combined
 from ckptconv.byteranges.fault_sink import FaultSink, UnreadRecord
-from ckptconv.byteranges.reading import announce, inflated
-from ckptconv.byteranges.sources import Readable, SliceSource, Source, SourceFolder
-from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Progress
+from ckptconv.byteranges.reading import announce, inflated, located
+from ckptconv.byteranges.sources import Readable, Source, SourceFolder
+from ckptconv.byteranges.spans import ByteRange, Inflate, Progress
 from ckptconv.errors import InputError
 
 __all__ = ["CheckingSink", "check_records", "length_of"]
@@ -57,7 +57,7 @@ def check_records(
     """
     counted = counted or _unheard
     announce([record.data for record in records], keep=keep)
-    apart = [record for record in records if isinstance(record.data, Inflate) or not _is_in_file(record.data.source)]
+    apart = [record for record in records if isinstance(record.data, Inflate) or not _is_in_file(record.data)]
     alone = {id(record) for record in apart}
     for record in apart:
         with faults:
@@ -81,10 +81,9 @@ def _unheard(nbytes: int) -> None:
     """Nobody asks how far it is."""
 
 
-def _is_in_file(source: ByteSource) -> bool:
-    """Whether threads may read `source` at once: the kernel does, what stands in for a file may not."""
-    while isinstance(source, SliceSource):
-        source = source.of
+def _is_in_file(span: ByteRange) -> bool:
+    """Whether threads may read the source of `span` at once: the kernel does, what stands in for a file may not."""
+    source, _ = located(span)
     return isinstance(source, (Source, SourceFolder)) or (isinstance(source, Readable) and source.is_far)
 
 
