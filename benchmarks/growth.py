@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from math import ceil, floor, log10
 from pathlib import Path
 
-from run import MAKE, MAKE_MANY, PEAK, ckptconv, make, measure, python
+from measuring import measure
+from programs import MAKE, MAKE_MANY, PEAK, ckptconv, make, python
 
 TORCH_ONE = """
 import os, sys, torch
@@ -105,7 +106,7 @@ def steps(least: int, most: int, step: int) -> Iterator[int]:
 def add(points: Points, n: int, commands: dict[str, list[str]], runs: int) -> None:
     """Run `commands`, and add what each takes to `points`, at `n`."""
     for name, command in commands.items():
-        seconds, kib = min(measure(command) for _ in range(runs))
+        seconds, _, kib = min(measure(command) for _ in range(runs))
         points.setdefault(name, []).append((n, seconds, kib * 1024))
         print(f"{n:,} {name}: {seconds:.2f} s, {kib / 1e3:,.0f} MB", flush=True)
 

@@ -1,0 +1,432 @@
+"""The tables: for each the files that it needs, and the commands that take turns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import programs
+from measuring import Bench, measure
+from programs import ckptconv, copy, make, python
+
+GIB = 1 << 30
+SMALL = Path(__file__).parent.parent / "fixtures" / "cuda0.pt"
+
+
+def convert(bench: Bench, size: int) -> None:
+    """A retag and strip of `size` bytes, beside copying the file and beside what torch does."""
+    src, dst = bench.folder / "src.pt", bench.folder / "dst.pt"
+    commands = {
+        "`ckptconv convert`": ckptconv(
+            "convert", "-q", "--force", src, dst, "--to", "cpu", "--strip-prefix", "module."
+        ),
+        "`cp` + `sync`": copy(src, dst),
+        "`cp` + `sync` again: the noise": copy(src, dst),
+        "`torch.load` + `torch.save` + `sync`": python(programs.TORCH + programs.PEAK, src, dst, "read"),
+        "the same with `mmap=True`": python(programs.TORCH + programs.PEAK, src, dst, "mmap"),
+    }
+    bench.table(f"{size / GIB:g} GiB: cuda:0 → cpu, strip `module.`", commands, unit="`cp` + `sync`")
+    dst.unlink()
+
+
+def large(bench: Bench, size: int) -> None:
+    """The same with four times as many bytes, which the page cache cannot hold beside their copy on many machines."""
+    src, dst = make(bench.folder / "large.pt", size), bench.folder / "dst.pt"
+    commands = {
+        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, "--to", "cpu"),
+        "`cp` + `sync`": copy(src, dst),
+        "`cp` + `sync` again: the noise": copy(src, dst),
+    }
+    bench.table(f"{size / GIB:g} GiB: cuda:0 → cpu", commands, "`cp` + `sync`")
+    src.unlink()
+    dst.unlink()
+
+
+def to_safetensors(bench: Bench, size: int) -> None:
+    """`size` bytes of weights from torch's format to safetensors, beside copying the file and
+    beside what torch and the library do.
+    """
+    title, rival = (
+        f"{size / GIB:g} GiB: `.pt` → `.safetensors`, strip `module.`",
+        "`torch.load(mmap=True)` + `save_file` + `sync`",
+    )
+    beside(
+        bench,
+        title,
+        bench.folder / "src.pt",
+        bench.folder / "dst.safetensors",
+        ["--strip-prefix", "module."],
+        rival,
+        programs.TO_SAFETENSORS,
+    )
+
+
+def from_safetensors(bench: Bench, size: int) -> None:
+    """The same weights back."""
+    src = bench.folder / "src.safetensors"
+    subprocess.run(python(programs.TO_SAFETENSORS, bench.folder / "src.pt", src), check=True)
+    title, rival = f"{size / GIB:g} GiB: `.safetensors` → `.pt`, add `module.`", "`load_file` + `torch.save` + `sync`"
+    beside(
+        bench,
+        title,
+        src,
+        bench.folder / "dst.pt",
+        ["--to", "cuda:0", "--add-prefix", "module."],
+        rival,
+        programs.FROM_SAFETENSORS,
+    )
+    src.unlink()
+
+
+def legacy(bench: Bench, size: int) -> None:
+    """`size` bytes in torch's format from before 1.6: retagged there, and to today's format, beside copying the file
+    and beside what torch does.
+    """
+    src, dst = make(bench.folder / "legacy.pt", size, programs.MAKE_LEGACY), bench.folder / "dst.pt"
+    edits = ["--to", "cpu", "--strip-prefix", "module."]
+    commands = {
+        "`ckptconv convert --format legacy`": ckptconv(
+            "convert", "-q", "--force", src, dst, "--format", "legacy", *edits
+        ),
+        "`ckptconv convert` to today's `.pt`": ckptconv("convert", "-q", "--force", src, dst, *edits),
+        "`cp` + `sync`": copy(src, dst),
+        "`torch.load` + `torch.save` + `sync`": python(programs.TORCH + programs.PEAK, src, dst, "read"),
+    }
+    bench.table(
+        f"{size / GIB:g} GiB from before torch 1.6: cuda:0 → cpu, strip `module.`", commands, unit="`cp` + `sync`"
+    )
+    src.unlink()
+    dst.unlink()
+
+
+def shards(bench: Bench, size: int) -> None:
+    """`size` bytes in 8 shards, retagged as shards, beside copying the folder; the old target is removed by all."""
+    src, dst = make(bench.folder / "shards", size, programs.MAKE_SHARDS), bench.folder / "dst"
+    edits = ["--to", "cpu", "--strip-prefix", "module."]
+    commands = {
+        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, *edits),
+        "`ckptconv convert -j 2`": ckptconv("convert", "-q", "--force", "-j", "2", src, dst, *edits),
+        "`cp -r` + `sync`": ["sh", "-c", programs.COPY_FOLDER, "sh", str(src), str(dst)],
+        "`cp -r` + `sync` again: the noise": ["sh", "-c", programs.COPY_FOLDER, "sh", str(src), str(dst)],
+    }
+    bench.table(f"{size / GIB:g} GiB in 8 shards: cuda:0 → cpu, strip `module.`", commands, unit="`cp -r` + `sync`")
+    shutil.rmtree(src)
+    shutil.rmtree(dst)
+
+
+def distributed(bench: Bench, size: int) -> None:
+    """`size` bytes that two processes saved with torch.distributed.checkpoint, in one file, beside what torch does."""
+    src, dst = make(bench.folder / "dcp", size, programs.MAKE_DCP), bench.folder / "dst.pt"
+    rival = "`dcp_to_torch_save` + `sync`"
+    commands = {
+        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst),
+        rival: python(programs.DCP_TO_TORCH + programs.PEAK, src, dst),
+    }
+    bench.table(f"{size / GIB:g} GiB of two processes (DCP) → `.pt`", commands, unit=rival)
+    shutil.rmtree(src)
+    dst.unlink()
+
+
+def ranks(bench: Bench, size: int) -> None:
+    """`size` bytes that four processes saved, each its rows, in one file, beside copying the four files."""
+    src, dst = make(bench.folder / "ranks", size, programs.MAKE_RANKS), bench.folder / "dst"
+    unit = "`cp` of the four files + `sync`"
+    clear = ["sh", "-c", programs.CLEAR, "sh", str(dst)]
+    commands = {
+        "`ckptconv convert`": [*clear, *ckptconv("convert", "-q", src, dst / "whole.pt")],
+        unit: [*clear, "cp", *map(str, src.iterdir()), str(dst)],
+        f"{unit} again: the noise": [*clear, "cp", *map(str, src.iterdir()), str(dst)],
+    }
+    bench.table(f"{size / GIB:g} GiB of four ranks (FSDP2) → one `.pt`", commands, unit)
+    shutil.rmtree(src)
+    shutil.rmtree(dst)
+
+
+def cast(bench: Bench, size: int) -> None:
+    """`size` bytes of float32 weights in half the bytes, beside what torch does."""
+    src, dst = make(bench.folder / "float32.pt", size), bench.folder / "dst.pt"
+    rival = "`torch.load(mmap=True)` + `.bfloat16()` + `torch.save` + `sync`"
+    commands = {
+        "`ckptconv convert --dtype bf16`": ckptconv("convert", "-q", "--force", src, dst, "--dtype", "bf16"),
+        rival: python(programs.CAST + programs.PEAK, src, dst),
+    }
+    bench.table(f"{size / GIB:g} GiB: float32 → bfloat16", commands, unit=rival)
+    src.unlink()
+    dst.unlink()
+
+
+def gather(bench: Bench, size: int) -> None:
+    """`size` bytes that do not lie in the order of their tensors: transposed weights, and
+    thousands of columns that share storages.
+    """
+    src = make(bench.folder / "views.pt", size, programs.MAKE_VIEWS)
+    title, rival = (
+        f"{size / GIB:g} GiB of views: `.pt` → `.safetensors`",
+        "`torch.load(mmap=True)` + `contiguous()` + `save_file` + `sync`",
+    )
+    beside(
+        bench,
+        title,
+        src,
+        bench.folder / "views.safetensors",
+        ["--strip-prefix", "module."],
+        rival,
+        programs.TO_SAFETENSORS,
+    )
+    src.unlink()
+
+
+def diff(bench: Bench, size: int) -> None:
+    """Two files of `size` bytes that are the same, beside `cmp` of two that are the same byte for byte."""
+    zip_, bare, tensors = (
+        bench.folder / "src.pt",
+        make(bench.folder / "bare.pt", size, programs.MAKE_BARE),
+        bench.folder / "a.safetensors",
+    )
+    subprocess.run(python(programs.TO_SAFETENSORS, bare, tensors), check=True)
+    copies = {path: path.with_stem(path.stem + "-copy") for path in (zip_, tensors)}
+    sums = make(bench.folder / "sums.pt", size, programs.MAKE_SEEDED)
+    for path, copied in copies.items():
+        shutil.copy(path, copied)
+    commands = {
+        "`ckptconv diff`, `.pt`, without checksums in one": ckptconv("diff", "-q", sums, bare),
+        "`ckptconv diff`, `.safetensors`": ckptconv("diff", "-q", tensors, copies[tensors]),
+        "`ckptconv diff`, `.pt`, checksums in both": ckptconv("diff", "-q", zip_, copies[zip_]),
+        "`cmp`, `.pt`": ["cmp", str(zip_), str(copies[zip_])],
+        "`cmp`, `.safetensors`": ["cmp", str(tensors), str(copies[tensors])],
+    }
+    bench.table(f"2 × {size / GIB:g} GiB that are the same", commands, unit="`cmp`, `.pt`")
+    for path in (bare, tensors, sums, *copies.values()):
+        path.unlink()
+
+
+def verify(bench: Bench, size: int) -> None:
+    """Every record of `size` bytes compared with its checksum, beside reading the file."""
+    src = bench.folder / "src.pt"
+    commands = {
+        "`ckptconv verify`, with zlib-ng": ckptconv("verify", src),
+        "`ckptconv verify`, with zlib": python(
+            "import sys; sys.modules['zlib_ng'] = None\n" + programs.CKPTCONV + programs.PEAK, "verify", src
+        ),
+        "`sha256sum`": ["sha256sum", str(src)],
+        "`cat`": ["sh", "-c", 'cat "$1" > /dev/null', "sh", str(src)],
+    }
+    bench.table(f"{size / GIB:g} GiB, verified, from the page cache", commands, unit="`cat`")
+
+
+def beside(bench: Bench, title: str, src: Path, dst: Path, edits: list[str], rival: str, code: str) -> None:
+    """A conversion, copying the file, and `code`, which does the same in Python."""
+    commands = {
+        "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, *edits),
+        "`cp` + `sync`": copy(src, dst),
+        rival: python(code + programs.PEAK, src, dst),
+    }
+    bench.table(title, commands, unit="`cp` + `sync`")
+    dst.unlink()
+
+
+def load(bench: Bench, size: int) -> None:
+    """All tensors of `size` bytes, and one of them, in a fresh process each."""
+    src = bench.folder / "src.pt"
+    commands = {
+        '`ckptconv.load(path, "cpu")`': python(programs.LOAD + programs.PEAK, src),
+        '`torch.load(path, "cpu")`': python(programs.TORCH_LOAD + programs.PEAK, src, "read"),
+        "one tensor: `ckptconv.open(path)` + `load(name)`": python(programs.LOAD_ONE + programs.PEAK, src),
+        "one tensor: `torch.load(path, mmap=True)[name]`": python(programs.TORCH_LOAD + programs.PEAK, src, "mmap"),
+    }
+    bench.table(f"{size / GIB:g} GiB in memory", commands, unit='`torch.load(path, "cpu")`')
+
+
+def save(bench: Bench, size: int) -> None:
+    """`size` bytes of tensors from memory to disk; making them is in each figure."""
+    dst = bench.folder / "saved.pt"
+    commands = {
+        "`ckptconv.save`": python(programs.MADE + programs.SAVE + programs.PEAK, dst, size),
+        "`torch.save` + `sync`": python(programs.MADE + programs.TORCH_SAVE + programs.PEAK, dst, size),
+        "making the tensors": python(programs.MADE + programs.PEAK, dst, size),
+    }
+    bench.table(f"{size / GIB:g} GiB from memory", commands, unit="`torch.save` + `sync`")
+    dst.unlink()
+
+
+def start(bench: Bench, size: int) -> None:  # noqa: ARG001 - it is about what all commands begin with
+    """What a person waits for who looks at a small file."""
+    commands = {
+        "`ckptconv inspect`": ckptconv("inspect", SMALL),
+        "`import click, json`": python("import click, json"),
+        "`import ckptconv`": python("import ckptconv"),
+        "`pass`": python("pass"),
+    }
+    bench.table("start", commands, unit="`import click, json`")
+
+
+def batch(bench: Bench, size: int) -> None:  # noqa: ARG001 - the number of files counts
+    """A thousand small files, beside the same bytes written and synced by 32 threads."""
+    srcs = bench.folder / "small"
+    srcs.mkdir()
+    for i in range(1000):
+        shutil.copy(SMALL, srcs / f"{i}.pt")
+
+    def cleared(command: list[str]) -> list[str]:
+        return ["sh", "-c", programs.CLEAR, "sh", str(bench.folder / "many"), *command]
+
+    options = "convert", "-q", srcs, bench.folder / "many", "--to", "cpu"
+    commands = {
+        "`ckptconv convert`": cleared(ckptconv(*options)),
+        "`ckptconv convert -j 2`": cleared(ckptconv(*options, "-j", 2)),
+        "32 threads that write and sync": cleared(python(programs.WRITE_SMALL, srcs, bench.folder / "many")),
+    }
+    bench.table("1,000 small files", commands, unit="32 threads that write and sync")
+    shutil.rmtree(srcs)
+    shutil.rmtree(bench.folder / "many")
+
+
+def diff_quiet(bench: Bench, size: int) -> None:
+    """Two files that differ early."""
+    a, b = (make(bench.folder / f"{name}.pt", size, programs.MAKE_BARE) for name in "ab")
+    with b.open("r+b") as file:
+        file.seek(size // 1000)
+        file.write(b"\0" * 64)
+    commands = {
+        "`ckptconv diff -q`": python(programs.CKPTCONV_DIFF + programs.PEAK, "diff", "-q", a, b),
+        "`ckptconv diff`": python(programs.CKPTCONV_DIFF + programs.PEAK, "diff", a, b),
+        "`cmp -s`": ["sh", "-c", '! cmp -s "$1" "$2"', "sh", str(a), str(b)],
+    }
+    bench.table(f"2 × {size / GIB:g} GiB that differ early", commands, unit="`cmp -s`")
+    for each in (a, b):
+        each.unlink()
+
+
+def inspect(bench: Bench, size: int) -> None:
+    """`inspect` of a small and a large file, beside the time in which torch is imported."""
+    small = make(bench.folder / "small.pt", 1 << 20)
+    commands = {
+        "`ckptconv inspect`, 1 MiB": ckptconv("inspect", small),
+        f"`ckptconv inspect`, {size / GIB:g} GiB": ckptconv("inspect", bench.folder / "src.pt"),
+        "`import torch`": python("import torch" + programs.PEAK),
+    }
+    bench.table("inspect", commands, unit="`import torch`")
+
+
+def values(bench: Bench, size: int) -> None:
+    """The statistics of all tensors, beside reading them alone and beside torch's of what it has loaded."""
+    src = make(bench.folder / "a.pt", size)
+    commands = {
+        "`cat`": ["sh", "-c", 'cat "$1" > /dev/null', "sh", str(src)],
+        "`ckptconv inspect --values`": ckptconv("inspect", src, "--values", "--limit", "0"),
+        "`ckptconv inspect --histogram`": ckptconv("inspect", src, "--histogram", "--limit", "0"),
+        "`torch.load`, the same without the histogram": python(programs.TORCH_VALUES + programs.PEAK, src, ""),
+        "`torch.load(mmap=True)`, the same": python(programs.TORCH_VALUES + programs.PEAK, src, "mmap"),
+    }
+    bench.table(f"values of {size / GIB:g} GiB of float32", commands, "`cat`")
+
+
+def pages(bench: Bench, size: int) -> None:  # noqa: ARG001 - the number of tensors counts, not their bytes
+    """How large a page is, and what making it takes."""
+    commands = {}
+    for n in (300, 3_000, 60_000):
+        src, other = (
+            make(bench.folder / f"{n}.pt", n, programs.MAKE_MANY),
+            make(bench.folder / f"{n}_b.pt", n, programs.MAKE_MANY),
+        )
+        for name, words in (("inspect", [src]), ("diff", [src, other])):
+            page = bench.folder / f"{name}_{n}.html"
+            command = python(programs.CKPTCONV_DIFF + programs.PEAK, name, *words, "--html", page, "--force")
+            subprocess.run(command, check=True, capture_output=True)
+            commands[f"`{name} --html`, {n:,} tensors: {page.stat().st_size / 1e3:,.0f} kB"] = command
+    bench.table("pages", commands, next(iter(commands)))
+
+
+def many(bench: Bench, size: int) -> None:  # noqa: ARG001 - the number of tensors counts, not their bytes
+    """60,000 small tensors: what each tensor costs."""
+    _many(bench, "60,000 tensors", programs.MAKE_MANY)
+
+
+def parameters(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
+    """60,000 small parameters, as a module's own dictionary has them."""
+    _many(bench, "60,000 parameters", programs.MAKE_PARAMETERS)
+
+
+def training(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
+    """A model and the state of its optimizer, Adam: 60,000 small tensors in all."""
+    _many(bench, "60,000 tensors of a model and of Adam", programs.MAKE_TRAINING)
+
+
+def mixed(bench: Bench, size: int) -> None:  # noqa: ARG001 - as above
+    """Tensors of four dtypes, views, ties, parameters and plain values, in containers of containers."""
+    _many(bench, "60,000 mixed tensors", programs.MAKE_MIXED)
+
+
+def _many(bench: Bench, title: str, code: str) -> None:
+    src, dst = make(bench.folder / "many.pt", 60_000, code), bench.folder / "many_cpu.pt"
+    rival = "`torch.load` + `torch.save`"
+    commands = {
+        "`ckptconv convert --to cpu`": ckptconv("convert", "-q", "--force", src, dst, "--to", "cpu"),
+        "`ckptconv inspect`": ckptconv("inspect", src),
+        rival: python(programs.TORCH_MANY + programs.PEAK, src, dst),
+    }
+    bench.table(title, commands, rival)
+    for each in (src, dst):
+        each.unlink()
+
+
+def share_blocks(bench: Bench, size: int) -> None:
+    """A retag where files can share blocks: on XFS, in a file mounted as a disk. The new blocks are printed too."""
+    with xfs(bench.folder / "xfs.img", 4 * size) as disk:
+        if disk is None:
+            print("\nBlocks shared on XFS: skipped, needs root, `mkfs.xfs` and a loop device")
+            return
+        src, dst = make(disk / "src.pt", size), disk / "dst.pt"
+        commands = {
+            "`ckptconv convert`": ckptconv("convert", "-q", "--force", src, dst, "--to", "cpu"),
+            "`cp --reflink=always`": ["cp", "--reflink=always", str(src), str(dst)],
+            "`import click, json`": python("import click, json"),
+        }
+        bench.table(f"{size / GIB:g} GiB on XFS: cuda:0 → cpu", commands, "`import click, json`")
+        for name in list(commands)[:2]:
+            dst.unlink()
+            before = used(disk)
+            measure(commands[name])
+            print(f"\n{name}: {(used(disk) - before) / 1024:,.0f} KiB of new blocks")
+
+
+@contextmanager
+def xfs(image: Path, size: int) -> Iterator[Path | None]:
+    """A folder on a fresh XFS filesystem, or None where there cannot be one."""
+    disk = image.with_suffix(".mount")
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(max(size, GIB // 2))
+    mkfs = shutil.which("mkfs.xfs", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+    steps = [[mkfs or "", "-q", str(image)], ["mount", "-o", "loop", str(image), str(disk)]]
+    if os.geteuid() or not mkfs or any(subprocess.run(step, capture_output=True).returncode for step in steps):
+        yield None
+        return
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def used(disk: Path) -> int:
+    """The bytes that are in use on `disk`."""
+    os.sync()
+    space = os.statvfs(disk)
+    return (space.f_blocks - space.f_bfree) * space.f_frsize
+
+
+#: Each table by its word: the part of the size that it takes, and what its first line may take of its unit, at most.
+TABLES: dict[str, tuple[Callable[[Bench, int], None], float, float | None]] = {
+    "convert": (convert, 1, 0.9), "large": (large, 4, 0.7), "to_safetensors": (to_safetensors, 1, 0.9),
+    "from_safetensors": (from_safetensors, 1, None), "legacy": (legacy, 1, None), "shards": (shards, 1, None),
+    "distributed": (distributed, 1, 0.4), "ranks": (ranks, 4, None), "cast": (cast, 1, 0.6),
+    "gather": (gather, 0.5, None), "diff": (diff, 1, None), "diff_quiet": (diff_quiet, 1, None),
+    "verify": (verify, 1, None), "start": (start, 1, 2), "inspect": (inspect, 1, None), "batch": (batch, 1, 1.5),
+    "many": (many, 1, 0.2), "parameters": (parameters, 1, 0.3), "training": (training, 1, 0.3),
+    "mixed": (mixed, 1, 0.3), "load": (load, 1, None), "save": (save, 0.5, None), "values": (values, 1, None),
+    "pages": (pages, 1, None), "share_blocks": (share_blocks, 0.5, None),
+}  # a table  # fmt: skip
