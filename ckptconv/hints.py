@@ -42,7 +42,9 @@ _R = TypeVar("_R")
 _LONGEST = 80  # characters of a value that is said
 #: What a file object without a name is called in messages; in a command and a call it has a placeholder.
 UNNAMED = "<file object>"
-_TERMINAL_ONLY = ("tree",)  # options of commands that no function has
+#: Options of commands that no function has, and what of a result has in Python what they show.
+_TERMINAL_ONLY = {"tree": "tensors", "json": "as_dict()", "verbose": "as_dict()"}
+_SHORT = {"verbose": "-v"}  # as they are said
 
 
 class Placeholder(str):
@@ -65,7 +67,7 @@ class Option:
 
     def words(self) -> list[tuple[str, ...]]:
         """What is typed for it: each flag with its value."""
-        flag = f"--{self.keyword.replace('_', '-')}"
+        flag = _SHORT.get(self.keyword, f"--{self.keyword.replace('_', '-')}")
         if self.value is None or self.value is True:
             return [(flag,)]
         values = self.value if isinstance(self.value, tuple) else (self.value,)
@@ -74,7 +76,9 @@ class Option:
         return [(flag, *each) if isinstance(each, tuple) else (flag, str(each)) for each in values]
 
     def in_python(self) -> str:
-        """The keyword with its value."""
+        """The keyword with its value; what is an option of commands alone, in Python's way."""
+        if self.keyword in _TERMINAL_ONLY:
+            return _TERMINAL_ONLY[self.keyword]
         value = self.value
         if isinstance(value, tuple):
             of_pairs: Any = dict if self.keyword == "map_location" else list

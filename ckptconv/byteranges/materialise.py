@@ -46,7 +46,7 @@ class Pieces:
         self._inflated: dict[int, ByteRange] = {}
         if any(piece.is_computed for piece in every):
             _import_kernels()
-        #: Bytes that are needed in FOLDER for a while.
+        #: Bytes that are needed in `folder` for a while.
         self.spooled_bytes = sum({id(of): of.length for piece in every if (of := piece.spooled())}.values())
         #: By the paths of a :class:`Cast`, how many of the numbers that tensors show
         #: were too large for their new dtype.

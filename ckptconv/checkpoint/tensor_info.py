@@ -47,17 +47,27 @@ class DeviceArgument:
 
 @dataclass(eq=False, slots=True)
 class TensorInfo:
-    """A tensor as the pickle describes it.
+    """A tensor as the pickle describes it. Shape, stride and offset count elements.
 
-    Shapes, strides and offset count elements; ``nbytes`` are the bytes of its elements.
-
-    ``conj`` and ``neg`` say that the values are still to be conjugated or negated. ``kind`` is ``strided``,
-    ``quantized``, ``sparse``, ``nested``, ``jagged`` (both with the shape of the tensor that holds their elements),
-    ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass around other tensors) or ``partial`` (one
-    process's part of a DTensor or ShardedTensor, with the shape of the whole).
-    ``storage`` is None where the tensor has none of its own; only then ``own_device`` says where it is, if that is
-    known. ``name`` is its key where it stands in a mapping. ``tied_to`` is the path of an earlier tensor that is the
-    same.
+    Attributes:
+        path: Where in the checkpoint it stands.
+        name: Its key where it stands in a mapping.
+        kind: ``strided``, ``quantized``, ``sparse``, ``nested``, ``jagged`` (both with the shape of the tensor that
+            holds their elements), ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass around other
+            tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the whole).
+        dtype: As torch calls it, without ``torch.``.
+        shape: Its size in each dimension.
+        stride: Its step in each dimension.
+        offset: Where it begins in its storage.
+        own_device: Where it is if it has no storage and that is known.
+        nbytes: The bytes of its elements.
+        storage: None where it has none of its own.
+        requires_grad: As in torch.
+        is_parameter: Whether it is a ``torch.nn.Parameter``.
+        contiguous: Whether its elements follow one another in the order of its indices.
+        tied_to: The path of an earlier tensor that is the same.
+        conj: Whether its values are still to be conjugated.
+        neg: Whether its values are still to be negated.
     """
 
     path: str
@@ -90,9 +100,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """Something that the source has and the target will not: its path, the bytes of storage that go
-    with it, and why.
-    """
+    """What stands at `path` in the source and will not be in the target: ``nbytes`` of storage go with it, and why."""
 
     path: str
     nbytes: int

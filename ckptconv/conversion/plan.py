@@ -97,16 +97,25 @@ class Verified:
 
 @dataclass(frozen=True, repr=False)
 class Report(Result):
-    """What a conversion did. Sizes in bytes, time in seconds; ``written`` is False after a dry run, ``changed`` where
-    the output says what the source says.
+    """What a conversion did, or after a dry run would do. Sizes are in bytes.
 
-    ``formats`` are the source's and the target's, ``size`` is that of the target, and ``files`` are the files in it
-    with their sizes, where it is a folder; ``failed`` are those of a folder's files that could not be converted.
-    ``changes`` says which devices and names changed, ``ties`` are names that the target holds as texts alone (name →
-    the name that it is tied to), ``left_behind`` what the source has and the target has not, ``notes`` what else to
-    know, ``overflowed`` how many numbers were too large for their new dtype, by the paths of the tensors that share
-    their storage (which only writing can tell), ``in_place`` how the source itself was changed, where it was,
-    ``verified`` what was compared, where that was asked for.
+    Attributes:
+        src: What was converted.
+        dst: What it became.
+        formats: The format of each.
+        size: That of the target.
+        changes: What the edits changed: devices, names, dtypes.
+        ties: Names that the target holds as texts alone, each with the name that it is tied to.
+        left_behind: What the source has and the target has not.
+        notes: What else to know.
+        seconds: How long it took.
+        written: Whether something was written: not in a dry run.
+        overflowed: How many numbers were too large for their new dtype, by the paths of the tensors that share their
+            storage. Only writing can tell.
+        files: Of a folder, the files in it with their sizes.
+        failed: Of a folder, what could not be converted, and why.
+        in_place: How the source itself was changed, where it was.
+        verified: What was compared, where that was asked for.
     """
 
     src: str

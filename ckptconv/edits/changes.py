@@ -13,7 +13,7 @@ __all__ = ["CastCount", "Changes", "Dropped", "MadePlain", "NameChange"]
 
 @dataclass(frozen=True, slots=True)
 class NameChange:
-    """One name of the state dict at `path`."""
+    """One name of the state dict at `path`: the `old` one and the `new` one."""
 
     path: str
     old: str
@@ -48,11 +48,18 @@ class MadePlain(NamedTuple):
 class Changes:
     """What the edits change, for ``--dry-run`` and the report.
 
-    ``devices`` maps (old tag, new tag) to the number of tensors and the bytes of storage; ``dtypes`` maps (old, new) to
-    what was cast so; ``not_cast`` maps why tensors keep their dtype to their paths; ``separated`` has for each storage
-    that was taken apart the paths of those that go on sharing one, by their dtype. ``compacted`` is what storages lost.
-    ``rng_states`` are the paths of those that were kept on or brought to the CPU, ``made_plain`` the objects that
-    became plain.
+    Attributes:
+        devices: By (old tag, new tag), the number of tensors and the bytes of their storages.
+        names: Each name of a state dict that changed.
+        unprefixed: How many names have not the prefix that was to be taken off, and stay.
+        left_behind: What is left out.
+        dtypes: By (old, new), what was cast so.
+        not_cast: By the reason, the paths of tensors that keep their dtype.
+        separated: For each storage that was taken apart, the paths of those that go on sharing one, by their dtype.
+        compacted: What storages lost.
+        rng_states: The paths of states of random generators that stay on, or are brought to, the CPU.
+        made_plain: The objects that became plain.
+        notes: What else to know.
     """
 
     devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)

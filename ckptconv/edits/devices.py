@@ -187,7 +187,7 @@ def _of_another_option(word: str) -> str | None:
 
 
 def parse_rule(old: object, new: object) -> Rule:
-    """The rule OLD=NEW. Any tag that a file may have can be `old`."""
+    """The rule ``OLD=NEW``. Any tag that a file may have can be `old`."""
     word = str(old)
     if not word:
         raise UsageError("the device to replace is empty", expected="OLD=NEW, like cuda:0=cuda:1")

@@ -151,7 +151,7 @@ def _calls_extensions(graph: Graph) -> bool:
 
 
 def _is_meant(id_: Value) -> bool:
-    """Whether ID_ could be one: not the header's own bytes, a number, or nothing."""
+    """Whether `id_` could be one: not the header's own bytes, a number, or nothing."""
     if isinstance(id_, Py2String):
         id_ = id_.data
     if isinstance(id_, bytes):

@@ -33,7 +33,7 @@ from ckptconv.pickles.paths import Place
 from ckptconv.render.json_views import summary_as_dict
 from ckptconv.render.result import Result
 from ckptconv.render.summary import summary_lines
-from ckptconv.safety.scan import Level, concerns, level_of
+from ckptconv.safety.scan import Concern, Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 
 if TYPE_CHECKING:
@@ -124,13 +124,15 @@ class TensorSummary:
 @dataclass(frozen=True)
 class ConcernSummary:
     """A global that torch's safe loader refuses, or something else that nobody can judge: where it stands first, in how
-    many more places, and whether no checkpoint needs it.
+    many more places, and whether no checkpoint needs it. ``inside``: in pickles in byte strings alone, which loading
+    leaves as they are.
     """
 
     name: str
     path: str
     dangerous: bool
     more: int
+    inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,14 +192,42 @@ class Part:
 
 @dataclass(frozen=True, repr=False)
 class Summary(Result):
-    """What :func:`inspect` returns.
+    """What :func:`inspect` returns. Sizes are in bytes.
 
-    ``nbytes`` is what the tensors hold, ties once; ``stored_nbytes`` what their storages take.
-
-    ``journals`` are those of changes in place, ``superseded`` what such a change replaced and left in the file.
-    ``protocol`` is None where there is no pickle, ``device`` where the format stores none; ``metadata`` are the texts
-    that a safetensors file has. ``parts`` say by what they are in all tensors; ``as_dict()`` has them not.
-    ``has_values``: the values of tensors were read.
+    Attributes:
+        path: The file or folder.
+        format: The name of its format.
+        size: What it takes on the disk.
+        loads_here: Whether a plain ``torch.load(path)`` takes it on this machine; None where that is not known.
+        findings: What is in the way, or unusual, each with the command that mends it.
+        remedy: One command for all of them, if there is one.
+        protocol: That of the pickle; None where there is none.
+        nbytes: What the tensors hold, ties once.
+        stored_nbytes: What their storages take.
+        storages: How many there are.
+        dtypes: How many tensors have each, and their bytes, ties once.
+        devices: The same for devices; empty where the format stores none.
+        state_dicts: Where they are, and the prefixes of their names.
+        modules: Those that were pickled whole, with the state dict that each would give.
+        ties: Paths of tensors that are one.
+        views: Paths of tensors that show a part of their storage, or not in its order.
+        rng_states: Paths of states of random generators.
+        weights_only: Whether ``torch.load(path, weights_only=True)`` is proved to load it, or there is no pickle.
+        obstacles: What that refuses, and how often.
+        torch_load: The proof: its answer, the call, the version of torch, the reasons.
+        safety: How safe loading is.
+        concerns: What that rests on, and where it stands.
+        dangerous: Those globals of them that no checkpoint needs.
+        globals: All that the pickle names, and how often.
+        user_devices: Devices in the user's own data, by path, which conversions leave alone.
+        others: What is no tensor, by path, in words.
+        metadata: The texts that a safetensors file has.
+        journals: Undo journals of changes in place.
+        superseded: What such a change replaced and left in the file.
+        notes: What else to know.
+        tensors: A row for each, in the file's order.
+        parts: Tensors by what they belong to; ``as_dict()`` does not have them.
+        has_values: Whether the values of tensors were read.
     """
 
     path: str
@@ -337,7 +367,7 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         obstacles=dict(refusals),
         torch_load=_torch_load(loading, checkpoint),
         safety=level_of(checkpoint, concerned, loading),
-        concerns=tuple(ConcernSummary(each.name, each.path, each.dangerous, each.more) for each in concerned),
+        concerns=tuple(map(_concern, concerned)),
         dangerous=tuple(sorted(concern.name for concern in concerned if concern.dangerous)),
         globals=dict(globals_.most_common()),
         user_devices=user_devices(places),
@@ -357,6 +387,10 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         ),
         parts=_parts(checkpoint),
     )
+
+
+def _concern(found: Concern) -> ConcernSummary:
+    return ConcernSummary(found.name, found.path, found.dangerous, found.more, found.inside)
 
 
 def _views(infos: list[TensorInfo]) -> tuple[str, ...]:

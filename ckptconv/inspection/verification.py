@@ -54,8 +54,16 @@ Level: TypeAlias = Literal["damaged", "unknown", "dangerous", "needs code", "war
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found: what, in which file or record, what was expected there and what stands there, and what
-    to do; of what needs code, the `path` at which it stands in the checkpoint. ``str`` gives it as a printable line.
+    """One thing that was found; ``str`` gives it as a printable line.
+
+    Attributes:
+        level: How bad it is.
+        what: What it is, in words.
+        where: The file or record.
+        expected: What should stand there.
+        got: What stands there.
+        hint: What to do.
+        path: Of what needs code, where in the checkpoint it stands.
     """
 
     level: Level
@@ -76,11 +84,16 @@ class Finding:
 class Verdict(Result):
     """What :func:`verify` found.
 
-    ``format`` and ``safety`` are None where no checkpoint could be made of the file;
-    ``safety`` says what loading it takes, by the rules of the version ``torch``.
-
-    ``checked`` records had a checksum, of ``nbytes`` in all. `findings` beyond the limit are counted in ``more``.
-    `strict`: what needs code is not ``ok`` either.
+    Attributes:
+        path: What was looked at.
+        format: The name of its format; None where no checkpoint could be made of it.
+        safety: What loading it takes; None as above.
+        checked: How many records had a checksum.
+        nbytes: The bytes of those records.
+        findings: What was found.
+        more: How many findings there are beyond the limit.
+        strict: Whether what needs code is not ``ok`` either.
+        torch: The version of torch whose rules `safety` follows.
     """
 
     path: str

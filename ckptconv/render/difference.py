@@ -7,8 +7,8 @@ from math import isinf
 from typing import TYPE_CHECKING
 
 from ckptconv.errors import some
-from ckptconv.hints import command_in
-from ckptconv.render.text import PLAIN, Style, broken, cells, command_lines, count, fact, padded, size, wrapped
+from ckptconv.hints import command_in, option
+from ckptconv.render.text import IN_PYTHON, Style, broken, cells, command_lines, count, fact, padded, size, wrapped
 from ckptconv.render.values import bars, short_number
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ FACTS = (
 
 
 def difference_lines(
-    difference: Difference, style: Style = PLAIN, *, everything: bool = False, names_only: bool = False
+    difference: Difference, style: Style = IN_PYTHON, *, everything: bool = False, names_only: bool = False
 ) -> Iterator[str]:
     """The answer and what it rests on.
 
@@ -213,7 +213,9 @@ def _group(style: Style, label: str, what: str, rows: Sequence[list[str]], most:
     for row in texts:
         yield from _row(style, row, widths)
     if len(rows) > len(shown):
-        yield style.paint(style.text(f"{_INDENT}… {len(rows) - len(shown):,} more (-v lists all)"), "quiet")
+        yield style.paint(
+            style.text(f"{_INDENT}… {len(rows) - len(shown):,} more (" + option("verbose") + " lists all)"), "quiet"
+        )
 
 
 def _row(style: Style, row: list[str], widths: list[int]) -> Iterator[str]:

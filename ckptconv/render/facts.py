@@ -92,7 +92,7 @@ def _in_place(summary: Summary, style: Style) -> Iterator[str]:
 
 def _values(style: Style, label: str, listed: list[str], n: int, most: int) -> Iterator[str]:
     """`most` of what is `listed`, the first of `n`."""
-    rest = [f"… {n - most:,} more ({option('json')})"] if n > most else []
+    rest = [f"… {n - most:,} more (" + option("json") + ")"] if n > most else []
     return fact(style, label, [*listed[:most], *rest], separator="; ")
 
 
@@ -328,7 +328,7 @@ def _safety(summary: Summary, style: Style) -> Iterator[str]:
     foreign = [name for name in summary.globals if not name.startswith(said)]
     if foreign:
         yield from fact(style, "globals", first_of(foreign, _SHOWN))
-    inside = [f"{each.name} at {each.path}" for each in summary.concerns if " inside)" in each.path]
+    inside = [f"{each.name} at {each.path}" for each in summary.concerns if each.inside]
     if inside:
         yield from fact(style, "pickles inside", first_of(inside, _SHOWN))
     if summary.protocol is None:

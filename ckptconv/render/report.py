@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckptconv.formats.writers import writer_of
 from ckptconv.hints import command, option
 from ckptconv.render.renames import Pattern, patterns
-from ckptconv.render.text import PLAIN, Style, count, fact, first_of, headline, size
+from ckptconv.render.text import IN_PYTHON, Style, count, fact, first_of, headline, size
 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.model import LeftBehind
@@ -22,6 +22,7 @@ Fact: TypeAlias = "tuple[str, str | Sequence[str]]"  # a label, and a text or pa
 
 _SHOWN = 5  # things in one fact
 _PATTERNS = 8  # of names
+_LISTS_ALL = " (" + option("verbose") + " lists all)"
 _IN_PLACE = {
     "nothing": "nothing had to change",
     "same size": "within the old bytes of its header",
@@ -29,7 +30,7 @@ _IN_PLACE = {
 }
 
 
-def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = False) -> Iterator[str]:
+def report_lines(report: Report, style: Style = IN_PYTHON, *, every_name: bool = False) -> Iterator[str]:
     """What a conversion did, or, after a dry run, would do."""
     yield from headline(style, report.dst, report_title(report))
     for label, what in report_facts(report, every_name=every_name):
@@ -103,18 +104,18 @@ def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:
         sizes = f"{size(done.nbytes_before)} → {size(done.nbytes_after)}"
         yield ("dtypes", f"{old} → {new}: {count(done.tensors, 'tensor')}, {sizes}")
     for why, paths in changes.not_cast.items():
-        yield ("not cast", f"{why}: {_all_or_some(paths, every_one)}")
+        yield ("not cast", f"{why}: " + _all_or_some(paths, every_one))
     if report.overflowed:
         worst = sorted(report.overflowed.items(), key=lambda each: -each[1])
         places = [f"{_listed(paths) or 'what stands inside other tensors'} ({numbers:,})" for paths, numbers in worst]
         total = count(sum(report.overflowed.values()), "number")
-        yield ("overflow", f"{total} too large for the new dtype: {_all_or_some(places, every_one)}")
+        yield ("overflow", f"{total} too large for the new dtype: " + _all_or_some(places, every_one))
     if changes.separated:
         groups = [
             " | ".join(f"{_listed(paths) or 'others'} ({dtype})" for dtype, paths in each.items())
             for each in changes.separated
         ]
-        yield ("separated", f"they shared a storage and go different ways: {_all_or_some(groups, every_one)}")
+        yield ("separated", "they shared a storage and go different ways: " + _all_or_some(groups, every_one))
     if changes.compacted.storages:
         gone, of = size(changes.compacted.nbytes), count(changes.compacted.storages, "storage")
         yield ("compacted", f"{gone} that no tensor shows left out of {of}")
@@ -127,7 +128,7 @@ def _plain_lines(made_plain: list[MadePlain], every_one: bool) -> Iterator[Fact]
         groups.setdefault((each.old, each.new), []).append(each)
     for (old, new), group in groups.items():
         where = _all_or_some([each.path for each in group], every_one)
-        yield ("plain", f"{old} → {new}: {where}; code reads {group[0].reads}")
+        yield ("plain", f"{old} → {new}: " + where + f"; code reads {group[0].reads}")
 
 
 def _tie_lines(report: Report) -> Iterator[Fact]:
@@ -136,8 +137,8 @@ def _tie_lines(report: Report) -> Iterator[Fact]:
         listed = _listed(f"{name} → {first}" for name, first in report.ties)
         if not _holds(report.formats[1].split(" and ")[-1], "ties"):
             listed = (
-                f"{count(len(report.ties), 'name')} in the metadata alone: {listed} "
-                f"(load_model reads them, load_file does not; {option('copy_tied')} writes the tensors)"
+                f"{count(len(report.ties), 'name')} in the metadata alone: {listed} (load_model reads them,"
+                " load_file does not; " + option("copy_tied") + " writes the tensors)"
             )
         yield ("tied", listed)
 
@@ -153,8 +154,8 @@ def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> 
         more = len(group) - len(shown)
         if more:
             rest = sum(left.nbytes for left in group[len(shown) :])
-            listed += f", … {more:,} more" + (f" ({size(rest)})" if rest else "") + " (-v lists all)"
-        yield ("left behind", f"{why}: {listed}")
+            listed += f", … {more:,} more" + (f" ({size(rest)})" if rest else "") + _LISTS_ALL
+        yield ("left behind", f"{why}: " + listed)
 
 
 def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[Fact]:
@@ -169,7 +170,7 @@ def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[Fact]:
         yield (label, _renamed(pattern))
         label = ""
     if len(found) > _PATTERNS:
-        yield (label, f"… {count(len(found) - _PATTERNS, 'more pattern')} (-v lists every name)")
+        yield (label, f"… {count(len(found) - _PATTERNS, 'more pattern')} (" + option("verbose") + " lists every name)")
 
 
 def _renamed(pattern: Pattern) -> list[str]:
@@ -189,7 +190,7 @@ def _all_or_some(things: Sequence[str], every_one: bool) -> str:
     """`things`, or the first of them and how to see the others."""
     if every_one or len(things) <= _SHOWN:
         return ", ".join(things)
-    return f"{', '.join(things[:_SHOWN])}, … {len(things) - _SHOWN:,} more (-v lists all)"
+    return f"{', '.join(things[:_SHOWN])}, … {len(things) - _SHOWN:,} more" + _LISTS_ALL
 
 
 def _listed(things: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.render.facts import facts
 from ckptconv.render.table import table_lines
-from ckptconv.render.text import PLAIN, Style, rows_of
+from ckptconv.render.text import IN_PYTHON, Style, rows_of
 from ckptconv.render.tree import tree_lines
 from ckptconv.render.values import values_lines
 
@@ -22,7 +22,7 @@ _LEAST = 9  # of them for the table: its heading, some rows, and what is missing
 
 def summary_lines(
     summary: Summary,
-    style: Style = PLAIN,
+    style: Style = IN_PYTHON,
     *,
     tensors: Sequence[TensorSummary] | None = None,
     tree: bool = False,

@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ckptconv.errors import count, printable, size
-from ckptconv.hints import Command, quoted
+from ckptconv.hints import Command, Message, in_python, quoted
 
 __all__ = [
-    "PLAIN",
+    "IN_PYTHON",
     "Style",
     "broken",
     "cells",
@@ -55,12 +55,13 @@ _SEGMENT = r"(?:[^./ ]| (?=[×x][0-9]))*(?:[./ ]|$)"
 class Style(NamedTuple):
     """What the text is drawn for: a terminal of `width` columns, or programs, if that is None.
 
-    In colours or not, in Unicode or in ASCII.
+    In colours or not, in Unicode or in ASCII; options as flags, or as `keywords`.
     """
 
     width: int | None = None
     colour: bool = False
     unicode: bool = True
+    keywords: bool = False
 
     @property
     def columns(self) -> int:
@@ -68,7 +69,7 @@ class Style(NamedTuple):
 
     def text(self, raw: object) -> str:
         """`raw`, which a file may have said, so that it can go to the terminal: nothing in it moves the cursor."""
-        text = str(raw)
+        text = in_python(raw) if self.keywords and isinstance(raw, Message) else str(raw)
         if text.isascii():
             return text if text.isprintable() else printable(text)
         text = printable(text)
@@ -82,8 +83,8 @@ class Style(NamedTuple):
         return styled(text, **_STYLES[style])  # type: ignore[arg-type]  # one table for all keywords
 
 
-#: For programs.
-PLAIN = Style()
+#: For ``str()`` of a result.
+IN_PYTHON = Style(keywords=True)
 
 
 # Widths and breaks
@@ -208,7 +209,8 @@ def fact(
     What needs more lines stands below the text, not below the label.
     """
     if style.width is None:
-        yield f"{_INDENT}{label:<{_LABEL}}{style.text(what if isinstance(what, str) else separator.join(what))}"
+        text = style.text(what) if isinstance(what, str) else separator.join(map(style.text, what))
+        yield f"{_INDENT}{label:<{_LABEL}}{text}"
         return
     if isinstance(what, str):
         text = re.sub(_TOGETHER, _TIE, style.text(what))

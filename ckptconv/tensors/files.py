@@ -103,11 +103,17 @@ class CheckpointFile:
 
     @for_python
     def load(self, path: str) -> torch.Tensor:
-        """The tensor at `path`, on the CPU, as torch would load it: dtype, shape, stride, ``requires_grad``,
-        ``Parameter``. Each call reads it anew.
+        """Load one tensor. Each call reads it anew.
 
-        Raises NoMatchError where no tensor stands there, UnsupportedError where it is made by
-        code that torch's safe loader refuses.
+        Args:
+            path: Where it stands, as :attr:`tensors` says it.
+
+        Returns:
+            The tensor on the CPU, as torch would load it: dtype, shape, stride, ``requires_grad``, ``Parameter``.
+
+        Raises:
+            NoMatchError: No tensor stands there.
+            UnsupportedError: It is made by code that torch's safe loader refuses.
         """
         require_torch("loading a tensor", self.path)
         from ckptconv.tensors.loading import load_checkpoint

@@ -20,7 +20,7 @@ CONTEXT = click.Context(cli, **cli.context_settings)
 #: The commands, and the flags of each.
 COMMANDS = {name: command for name in cli.list_commands(CONTEXT) if (command := cli.get_command(CONTEXT, name))}
 FLAGS = {
-    name: {flag for each in command.params for flag in each.opts if flag.startswith("--")}
+    name: {flag for each in command.params for flag in each.opts if flag.startswith("-")}
     for name, command in COMMANDS.items()
 }
 #: The keywords that functions have.
@@ -31,8 +31,9 @@ KEYWORDS = {
     *("rtol", "atol", "names_only", "full", "values", "expect_sha256"),
 }
 
+_LONG = "|".join(re.escape(flag) for flag in set().union(*FLAGS.values()) if flag.startswith("--"))
 #: A flag of ours; or a call that would make one, in a text that was to be an f-string.
-_OURS = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, set().union(*FLAGS.values())))})(?![\w-])|{{option\(")
+_OURS = re.compile(rf"(?<![\w-])(?:{_LONG})(?![\w-])|{{option\(")
 _MAKERS = ("option", "Option", "command")
 _COMPOSED = (ast.BinOp, ast.JoinedStr, ast.FormattedValue)
 

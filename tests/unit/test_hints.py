@@ -60,6 +60,7 @@ ALL_FLAGS = set().union(*FLAGS.values())
             "or ckptconv.convert('-a b', OUT, state_dict=True)",
         ),
         (command("inspect", "a", Option("tree")), "ckptconv inspect a --tree", "ckptconv.inspect('a')"),
+        (option("verbose") + " lists all", "-v lists all", "as_dict() lists all"),
         (
             command("convert_many", "in", "out"),
             "ckptconv convert in out",
@@ -164,6 +165,22 @@ def test_every_function_speaks_python() -> None:
     assert all(
         hasattr(each, "__wrapped__") for each in (ckptconv.CheckpointFile.__init__, ckptconv.CheckpointFile.load)
     )
+
+
+def test_results_are_printed_in_python(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``str()`` of a result, and what a notebook shows of it, name keywords where the command line prints flags."""
+    w = torch.ones(1)
+    torch.save({"state_dict": {"a": w, "b": w}, **{f"n{i}": i for i in range(9)}}, "a.pt")
+    assert main(["convert", "a.pt", "b.safetensors"]) == 0
+    typed = capsys.readouterr().err
+    report = ckptconv.convert("a.pt", "b.safetensors", force=True)
+    assert "(-v lists all)" in typed and "--copy-tied writes the tensors" in typed
+    for said in (str(report), report._repr_html_()):
+        assert "(as_dict() lists all)" in said and "copy_tied=True writes the tensors" in said
+    changed = ckptconv.convert("a.pt", in_place=True, map_location="cuda:1")
+    assert "undo          ckptconv.undo('a.pt') gives" in str(changed)
+    assert main(["inspect", "a.pt"]) == 0
+    assert "4 more (--json)" in capsys.readouterr().out and "4 more (as_dict())" in str(ckptconv.inspect("a.pt"))
 
 
 # All of them

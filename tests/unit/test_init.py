@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 
@@ -35,6 +36,32 @@ def test_functions_say_what_they_take_give_and_raise(name: str) -> None:
         sections.pop()
     assert [section for section in sections if f"\n{section}:\n" not in text] == []
     assert len(text.splitlines()[0]) <= 100
+
+
+CLASSES = [name for name in ckptconv.__all__ if inspect.isclass(getattr(ckptconv, name))]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_say_what_they_have(name: str) -> None:
+    """Each field by its name, and of each method that takes something what it takes and gives."""
+    cls = getattr(ckptconv, name)
+    text = inspect.getdoc(cls) or ""
+    assert len(text.splitlines()[0]) <= 120
+    fields = vars(cls).get("__annotations__", {})
+    assert [each for each in fields if not re.search(rf"\b{each}\b", text + _comments(cls))] == []
+    for method, function in vars(cls).items():
+        if method.startswith("_") or not inspect.isfunction(function):
+            continue
+        said, signature = inspect.getdoc(function) or "", inspect.signature(function)
+        assert said
+        if len(signature.parameters) > 1:
+            assert "\nArgs:\n" in said, method
+            assert "\nReturns:\n" in said or "\nYields:\n" in said or signature.return_annotation == "None", method
+
+
+def _comments(cls: type) -> str:
+    """What stands in comments for Sphinx above attributes."""
+    return "\n".join(re.findall(r"(?:^ +#:.*\n)+.*", inspect.getsource(cls), re.MULTILINE))
 
 
 def modules_after(code: str) -> set[str]:

@@ -1,10 +1,11 @@
-"""Functions fit a screen, and take what belongs together as one thing."""
+"""Functions fit a screen, take what belongs together as one thing, and name their arguments as they are called."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,15 @@ LINES, PARAMETERS = 60, 8
 PUBLIC = {"convert", "diff", "jobs_in", "plan", "save"}
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+@cache
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Each function of the package, and where it stands."""
-    for path in sorted(Path(ckptconv.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield f"{path}:{node.lineno} {node.name}", node
+    return [
+        (f"{path}:{node.lineno} {node.name}", node)
+        for path in sorted(Path(ckptconv.__file__).parent.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
 
 
 def test_functions_fit_a_screen() -> None:
@@ -43,3 +47,13 @@ def test_functions_take_few_things() -> None:
         if inspect.isfunction(each) and len(inspect.signature(each).parameters) > PARAMETERS
     }
     assert many == PUBLIC
+
+
+def test_no_argument_stands_in_capitals() -> None:
+    """In a docstring it is `name`. What is typed, as ``OLD=NEW``, and URLs stay what they are."""
+    found = []
+    for where, node in functions():
+        text = re.sub(r"``.*?``", "", ast.get_docstring(node) or "", flags=re.DOTALL)
+        names = {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)} - {"url"}
+        found += [(where, name) for name in names if len(name) > 1 and re.search(rf"\b{name.upper()}\b", text)]
+    assert found == []

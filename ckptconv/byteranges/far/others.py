@@ -20,6 +20,8 @@ class Location:
 
     def __init__(self, url: Url, shown: object) -> None:
         """Raises UsageError where there is no such filesystem, or a package for it is missing."""
+        if url.scheme not in fsspec.available_protocols():
+            raise UsageError(f"cannot be read: neither ckptconv nor fsspec knows {url.scheme}://", where=shown)
         self.shown, self._secrets = shown, [each for each in (url.userinfo, url.query) if each]
         who = f"{url.userinfo}@" if url.userinfo else ""
         text = f"{url.scheme}://{who}{url.shown.partition('://')[2]}" + (f"?{url.query}" if url.query else "")
@@ -45,8 +47,7 @@ class Location:
         except CkptconvError:
             raise
         except Exception as error:
-            kind = UsageError if "rotocol" in str(error) else InputError
-            raise kind(f"cannot be read: {self.said(error)}", where=self.shown) from error
+            raise InputError(f"cannot be read: {self.said(error)}", where=self.shown) from error
 
 
 class FsspecTransport(Location):

@@ -55,6 +55,7 @@ _KNOWN = (
     "model.weights.h5",
 )  # a table  # fmt: skip
 _SHARD = r".+-[0-9]{5}-of-(?!00000)[0-9]{5}(\.safetensors|\.bin)"  # whose folder is read as one checkpoint
+_DEEPSPEED, _MEGATRON = "a DeepSpeed ZeRO checkpoint", "a checkpoint of Megatron-LM"
 _ZERO = regex(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
 _RANK = regex(r"mp_rank_[0-9]{2,}(_[0-9]{3,})*/")  # of Megatron-LM: tensor, pipeline and expert parallel ranks
 _STEP = regex(r"(iter_[0-9]+|release)/")
@@ -217,7 +218,7 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
         whole = _absolute(folder.path)
         where, tag = whole.parent, ["--tag", whole.name]
     merge = shell("python", "-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
-    return _Answer("a DeepSpeed ZeRO checkpoint, each file of it one rank's part", f"let DeepSpeed merge it: {merge}")
+    return _Answer(f"{_DEEPSPEED}, each file of it one rank's part", f"let DeepSpeed merge it: {merge}")
 
 
 def _megatron(folder: _Folder) -> _Answer | None:
@@ -233,7 +234,7 @@ def _megatron(folder: _Folder) -> _Answer | None:
         *whole,
     )  # a command  # fmt: skip
     return _Answer(
-        "a checkpoint of Megatron-LM, each folder of it one rank's part",
+        f"{_MEGATRON}, each folder of it one rank's part",
         f"let Megatron-LM merge it, in its repository: {merge}",
     )
 
@@ -244,13 +245,13 @@ def about_part(path: Path) -> str | None:
     """
     here = _absolute(path).parent
     if _ZERO.fullmatch(path.name):
-        folder, row = _folder_at(here), _deepspeed
+        folder, run, row = _folder_at(here), _DEEPSPEED, _deepspeed
     elif _RANK.fullmatch(f"{here.name}/"):
-        folder, row = _folder_at(here.parent), _megatron
+        folder, run, row = _folder_at(here.parent), _MEGATRON, _megatron
     else:
         return None
     found = row(folder) if folder else None
-    return f"one rank's part of {found.what.partition(',')[0]}; {found.hint}" if found else None
+    return f"one rank's part of {run}; {found.hint}" if found else None
 
 
 def _absolute(path: Path) -> Path:

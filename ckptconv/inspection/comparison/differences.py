@@ -18,7 +18,8 @@ __all__ = ["Difference", "OnlyIn", "OtherDifference", "TensorDifference", "Tenso
 class TensorFacts:
     """What the header of one side says of a tensor.
 
-    ``nbytes`` are those of its elements, ``tied_to`` is the path of an earlier tensor that is the same.
+    ``dtype`` and ``shape`` are torch's, ``nbytes`` are those of its elements, ``tied_to`` is the path of an earlier
+    tensor that is the same.
     """
 
     path: str
@@ -35,7 +36,7 @@ class OnlyIn(TensorFacts):
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How far two tensors of one shape are apart: of so many `elements`, how many differ, by at most what.
+    """How far two tensors of one shape are apart: of so many `elements`, ``differing`` ones differ.
 
     ``not_finite`` of those that differ are NaN or an infinity on at least one side. ``largest`` is ``|a - b|`` and
     ``largest_relative`` ``|a - b| / |b|``, each the largest of all other elements; the second is inf where b is 0 and
@@ -56,12 +57,13 @@ class ValueDifference:
 class TensorDifference:
     """Two tensors of one name, at `path` in both. What differs is a pair, of A and of B, else None.
 
-    ``class_name``: ``Tensor``, ``Parameter``, or the class of their own that they have. ``made_of`` says in words what
-    else they are made of: their kinds (strided, sparse), or what the calls hold that make them. ``values`` is None
-    where values were not compared, because shapes or kinds differ; if nothing else differs, because elements share
-    bytes with what is not theirs, and the storages are not equal. ``rng_state``: it is the state of a random generator.
-    ``statistics``: what the elements of each are, where that was asked for; None for a side whose are no numbers.
-    ``sides``: what the headers of A and of B say.
+    These are ``dtype``, ``shape``, ``device``, ``requires_grad``, ``class_name`` and ``made_of``. ``class_name``:
+    ``Tensor``, ``Parameter``, or the class of their own that they have. ``made_of`` says in words what else they are
+    made of: their kinds (strided, sparse), or what the calls hold that make them. ``values`` is None where values were
+    not compared, because shapes or kinds differ; if nothing else differs, because elements share bytes with what is not
+    theirs, and the storages are not equal. ``rng_state``: it is the state of a random generator. ``statistics``: what
+    the elements of each are, where that was asked for; None for a side whose are no numbers. ``sides``: what the
+    headers of A and of B say.
     """
 
     path: str
@@ -79,7 +81,10 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class OtherDifference:
-    """What stands at `path` and is no tensor, on at least one side: in words, None where there is nothing."""
+    """What stands at `path` in `a` and in `b`, and is no tensor in one of them.
+
+    In words; None where there is nothing.
+    """
 
     path: str
     a: str | None
@@ -88,14 +93,22 @@ class OtherDifference:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Result):
-    """What the checkpoints `a` and `b` do not have in common. ``same``: nothing.
+    """What two checkpoints do not have in common.
 
-    ``tensors`` is the number of names that both have, ``nbytes`` what those tensors have in `a`, ties once.
-    ``differing`` are those of them in which anything differs, ``others`` is what differs and is no tensor; both are
-    empty where names alone were compared. ``near`` is the number of tensors in which numbers differ within the
-    tolerance, and none beyond it. ``notes`` say what was not compared, and what else to know. ``suggestion``: where no
-    name is in both because they stand at other paths, or have something before them, the command that compares those
-    tensors.
+    Attributes:
+        a: The first checkpoint.
+        b: The second one.
+        formats: The format of each.
+        tensors: The number of names that both have.
+        nbytes: The bytes that those tensors have in `a`, ties once.
+        only_in_a: Tensors whose name `b` has not.
+        only_in_b: Tensors whose name `a` has not.
+        differing: Tensors of both in which anything differs; none where names alone were compared.
+        others: What differs and is no tensor; nothing where names alone were compared.
+        notes: What was not compared, and what else to know.
+        suggestion: Where no name is in both because they stand at other paths, or have something before them, the
+            command that compares those tensors.
+        near: The number of tensors in which numbers differ within the tolerance, and none beyond it.
     """
 
     a: str

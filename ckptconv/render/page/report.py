@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.errors import count, size
+from ckptconv.hints import in_python
 from ckptconv.render.page.columns import LONGEST, MOST, columns, largest, listed, shape_words, words
 from ckptconv.render.report import report_facts, report_title
 
@@ -27,7 +29,7 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
     untied = [info.nbytes for info in checkpoint.tensors.values() if info.tied_to is None]
     devices = [None if checkpoint.is_state_dict else info.device for info in tensors]
     was = {change.new: change.old for change in report.changes.names}
-    said = [(label, text if isinstance(text, str) else ", ".join(text)) for label, text in report_facts(report)]
+    said = map(in_python, report_facts(report))
     found = [listed("tied", [*ties.values()])]
     return {
         "title": report.dst,
@@ -36,7 +38,10 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
         "facts": [
             ("from", report.src),
             ("tensors", f"{count(len(checkpoint.tensors), 'tensor')}, {size(sum(untied))}"),
-            *((label, text[:LONGEST]) for label, text in said[:MOST]),
+            *(
+                (label, (what if isinstance(what, str) else ", ".join(what))[:LONGEST])
+                for label, what in islice(said, MOST)
+            ),
             *left_out,
         ],
         "lists": [each for each in found if each],

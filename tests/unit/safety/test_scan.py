@@ -608,7 +608,8 @@ def test_said(write: Write, command: Command) -> None:
     shown = ckptconv.inspect(path)
     assert shown.dangerous == ("os.system",)
     (concern,) = shown.as_dict()["concerns"]
-    assert concern == {"name": "os.system", "path": "x (pickle inside)", "dangerous": True, "more": 0}
+    where = {"path": "x (pickle inside)", "more": 0, "inside": True}
+    assert concern == {"name": "os.system", "dangerous": True, **where}
     assert "os.system (at x (pickle inside))" in shown.findings[0].text
     command("inspect", path, out="os.system at x (pickle inside)")
     command("verify", path, status=1, out="x (pickle inside)")
