@@ -250,6 +250,18 @@ def test_an_index_of_shards_under_another_name(tmp_path: Path) -> None:
     assert len(ckptconv.inspect(tmp_path / "set" / "model.index.json").tensors) == 2
 
 
+def test_an_index_of_shards_by_its_content(tmp_path: Path) -> None:
+    """Whatever a ``.json`` is called: it is read, becomes one file, and a set again."""
+    torch.save({"a": torch.ones(64), "b": torch.ones(64)}, tmp_path / "whole.pt")
+    ckptconv.convert(tmp_path / "whole.pt", tmp_path / "set", max_shard_size=300, format="safetensors")
+    index = (tmp_path / "set" / "model.safetensors.index.json").rename(tmp_path / "set" / "weights.json")
+    assert len(ckptconv.inspect(index).tensors) == 2
+    ckptconv.convert(index, tmp_path / "again.pt")
+    assert ckptconv.diff(tmp_path / "again.pt", tmp_path / "whole.pt").same
+    ckptconv.convert(index, tmp_path / "cast", dtype="fp16")
+    assert len([*(tmp_path / "cast").glob("*.safetensors")]) == 2
+
+
 # Zips
 
 
