@@ -63,9 +63,8 @@ class Pieces:
 
     def chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
         """The bytes of `piece`, each buffer good until the next is asked for. Raises what reading raises."""
-        if isinstance(piece, InflateSlice):
-            yield from reading.read(self.part(piece))
-        elif isinstance(piece, Gather):
+        piece = self.located(piece)
+        if isinstance(piece, Gather):
             from ckptconv.byteranges.kernels.gathering import gather
 
             yield from gather(piece, self._whole(piece.of))
@@ -78,10 +77,11 @@ class Pieces:
         else:
             yield from reading.read(piece)
 
-    def part(self, part: InflateSlice) -> ByteRange:
-        """Where `part` can be read."""
-        whole = self._whole(part.of)
-        return ByteRange(whole.source, whole.offset + part.offset, part.length)
+    def located(self, piece: Piece) -> Piece:
+        """`piece`; of a part of what is deflated, where it can be read."""
+        if not isinstance(piece, InflateSlice):
+            return piece
+        return self._whole(piece.of).slice(piece.offset, piece.length)
 
     def buffer_for(self, piece: Cast, most: int) -> CastBuffer:
         """What casts `piece`, at most so many bytes of what it is made of at once."""

@@ -6,7 +6,7 @@ All kinds answer the questions of :class:`Piece`. How the bytes themselves come 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -35,6 +35,7 @@ __all__ = [
     "Overflow",
     "Piece",
     "Progress",
+    "joined",
 ]
 
 #: How many numbers were too large for their new dtype, by the paths of the tensors on their storage.
@@ -84,6 +85,18 @@ class Piece:
         """The ranges that are read to make it."""
         return self.ranges()
 
+    def is_at_hand(self) -> bool:
+        """Whether each of its bytes is known, or stands in the source, before anything is written."""
+        return bool(self.ranges())
+
+    def part_at(self, offset: int) -> tuple[Piece, int]:
+        """The one of several parts that has the byte at `offset`, and where in it that is; else itself."""
+        return self, offset
+
+    def resolved(self, sums: Sequence[int]) -> Piece:  # noqa: ARG002
+        """With the checksums in it, which are those of `sums`."""
+        return self
+
     def stored(self) -> ByteRange | None:
         """The whole range of the source that this is made of, if it stands there as it is: what has the checksum."""
         return None
@@ -126,6 +139,12 @@ class Literal(Piece):
 
     def __post_init__(self) -> None:
         self.length = len(self.data)
+
+    def is_at_hand(self) -> bool:
+        return True
+
+    def _part(self, offset: int, length: int) -> Literal:
+        return Literal(self.data[offset : offset + length])
 
 
 @dataclass(unsafe_hash=True, slots=True)  # not frozen: that makes them four times as slow
@@ -225,6 +244,10 @@ class Concat(Piece):
                 return None
             crc32 = combined(crc32, part.crc32, part.length)
         return crc32
+
+    def part_at(self, offset: int) -> tuple[ByteRange, int]:
+        i = bisect_right(self.starts, offset) - 1
+        return self.parts[i], offset - self.starts[i]
 
     def _part(self, offset: int, length: int) -> Concat:
         parts, left = [], length
@@ -349,6 +372,9 @@ class Deferred(Piece):
     length: int
     make: Callable[[Sequence[int]], bytes]
 
+    def resolved(self, sums: Sequence[int]) -> Literal:
+        return Literal(self.make(sums))
+
 
 #: What a storage's bytes are made of.
 Data: TypeAlias = "ByteRange | Inflate | Concat | Assemble | Cast"
@@ -374,3 +400,28 @@ class OutFile:
         """All of `source`, as the file `path`."""
         pieces = (ByteRange(source, 0, source.size),) if source.size else ()
         return cls(path, pieces, source.size, mode=source.mode)
+
+
+def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """`pieces`, literal bytes joined, and ranges that follow one another in one source."""
+    out: list[Piece] = []
+    literal = bytearray()
+    for piece in pieces:
+        if isinstance(piece, Literal):
+            literal += piece.data
+            continue
+        if literal:
+            out.append(Literal(bytes(literal)))
+            literal.clear()
+        spans = piece.ranges()
+        if not spans:
+            out.append(piece)
+        for span in spans:
+            last = out[-1] if out else None
+            if isinstance(last, ByteRange) and last.source is span.source and last.offset + last.length == span.offset:
+                out[-1] = ByteRange(span.source, last.offset, last.length + span.length)
+            else:
+                out.append(span)
+    if literal:
+        out.append(Literal(bytes(literal)))
+    return tuple(out)

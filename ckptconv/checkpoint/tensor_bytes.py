@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 from ckptconv.byteranges.spans import (
     ByteRange,
     Cast,
-    Concat,
     Gather,
     Inflate,
     Piece,
@@ -41,8 +38,7 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
     if info.contiguous:
         elements = of.slice(offset, length)
     else:
-        if isinstance(of, Concat):
-            of, offset = _part_around(of, offset)
+        of, offset = of.part_at(offset)  # a view lies within one, because parts are made of what views reach over
         assert isinstance(of, (ByteRange, Inflate))
         elements = Gather(of, old.itemsize, info.shape, info.stride, offset // old.itemsize, length)
     swapped = byteorder == "big" and old.itemsize > 1 and old.name in BY_NAME
@@ -51,12 +47,3 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
     return Cast(
         elements, old.name, dtype.name, info.nbytes, info.conj, info.neg, swapped, paths=cast.paths if cast else ()
     )
-
-
-def _part_around(chain: Concat, offset: int) -> tuple[ByteRange, int]:
-    """The part of `chain` that has the byte at `offset`, and where in it that is.
-
-    A view lies within one part, because parts are made of what views reach over.
-    """
-    i = bisect_right(chain.starts, offset) - 1
-    return chain.parts[i], offset - chain.starts[i]

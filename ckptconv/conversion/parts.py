@@ -102,10 +102,8 @@ class PlannedFile:
         with Pieces((*self._file.pieces, *self._file.sums)) as reader:
             sums = [_sum(reader, piece, tick) for piece in self._file.sums]
             reader.overflowed.clear()  # what is summed is computed twice
-            for piece in self._file.pieces:
-                if isinstance(piece, Deferred):
-                    yield piece.make(sums)
-                elif self._is_made(piece):
+            for piece in (each.resolved(sums) for each in self._file.pieces):
+                if self._is_made(piece):
                     for chunk in reader.chunks(piece):
                         tick(len(chunk))
                         yield bytes(chunk)

@@ -12,12 +12,13 @@ In a plain pickle the bytes of storages stand between opcodes: what is between t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from ckptconv.byteranges.patches import SECTOR, Patch, Patches, between
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import ByteRange, Inflate, Literal
+from ckptconv.byteranges.spans import ByteRange, Inflate, Piece
 from ckptconv.checkpoint.model import Checkpoint, Storage
 from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.errors import UnsupportedError
@@ -139,11 +140,8 @@ def _fitted(checkpoint: Checkpoint, length: int, graph: Graph | None = None) -> 
     return None
 
 
-def _joined(pieces: list[Literal | ByteRange]) -> bytes:
-    parts = [
-        piece.data if isinstance(piece, Literal) else piece.source.read(piece.offset, piece.length) for piece in pieces
-    ]
-    return b"".join(parts)
+def _joined(pieces: Iterable[Piece]) -> bytes:
+    return b"".join(chain.from_iterable(map(read, pieces)))
 
 
 def _padded(pickle: bytes, more: int) -> bytes | None:

@@ -40,13 +40,14 @@ from ckptconv.byteranges.spans import (
     Literal,
     OutFile,
     Piece,
+    joined,
 )
 from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
 from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.zips import cut_short, refuse_foreign_zips
-from ckptconv.formats.layout import Layout, joined
+from ckptconv.formats.layout import Layout
 from ckptconv.formats.pickle_writing import (
     pickle_pieces,
     refuse_unknown_dtypes,

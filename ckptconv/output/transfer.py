@@ -23,7 +23,6 @@ from ckptconv.byteranges.spans import (
     ByteRange,
     Cast,
     Deferred,
-    InflateSlice,
     OutFile,
     Overflow,
     Piece,
@@ -155,8 +154,7 @@ class Transfer:
 
     def _move(self, out: Destination, at: int, piece: Piece) -> Iterator[int]:
         """Write `piece` at `at`; the lengths written, one after another."""
-        if isinstance(piece, InflateSlice):
-            piece = self.pieces.part(piece)
+        piece = self.pieces.located(piece)
         if isinstance(piece, ByteRange):
             yield from _copy(out, at, piece)
             return
@@ -172,10 +170,7 @@ class Transfer:
 
     def _chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
         """The bytes of `piece`, a buffer at a time, each good until the next is asked for."""
-        if isinstance(piece, Deferred):
-            yield piece.make(self.all_sums)
-        else:
-            yield from self.pieces.chunks(piece)
+        yield from self.pieces.chunks(piece.resolved(self.all_sums))
 
 
 def _is_for_workers(piece: Piece) -> TypeGuard[Cast]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ckptconv.byteranges.spans import ByteRange, ByteSource, Literal, OutFile, Piece
+from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Piece, joined
 from ckptconv.light_dataclass import dataclass
 
 __all__ = ["LEAST", "Part", "is_streamed", "parts_of"]
@@ -32,7 +32,7 @@ class Part:
 
 def is_streamed(file: OutFile) -> bool:
     """Whether all bytes of `file` are known, or stand in sources, before any is written."""
-    return all(isinstance(piece, Literal) or piece.ranges() for piece in file.pieces)
+    return all(piece.is_at_hand() for piece in file.pieces)
 
 
 def parts_of(file: OutFile, copies: Callable[[ByteSource], bool]) -> list[Part]:
@@ -51,7 +51,7 @@ def parts_of(file: OutFile, copies: Callable[[ByteSource], bool]) -> list[Part]:
             parts.append(Part(tuple(piece), _length(piece), copied=False))
         waiting.clear()
 
-    for piece in _atoms(file.pieces):
+    for piece in joined(file.pieces):
         lacking = max(0, LEAST - _length(waiting)) if waiting else 0
         if not (isinstance(piece, ByteRange) and copies(piece.source) and piece.length - lacking >= LEAST):
             waiting.append(piece)
@@ -68,24 +68,6 @@ def parts_of(file: OutFile, copies: Callable[[ByteSource], bool]) -> list[Part]:
     return parts
 
 
-def _atoms(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """`pieces` as literals and ranges, one range where several of a source follow one another."""
-    last: ByteRange | None = None
-    for piece in pieces:
-        for each in piece.ranges() or (piece,):
-            follows = last and isinstance(each, ByteRange) and each.source is last.source
-            if last and follows and isinstance(each, ByteRange) and each.offset == last.offset + last.length:
-                last = ByteRange(last.source, last.offset, last.length + each.length)
-                continue
-            if last:
-                yield last
-            last = each if isinstance(each, ByteRange) else None
-            if last is None:
-                yield each
-    if last:
-        yield last
-
-
 def _cut(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
     """`pieces`, in groups of `most` bytes; the last may have fewer."""
     group: list[Piece] = []
@@ -94,9 +76,7 @@ def _cut(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
         at = 0
         while at < piece.length:
             length = min(piece.length - at, room)
-            group.append(
-                Literal(piece.data[at : at + length]) if isinstance(piece, Literal) else piece.slice(at, length)
-            )
+            group.append(piece.slice(at, length))
             at, room = at + length, room - length
             if not room:
                 yield group

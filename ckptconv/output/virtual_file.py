@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces
-from ckptconv.byteranges.spans import Deferred, Literal, OutFile, Piece
+from ckptconv.byteranges.spans import OutFile, Piece
 
 __all__ = ["VirtualFile"]
 
@@ -26,9 +26,7 @@ class VirtualFile(io.RawIOBase):
         super().__init__()
         self._size = file.size
         unsummed = [0] * len(file.sums)
-        self._pieces = [
-            Literal(piece.make(unsummed)) if isinstance(piece, Deferred) else piece for piece in file.pieces
-        ]
+        self._pieces = [piece.resolved(unsummed) for piece in file.pieces]
         self._lengths = [piece.length for piece in file.pieces]
         reading.announce(self._pieces)
         self._starts = [0, *accumulate(self._lengths)][:-1]
@@ -83,7 +81,7 @@ class VirtualFile(io.RawIOBase):
 
     def _read_piece(self, piece: Piece, offset: int, buffer: memoryview) -> int:
         """What `piece` has from `offset` on, as much as `buffer` takes."""
-        if not (isinstance(piece, Literal) or piece.ranges()):
+        if not piece.is_at_hand():
             return self._read_stream(piece, offset, buffer)
         length = min(piece.length - offset, len(buffer))
         reading.read_into(piece, offset, buffer[:length])

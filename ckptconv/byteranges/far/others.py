@@ -20,7 +20,7 @@ class Location:
 
     def __init__(self, url: Url, shown: object) -> None:
         """Raises UsageError where there is no such filesystem, or a package for it is missing."""
-        if url.scheme not in fsspec.available_protocols():
+        if url.scheme not in (*fsspec.registry, *fsspec.available_protocols()):
             raise UsageError(f"cannot be read: neither ckptconv nor fsspec knows {url.scheme}://", where=shown)
         self.shown, self._secrets = shown, [each for each in (url.userinfo, url.query) if each]
         who = f"{url.userinfo}@" if url.userinfo else ""

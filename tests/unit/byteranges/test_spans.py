@@ -24,6 +24,7 @@ from ckptconv.byteranges.spans import (
     InflateSlice,
     Literal,
     Piece,
+    joined,
 )
 from tests.support.pieces import KINDS, RAW, bytes_of, every_data, numbers_in
 
@@ -75,6 +76,29 @@ def test_what_is_inflated_into_a_file(source: Source) -> None:
         assert piece.spooled() is wanted
 
 
+def test_what_is_known_before_anything_is_written(source: Source) -> None:
+    """Bytes of our own and ranges; what is computed, inflated or waits for checksums is not. Those make bytes of it."""
+    every = every_data(source)
+    late = Deferred(8, lambda sums: bytes(sums))
+    ready = {kind for kind, (data, _) in every.items() if data.is_at_hand()}
+    assert ready == {"span", "chain"} and Literal(b"").is_at_hand() and not late.is_at_hand()
+    assert late.resolved([1, 2]) == Literal(b"\1\2") and all(each.resolved([]) is each for each, _ in every.values())
+
+
+def test_what_lies_side_by_side_is_one(source: Source) -> None:
+    """Literals, and ranges of one source; a chain by its parts."""
+    first, second = ByteRange(source, 7, 3), ByteRange(source, 10, 5)
+    chain = Concat((second, first), None, 8)
+    assert joined([Literal(b"a"), Literal(b"b"), first, chain, Literal(b"c")]) == (
+        Literal(b"ab"),
+        ByteRange(source, 7, 8),
+        first,
+        Literal(b"c"),
+    )
+    assert chain.part_at(6) == (first, 1) and first.part_at(1) == (first, 1)
+    assert Literal(b"abcd").slice(1, 2) == Literal(b"bc")
+
+
 def test_damage_is_seen_in_what_is_cast(source: Source) -> None:
     """A range with a checksum, read while it is cast, is compared with it; a part of one cannot be."""
     span = ByteRange(source, 7, len(RAW), zlib.crc32(RAW) ^ 1)
@@ -87,7 +111,6 @@ def test_what_is_made_as_a_whole_has_no_parts(source: Source) -> None:
     """Nobody asks for a part of what is made for one tensor, or for the file; all of it is a piece."""
     span = ByteRange(source, 7, 16)
     pieces: list[Piece] = [
-        Literal(b"12345678"),
         Gather(span, 4, (2,), (2,), 0, 8),
         Assemble((), (2,), 4, 8),
         Deferred(8, lambda sums: bytes(8)),
