@@ -31,7 +31,8 @@ from ckptconv.inspection.comparison.differences import (
     TensorFacts,
     ValueDifference,
 )
-from ckptconv.inspection.comparison.pairing import Pairing, Side
+from ckptconv.inspection.comparison.pairing import Pairing
+from ckptconv.inspection.comparison.sides import Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, options_of
 from ckptconv.inspection.comparison.values import DifferenceFound, Key, Meter, Values, bytes_of
 from ckptconv.inspection.values import values_of
