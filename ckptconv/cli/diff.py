@@ -92,6 +92,13 @@ def diff_command(
     brief = style.width is not None and not (verbose or as_json)
     progress = partial(progress_bar, quiet=quiet)
 
+    pairs = pairs_of(a, b)
+    number = 1 if pairs is None else len(pairs)
+    page = PageFile.asked_for(flags["html"], number, opens=flags["opens"], force=flags["force"])
+    shown = _Shown(
+        style, page, (*options_of(edits), *compared.options()), as_json=as_json, quiet=quiet, verbose=verbose
+    )
+
     def differ(a: str | Path, b: str | Path, name: str = "") -> bool:
         """Whether they do, which is shown under this `name`."""
         if quiet and not (as_json or page):
@@ -100,12 +107,6 @@ def diff_command(
         shown.difference(found, compared, name)
         return not found.same
 
-    pairs = pairs_of(a, b)
-    number = 1 if pairs is None else len(pairs)
-    page = PageFile.asked_for(flags["html"], number, opens=flags["opens"], force=flags["force"])
-    shown = _Shown(
-        style, page, (*options_of(edits), *compared.options()), as_json=as_json, quiet=quiet, verbose=verbose
-    )
     if pairs is None:
         return int(differ(a, b))
     answers: Counter[str] = Counter()
