@@ -130,7 +130,7 @@ __all__ = ["convert_command"]
     click.option(
         "--verify",
         is_flag=True,
-        help="Compare SRC's records with their checksums, where it has some, and read DST back before it appears.",
+        help="Compare SRC's records with their checksums, where it has some, and read DST back to compare it.",
     ),
     click.option(
         "--allow-unsafe",

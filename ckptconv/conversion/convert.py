@@ -24,8 +24,9 @@ from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError
 from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python, option
+from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
-from ckptconv.output.far_targets import far_writer
+from ckptconv.output.far_folders import old_set
 from ckptconv.output.folders import NewFolder, write_folder
 from ckptconv.pickles.graph import gc_paused
 
@@ -101,14 +102,16 @@ def run(
         with gc_paused():
             whole = _planned(source, path, edits, output, is_folder=is_folder, opened=opened)
         if is_url(path):
-            about += far_writer(path).about_upload(whole.plan.files, verify=output.verify)
+            if is_folder:
+                whole.old = old_set(path, whole.plan.files, whole.may_go, replace=output.force)
+            about += far_targets.far_writer(path).about_upload(whole.plan.files, verify=output.verify) + whole.old.about
         whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))
         overflowed: Overflow = {}
         verified = None
         if not output.dry_run:
             if output.verify:
                 faults.check()
-                verified = Verified(faults.checked, faults.nbytes, output=not is_url(path))
+                verified = Verified(faults.checked, faults.nbytes, output=True)
             with progress(whole.plan.size) if progress else nullcontext() as tick:
                 overflowed = write(whole, source, output, tick)
         return report_of(
@@ -178,9 +181,8 @@ def write(whole: FolderPlan, source: Readable, output: OutputOptions, progress: 
     """
     plan = whole.plan
     if is_url(plan.target):
-        how = {"replace": output.force, "verify": output.verify, "progress": progress}
-        may_go = whole.may_go if plan.is_folder else None
-        overflowed: Overflow = far_writer(plan.target).upload(plan.files, source, may_go=may_go, **how)
+        how = {"replace": output.force, "verify": output.verify, "old": whole.old, "progress": progress}
+        overflowed: Overflow = far_targets.far_writer(plan.target).upload(plan.files, source, **how)
         return overflowed
     if not plan.is_folder:
         return output_files.write(plan.files[0], source, replace=output.force, verify=output.verify, progress=progress)
@@ -200,7 +202,7 @@ def _folder_for(path: Path) -> Path:
 def _check_target(source: Readable | None, path: Path, *, force: bool) -> None:
     """Raise where `path` can hold no file."""
     if is_url(path):
-        far_writer(path).check_object(path, replace=force)
+        far_targets.check_object(path, replace=force)
         return
     try:
         same = source is not None and source.is_same_file(os.stat(path))

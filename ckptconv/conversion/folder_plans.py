@@ -29,6 +29,7 @@ from ckptconv.formats.sharded.index import family_of
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
+from ckptconv.output.far_folders import NO_OLD_SET, OldSet
 from ckptconv.output.folders import names_in, no_name
 from ckptconv.output.other_files import OtherFile, others_in, rest_of
 
@@ -41,14 +42,15 @@ PlanOne = Callable[[Readable, Path, bool, Edits], Plan]
 
 @dataclass
 class FolderPlan:
-    """The `plan`, what could not be converted and why, the names in an old target that may go with it, and the folder
-    that the new one is `like`.
+    """The `plan`, what could not be converted and why, the names in an old target that may go with it, the folder that
+    the new one is `like`, and what of an `old` set leaves a far target.
     """
 
     plan: Plan
     failed: tuple[tuple[Path, CkptconvError], ...] = ()
     may_go: Callable[[str], bool] = no_name
     like: Path | None = None
+    old: OldSet = NO_OLD_SET
 
 
 @dataclass(eq=False)

@@ -54,7 +54,7 @@ class SaveOptions(PlanOptions, total=False):
     verify: Annotated[
         bool,
         "Compare the input's records with their checksums, where it has some, and read the output back before it"
-        " appears; the report says what was compared.",
+        " appears, or in a store when it is there; the report says what was compared.",
     ]
 
 

@@ -7,8 +7,9 @@ from types import ModuleType
 
 from ckptconv.byteranges.sources import list_folder
 from ckptconv.errors import MissingInputError, UsageError
+from ckptconv.output.far_folders import refuse_existing
 
-__all__ = ["far_writer", "is_there"]
+__all__ = ["check_object", "far_writer", "is_there"]
 
 
 def far_writer(path: Path) -> ModuleType:
@@ -35,3 +36,8 @@ def is_there(path: Path, *, is_folder: bool) -> bool:
         return any(list_folder(path))
     except MissingInputError:
         return False
+
+
+def check_object(path: Path, *, replace: bool) -> None:
+    """Raise TargetExistsError where a file is at `path`, unless it may be replaced."""
+    refuse_existing(path, far_writer(path).exists, replace=replace)

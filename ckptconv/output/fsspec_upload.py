@@ -19,11 +19,14 @@ from ckptconv.byteranges.far.others import Location
 from ckptconv.byteranges.far.paths import far_path
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
-from ckptconv.errors import CkptconvError, OutputError, TargetExistsError, UnsupportedError
-from ckptconv.output.far_folders import REPLACES, old_files
+from ckptconv.errors import CkptconvError, OutputError, UnsupportedError, size
+from ckptconv.output.far_folders import NO_OLD_SET, OldSet, refuse_existing
 from ckptconv.output.files import fill, temporary_beside
+from ckptconv.output.read_back import IS_THERE, digest, read_back
 
-__all__ = ["about_upload", "check_object", "exists", "upload"]
+__all__ = ["about_upload", "exists", "upload"]
+
+_CHUNK = 8 << 20
 
 
 def exists(path: Path) -> bool:
@@ -33,17 +36,13 @@ def exists(path: Path) -> bool:
         return bool(at.files.exists(at.path))
 
 
-def check_object(path: Path, *, replace: bool) -> None:
-    """Raise TargetExistsError where a file is at `path`, unless it may be replaced."""
-    if not replace and exists(path):
-        raise TargetExistsError("the output exists", where=path, hint=REPLACES)
-
-
-def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:  # noqa: ARG001 - as the writer to S3
+def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
     """What writing `files` takes, and what is not promised."""
+    back = f"{size(sum(file.size for file in files))} are read back when they are there"
     return (
         "written to a temporary file here first, and sent when it is whole; fsspec's filesystems promise nothing about"
         " two that write to one place, and none of their own is tested but the one in memory",
+        *([back] if verify else []),
     )
 
 
@@ -53,31 +52,43 @@ def upload(
     *,
     replace: bool,
     verify: bool,
-    may_go: Callable[[str], bool] | None = None,
+    old: OldSet = NO_OLD_SET,
     progress: Progress | None = None,
+    read: Progress | None = None,
 ) -> Overflow:
     """Write `files`, whose paths are URLs and whose ranges come from `source`; what overflowed. The last one, which is
-    the index where there are several, appears last. With `replace` an old index goes before any of them appears, and
-    behind them what else of an old set `may_go`.
+    the index where there are several, appears last. What of an `old` set leaves first does so before any of them
+    appears. To `verify` them they are read back when all are there: `read` is called with each number of bytes.
 
     Raises OutputError, UnsupportedError where the filesystem could show half a file, and TargetExistsError.
     """
     overflowed: Counter[tuple[str, ...]] = Counter()
-    old = old_files(files, may_go, replace=replace)
-    for file in files:
-        check_object(file.path, replace=replace)
+    sent: list[tuple[Path, int, bytes]] = []
+
+    def refuse() -> None:
+        for file in files:
+            refuse_existing(file.path, exists, replace=replace)
+
+    refuse()
     with _appearing(Location(far_path(files[0].path).url, files[0].path)) as send:
         for file in files:
             with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
                 here = Path(folder) / file.path.name
-                done = fill(here, changed(file, path=here), source, verify=verify, progress=progress)
-                overflowed.update(done)
+                overflowed.update(fill(here, changed(file, path=here), source, verify=verify, progress=progress))
                 source.check_unchanged()
+                with open(here, "rb") as data:
+                    chunks = iter(lambda: data.read(_CHUNK), b"")
+                    sent += [(file.path, file.size, digest(chunks))] if verify else []
                 send(here, Location(far_path(file.path).url, file.path))
-        for file in files:
-            check_object(file.path, replace=replace)
-        _remove(path for name, path in old.items() if name.endswith(".json"))
-    _remove(old[name] for name in old.keys() - {file.path.name for file in files} if not name.endswith(".json"))
+        refuse()
+        _remove(old.first)
+    for path, length, md5 in sent:
+        try:
+            read_back(path, [(length, md5)], None, read)
+        except OutputError as error:
+            error.hint = error.hint or IS_THERE
+            raise
+    _remove(old.last)
     return dict(overflowed)
 
 
@@ -109,7 +120,7 @@ def _appearing(at: Location) -> Iterator[_Send]:
 
         def send(here: Path, there: Location) -> None:
             with open(here, "rb") as data, files.open(there.path, "wb") as out:
-                shutil.copyfileobj(data, out, 8 << 20)
+                shutil.copyfileobj(data, out, _CHUNK)
 
         yield send
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace as changed
 from pathlib import Path
@@ -28,11 +27,12 @@ from ckptconv.byteranges.far.source import FarSource
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
 from ckptconv.errors import OutputError, TargetExistsError, count, size
-from ckptconv.output.far_folders import REPLACES, old_files
+from ckptconv.output.far_folders import NO_OLD_SET, REPLACES, OldSet
 from ckptconv.output.files import fill
+from ckptconv.output.read_back import IS_THERE, Sent, digest, read_back
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 
-__all__ = ["about_upload", "check_object", "exists", "upload"]
+__all__ = ["about_upload", "exists", "upload"]
 
 _HELD = 256 << 20  # bytes of parts that are in memory at once
 _THERE = (409, 412)  # somebody else's object is there, or is being made
@@ -43,27 +43,25 @@ def exists(path: Path) -> bool:
     return _Object(path).head() is not None
 
 
-def check_object(path: Path, *, replace: bool) -> None:
-    """Raise TargetExistsError where an object is at `path`, unless it may be replaced."""
-    if not replace and exists(path):
-        raise TargetExistsError("the output exists", where=path, hint=REPLACES)
-
-
 def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
-    """What writing `files` takes: requests, and bytes through here and in the store; what `verify` does not mean."""
+    """What writing `files` takes: requests, and bytes through here and in the store; and what to `verify` them does."""
     streamed = [file for file in files if is_streamed(file)]
-    notes = ["S3 compares what comes with its checksum, part by part; it is not read back"] if verify else []
+    notes = []
     if len(streamed) < len(files):
         notes.append("what is computed is written to a temporary file here first, and sent when it is whole")
-    if not streamed:
-        return tuple(notes)
     parts = [part for file in streamed for part in parts_of(file, _is_copied)]
     inside, through = (sum(part.length for part in parts if part.copied is kind) for kind in (True, False))
-    requests = sum(_requests(file, len(files)) for file in streamed)
-    notes.append(f"{count(requests, 'request')}: {size(through)} sent from here, {size(inside)} copied within S3")
+    if streamed:
+        requests = sum(_requests(file, len(files)) for file in streamed)
+        notes.append(f"{count(requests, 'request')}: {size(through)} sent from here, {size(inside)} copied within S3")
+    if verify:
+        back = sum(file.size for file in files)
+        requests = sum(-(-nbytes // POLICY.part) for nbytes in (*(file.size for file in files), inside)) + len(files)
+        source = f", and {size(inside)} of the input, which S3 copies, are read to compare" if inside else ""
+        notes.append(f"{size(back)} are read back when they are there{source}: about {count(requests, 'request')} more")
     if inside:
         notes.append("S3 copies no access list, tags or encryption key: the output gets its bucket's defaults")
-        if sums := sum(len(file.sums) for file in streamed):
+        if not verify and (sums := sum(len(file.sums) for file in streamed)):
             notes.append(f"the checksums of {count(sums, 'record')} are not compared: their bytes stay in S3")
     return tuple(notes)
 
@@ -80,38 +78,52 @@ def upload(
     *,
     replace: bool,
     verify: bool,
-    may_go: Callable[[str], bool] | None = None,
+    old: OldSet = NO_OLD_SET,
     progress: Progress | None = None,
+    read: Progress | None = None,
 ) -> Overflow:
     """Write `files`, whose paths are URLs of S3 and whose ranges come from `source`; what overflowed. A file is there
     whole or not at all: what was begun is aborted on any fault.
 
-    Of several the last is the index, which appears when all others are there. With `replace` an old one goes before the
-    first of them appears, so that no reader of an index sees two sets in one; then what stands beside it and `may_go`.
+    Of several the last is the index, which appears when all others are there, and to `verify` it, have been read back.
+    What of an `old` set leaves first does so before the first of them appears. `progress` is called with bytes that are
+    written, `read` with those that are read back.
 
     Raises OutputError, TargetExistsError, and what reading raises.
     """
-    old = old_files(files, may_go, replace=replace)
     overflowed: Counter[tuple[str, ...]] = Counter()
     begun: list[_Upload] = []
+    has_begun_to_leave = False
     try:
         for file in files:
             begun.append(_Upload(_Object(file.path), is_alone=len(files) == 1))
             overflowed.update(begun[-1].send(file, source, verify=verify, progress=progress))
         source.check_unchanged()
-        for name, path in old.items():
-            if name.endswith(".json"):
-                _Object(path).delete()
-        for each in begun:
-            each.appear({} if replace else {"IfNoneMatch": "*"})
-    except BaseException:
+        has_begun_to_leave = True
+        _delete(old.first)
+        condition = {} if replace else {"IfNoneMatch": "*"}
+        *others, last = begun
+        for each in others:
+            each.appear(condition)
+        for each in others if verify else ():
+            each.read_back(read)
+        last.appear(condition)
+    except BaseException as error:
         for each in begun:
             with contextlib.suppress(OutputError):  # what went wrong first matters more
                 each.forget(is_new=not replace)
+        if has_begun_to_leave and isinstance(error, OutputError):
+            old.tell(error)
         raise
-    for name in old.keys() - {file.path.name for file in files}:
-        _Object(old[name]).delete()
+    if verify:
+        last.read_back(read, hint=IS_THERE)
+    _delete(old.last)
     return dict(overflowed)
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    for path in paths:
+        _Object(path).delete()
 
 
 def _is_copied(source: ByteSource) -> bool:
@@ -137,7 +149,8 @@ class _Upload:
         self._data = b""
         self._id: str | None = None
         self._etags: list[str] = []
-        self._is_there = False
+        self._sent: list[Sent] = []
+        self._etag: str | None = None  # of the object, when it is there
 
     def send(self, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
         """Send all of `file`, by way of a file here where it is to be computed; what overflowed."""
@@ -160,22 +173,31 @@ class _Upload:
         with Sums(file.sums if is_compared else ()) as sums:
             if self._is_alone and _is_one_request(parts):
                 self._data = b"".join(map(_bytes_of, parts))
+                self._sent = [(len(self._data), digest([self._data]))]
             else:
                 self._id = self._target.begin()
-                self._etags = self._target.send(parts, self._id, progress)
+                sent = self._target.send(parts, self._id, progress)
+                self._etags, self._sent = [etag for etag, _ in sent], [part for _, part in sent]
             sums.results()
 
     def appear(self, condition: dict[str, str]) -> None:
         """Let all of it appear at once."""
         if self._id is None:
-            self._target.put(self._data, condition)
+            self._etag = self._target.put(self._data, condition)
         else:
-            self._target.complete(self._id, self._etags, condition)
-        self._is_there = True
+            self._etag = self._target.complete(self._id, self._etags, condition)
+
+    def read_back(self, progress: Progress | None, hint: str | None = None) -> None:
+        """Compare what has appeared with what was sent. Raises OutputError, with the `hint` where it differs."""
+        try:
+            read_back(self._target.path, self._sent, self._etag, progress)
+        except OutputError as error:
+            error.hint = error.hint or hint
+            raise
 
     def forget(self, *, is_new: bool) -> None:
         """Let go what was sent, also what has appeared where that `is_new` and nobody else's."""
-        if self._is_there:
+        if self._etag is not None:
             if is_new:
                 self._target.delete()
         elif self._id is not None:
@@ -200,10 +222,11 @@ class _Object:
                 return None
             raise self._failed(error) from error
 
-    def put(self, data: bytes, condition: dict[str, str]) -> None:
-        """Write all of it in one request."""
+    def put(self, data: bytes, condition: dict[str, str]) -> str:
+        """Write all of it in one request; its ETag."""
         with self._as_output_error():
-            self._asked(self._client.put_object, Body=data, ContentMD5=_md5(data), **condition)
+            sum_ = _base64(digest([data]))
+            return str(self._asked(self._client.put_object, Body=data, ContentMD5=sum_, **condition)["ETag"])
 
     def delete(self) -> None:
         """Let it go, whether it is there or not."""
@@ -220,38 +243,40 @@ class _Object:
         with self._as_output_error():
             self._asked(self._client.abort_multipart_upload, UploadId=upload)
 
-    def send(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[str]:
-        """The ETags of `parts`, sent or copied several at once."""
+    def send(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
+        """The ETags of `parts`, sent or copied several at once, and what was sent."""
         with self._as_output_error():
             return self._sent(parts, upload, progress)
 
-    def complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> None:
-        """Let the object appear."""
+    def complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
+        """Let the object appear; its ETag."""
         with self._as_output_error():
-            self._complete(upload, etags, condition)
+            return self._complete(upload, etags, condition)
 
-    def _sent(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[str]:
+    def _sent(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
         largest = max((part.length for part in parts if not part.copied), default=1)
         threads = max(1, min(POLICY.concurrency, _HELD // largest))
-        etags: dict[int, str] = {}
+        done: dict[int, tuple[str, Sent]] = {}
         with ThreadPoolExecutor(threads) as pool:
             tasks = {pool.submit(self._part, part, upload, n): (n, part) for n, part in enumerate(parts, 1)}
             try:
                 for task in as_completed(tasks):
                     number, part = tasks[task]
-                    etags[number] = task.result()
+                    done[number] = task.result()
                     if progress:
                         progress(part.length)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return [etags[number] for number in sorted(etags)]
+        return [done[number] for number in sorted(done)]
 
-    def _part(self, part: Part, upload: str, number: int) -> str:
+    def _part(self, part: Part, upload: str, number: int) -> tuple[str, Sent]:
         more = {"UploadId": upload, "PartNumber": number}
         if not part.copied:
             data = _bytes_of(part)
-            return str(self._asked(self._client.upload_part, Body=data, ContentMD5=_md5(data), **more)["ETag"])
+            sum_ = digest([data])
+            said = self._asked(self._client.upload_part, Body=data, ContentMD5=_base64(sum_), **more)
+            return str(said["ETag"]), (len(data), sum_)
         (span,) = part.pieces
         assert isinstance(span, ByteRange) and isinstance(span.source, FarSource)
         version, url = span.source.requests.version, span.source.url
@@ -263,25 +288,27 @@ class _Object:
             **match,
             **more,
         )
-        return str(done["CopyPartResult"]["ETag"])
+        return str(done["CopyPartResult"]["ETag"]), span
 
-    def _complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> None:
-        """Let the object appear. An answer that was lost is no fault where the object is there with the ETag of its
-        parts.
+    def _complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
+        """Let the object appear; its ETag. An answer that was lost is no fault where the object is there with the ETag
+        of its parts.
         """
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
         try:
-            self._asked(
+            said = self._asked(
                 self._client.complete_multipart_upload,
                 UploadId=upload,
                 MultipartUpload={"Parts": parts},
                 **condition,
             )
+            return str(said.get("ETag", ""))
         except ClientError as error:
-            digests = b"".join(bytes.fromhex(etag.strip('"')) for etag in etags if len(etag.strip('"')) == 32)
-            whole = f'"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(etags)}"'
+            digests = [bytes.fromhex(etag.strip('"')) for etag in etags if len(etag.strip('"')) == 32]
+            whole = f'"{digest(digests).hex()}-{len(etags)}"'
             if _status(error) != 404 or (self.head() or {}).get("ETag") != whole:
                 raise
+            return whole
 
     def _asked(self, call: Callable[..., dict[str, Any]], **more: Any) -> dict[str, Any]:
         """What the store answers, asked again where that may help, until the deadline. Raises what botocore raises."""
@@ -320,6 +347,6 @@ def _status(error: ClientError) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def _md5(data: bytes) -> str:
-    """What the store compares the bytes with that came."""
-    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+def _base64(digest: bytes) -> str:
+    """The digest with which the store compares the bytes that came."""
+    return base64.b64encode(digest).decode()

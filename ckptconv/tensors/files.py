@@ -30,9 +30,9 @@ from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
 from ckptconv.guesses import close_matches
 from ckptconv.hints import for_python, in_python
+from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
 from ckptconv.output.destinations import FileObjectDestination, Output
-from ckptconv.output.far_targets import far_writer
 from ckptconv.pickles.graph import gc_paused
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
     else:
         overflowed = write(FolderPlan(plan), checkpoint.source, output)
     seconds = time.monotonic() - started
-    verified = Verified(0, 0, output=not is_url(target)) if output.verify else None
+    verified = Verified(0, 0, output=True) if output.verify else None
     return in_python(
         report_of(plan, checkpoint.source, seconds=seconds, written=True, overflowed=overflowed, verified=verified)
     )
@@ -276,7 +276,7 @@ def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:
         raise UsageError("the output is a folder", where=text, expected="the path of a file")
     target, format_ = find_target(Path(), path_at(path) if is_url(path) else text, output.format)
     if is_url(target):
-        far_writer(target).check_object(target, replace=output.force)
+        far_targets.check_object(target, replace=output.force)
     else:
         output_files.check_target(target, replace=output.force)
     return target, format_

@@ -1074,6 +1074,7 @@ ELSEWHERE: dict[Site, str] = {
         ],
         "edits/loadable/test_refusals.py::test_the_command_takes_it_all_out",
     ),
+    "output/read_back.py::option force": "output/test_s3_upload.py::test_it_is_read_back",
     "byteranges/far/http.py::option download": "byteranges/far/test_downloads.py::test_the_error_says_what_to_add",
     "checkpoint/replicas.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
     "edits/loadable/refusals.py:refusal:text": (
@@ -1156,6 +1157,8 @@ NOT_TYPED: dict[Site, str] = {
     "formats/opening.py:_open_url:*": _NETWORK,
     "output/far_targets.py:far_writer:text": _NETWORK,
     "output/far_folders.py::option force": _NETWORK,
+    "output/read_back.py:read_back:command inspect": _NETWORK,
+    "output/read_back.py:read_back:command verify": _NETWORK,
     "formats/foreign/paths.py:no_path_error:*": _NETWORK,
     "formats/foreign/files.py::text": f"{_OTHERS} (zstd, lz4, 7z, unrar); bzip2 and xz are typed as the row's",
     "formats/foreign/folders.py:_deepspeed:python": f"{_OTHERS} (DeepSpeed)",

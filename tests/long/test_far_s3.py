@@ -112,7 +112,8 @@ def test_a_dry_run_says_what_it_takes(store: Store, command: Command) -> None:
     """Parts, and bytes here and there; nothing is written."""
     command("convert", url("zip.pt"), url("dry.pt"), "--to", "cuda:1", "-n", out=["sent from here", "copied within S3"])
     words = ["--to", "cuda:1", "-n", "--verify", "--max-shard-size", "14MB", "--format", "safetensors"]
-    command("convert", url("zip.pt"), url("dry/"), *words, out=["requests: ", "sent from here", "it is not read back"])
+    command("convert", url("zip.pt"), url("dry/"), *words, out=["requests: ", "sent from here", "are read back"])
+    command("convert", url("zip.pt"), url("dry.pt"), "--to", "cuda:1", "-n", "--verify", out="of the input, which S3")
     assert store.keys("dry") == []
 
 
@@ -121,7 +122,7 @@ def test_an_object_that_is_there(store: Store, folder: Path, monkeypatch: pytest
     store.put("there.pt", b"old")
     with pytest.raises(TargetExistsError):
         ckptconv.convert(folder / "zip.pt", url("there.pt"))
-    monkeypatch.setattr("ckptconv.output.s3_upload.check_object", lambda *_, **__: None)
+    monkeypatch.setattr("ckptconv.output.far_targets.check_object", lambda *_, **__: None)
     for name in ("zip.pt", "s.safetensors"):
         with pytest.raises(TargetExistsError, match="exists by now"):
             ckptconv.convert(url(name), url("there.pt"), format="pt")
@@ -130,6 +131,74 @@ def test_an_object_that_is_there(store: Store, folder: Path, monkeypatch: pytest
     assert store.get("there.pt") == b"old"
     ckptconv.convert(url("zip.pt"), url("there.pt"), force=True)
     assert ckptconv.verify(url("there.pt")).ok
+
+
+@pytest.mark.parametrize("words", [("--to", "cuda:1"), ("--dtype", "bf16")], ids=["copied", "computed"])
+def test_it_is_read_back(
+    words: tuple[str, str], store: Store, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """Each byte of the output, when it is there. What differs is said, stays, and can be written again."""
+    bad = url(f"back/{words[1]}.pt")
+    made = calls(monkeypatch, lambda *_: None)
+    command("convert", url("zip.pt"), url(f"back/good-{words[1]}.pt"), "--verify", *words, err="the output read back")
+    assert made[-1] == "GetObject"
+    read_wrongly(monkeypatch, bad)
+    said = ("reads back differently", "it is there for everybody to see: --force writes it again")
+    command("convert", url("zip.pt"), bad, "--verify", *words, status=1, err=said)
+    monkeypatch.undo()
+    command("convert", url("zip.pt"), bad, "--verify", "--force", *words)
+
+
+def read_wrongly(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Have the last byte of each answer about an object be another one, if `wrong` stands in its URL."""
+    from ckptconv.byteranges.far.requests import Answer
+    from ckptconv.byteranges.far.s3 import S3Transport
+
+    original = S3Transport.get
+
+    def get(self: Any, *args: Any) -> Answer:
+        answer = original(self, *args)
+        if wrong in str(self._where):
+            answer = Answer(answer.data[:-1] + bytes([answer.data[-1] ^ 1]), answer.version)
+        return answer
+
+    monkeypatch.setattr(S3Transport, "get", get)
+
+
+def test_what_is_read_back_is_not_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody replaced or deleted it in that moment: no word of ours about their object, and it stays."""
+    from ckptconv.output import read_back
+
+    def replace(data: bytes | None) -> Any:
+        def before(path: Any, *args: Any) -> None:
+            store.client.delete_object(Bucket=BUCKET, Key="theirs.pt") if data is None else store.put("theirs.pt", data)
+            read_back.read_back(path, *args)
+
+        return before
+
+    for data, said in ((b"theirs", "another object is there than was written"), (None, "could not be read back")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ckptconv.output.s3_upload.read_back", replace(data))
+            with pytest.raises(OutputError, match=said):
+                ckptconv.convert(url("zip.pt"), url("theirs.pt"), verify=True)
+        assert store.keys("theirs.pt") == (["theirs.pt"] if data else [])
+        store.client.delete_object(Bucket=BUCKET, Key="theirs.pt")
+
+
+def test_a_set_is_read_back(store: Store) -> None:
+    """Its shards before the index appears: where one differs nothing is left. And what was saved from memory."""
+    how = {"max_shard_size": "14MB", "format": "safetensors", "verify": True}
+    with pytest.MonkeyPatch.context() as patch:
+        read_wrongly(patch, "backset/model-00001")
+        with pytest.raises(OutputError, match="reads back differently") as caught:
+            ckptconv.convert(url("zip.pt"), url("backset/"), **how)
+        assert "is there" not in str(caught.value)
+        assert store.keys("backset/") == []
+        read_wrongly(patch, "saved-bad")
+        with pytest.raises(OutputError, match="reads back differently"):
+            ckptconv.save({"a": torch.ones(3)}, url("saved-bad.pt"), verify=True)
+    report = ckptconv.convert(url("zip.pt"), url("backset/"), **how)
+    assert report.verified and report.verified.output
 
 
 def test_onto_itself(store: Store, folder: Path) -> None:

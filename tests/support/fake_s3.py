@@ -123,7 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "POST":
             self._complete(key, parts, body)
         del bucket.uploads[query["uploadId"]]
-        return (200, {}, _xml("CompleteMultipartUploadResult", [("Key", key)])) if body else (204, {}, b"")
+        done = _xml("CompleteMultipartUploadResult", [("Key", key), ("ETag", bucket.etags.get(key, ""))])
+        return (200, {}, done) if body else (204, {}, b"")
 
     def _read(self, key: str) -> tuple[int, dict[str, str], bytes]:
         if key not in self.bucket.objects:

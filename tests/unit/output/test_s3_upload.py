@@ -14,6 +14,7 @@ from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
     state_dicts,
     test_a_dry_run_says_what_it_takes,
     test_a_set_appears_whole,
+    test_a_set_is_read_back,
     test_a_source_that_changes_meanwhile,
     test_an_object_that_is_there,
     test_onto_itself,
@@ -21,7 +22,9 @@ from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
     test_several_at_once,
     test_sources,
     test_what_is_not_there,
+    test_what_is_read_back_is_not_there,
 )
+from tests.support.command import Command
 from tests.support.fake_s3 import running_fake
 from tests.support.seaweed import Store
 
@@ -53,3 +56,8 @@ def test_a_fault_at_every_request(store: Store, monkeypatch: pytest.MonkeyPatch)
     """Whichever fails: the old object as it was, and no open upload."""
     test_far_s3.test_a_fault_at_every_request("refused", store, monkeypatch)
     test_far_s3.test_a_set_and_a_fault_at_every_request(store, step=4)
+
+
+def test_it_is_read_back(store: Store, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    """Each byte of the output, when it is there. What differs is said, stays, and can be written again."""
+    test_far_s3.test_it_is_read_back(("--to", "cuda:1"), store, monkeypatch, command)
