@@ -28,6 +28,7 @@ from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
 from ckptconv.output.far_folders import old_set
 from ckptconv.output.folders import NewFolder, write_folder
+from ckptconv.output.other_files import as_files
 from ckptconv.pickles.graph import gc_paused
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def run(
             whole = _planned(source, path, edits, output, is_folder=is_folder, opened=opened)
         if is_url(path):
             if is_folder:
+                files = (*as_files(whole.plan.others, opened), *whole.plan.files)  # of which the index is the last
+                whole.plan = replace(whole.plan, files=files, others=())
                 whole.old = old_set(path, whole.plan.files, whole.may_go, replace=output.force)
             about += far_targets.far_writer(path).about_upload(whole.plan.files, verify=output.verify) + whole.old.about
         whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import field, replace
 from pathlib import Path
 
-from ckptconv.byteranges.sources import Readable, SourceFolder, first_bytes, is_url
+from ckptconv.byteranges.sources import Readable, SourceFolder, first_bytes, is_url, list_folder
 from ckptconv.checkpoint.model import LeftBehind
 from ckptconv.conversion.discovery import find, find_in
 from ckptconv.conversion.options import OutputOptions
@@ -83,7 +83,8 @@ def plan_folder(
     files would have one name.
     """
     folder, is_whole = source.folder, source.path.is_dir()
-    every = find(folder) if is_whole else [] if source.is_far else find_in(folder)
+    is_listed = output.copy_others or not source.is_far
+    every = find(folder) if is_whole else find_in(folder) if is_listed else []
     chosen = [each for each in every if each.kind in ("file", "shards", "dcp")]
     if not is_whole:
         named = Found(source.path, "shards", (source.path,))  # whatever it is called
@@ -171,7 +172,7 @@ def _others(
     taken = {str(path.relative_to(folder)) for each in chosen for path in each.parts}
     if not is_whole:  # the files beside an index, but for other checkpoints
         beside = {each.path.name for each in every if each.kind == "other"}
-        taken |= {name for name in os.listdir(folder) if name not in beside}
+        taken |= {name for name in list_folder(folder)[1] if name not in beside}
     return others_in(folder, target, taken, deep=is_whole)
 
 

@@ -29,8 +29,9 @@ from ckptconv.edits.options import Edits, edits_from, option_of
 from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError, UsageError
 from ckptconv.hints import joined, option, unknown_keyword
 from ckptconv.light_dataclass import dataclass
+from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
-from ckptconv.output.other_files import check_inside
+from ckptconv.output.other_files import check_inside, open_other
 
 __all__ = ["Job", "JobExecutor", "Outcome", "Task", "finished", "stamp_of", "work"]
 
@@ -204,13 +205,17 @@ def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Report:
 def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
     """Copy `src` to `dst` as it is."""
     output = job.as_output()
-    if "within" in job.edits:
+    if "within" in job.edits and not is_url(src):
         check_inside(src, Path(job.edits["within"]))
-    with Source(src) as source:
-        output_files.check_target(dst, replace=output.force)
-        if not output.dry_run:
-            file = OutFile.copy_of(source, dst)
-            output_files.write(file, source, replace=output.force, verify=output.verify, progress=tick)
+    how: dict[str, Any] = {"replace": output.force, "verify": output.verify, "progress": tick}
+    with open_other(src) as source:
+        file = OutFile.copy_of(source, dst)
+        check = far_targets.check_object if is_url(dst) else output_files.check_target
+        check(dst, replace=output.force)
+        if not output.dry_run and is_url(dst):
+            far_targets.far_writer(dst).upload([file], source, **how)
+        elif not output.dry_run:
+            output_files.write(file, source, **how)
         return Report(str(src), str(dst), ("", ""), source.size, Changes(), (), (), (), 0.0, not output.dry_run)
 
 

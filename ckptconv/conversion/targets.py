@@ -115,9 +115,9 @@ def list_items(
     paths: Sequence[Path] = [path_at(each) for each in srcs]
     if not _is_folder(dst):
         _refuse_odd_suffix(path, output.format, paths)
-    if output.copy_others and (far := next(filter(is_url, (*paths, path)), None)):
-        raise UsageError(option("copy_others") + " copies from a folder here to one here", where=far)
-    if output.copy_others and all(os.path.isfile(src) and not is_index_file(Path(src)) for src in paths):
+    if output.copy_others and (web := next((src for src in paths if os.fspath(src).startswith("http")), None)):
+        raise UsageError(option("copy_others") + " looks into a folder, and web servers list none", where=web)
+    if output.copy_others and all(_is_file(src) and not is_index_file(src) for src in paths):
         raise UsageError(option("copy_others") + " is for folders, and the input is none", where=paths[0])
     if len(paths) > 1 and not _will_be_folder(path, dst):
         paths = _as_pattern(paths)
@@ -250,6 +250,11 @@ def _refuse_odd_suffix(path: Path, format: str | None, sources: Iterable[Path]) 
 def _is_folder(dst: str | os.PathLike[str]) -> bool:
     """Whether `dst` is a folder, or is said to be one."""
     return os.path.isdir(dst) or os.fspath(dst).endswith(os.sep)
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is a file at `path`, and no folder; of a URL that is no folder this is so."""
+    return not is_folder(path) if is_url(path) else path.is_file()
 
 
 def _will_be_folder(path: Path, dst: str | os.PathLike[str]) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from ckptconv.byteranges.sources import list_folder
 from ckptconv.byteranges.spans import OutFile
 from ckptconv.errors import MissingInputError, OutputError, TargetExistsError, some
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
+
+if TYPE_CHECKING:
+    from ckptconv.byteranges.far.paths import FarPath
 
 __all__ = ["NO_OLD_SET", "REPLACES", "OldSet", "old_set", "refuse_existing"]
 
@@ -25,6 +29,7 @@ def refuse_existing(path: Path, exists: Callable[[Path], bool], *, replace: bool
 @dataclass(frozen=True)
 class OldSet:
     """What leaves a far folder where a new set appears: `first`, before any new file does, and `last`, when all have.
+    `taken` are paths of new files where something was.
 
     No index may name files of two sets. So the old one leaves first where a new shard has the name of an old shard.
     Elsewhere it stays until the new one takes its place, and the old shards leave behind it.
@@ -32,6 +37,7 @@ class OldSet:
 
     first: tuple[Path, ...] = ()
     last: tuple[Path, ...] = ()
+    taken: frozenset[Path] = frozenset()
 
     @property
     def about(self) -> tuple[str, ...]:
@@ -43,10 +49,31 @@ class OldSet:
             " the last, the folder has none, and there is no way back",
         )
 
-    def tell(self, error: OutputError) -> None:
-        """Have `error`, which came up after the first had left, say so."""
-        if self.first:
-            error.hint = "the old index is gone, and shards of both sets may be there: " + REPLACES
+    @contextlib.contextmanager
+    def leaving(self, delete: Callable[[Path], None]) -> Iterator[Callable[[], None]]:
+        """What has the first deleted when it is called. An OutputError behind that says so."""
+        gone: list[Path] = []
+
+        def leave() -> None:
+            for path in self.first:
+                delete(path)
+                gone.append(path)
+
+        try:
+            yield leave
+        except OutputError as error:
+            if gone:
+                error.hint = "the old index is gone, and shards of both sets may be there: " + REPLACES
+            raise
+
+    def leave_last(self, delete: Callable[[Path], None]) -> None:
+        """Have the last deleted. Raises OutputError, which says that the new set is there."""
+        try:
+            for path in self.last:
+                delete(path)
+        except OutputError as error:
+            what = f"the new set is there, but not all of the old one could be deleted: {error}"
+            raise OutputError(what, where=path) from error
 
 
 NO_OLD_SET = OldSet()
@@ -59,22 +86,20 @@ def old_set(folder: Path, files: Sequence[OutFile], may_go: Callable[[str], bool
     Raises TargetExistsError where there is something in the way and they do not `replace` it.
     """
     try:
-        there = [*_below(folder)]
+        there = {*cast("FarPath", folder).below()}
     except MissingInputError:
         return NO_OLD_SET
     new = {str(file.path.relative_to(folder)) for file in files}
     old = {name for name in there if may_go(name)}
-    if not replace and (taken := sorted(old.union(new.intersection(there)))):
-        raise TargetExistsError(f"the output exists: {some(taken)}", where=folder, hint=REPLACES)
+    taken = new & there
+    if not replace and (old or taken):
+        raise TargetExistsError(f"the output exists: {some(sorted(old | taken))}", where=folder, hint=REPLACES)
     indexes = {name for name in old if name.endswith(".json")}
     first = indexes if (old - indexes) & new else set()
     last = [*sorted(indexes - first - new), *sorted(old - indexes - new)]
-    return OldSet(tuple(folder / name for name in sorted(first)), tuple(folder / name for name in last))
-
-
-def _below(folder: Path) -> Iterator[str]:
-    """The files in `folder` and below, as paths from there."""
-    folders, files = list_folder(folder)
-    yield from files
-    for name in folders:
-        yield from (f"{name}/{below}" for below in _below(folder / name))
+    paths = {name: folder / name for name in old | taken}
+    return OldSet(
+        tuple(paths[name] for name in sorted(first)),
+        tuple(paths[name] for name in last),
+        frozenset(paths[name] for name in taken),
+    )

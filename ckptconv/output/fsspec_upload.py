@@ -9,7 +9,7 @@ import contextlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace as changed
 from pathlib import Path, PurePosixPath
 
@@ -70,7 +70,8 @@ def upload(
             refuse_existing(file.path, exists, replace=replace)
 
     refuse()
-    with _appearing(Location(far_path(files[0].path).url, files[0].path)) as send:
+    at = Location(far_path(files[0].path).url, files[0].path)
+    with old.leaving(_remove) as leave, _appearing(at) as send:
         for file in files:
             with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
                 here = Path(folder) / file.path.name
@@ -81,22 +82,21 @@ def upload(
                     sent += [(file.path, file.size, digest(chunks))] if verify else []
                 send(here, Location(far_path(file.path).url, file.path))
         refuse()
-        _remove(old.first)
+        leave()
     for path, length, md5 in sent:
         try:
             read_back(path, [(length, md5)], None, read)
         except OutputError as error:
             error.hint = error.hint or IS_THERE
             raise
-    _remove(old.last)
+    old.leave_last(_remove)
     return dict(overflowed)
 
 
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        at = Location(far_path(path).url, path)
-        with _as_output_error(at):
-            at.files.rm_file(at.path)
+def _remove(path: Path) -> None:
+    at = Location(far_path(path).url, path)
+    with _as_output_error(at):
+        at.files.rm_file(at.path)
 
 
 _Send = Callable[[Path, Location], None]

@@ -1,5 +1,5 @@
 """Copy files of a converted folder that are no checkpoints, with their modes; links stay links, and none is followed
-out of the folder.
+out of the folder. Far folders have neither links nor modes.
 
 In place nothing is copied: the new folder gets hard links to the old one's files.
 """
@@ -10,16 +10,21 @@ import os
 import shutil
 import stat
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.sources import Readable, Source, is_url
 from ckptconv.byteranges.spans import OutFile, Progress
 from ckptconv.byteranges.undo_journal import target_of
 from ckptconv.errors import CkptconvError, InputChangedError, RefusedError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.files import fill, is_own_file
 
-__all__ = ["OtherFile", "check_inside", "copy_into", "others_in", "rest_of"]
+if TYPE_CHECKING:
+    from ckptconv.byteranges.far.paths import FarPath
+
+__all__ = ["OtherFile", "as_files", "check_inside", "copy_into", "open_other", "others_in", "rest_of"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,11 @@ def others_in(
     """
     found: list[OtherFile] = []
     left: list[tuple[Path, CkptconvError]] = []
+    if is_url(folder):
+        names = {name: size for name, size in cast("FarPath", folder).below().items() if deep or "/" not in name}
+        own = {name for name in names if is_own_file(name.rpartition("/")[2])}
+        chosen = names.keys() - own.union(taken)
+        return [OtherFile(target / name, folder / name, "file", names[name]) for name in sorted(chosen)], left
     for name, status in _entries(folder, deep=deep):
         if name in taken:
             continue
@@ -54,6 +64,23 @@ def others_in(
             size = os.stat(folder / name).st_size if kind == "file" else 0
             found.append(OtherFile(target / name, folder / name, kind, size))
     return found, left
+
+
+def open_other(path: Path) -> Readable:
+    """The file `path`, here or far. Raises InputError."""
+    if not is_url(path):
+        return Source(path)
+    from ckptconv.byteranges.far.source import FarSource  # which no file here needs
+
+    return FarSource(cast("FarPath", path))
+
+
+def as_files(others: Collection[OtherFile], opened: ExitStack) -> tuple[OutFile, ...]:
+    """`others` for a store, which has neither folders nor links: a link is the file that it leads to, and one to a
+    folder nothing, for what that holds is among the others. What is opened is closed with `opened`.
+    """
+    files = (each for each in others if each.kind != "folder" and (is_url(each.source) or each.source.is_file()))
+    return tuple(OutFile.copy_of(opened.enter_context(open_other(each.source)), each.path) for each in files)
 
 
 def check_inside(path: Path, folder: Path) -> None:
@@ -125,7 +152,7 @@ def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress 
         except OSError:  # there are filesystems without, and files of other people
             shutil.copy2(other.source, path, follow_symlinks=False)
     else:
-        with Source(other.source) as source:
+        with open_other(other.source) as source:
             if source.size != other.size:
                 raise InputChangedError(
                     "the file changed while others were read: size",

@@ -10,7 +10,7 @@ import contextlib
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace as changed
 from pathlib import Path
@@ -93,37 +93,33 @@ def upload(
     """
     overflowed: Counter[tuple[str, ...]] = Counter()
     begun: list[_Upload] = []
-    has_begun_to_leave = False
-    try:
-        for file in files:
-            begun.append(_Upload(_Object(file.path), is_alone=len(files) == 1))
-            overflowed.update(begun[-1].send(file, source, verify=verify, progress=progress))
-        source.check_unchanged()
-        has_begun_to_leave = True
-        _delete(old.first)
-        condition = {} if replace else {"IfNoneMatch": "*"}
-        *others, last = begun
-        for each in others:
-            each.appear(condition)
-        for each in others if verify else ():
-            each.read_back(read)
-        last.appear(condition)
-    except BaseException as error:
-        for each in begun:
-            with contextlib.suppress(OutputError):  # what went wrong first matters more
-                each.forget(is_new=not replace)
-        if has_begun_to_leave and isinstance(error, OutputError):
-            old.tell(error)
-        raise
+    condition = {} if replace else {"IfNoneMatch": "*"}
+    with old.leaving(_delete) as leave:
+        try:
+            for file in files:
+                begun.append(_Upload(_Object(file.path), is_alone=len(files) == 1))
+                overflowed.update(begun[-1].send(file, source, verify=verify, progress=progress))
+            source.check_unchanged()
+            leave()
+            *others, last = begun
+            for each in others:
+                each.appear(condition)
+            for each in others if verify else ():
+                each.read_back(read)
+            last.appear(condition)
+        except BaseException:
+            for each in begun:
+                with contextlib.suppress(OutputError):  # what went wrong first matters more
+                    each.forget(is_new=not replace or each.path not in old.taken)
+            raise
     if verify:
         last.read_back(read, hint=IS_THERE)
-    _delete(old.last)
+    old.leave_last(_delete)
     return dict(overflowed)
 
 
-def _delete(paths: Iterable[Path]) -> None:
-    for path in paths:
-        _Object(path).delete()
+def _delete(path: Path) -> None:
+    _Object(path).delete()
 
 
 def _is_copied(source: ByteSource) -> bool:
@@ -146,6 +142,7 @@ class _Upload:
 
     def __init__(self, target: _Object, *, is_alone: bool) -> None:
         self._target, self._is_alone = target, is_alone
+        self.path = target.path
         self._data = b""
         self._id: str | None = None
         self._etags: list[str] = []

@@ -269,7 +269,7 @@ def test_a_fault_at_every_request(fault: Any, store: Store, monkeypatch: pytest.
     assert ckptconv.verify(url("old.pt")).ok
 
 
-_KILLED = """
+_KILL = """
 import os, signal, sys
 from botocore.client import BaseClient
 original, made = BaseClient._make_api_call, []
@@ -280,8 +280,11 @@ def make(self, name, arguments):
     return original(self, name, arguments)
 BaseClient._make_api_call = make
 import ckptconv
-ckptconv.convert(sys.argv[1], sys.argv[2], map_location="cuda:1", force=True)
 """
+_KILLED = _KILL + 'ckptconv.convert(sys.argv[1], sys.argv[2], map_location="cuda:1", force=True)'
+_SET_KILLED = (
+    _KILL + 'ckptconv.convert(*sys.argv[1:3], max_shard_size="14MB", strip_prefix="module.", force=True, verify=True)'
+)
 
 
 @pytest.mark.parametrize("number", [1, 3, 6, 8, 10])
@@ -292,6 +295,11 @@ def test_killed_at_a_request(number: int, store: Store) -> None:
     assert subprocess.run(words, capture_output=True).returncode == -9
     assert store.get("killed/old.pt") == b"old"
     assert store.keys("killed/") == ["killed/old.pt"]
+    abort_all(store)
+
+
+def abort_all(store: Store) -> None:
+    """End the uploads that a killed process has left."""
     for each in store.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()):
         store.client.abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
 
@@ -324,29 +332,103 @@ def test_a_set_appears_whole(store: Store, folder: Path, tmp_path: Path) -> None
     assert store.uploads() == []
 
 
-@pytest.mark.parametrize("step", [1])
-def test_a_set_and_a_fault_at_every_request(store: Store, step: int) -> None:
-    """No shard is left, and no open upload; of an old set nothing has changed before all new shards are there."""
+SETS = {"new": None, "same names": "14MB", "other names": "99MB"}  # the shards of the set that is there before
+_HOW: Any = {"max_shard_size": "14MB", "strip_prefix": "module.", "force": True}
+
+
+class Sets:
+    """A set that is there, and one that takes its place; and whether who goes by an index sees one of them, whole."""
+
+    def __init__(self, kind: str, store: Store, folder: Path) -> None:
+        self.store, self.prefix = store, f"sets/{kind}/"
+        self.old: dict[str, bytes] = {}
+        if size := SETS[kind]:
+            self.old = self._made("s.safetensors", {"max_shard_size": size}, folder / "old")
+        self.new = self._made("s.safetensors", _HOW, folder / "new")
+
+    def _made(self, name: str, how: dict[str, Any], near: Path) -> dict[str, bytes]:
+        ckptconv.convert(url(name), near, **how)
+        return {each.name: each.read_bytes() for each in near.iterdir()}
+
+    def reset(self) -> None:
+        """Let the old one be there, and nothing else."""
+        for key in self.store.keys(self.prefix):
+            self.store.client.delete_object(Bucket=BUCKET, Key=key)
+        for name, data in self.old.items():
+            self.store.put(self.prefix + name, data)
+
+    def seen(self) -> dict[str, bytes]:
+        """What is there: an index among it names shards of its own set, all of which are there."""
+        there = {key[len(self.prefix) :]: self.store.get(key) for key in self.store.keys(self.prefix)}
+        for name in there:
+            if name.endswith(".json"):
+                whole = self.old if there[name] == self.old.get(name) else self.new
+                assert whole.items() <= there.items(), sorted(there)
+        return there
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_a_set_and_a_fault_at_every_request(kind: str, store: Store, tmp_path: Path) -> None:
+    """Whichever fails: no open upload, and of a new set nothing. Before any new shard is there the old set is."""
+    sets = Sets(kind, store, tmp_path)
+    gone = 0
+    for number in range(1, 100):
+        sets.reset()
+        said = set_with_a_fault(number, sets)
+        if said is None:
+            break
+        there = sets.seen()
+        assert store.uploads() == []
+        if "the new set is there" in said:
+            assert sets.new.items() <= there.items()
+        elif kind != "same names":
+            assert there == sets.old
+        else:
+            gone += there != sets.old
+            assert (there == sets.old) != ("the old index is gone" in said), said
+    assert number > 12
+    assert bool(gone) == (kind == "same names")
+    assert sets.seen() == sets.new
+
+
+def set_with_a_fault(number: int, sets: Sets) -> str | None:
+    """What is said where the request of this `number` is refused; None where there are not so many."""
     from botocore.exceptions import ClientError
 
-    writing = ("CreateMultipartUpload", "UploadPart", "UploadPartCopy", "CompleteMultipartUpload", "PutObject")
-    for number in range(1, 100, step):
-        seen: list[str] = []
+    seen: list[str] = []
 
-        def fail(name: str, _: int, seen: list[str] = seen, number: int = number) -> None:
-            seen += [name] if name in writing else []
-            if name in writing and len(seen) == number:
-                raise ClientError({"Error": {"Code": "X"}, "ResponseMetadata": {"HTTPStatusCode": 400}}, name)
+    def fail(name: str, at: int) -> None:
+        seen.append(name)
+        if at == number:
+            raise ClientError({"Error": {"Code": "X"}, "ResponseMetadata": {"HTTPStatusCode": 400}}, name)
 
-        with pytest.MonkeyPatch.context() as patch:
-            calls(patch, fail)
-            try:
-                ckptconv.convert(url("s.safetensors"), url("new/"), max_shard_size="10MB", strip_prefix="module.")
-                break
-            except OutputError:
-                assert (store.keys("new/"), store.uploads()) == ([], []), seen
-    assert number > 6
-    assert ckptconv.verify(url("new/")).ok
+    with pytest.MonkeyPatch.context() as patch:
+        calls(patch, fail)
+        try:
+            ckptconv.convert(url("s.safetensors"), url(sets.prefix), **_HOW)
+        except CkptconvError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_a_set_killed_at_every_request(kind: str, store: Store, tmp_path: Path) -> None:
+    """Who goes by the index sees the old set or the new one, whole, or there is none; the folder can be read."""
+    sets = Sets(kind, store, tmp_path)
+    without = 0
+    for number in range(1, 100):
+        sets.reset()
+        words = [sys.executable, "-c", _SET_KILLED, url("s.safetensors"), url(sets.prefix), str(number)]
+        if subprocess.run(words, capture_output=True).returncode == 0:
+            break
+        there = sets.seen()
+        without += not any(name.endswith(".json") for name in there)
+        if any(name.endswith(".json") for name in there):
+            assert len(ckptconv.inspect(url(sets.prefix)).tensors) == 6
+        abort_all(store)
+    assert number > 12
+    assert bool(without) == (kind != "other names")
+    assert sets.seen() == sets.new
 
 
 def test_saving(store: Store) -> None:

@@ -98,6 +98,14 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
         folders, files = self._listing.folders[self._place]
         return dict.fromkeys(sorted(folders), False), sorted(files)
 
+    def below(self) -> dict[str, int]:
+        """The files in it and in folders below, by their paths from here, and their sizes. Raises InputError."""
+        self.listed()
+        assert self._listing is not None
+        root = f"{self._place}/" if self._place else ""
+        sizes = self._listing.sizes.items()
+        return {place[len(root) :]: size for place, size in sizes if place.startswith(root)}
+
     def is_dir(self) -> bool:
         """Whether it is a folder; what cannot be listed is not."""
         if self._listing is not None:

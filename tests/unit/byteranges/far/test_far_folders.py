@@ -27,6 +27,7 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.limits import LIMITS
+from ckptconv.output.other_files import open_other
 from tests.support.command import Command
 from tests.support.fake_s3 import running_fake
 from tests.support.http_server import Exchange, FileServer, serving
@@ -51,6 +52,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dcp.save(STATE, checkpoint_id=run / "epoch=9.ckpt", no_dist=True)
     save_as_ranks(STATE, run / "ranks")
     (run / "config.json").write_text("{}")
+    (run / "deep" / "notes.txt").write_text("of a batch")
+    (run / "set" / "tokenizer").mkdir()
+    (run / "set" / "tokenizer" / "words.txt").write_text("a\nb\n")
+    (run / "set" / "model.txt").symlink_to("tokenizer/words.txt")
     return run
 
 
@@ -130,6 +135,31 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
 
+@pytest.mark.parametrize("name", ["set", "deep"], ids=["a set", "a batch"])
+def test_others_come_along(name: str, far: str, run: Path, tmp_path: Path, command: Command) -> None:
+    """What is no checkpoint is copied from a far folder, to one, and from one to another, with all below."""
+    words = ["--to", "cuda:1", "--copy-others"]
+    for src, place in ((run, "near"), (far, "far")):
+        command("convert", f"{src}/{name}/", f"{tmp_path}/{place}/", *words, "--verify")
+    near = _files(tmp_path / "near")
+    assert _files(tmp_path / "far") == near
+    assert {"notes.txt"} <= near.keys() or {"model.txt", "tokenizer/words.txt"} <= near.keys()
+    for src, dst in ((run, f"{far}-up-{name}/"), (far, f"{far}-{name}/")) if not far.startswith("hf") else ():
+        command("convert", f"{src}/{name}/", dst, *words, "--verify")
+        command("convert", f"{src}/{name}/", dst, *words, status=1, err="the output exists")
+        assert far_path(dst).below() == {each: len(data) for each, data in near.items()}
+        for each in near:
+            with open_other(far_path(dst) / each) as source:
+                assert source.read(0, source.size) == near[each]
+
+
+def test_of_an_index_its_siblings_come_along(far: str, run: Path, tmp_path: Path) -> None:
+    """And no folder."""
+    index = next((run / "set").glob("*.index.json")).name
+    ckptconv.convert(f"{far}/set/{index}", tmp_path / "beside", copy_others=True)
+    assert {name for name in _files(tmp_path / "beside") if name.endswith("txt")} == {"model.txt"}
+
+
 @pytest.mark.parametrize("name", ["set", "epoch=9.ckpt/", "ranks"])
 @pytest.mark.parametrize("out", ["one.pt", "shards/"])
 def test_one_checkpoint_of_several_files(name: str, out: str, far: str, run: Path, tmp_path: Path) -> None:
@@ -148,8 +178,10 @@ def test_what_is_not_there(far: str, run: Path, tmp_path: Path) -> None:
             ckptconv.inspect(f"{far}/{name}")
     with pytest.raises(MissingInputError, match="of a folder the URL ends in a slash"):
         ckptconv.inspect(f"{far}/epoch=9.ckpt")
-    with pytest.raises(UsageError, match="copies from a folder here to one here"):
-        ckptconv.convert(f"{far}/set", tmp_path / "x/", copy_others=True)
+    with pytest.raises(UsageError, match="copy_others=True is for folders"):
+        ckptconv.convert(f"{far}/last.pt", tmp_path / "x/", copy_others=True)
+    with pytest.raises(UsageError, match="web servers list none"):
+        ckptconv.convert("http://localhost/model.safetensors.index.json", tmp_path / "x/", copy_others=True)
     with pytest.raises(UnsupportedError, match=r"the checkpoint in it is first\.pt.*/deep/er/first\.pt"):
         ckptconv.inspect(f"{far}/deep/er/")
 
