@@ -36,10 +36,15 @@ class CheckingSink(FaultSink):
         """Keep `records`."""
         self._records += records
 
-    def check(self) -> None:
-        """Compare what was read since the last time. Raises InputError."""
+    @property
+    def waiting(self) -> int:
+        """The bytes that :meth:`check` will read."""
+        return length_of(self._records)
+
+    def check(self, counted: Progress | None = None) -> None:
+        """Compare what was read since the last time; `counted` is called with bytes. Raises InputError."""
         records, self._records = self._records, []
-        check_records(records, self, keep=self._keep)
+        check_records(records, self, counted, keep=self._keep)
         self.checked += len(records)
         self.nbytes += length_of(records)
 

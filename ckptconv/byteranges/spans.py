@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -31,6 +32,7 @@ __all__ = [
     "Inflate",
     "InflateSlice",
     "Literal",
+    "Meter",
     "OutFile",
     "Overflow",
     "Piece",
@@ -43,6 +45,9 @@ Overflow: TypeAlias = Mapping[tuple[str, ...], int]
 
 #: Called with the number of bytes written since the last call.
 Progress: TypeAlias = Callable[[int], None]
+
+#: Called with how many bytes there will be, it gives a context manager for what is called as they come.
+Meter: TypeAlias = "Callable[[int], AbstractContextManager[Progress | None]]"
 
 #: Bytes of a block that filesystems share between files, where both places agree modulo this.
 FILESYSTEM_BLOCK = 4096

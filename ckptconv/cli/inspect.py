@@ -90,13 +90,13 @@ def inspect_command(
     every = list(chain.from_iterable(map(_checkpoints, paths)))
     page = PageFile.asked_for(html, len(every), opens=opens, force=force)
     kinds = _kinds(view["fail_on"])
-    wanted = _values_wanted(view, kinds, quiet=as_json)
+    wanted = _values_wanted(view, kinds)
     about_tensors = as_json or view["tree"] or view["include"] or view["exclude"] or wanted
     lines: list[Line] | None = [] if len(every) > min(2, len(paths)) and not about_tensors else None
     status = 0
     for i, path in enumerate(every):
         try:
-            summary = summary_of(path, wanted, download=download)
+            summary = summary_of(path, wanted, download=download, progress=partial(progress_bar, quiet=as_json))
             if lines is not None:
                 lines.append(line_of(summary))
                 continue
@@ -129,12 +129,12 @@ def inspect_command(
     return status
 
 
-def _values_wanted(view: dict[str, Any], kinds: list[str], *, quiet: bool) -> ValuesWanted | None:
+def _values_wanted(view: dict[str, Any], kinds: list[str]) -> ValuesWanted | None:
     """Of which tensors the values are read, if that is asked for."""
     if not (view["values"] or view["histogram"] or kinds):
         return None
     select = partial(_selected, include=view["include"], exclude=view["exclude"], sort=None)
-    return ValuesWanted(view["histogram"], select, partial(progress_bar, quiet=quiet))
+    return ValuesWanted(view["histogram"], select)
 
 
 def _kinds(fail_on: str | None) -> list[str]:

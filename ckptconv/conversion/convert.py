@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges.fault_sink import RAISED
 from ckptconv.byteranges.record_checks import CheckingSink
 from ckptconv.byteranges.sources import Readable, SourceFolder, is_url
-from ckptconv.byteranges.spans import Overflow, Progress
+from ckptconv.byteranges.spans import Meter, Overflow, Progress
 from ckptconv.conversion.folder_plans import FolderPlan, plan_folder, successor
 from ckptconv.conversion.in_place import change_in_place
 from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, takes
@@ -77,7 +76,7 @@ def run(
     output: OutputOptions = USUAL,
     *,
     is_folder: bool | None = None,
-    progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
+    progress: Meter | None = None,
 ) -> Report:
     """:func:`convert` with its options as data.
 
@@ -87,7 +86,8 @@ def run(
         edits: What to change in the checkpoint.
         output: What to write, and how.
         is_folder: `dst` is the very file, or the very folder, to be written; None: that is still to be found out.
-        progress: Called with the planned size, and what it gives with each number of bytes written.
+        progress: Called with how many bytes will be written, and of what is far read for that, before and behind; and
+            what it gives with each number of these bytes.
     """
     started = time.monotonic()
     path, is_folder, output, about = _target(src, dst, output, is_folder)
@@ -96,7 +96,7 @@ def run(
         if output.download and not is_folder:
             _check_target(None, path, force=output.force)
         download = output.download and _folder_for(path)
-        source = open_input(src, faults if output.verify else RAISED, download=download)
+        source = open_input(src, faults if output.verify else RAISED, download=download, progress=progress)
         opened.enter_context(source)
         if not is_folder:
             _check_target(source, path, force=output.force)
@@ -112,10 +112,11 @@ def run(
         overflowed: Overflow = {}
         verified = None
         if not output.dry_run:
-            if output.verify:
-                faults.check()
-                verified = Verified(faults.checked, faults.nbytes, output=True)
-            with progress(whole.plan.size) if progress else nullcontext() as tick:
+            read = faults.waiting if source.is_far else 0  # here it takes no time to speak of
+            with progress(read + _work(whole, output)) if progress else nullcontext() as tick:
+                if output.verify:
+                    faults.check(tick if read else None)
+                    verified = Verified(faults.checked, faults.nbytes, output=True)
                 overflowed = write(whole, source, output, tick)
         return report_of(
             whole.plan,
@@ -126,6 +127,13 @@ def run(
             failed=whole.failed,
             verified=verified,
         )
+
+
+def _work(whole: FolderPlan, output: OutputOptions) -> int:
+    """How many bytes are written to carry out the plan `whole`, or read back from a store."""
+    if not is_url(whole.plan.target):
+        return whole.plan.size
+    return int(far_targets.far_writer(whole.plan.target).work_of(whole.plan.files, verify=output.verify))
 
 
 def _target(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.given_paths import is_folder, path_at
@@ -21,6 +21,7 @@ from ckptconv.byteranges.sources import (
     is_file_object,
     is_url,
 )
+from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, MissingInputError, UnsupportedError
@@ -91,30 +92,35 @@ def _folder_formats() -> Iterator[FolderFormat]:
 
 
 def open_input(
-    path: Input, faults: FaultSink = RAISED, *, skims: bool = False, download: bool | Path = False
+    path: Input,
+    faults: FaultSink = RAISED,
+    *,
+    skims: bool = False,
+    download: bool | Path = False,
+    progress: Meter | None = None,
 ) -> Readable:
     """What `path` means: a folder, the index of shards or the pattern of rank files, else a file; or the file object
     that it is.
 
     A context manager; `faults` takes what readers find wrong with it. `skims`: of a far file nothing is wanted but what
-    is in it. `download`: one of which the server sends no ranges is downloaded, to a folder that this may say.
+    is in it. `download`: one of which the server sends no ranges is downloaded, to a folder that this may say, and
+    `progress` hears of that.
 
     Raises InputError, UsageError for a file object that cannot be read by position, OutputError for a download.
     """
     if is_file_object(path):
         return FileObjectSource(path, faults)
     if is_url(path):
-        return _open_url(path, faults, skims=skims, download=download)
+        return _open_url(path, faults, skims=skims, download=download, progress=progress)
     name = os.fsdecode(path)
     if name and "\0" not in name and (os.path.isdir(name) or is_index_file(Path(name)) or is_pattern(name)):
         return SourceFolder(name, faults, open_part)
     return open_file(path, faults)
 
 
-def _open_url(given: str | os.PathLike[str], faults: FaultSink, *, skims: bool, download: bool | Path) -> Readable:
-    """What the URL `given` means: a folder, the index of shards, the pattern of rank files, else a file.
-
-    Raises InputError, UsageError.
+def _open_url(given: str | os.PathLike[str], faults: FaultSink, **how: Any) -> Readable:
+    """What the URL `given` means: a folder, the index of shards, the pattern of rank files, else a file. `how` is as
+    for :func:`open_input`, whose errors it raises.
     """
     path = path_at(given)
     if not is_url(path):
@@ -125,9 +131,9 @@ def _open_url(given: str | os.PathLike[str], faults: FaultSink, *, skims: bool, 
 
     assert isinstance(path, FarPath)
     if is_index(path.name) or is_pattern(path.name) or is_folder(path):
-        return FarFolder(path, faults, checked_part, skims=skims, download=download)
+        return FarFolder(path, faults, checked_part, **how)
     try:
-        return open_far(path, faults, skims=skims, download=download)
+        return open_far(path, faults, **how)
     except MissingInputError as error:
         if not path.url.is_http:
             error.hint = f"of a folder the URL ends in a slash: {shell(f'{path}/')}"

@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ckptconv.byteranges.sources import Input, Readable, SourceFolder
+from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
@@ -37,7 +38,7 @@ from ckptconv.safety.scan import Concern, Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 
 if TYPE_CHECKING:
-    from ckptconv.inspection.values import Meter, TensorValues
+    from ckptconv.inspection.values import TensorValues
 
 __all__ = ["Share", "Summary", "TensorSummary", "ValuesWanted", "inspect", "summarize", "summary_of"]
 
@@ -307,12 +308,13 @@ class ValuesWanted:
 
     histogram: bool = False
     select: Callable[[Summary], Iterable[TensorSummary]] = lambda summary: summary.tensors
-    progress: Meter | None = None
 
 
-def summary_of(path: Input, values: ValuesWanted | None = None, *, download: bool = False) -> Summary:
+def summary_of(
+    path: Input, values: ValuesWanted | None = None, *, download: bool = False, progress: Meter | None = None
+) -> Summary:
     """:func:`inspect` in the words of the command line, with `values` if they are wanted."""
-    with open_input(path, skims=values is None, download=download) as source:
+    with open_input(path, skims=values is None, download=download, progress=progress) as source:
         with gc_paused():
             checkpoint = opening.read(source)
             summary = summarize(checkpoint, this_host())
@@ -321,7 +323,7 @@ def summary_of(path: Input, values: ValuesWanted | None = None, *, download: boo
         from ckptconv.inspection.values import values_of
 
         wanted = {tensor.path: checkpoint.tensors[tensor.path] for tensor in values.select(summary)}
-        found = values_of(wanted, checkpoint.byteorder, histogram=values.histogram, progress=values.progress)
+        found = values_of(wanted, checkpoint.byteorder, histogram=values.histogram, progress=progress)
         source.check_unchanged()
     tensors = (replace(tensor, values=found.get(tensor.path)) for tensor in summary.tensors)
     return replace(summary, tensors=tuple(tensors), has_values=True)

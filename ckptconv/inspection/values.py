@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
-from ckptconv.byteranges.spans import Piece, Progress
+from ckptconv.byteranges.spans import Meter, Piece, Progress
 from ckptconv.checkpoint.model import TensorInfo
 from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import get_dtype
@@ -20,7 +20,7 @@ from ckptconv.light_dataclass import dataclass
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.summing import Statistics
 
-__all__ = ["Histogram", "Meter", "TensorValues", "values_of"]
+__all__ = ["Histogram", "TensorValues", "values_of"]
 
 _ROOM = 1 << 20  # bytes that a thread holds
 _SEGMENT = 16 << 20  # bytes that a thread takes at once,
@@ -28,7 +28,6 @@ _MOST_TENSORS = 64  # of as many tensors
 _MOST_THREADS = 4
 
 #: Called with the bytes to read, for what is called with each number of bytes read.
-Meter = Callable[[int], AbstractContextManager[Progress | None]]
 #: Parts of pieces: the number of the tensor, the offset, and the length.
 _Batch = list[tuple[int, int, int]]
 

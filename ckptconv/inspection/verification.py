@@ -6,8 +6,8 @@ Nothing in the file is run, and torch is not needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +16,7 @@ from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.record_checks import check_records, length_of
 from ckptconv.byteranges.sources import Input, Readable, SourceFolder
-from ckptconv.byteranges.spans import ByteRange, Progress
+from ckptconv.byteranges.spans import ByteRange, Meter
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.discovery import find
 from ckptconv.errors import (
@@ -130,7 +130,7 @@ def verify(
     strict: bool = False,
     expect_sha256: str | None = None,
     download: bool = False,
-    progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
+    progress: Meter | None = None,
 ) -> Verdict:
     """Everything that is wrong with the checkpoint at `path`. Reads all bytes that have a checksum.
 
@@ -159,12 +159,12 @@ def verdict_on(
     strict: bool = False,
     expect_sha256: str | None = None,
     download: bool = False,
-    progress: Callable[[int], AbstractContextManager[Progress | None]] | None = None,
+    progress: Meter | None = None,
 ) -> Verdict:
     """:func:`verify` in the words of the command line."""
     expected = _digits(expect_sha256)
     faults = CollectingSink()
-    with open_input(path, faults, download=download) as source, gc_paused():
+    with open_input(path, faults, download=download, progress=progress) as source, gc_paused():
         if expected and isinstance(source, SourceFolder):
             raise UsageError("a SHA-256 is that of one file", where=source.path)
         checkpoint, found, loading = None, [], None

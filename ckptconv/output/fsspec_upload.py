@@ -24,7 +24,7 @@ from ckptconv.output.far_folders import NO_OLD_SET, OldSet, refuse_existing
 from ckptconv.output.files import fill, temporary_beside
 from ckptconv.output.read_back import IS_THERE, digest, read_back
 
-__all__ = ["about_upload", "exists", "upload"]
+__all__ = ["about_upload", "exists", "upload", "work_of"]
 
 _CHUNK = 8 << 20
 
@@ -46,6 +46,11 @@ def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
     )
 
 
+def work_of(files: Sequence[OutFile], *, verify: bool) -> int:
+    """How many bytes are made here first, and read back."""
+    return sum(file.size for file in files) * (1 + verify)
+
+
 def upload(
     files: Sequence[OutFile],
     source: Readable,
@@ -54,11 +59,11 @@ def upload(
     verify: bool,
     old: OldSet = NO_OLD_SET,
     progress: Progress | None = None,
-    read: Progress | None = None,
 ) -> Overflow:
     """Write `files`, whose paths are URLs and whose ranges come from `source`; what overflowed. The last one, which is
     the index where there are several, appears last. What of an `old` set leaves first does so before any of them
-    appears. To `verify` them they are read back when all are there: `read` is called with each number of bytes.
+    appears. To `verify` them they are read back when all are there. `progress` is called with bytes: as many as
+    :func:`work_of` says.
 
     Raises OutputError, UnsupportedError where the filesystem could show half a file, and TargetExistsError.
     """
@@ -85,7 +90,7 @@ def upload(
         leave()
     for path, length, md5 in sent:
         try:
-            read_back(path, [(length, md5)], None, read)
+            read_back(path, [(length, md5)], None, progress)
         except OutputError as error:
             error.hint = error.hint or IS_THERE
             raise

@@ -32,7 +32,7 @@ from ckptconv.output.files import fill
 from ckptconv.output.read_back import IS_THERE, Sent, digest, read_back
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 
-__all__ = ["about_upload", "exists", "upload"]
+__all__ = ["about_upload", "exists", "upload", "work_of"]
 
 _HELD = 256 << 20  # bytes of parts that are in memory at once
 _THERE = (409, 412)  # somebody else's object is there, or is being made
@@ -66,6 +66,11 @@ def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def work_of(files: Sequence[OutFile], *, verify: bool) -> int:
+    """How many bytes are made here first, sent or copied, and read back."""
+    return sum(file.size * (1 + (not is_streamed(file)) + verify) for file in files)
+
+
 def _requests(file: OutFile, files: int) -> int:
     """How many requests write `file`, one of so many `files`, where none has to be made twice."""
     parts = parts_of(file, _is_copied)
@@ -80,14 +85,13 @@ def upload(
     verify: bool,
     old: OldSet = NO_OLD_SET,
     progress: Progress | None = None,
-    read: Progress | None = None,
 ) -> Overflow:
     """Write `files`, whose paths are URLs of S3 and whose ranges come from `source`; what overflowed. A file is there
     whole or not at all: what was begun is aborted on any fault.
 
     Of several the last is the index, which appears when all others are there, and to `verify` it, have been read back.
-    What of an `old` set leaves first does so before the first of them appears. `progress` is called with bytes that are
-    written, `read` with those that are read back.
+    What of an `old` set leaves first does so before the first of them appears. `progress` is called with bytes: as many
+    as :func:`work_of` says.
 
     Raises OutputError, TargetExistsError, and what reading raises.
     """
@@ -105,7 +109,7 @@ def upload(
             for each in others:
                 each.appear(condition)
             for each in others if verify else ():
-                each.read_back(read)
+                each.read_back(progress)
             last.appear(condition)
         except BaseException:
             for each in begun:
@@ -113,7 +117,7 @@ def upload(
                     each.forget(is_new=not replace or each.path not in old.taken)
             raise
     if verify:
-        last.read_back(read, hint=IS_THERE)
+        last.read_back(progress, hint=IS_THERE)
     old.leave_last(_delete)
     return dict(overflowed)
 
@@ -156,7 +160,7 @@ class _Upload:
             return {}
         with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
             here = Path(folder) / file.path.name
-            overflowed = fill(here, changed(file, path=here), source, verify=verify, progress=None)
+            overflowed = fill(here, changed(file, path=here), source, verify=verify, progress=progress)
             source.check_unchanged()
             with Source(here) as whole:
                 self._send(OutFile.copy_of(whole, file.path), progress)
@@ -170,6 +174,8 @@ class _Upload:
         with Sums(file.sums if is_compared else ()) as sums:
             if self._is_alone and _is_one_request(parts):
                 self._data = b"".join(map(_bytes_of, parts))
+                if progress:
+                    progress(len(self._data))
                 self._sent = [(len(self._data), digest([self._data]))]
             else:
                 self._id = self._target.begin()

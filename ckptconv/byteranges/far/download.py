@@ -18,6 +18,7 @@ from ckptconv.byteranges.far.transports import transport_for
 from ckptconv.byteranges.far.urls import HTTP
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.spans import Meter
 from ckptconv.errors import CkptconvError, OutputError, UnsupportedError, size
 
 if TYPE_CHECKING:
@@ -27,10 +28,15 @@ __all__ = ["open_far"]
 
 
 def open_far(
-    path: FarPath, faults: FaultSink = RAISED, *, skims: bool = False, download: bool | Path = False
+    path: FarPath,
+    faults: FaultSink = RAISED,
+    *,
+    skims: bool = False,
+    download: bool | Path = False,
+    progress: Meter | None = None,
 ) -> Readable:
     """The far file at `path`, as :class:`FarSource` has it. With `download`, which can say a folder, a file of which
-    the server sends no ranges is downloaded.
+    the server sends no ranges is downloaded, and `progress` hears of that.
 
     Raises InputError, UsageError where no package can reach it, OutputError where there is no room for it.
     """
@@ -39,14 +45,15 @@ def open_far(
     except UnsupportedError:
         if not download or path.url.scheme not in (*HTTP, "hf"):
             raise
-    return _Downloaded(path, faults, download if isinstance(download, Path) else Path(tempfile.gettempdir()))
+    return _Downloaded(path, faults, download if isinstance(download, Path) else Path(tempfile.gettempdir()), progress)
 
 
 class _Downloaded(Readable):
     """All of the far file at `path`, in a file without a name in `folder`, which goes when it is closed."""
 
-    def __init__(self, path: FarPath, faults: FaultSink, folder: Path) -> None:
+    def __init__(self, path: FarPath, faults: FaultSink, folder: Path, progress: Meter | None) -> None:
         self.path, self.url, self.faults, self._folder = path, path.url, faults, folder
+        self._progress = progress or (lambda _: contextlib.nullcontext())
         with self._as_error():
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed with this
         self.fd = self._file.fileno()
@@ -66,12 +73,15 @@ class _Downloaded(Readable):
         with contextlib.closing(transport), self._as_error(), transport.whole() as (length, chunks):
             self._check_room(length)
             self._file.seek(0)
-            for chunk in chunks:
-                if done >= due:
-                    due, deadline = done + POLICY.part, time.monotonic() + POLICY.deadline
-                if time.monotonic() > deadline:
-                    raise Transient(f"the server is too slow: {done:,} bytes came")
-                done += self._file.write(chunk)
+            with self._progress(length) as tick:
+                for chunk in chunks:
+                    if done >= due:
+                        due, deadline = done + POLICY.part, time.monotonic() + POLICY.deadline
+                    if time.monotonic() > deadline:
+                        raise Transient(f"the server is too slow: {done:,} bytes came")
+                    done += self._file.write(chunk)
+                    if tick:
+                        tick(len(chunk))
             self._file.flush()
         return done
 

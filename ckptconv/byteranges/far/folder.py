@@ -12,6 +12,7 @@ from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.byteranges.far.source import FarSource
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.byteranges.spans import Meter
 from ckptconv.errors import MissingInputError, UnsupportedError
 
 __all__ = ["FarFolder"]
@@ -31,6 +32,7 @@ class FarFolder(SourceFolder):
         *,
         skims: bool = False,
         download: bool | Path = False,
+        progress: Meter | None = None,
     ) -> None:
         """`check` is called with each file that is opened, and raises what is wrong with it."""
 
@@ -40,7 +42,7 @@ class FarFolder(SourceFolder):
 
         def open_file(path: Path, faults: FaultSink) -> Readable:
             assert isinstance(path, FarPath)
-            return check(open_far(path, faults, skims=skims, download=download))
+            return check(open_far(path, faults, skims=skims, download=download, progress=progress))
 
         super().__init__(path, faults, open_file)
         self._open_ranges = open_ranges

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptconv.byteranges.sources import Input
+from ckptconv.byteranges.spans import Meter
 from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
@@ -34,7 +35,7 @@ from ckptconv.inspection.comparison.differences import (
 from ckptconv.inspection.comparison.pairing import Pairing
 from ckptconv.inspection.comparison.sides import Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, options_of
-from ckptconv.inspection.comparison.values import DifferenceFound, Key, Meter, Values, bytes_of
+from ckptconv.inspection.comparison.values import DifferenceFound, Key, Values, bytes_of
 from ckptconv.inspection.values import values_of
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
@@ -150,7 +151,7 @@ def compare(
     `brief`: notes name a few paths of many. `progress` is called with the bytes to compare, and what it gives with each
     number of bytes compared.
     """
-    with _paired(a, b, edits, compared, brief=brief) as comparison:
+    with _paired(a, b, edits, compared, brief=brief, progress=progress) as comparison:
         comparison.values.run(progress)
         found = comparison.result()
         if compared.values or compared.histogram:
@@ -167,7 +168,7 @@ def are_same(
     progress: Meter | None = None,
 ) -> bool:
     """Whether :func:`compare` would find nothing, which is known at the first difference."""
-    with _paired(a, b, edits, compared, brief=True) as comparison:
+    with _paired(a, b, edits, compared, brief=True, progress=progress) as comparison:
         if comparison.differs_already():
             return False
         comparison.values.stops = True
@@ -179,11 +180,13 @@ def are_same(
 
 
 @contextmanager
-def _paired(a: Input, b: Input, edits: Edits, compared: Compared, *, brief: bool) -> Iterator[_Comparison]:
+def _paired(
+    a: Input, b: Input, edits: Edits, compared: Compared, *, brief: bool, progress: Meter | None
+) -> Iterator[_Comparison]:
     """The comparison of `a` and `b`, in which everything but values is compared. They must not change meanwhile."""
     with (
-        open_input(a, download=compared.download) as source_a,
-        open_input(b, download=compared.download) as source_b,
+        open_input(a, download=compared.download, progress=progress) as source_a,
+        open_input(b, download=compared.download, progress=progress) as source_b,
     ):
         with gc_paused():
             checkpoints = opening.read(source_a), opening.read(source_b)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
-from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Piece, Progress
+from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Meter, Piece
 from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
 from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.dtypes import get_dtype
@@ -28,12 +28,11 @@ from ckptconv.inspection.values import Histogram
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.comparing import Comparer
 
-__all__ = ["DifferenceFound", "Key", "Meter", "Values", "bytes_of"]
+__all__ = ["DifferenceFound", "Key", "Values", "bytes_of"]
 
 #: The views of a pair of tensors.
 Key = tuple[tuple[object, ...], tuple[object, ...]]
 #: Called with the bytes to compare, for what is called with each number of bytes compared.
-Meter = Callable[[int], AbstractContextManager[Progress | None]]
 
 
 #: How :mod:`struct` reads dtypes that both have, and how much of what differs is read with it, which starts within.

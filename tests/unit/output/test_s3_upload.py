@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptconv.conversion.convert import run
+from ckptconv.conversion.options import OutputOptions
+from ckptconv.edits.options import edits_from
 from tests.long import test_far_s3
 from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
     KINDS,
@@ -23,9 +26,11 @@ from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
     test_sources,
     test_what_is_not_there,
     test_what_is_read_back_is_not_there,
+    url,
 )
 from tests.support.command import Command
 from tests.support.fake_s3 import running_fake
+from tests.support.meter import Counted
 from tests.support.seaweed import Store
 
 
@@ -50,6 +55,15 @@ def test_targets(is_far: bool, name: str, store: Store, folder: Path, tmp_path: 
     """The object has the bytes that the file here would have; no upload stays open."""
     test_far_s3.test_targets(is_far, name, "out.pt", {"dtype": "bf16"}, store, folder, tmp_path)
     test_far_s3.test_targets(is_far, name, "out.safetensors", {"strip_prefix": "module."}, store, folder, tmp_path)
+
+
+@pytest.mark.parametrize("edits", [{"map_location": "cuda:1"}, {"dtype": "bf16"}], ids=["copied", "computed"])
+def test_how_far_it_is(edits: dict[str, str], store: Store) -> None:
+    """What is read of a far file to compare it, made here, sent or copied, and read back: as much as was promised."""
+    meter = Counted()
+    run(url("zip.pt"), url("meter.pt"), edits_from(**edits), OutputOptions(verify=True, force=True), progress=meter)
+    assert meter.done == meter.promised
+    assert meter.promised[0] > 2 * 15 * MIB
 
 
 def test_a_fault_at_every_request(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

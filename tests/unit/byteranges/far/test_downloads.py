@@ -16,6 +16,9 @@ import torch
 
 import ckptconv
 from ckptconv.byteranges.far.planning import POLICY
+from ckptconv.conversion.convert import run
+from ckptconv.conversion.options import OutputOptions
+from ckptconv.edits.options import Edits
 from ckptconv.errors import (
     InputChangedError,
     InputError,
@@ -24,9 +27,13 @@ from ckptconv.errors import (
     TransferError,
     UnsupportedError,
 )
+from ckptconv.inspection.comparison.diff import Compared, compare
+from ckptconv.inspection.summary import summary_of
+from ckptconv.inspection.verification import verdict_on
 from tests.support.command import Command
 from tests.support.hostile_bytes import saved
 from tests.support.http_server import Exchange, FileServer, serving
+from tests.support.meter import Counted
 
 pytest.importorskip("urllib3", reason="the extra remote is not installed")
 
@@ -106,6 +113,21 @@ def test_functions_take_it(server: FileServer, state: dict[str, torch.Tensor], t
         assert planned.size >= len(server.files["a.pt"]) - POLICY.window
     (outcome,) = ckptconv.convert_many([ckptconv.Job(url, str(tmp_path / "b.pt"), {"download": True})])
     assert outcome.report and ckptconv.verify(tmp_path / "b.pt").ok
+
+
+def test_how_far_it_is(server: FileServer, tmp_path: Path) -> None:
+    """A download says how much there is, and what has come; then what is done with it does."""
+    size = len(server.files["a.pt"])
+    for inspected in (
+        lambda meter: summary_of(server.url("a.pt"), download=True, progress=meter),
+        lambda meter: verdict_on(server.url("a.pt"), download=True, progress=meter),
+        lambda meter: compare(server.url("a.pt"), server.url("a.pt"), Edits(), Compared(download=True), progress=meter),
+        lambda meter: run(server.url("a.pt"), tmp_path / "b.pt", Edits(), OutputOptions(download=True), progress=meter),
+    ):
+        meter = Counted()
+        inspected(meter)
+        assert meter.promised[0] == size
+        assert meter.promised == meter.done
 
 
 def test_it_comes_once(server: FileServer, tmp_path: Path) -> None:

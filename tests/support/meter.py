@@ -1,0 +1,26 @@
+"""A meter, as commands have one on a terminal, that remembers what it was told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+__all__ = ["Counted"]
+
+
+class Counted:
+    """How many bytes were `promised` each time, and how many were `done`."""
+
+    def __init__(self) -> None:
+        self.promised: list[int] = []
+        self.done: list[int] = []
+
+    @contextlib.contextmanager
+    def __call__(self, size: int) -> Iterator[Callable[[int], None]]:
+        self.promised.append(size)
+        self.done.append(0)
+
+        def tick(nbytes: int) -> None:
+            self.done[-1] += nbytes
+
+        yield tick
