@@ -258,6 +258,7 @@ def _each(
                 future = _submitted(executor, tasks[i]._replace(lost=executor.repeats or lost[i] > 0))
                 running[future] = i
                 future.add_done_callback(finished.put)
+            executor.proceed()
             with contextlib.suppress(Empty):
                 future = finished.get(timeout=_POLL)
                 i, suspected = running.pop(future), False

@@ -28,12 +28,13 @@ from ckptconv.output import files as output_files
 from ckptconv.output.far_folders import old_set
 from ckptconv.output.folders import NewFolder, write_folder
 from ckptconv.output.other_files import as_files
+from ckptconv.output.steps import Steps, run_steps
 from ckptconv.pickles.graph import gc_paused
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["convert", "run", "write"]
+__all__ = ["convert", "run", "running", "write"]
 
 
 @for_python
@@ -89,6 +90,19 @@ def run(
         progress: Called with how many bytes will be written, and of what is far read for that, before and behind; and
             what it gives with each number of these bytes.
     """
+    return run_steps(running(src, dst, edits, output, is_folder=is_folder, progress=progress))
+
+
+def running(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    edits: Edits,
+    output: OutputOptions = USUAL,
+    *,
+    is_folder: bool | None = None,
+    progress: Meter | None = None,
+) -> Steps[Report]:
+    """The steps of :func:`run`."""
     started = time.monotonic()
     path, is_folder, output, about = _target(src, dst, output, is_folder)
     with ExitStack() as opened:
@@ -117,7 +131,7 @@ def run(
                 if output.verify:
                     faults.check(tick if read else None)
                     verified = Verified(faults.checked, faults.nbytes, output=True)
-                overflowed = write(whole, source, output, tick)
+                overflowed = yield from _writing(whole, source, output, tick)
         return report_of(
             whole.plan,
             source,
@@ -190,13 +204,19 @@ def write(whole: FolderPlan, source: Readable, output: OutputOptions, progress: 
 
     `progress` is called with each number of bytes written.
     """
+    return run_steps(_writing(whole, source, output, progress))
+
+
+def _writing(whole: FolderPlan, source: Readable, output: OutputOptions, progress: Progress | None) -> Steps[Overflow]:
+    """The steps of :func:`write`."""
     plan = whole.plan
     if is_url(plan.target):
         how = {"replace": output.force, "verify": output.verify, "old": whole.old, "progress": progress}
         overflowed: Overflow = far_targets.far_writer(plan.target).upload(plan.files, source, **how)
         return overflowed
     if not plan.is_folder:
-        return output_files.write(plan.files[0], source, replace=output.force, verify=output.verify, progress=progress)
+        file, how = plan.files[0], {"replace": output.force, "verify": output.verify}
+        return (yield from output_files.writing(file, source, **how, progress=progress))
     new = NewFolder(plan.target, plan.files, plan.others, whole.may_go, whole.like)
     return write_folder(new, source, replace=output.force, verify=output.verify, jobs=output.jobs, progress=progress)
 

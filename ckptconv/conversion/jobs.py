@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ckptconv.byteranges.checksums import crc32_of
 from ckptconv.byteranges.sources import Source, is_url
 from ckptconv.byteranges.spans import ByteRange, OutFile, Progress
-from ckptconv.conversion.convert import run
+from ckptconv.conversion.convert import running
 from ckptconv.conversion.in_place import change_in_place
 from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.plan import Report
@@ -32,8 +32,9 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
 from ckptconv.output.other_files import check_inside, open_other
+from ckptconv.output.steps import Steps, run_steps
 
-__all__ = ["Job", "JobExecutor", "Outcome", "Task", "finished", "stamp_of", "work"]
+__all__ = ["Job", "JobExecutor", "Outcome", "Task", "finished", "stamp_of", "work", "working"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,9 @@ class JobExecutor:
         """The bytes that were written, so far as it is known here."""
         return 0
 
+    def proceed(self) -> None:
+        """Go on with what was submitted, where nobody else does."""
+
     def close(self, *, failed: bool) -> None:
         """End what the executor has started; at once if `failed`."""
 
@@ -139,9 +143,14 @@ def work(task: Task, tick: Progress | None = None) -> Outcome:
 
     Raises nothing but KeyboardInterrupt and the like. `tick` is called with each number of bytes written.
     """
+    return run_steps(working(task, tick))
+
+
+def working(task: Task, tick: Progress | None = None) -> Steps[Outcome]:
+    """The steps of :func:`work`."""
     job = task.job
     try:
-        return _converted(task, tick)
+        return (yield from _converting(task, tick))
     except NoMatchError as error:
         return Outcome(job, error=error, unmatched=_unmatched(task, error))
     except CkptconvError as error:
@@ -151,7 +160,7 @@ def work(task: Task, tick: Progress | None = None) -> Outcome:
         return Outcome(job, error=CkptconvError(what, where=job.src), trace=traceback.format_exc())
 
 
-def _converted(task: Task, tick: Progress | None) -> Outcome:
+def _converting(task: Task, tick: Progress | None) -> Steps[Outcome]:
     job = task.job
     output = job.as_output()
     item = Item(Path(job.src), Path(job.dst), "file") if output.in_place else find_item(job.src, job.dst, output)
@@ -164,7 +173,7 @@ def _converted(task: Task, tick: Progress | None) -> Outcome:
             hint="it was to be converted in place, and may have been: inspect it before it is converted again",
         )
     try:
-        return Outcome(job, report=_run(item, task, tick))
+        return Outcome(job, report=(yield from _run(item, task, tick)))
     except TargetExistsError as error:
         # A process that is killed right after its work was done has told nobody.
         if task.new and task.lost and (report := _done_before(item, task)) is not None:
@@ -173,23 +182,24 @@ def _converted(task: Task, tick: Progress | None) -> Outcome:
         raise
 
 
-def _run(item: Item, task: Task, tick: Progress | None) -> Report:
+def _run(item: Item, task: Task, tick: Progress | None) -> Steps[Report]:
     """Convert `item`, without the edits that mean nothing in it, and make the folders above its output."""
     if is_url(item.dst):  # stores have no folders
-        return _run_to(item, item.dst, task, tick)
+        return (yield from _run_to(item, item.dst, task, tick))
     if not task.job.as_output().dry_run:
         output_files.make_folder(item.dst.parent, like=item.src.parent)
-        return _run_to(item, item.dst, task, tick)
+        return (yield from _run_to(item, item.dst, task, tick))
     if item.dst.parent.is_dir():
-        return _run_to(item, item.dst, task, tick)
+        return (yield from _run_to(item, item.dst, task, tick))
     with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:  # stands for the one that is still to be made
-        return replace(_run_to(item, Path(folder) / item.dst.name, task, tick), dst=str(item.dst))
+        report = yield from _run_to(item, Path(folder) / item.dst.name, task, tick)
+        return replace(report, dst=str(item.dst))
 
 
-def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Report:
+def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Steps[Report]:
     job = task.job
     if job.edits.get("copy"):
-        return _copy(item.src, dst, job, tick)
+        return (yield from _copying(item.src, dst, job, tick))
     edits = job.as_edits()
     for dropped in task.dropped:
         edits = edits.without(*dropped)
@@ -197,12 +207,13 @@ def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Report:
     if output.in_place:
         report = change_in_place(item.src, edits, output)
     else:
-        report = run(item.src, dst, edits, output, is_folder=item.is_folder, progress=lambda _: nullcontext(tick))
+        steps = running(item.src, dst, edits, output, is_folder=item.is_folder, progress=lambda _: nullcontext(tick))
+        report = yield from steps
     notes = [option_of(*each) + " means nothing here" for each in task.dropped]
     return replace(report, notes=(*report.notes, *item.notes, *notes))
 
 
-def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
+def _copying(src: Path, dst: Path, job: Job, tick: Progress | None) -> Steps[Report]:
     """Copy `src` to `dst` as it is."""
     output = job.as_output()
     if "within" in job.edits and not is_url(src):
@@ -215,7 +226,7 @@ def _copy(src: Path, dst: Path, job: Job, tick: Progress | None) -> Report:
         if not output.dry_run and is_url(dst):
             far_targets.far_writer(dst).upload([file], source, **how)
         elif not output.dry_run:
-            output_files.write(file, source, **how)
+            yield from output_files.writing(file, source, **how)
         return Report(str(src), str(dst), ("", ""), source.size, Changes(), (), (), (), 0.0, not output.dry_run)
 
 
@@ -227,7 +238,7 @@ def _done_before(item: Item, task: Task) -> Report | None:
     with output_files.as_output_error(item.dst):
         os.mkdir(again, 0o700)
     try:
-        report = _run_to(item, again / item.dst.name, task, None)
+        report = run_steps(_run_to(item, again / item.dst.name, task, None))
         is_same = _content(again / item.dst.name) == _content(item.dst)
     finally:
         shutil.rmtree(again, ignore_errors=True)
@@ -272,7 +283,7 @@ def _unmatched(task: Task, error: NoMatchError) -> tuple[tuple[str, object], ...
 def _planned(task: Task) -> CkptconvError | None:
     """What is in the way of `task`, a dry run."""
     try:
-        _converted(task, None)
+        run_steps(_converting(task, None))
     except CkptconvError as error:
         return error
     return None

@@ -25,6 +25,7 @@ from ckptconv.hints import command, option, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.output import linux
 from ckptconv.output.destinations import FileDestination, FileObjectDestination
+from ckptconv.output.steps import FileSync, FolderSync, Steps, run_steps, sync_folder
 from ckptconv.output.transfer import Transfer
 
 __all__ = [
@@ -39,11 +40,11 @@ __all__ = [
     "no_space",
     "refuse_interrupted",
     "shares_blocks",
-    "sync_folder",
     "sync_name",
     "temporary_beside",
     "write",
     "write_to_object",
+    "writing",
 ]
 
 _TEMPORARY = regex(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
@@ -107,13 +108,20 @@ def write(
 
     `replace`: an old file may go. `verify`: read everything back and compare it before the target appears.
     """
+    return run_steps(writing(file, source, replace=replace, verify=verify, progress=progress))
+
+
+def writing(
+    file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
+) -> Steps[Overflow]:
+    """The steps of :func:`write`."""
     check_target(file.path, replace=replace)
     temporary = temporary_beside(file.path)
     ours = True
     try:
         with as_output_error(file.path):
             try:
-                overflowed = fill(temporary, file, source, verify=verify, progress=progress)
+                overflowed = yield from _filling(temporary, file, source, verify=verify, progress=progress)
             except FileExistsError:  # another writer's, by the same random name
                 ours = False
                 raise
@@ -127,7 +135,8 @@ def write(
         if ours:
             with contextlib.suppress(OSError):  # a rename took it away, or what went wrong before matters more
                 os.unlink(temporary)
-    sync_name(file.path)
+    with _said_to_be_new(file.path):
+        yield FolderSync(file.path.parent)
     return overflowed
 
 
@@ -137,6 +146,13 @@ def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress:
 
     What overflowed. Raises OSError, and what :func:`write` raises.
     """
+    return run_steps(_filling(path, file, source, verify=verify, progress=progress))
+
+
+def _filling(
+    path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None
+) -> Steps[Overflow]:
+    """The steps of :func:`fill`."""
     check_system()
     transfer = Transfer(file, path.parent, compared=verify)
     kept = _kept_mode(file.path)
@@ -149,7 +165,7 @@ def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress:
         _reserve(fd, file, beside=transfer.beside)
         with transfer:
             transfer.fill(FileDestination(fd), progress)
-            os.fsync(fd)
+            yield FileSync(fd)
             if verify:
                 transfer.compare(FileDestination(fd))
     finally:
@@ -328,18 +344,16 @@ def folder_mode(like: Path) -> int:
 
 def sync_name(path: Path) -> None:
     """Let the name of what was put at `path` reach the disk. Raises OutputError, which says that it is the new one."""
-    try:
+    with _said_to_be_new(path):
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _said_to_be_new(path: Path) -> Iterator[None]:
+    """Let an OSError inside, of syncing the folder, say that what stands at `path` is the new one."""
+    try:
+        yield
     except OSError as error:
         raise OutputError(
             f"the new file is in place, but its folder could not be synced: {error.strerror}", where=path
         ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Let the names in `folder` reach the disk. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

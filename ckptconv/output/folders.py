@@ -34,11 +34,11 @@ from ckptconv.output.files import (
     no_space,
     refuse_interrupted,
     shares_blocks,
-    sync_folder,
     sync_name,
     temporary_beside,
 )
 from ckptconv.output.other_files import OtherFile, copy_into
+from ckptconv.output.steps import sync_folder
 
 __all__ = ["NewFolder", "names_in", "no_name", "write_folder"]
 

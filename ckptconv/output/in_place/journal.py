@@ -9,7 +9,8 @@ import stat
 from pathlib import Path
 
 from ckptconv.byteranges.undo_journal import MAGIC, Journal, journal_path
-from ckptconv.output.files import sync_folder, temporary_beside
+from ckptconv.output.files import temporary_beside
+from ckptconv.output.steps import sync_folder
 
 __all__ = ["discard", "mark", "write"]
 

@@ -345,10 +345,10 @@ def test_a_bug_is_an_outcome(run_folder: Path, monkeypatch: pytest.MonkeyPatch, 
     def fail(src: Path, *args: Any, **keywords: Any) -> Any:
         if "step-1/model" in str(src):
             raise ZeroDivisionError("oh")
-        return run(src, *args, **keywords)
+        return running(src, *args, **keywords)
 
-    run = jobs.run
-    monkeypatch.setattr(jobs, "run", fail)
+    running = jobs.running
+    monkeypatch.setattr(jobs, "running", fail)
     line = "ckptconv: run/step-1/model.pt: a bug in ckptconv: ZeroDivisionError: oh"
     convert("run", "new", "--debug", status=3, err=(line, "Traceback"))
     assert len(files_in(Path("new"))) == 7

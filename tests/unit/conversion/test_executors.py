@@ -1,0 +1,160 @@
+"""One thread that plans, and others that wait for the disk meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptconv.conversion import executors
+from ckptconv.conversion.batches import run_jobs
+from ckptconv.conversion.executors import processes
+from ckptconv.conversion.jobs import Job, Outcome
+
+AT_ONCE = 8
+
+
+@pytest.fixture
+def jobs(here: Path) -> list[Job]:
+    """Twelve small files, to one folder."""
+    (here / "in").mkdir()
+    for i in range(12):
+        torch.save({"w": torch.full((4,), float(i))}, here / "in" / f"{i}.pt")
+    return [Job(f"in/{i}.pt", f"out/{i}.pt", {"map_location": "cuda:0"}) for i in range(12)]
+
+
+class Disk:
+    """Stands for ``os.fsync``: that of a file takes until `at_once` have begun, that of the folder ``out`` until
+    `before_folder` have.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at_once: int, before_folder: int = 0) -> None:
+        self.real = os.fsync
+        self.needed = {"out": before_folder, "file": at_once}
+        self.files: list[str] = []
+        self.folders: list[str] = []
+        self.change = threading.Condition()
+        monkeypatch.setattr(os, "fsync", self)
+
+    def __call__(self, fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        kind = os.path.basename(path) if os.path.isdir(path) else "file"
+        with self.change:
+            (self.files if kind == "file" else self.folders).append(os.path.basename(path))
+            self.change.notify_all()
+            if not self.change.wait_for(lambda: len(self.files) >= self.needed.get(kind, 0), timeout=30):
+                raise OSError(errno.ETIME, "nobody waits beside it")
+        self.real(fd)
+
+
+def run(jobs: list[Job]) -> list[Outcome]:
+    """Do `jobs` in this thread; their outcomes, which come in the order of the jobs."""
+    said: list[Outcome] = []
+
+    def done(outcome: Outcome) -> Outcome:
+        said.append(outcome)
+        return outcome
+
+    outcomes = run_jobs(jobs, processes(1), done)
+    assert said == outcomes
+    assert [outcome.job for outcome in outcomes] == jobs
+    return outcomes
+
+
+needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /proc")
+
+
+@needs_proc
+def test_many_syncs_at_once(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are synced beside one another, each once, and one sync of the folder serves several names."""
+    disk = Disk(monkeypatch, AT_ONCE, len(jobs))
+    assert all(outcome.report for outcome in run(jobs))
+    assert len(disk.files) == len(jobs)
+    assert disk.folders[-1] == "out"
+    assert disk.folders.count("out") <= 1 + len(jobs) - AT_ONCE + 1
+    assert sorted(os.listdir("out")) == sorted(f"{i}.pt" for i in range(12))
+
+
+@needs_proc
+def test_a_failing_sync_is_that_of_its_file(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its temporary goes, and all others are converted."""
+    disk = Disk(monkeypatch, AT_ONCE)
+    real = disk.real
+
+    def fail(fd: int) -> None:
+        if "/.5.pt." in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    disk.real = fail
+    outcomes = run(jobs)
+    assert [outcome.error is None for outcome in outcomes] == [i != 5 for i in range(12)]
+    assert "Input/output error" in str(outcomes[5].error)
+    assert sorted(os.listdir("out")) == sorted(f"{i}.pt" for i in range(12) if i != 5)
+
+
+@needs_proc
+def test_a_failing_sync_of_the_folder_is_that_of_all_who_waited(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each says that its new file is in place."""
+    disk = Disk(monkeypatch, len(jobs))
+    real = disk.real
+
+    def fail(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/out"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    disk.real = fail
+    assert all("the new file is in place" in str(outcome.error) for outcome in run(jobs))
+    assert len(os.listdir("out")) == len(jobs)
+
+
+@needs_proc
+def test_what_is_larger_waits_alone(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they have no more bytes on the way than one of them may have."""
+    monkeypatch.setattr(executors, "_BEHIND", 1000)
+    disk = Disk(monkeypatch, 1)
+    assert all(outcome.report for outcome in run(jobs))
+    assert disk.folders.count("out") == len(jobs)
+
+
+def test_one_output_for_two_is_not_raced_for(jobs: list[Job]) -> None:
+    """The second finds the first one's output, as it always did, and reads it where it is its input."""
+    twice = [jobs[0], Job("in/1.pt", "out/0.pt", {}), Job("out/0.pt", "out/again.pt", {})]
+    outcomes = run(twice)
+    assert [outcome.error is None for outcome in outcomes] == [True, False, True]
+    assert torch.load("out/again.pt", map_location="cpu")["w"][0] == 0
+
+
+def test_no_threads(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives no more, the disk is waited for here."""
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert all(outcome.report for outcome in run(jobs))
+    assert len(os.listdir("out")) == len(jobs)
+
+
+@needs_proc
+def test_ctrl_c_leaves_no_temporary(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six wait for the disk as it comes: none of them has its name, and no folder is left for them."""
+    disk = Disk(monkeypatch, len(jobs))
+
+    def interrupt(_: int) -> None:
+        with disk.change:
+            if len(disk.files) == 6:
+                disk.needed.clear()
+                disk.change.notify_all()
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(jobs, processes(1, interrupt), lambda outcome: outcome)
+    assert os.listdir() == ["in"]
