@@ -391,7 +391,8 @@ class OutFile:
     new, as far as the umask allows them.
 
     ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed
-    to the :class:`Deferred` pieces. What is computed in it is one of `pieces`.
+    to the :class:`Deferred` pieces. What is computed in it is one of `pieces`. `direct`: it is written around the page
+    cache, as far as it is copied.
     """
 
     path: Path
@@ -399,6 +400,7 @@ class OutFile:
     size: int
     sums: tuple[Piece, ...] = ()
     mode: int = 0o666
+    direct: bool = False
 
     @classmethod
     def copy_of(cls, source: ByteSource, path: Path) -> OutFile:

@@ -25,6 +25,7 @@ from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python, option
 from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
+from ckptconv.output.direct_writes import planned_directly
 from ckptconv.output.far_folders import old_set
 from ckptconv.output.folders import NewFolder, write_folder
 from ckptconv.output.other_files import as_files
@@ -122,6 +123,8 @@ def running(
                 whole.plan = replace(whole.plan, files=files, others=())
                 whole.old = old_set(path, whole.plan.files, whole.may_go, replace=output.force)
             about += far_targets.far_writer(path).about_upload(whole.plan.files, verify=output.verify) + whole.old.about
+        else:
+            whole.plan = replace(whole.plan, files=planned_directly(whole.plan.files, _folder_for(path)))
         whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))
         overflowed: Overflow = {}
         verified = None
@@ -215,8 +218,8 @@ def _writing(whole: FolderPlan, source: Readable, output: OutputOptions, progres
         overflowed: Overflow = far_targets.far_writer(plan.target).upload(plan.files, source, **how)
         return overflowed
     if not plan.is_folder:
-        file, how = plan.files[0], {"replace": output.force, "verify": output.verify}
-        return (yield from output_files.writing(file, source, **how, progress=progress))
+        file, force, verify = plan.files[0], output.force, output.verify
+        return (yield from output_files.writing(file, source, replace=force, verify=verify, progress=progress))
     new = NewFolder(plan.target, plan.files, plan.others, whole.may_go, whole.like)
     return write_folder(new, source, replace=output.force, verify=output.verify, jobs=output.jobs, progress=progress)
 

@@ -80,9 +80,8 @@ class _Here(JobExecutor):
             begun.wait = begun.steps.throw(error) if error else next(begun.steps)
         except StopIteration as end:
             begun.outcome, begun.wait = end.value, None
-            while self._begun and self._begun[0].outcome:
-                done = self._begun.popleft()
-                done.future.set_result(done.outcome)
+            while self._begun and (outcome := self._begun[0].outcome):
+                self._begun.popleft().future.set_result(outcome)
             return
         if isinstance(begun.wait, FolderSync) and begun.wait in self._folders:
             self._folders[begun.wait].append(begun)

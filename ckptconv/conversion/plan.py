@@ -116,6 +116,7 @@ class Report(Result):
         failed: Of a folder, what could not be converted, and why.
         in_place: How the source itself was changed, where it was.
         verified: What was compared, where that was asked for.
+        direct: Whether it was written around the page cache.
     """
 
     src: str
@@ -133,6 +134,7 @@ class Report(Result):
     failed: tuple[tuple[str, CkptconvError], ...] = ()
     in_place: InPlace | None = None
     verified: Verified | None = None
+    direct: bool = False
 
     @property
     def changed(self) -> bool:
@@ -267,6 +269,7 @@ def report_of(
         files,
         tuple((str(path), error) for path, error in failed),
         verified=verified,
+        direct=any(file.direct for file in plan.files),
     )
 
 

@@ -64,6 +64,9 @@ class FileDestination:
         """Begin to write it to the disk."""
         linux.start_writeback(self.fd, at, length)
 
+    def settle(self) -> None:
+        """Wait for what is not written yet: nothing. Raises what went wrong with it."""
+
 
 class FileObjectDestination:
     """`file`, from its position on, which is behind what was written after :meth:`finish`. Its caller closes it."""

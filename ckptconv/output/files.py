@@ -13,18 +13,20 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from pathlib import Path
 
 from ckptconv.byteranges.locks import lock_shared
 from ckptconv.byteranges.sources import Readable, check_system
-from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, OutFile, Overflow, Progress
+from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of, target_of
 from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.hints import command, option, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.output import linux
 from ckptconv.output.destinations import FileDestination, FileObjectDestination
+from ckptconv.output.direct_writes import DirectDestination, shares_blocks
 from ckptconv.output.steps import FileSync, FolderSync, Steps, run_steps, sync_folder
 from ckptconv.output.transfer import Transfer
 
@@ -39,7 +41,6 @@ __all__ = [
     "mode_at",
     "no_space",
     "refuse_interrupted",
-    "shares_blocks",
     "sync_name",
     "temporary_beside",
     "write",
@@ -163,14 +164,23 @@ def _filling(
             os.fchmod(fd, kept)
         _forget(file.path, source)
         _reserve(fd, file, beside=transfer.beside)
-        with transfer:
-            transfer.fill(FileDestination(fd), progress)
+        with transfer, _destination(fd, direct=file.direct) as out:
+            transfer.fill(out, progress)
+            out.settle()
             yield FileSync(fd)
             if verify:
-                transfer.compare(FileDestination(fd))
+                transfer.compare(out)
     finally:
         os.close(fd)
     return transfer.overflowed
+
+
+def _destination(fd: int, *, direct: bool) -> AbstractContextManager[FileDestination]:
+    """What writes to `fd`, around the page cache if that is still possible."""
+    if direct:
+        with contextlib.suppress(OSError):
+            return DirectDestination(fd)
+    return contextlib.nullcontext(FileDestination(fd))
 
 
 def write_to_object(file: OutFile, out: FileObjectDestination, *, verify: bool) -> Overflow:
@@ -276,18 +286,6 @@ def _reserve(fd: int, file: OutFile, beside: int) -> None:
         if error.errno != errno.ENOSPC:
             raise
     raise no_space(os.fstatvfs(fd), file.path, needed)
-
-
-def shares_blocks(fd: int, file: OutFile) -> bool:
-    """Whether the filesystem shares blocks with the file that most of `file` is copied from.
-
-    `fd` may have one of its blocks by now.
-    """
-    ranges = (span for piece in file.pieces for span in piece.ranges())
-    longest = max(ranges, key=lambda span: span.length, default=None)
-    if longest is None or longest.source.fd < 0 or min(longest.source.size, file.size) < FILESYSTEM_BLOCK:
-        return False
-    return linux.share_block(longest.source.fd, fd, FILESYSTEM_BLOCK)
 
 
 def no_space(space: os.statvfs_result, where: Path, needed: int) -> OutputError:

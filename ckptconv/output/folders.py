@@ -26,6 +26,7 @@ from ckptconv.errors import OutputError, RefusedError, TargetExistsError, some
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import linux
+from ckptconv.output.direct_writes import shares_blocks
 from ckptconv.output.files import (
     as_output_error,
     fill,
@@ -33,7 +34,6 @@ from ckptconv.output.files import (
     mode_at,
     no_space,
     refuse_interrupted,
-    shares_blocks,
     sync_name,
     temporary_beside,
 )

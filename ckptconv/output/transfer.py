@@ -29,6 +29,7 @@ from ckptconv.byteranges.spans import (
     Progress,
 )
 from ckptconv.errors import OutputError
+from ckptconv.output.direct_writes import WINDOW, DirectDestination
 
 if TYPE_CHECKING:
     from ckptconv.output.cast_threads import CastThreads
@@ -191,7 +192,15 @@ def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
         length = min(left, until_block or _COPY)
         if length > FILESYSTEM_BLOCK:
             length -= length % FILESYSTEM_BLOCK
-        if by_kernel:
+        if (
+            isinstance(out, DirectDestination)
+            and by_kernel
+            and length >= WINDOW
+            and not (offset | at) % FILESYSTEM_BLOCK
+        ):
+            done = WINDOW
+            out.copy(at, ByteRange(span.source, offset, done))
+        elif by_kernel:
             try:
                 done = os.copy_file_range(span.source.fd, out.fd, length, offset, at)
             except OSError as error:

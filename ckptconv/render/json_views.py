@@ -86,6 +86,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "notes": list(report.notes),
         "in_place": report.in_place and asdict(report.in_place),
         "verified": report.verified and asdict(report.verified),
+        "direct": report.direct,
     }
 
 
