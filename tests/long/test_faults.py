@@ -17,6 +17,7 @@ import torch
 
 import ckptconv
 from ckptconv import convert
+from ckptconv.output.direct_writes import WINDOW
 from tests.support.injection import ERRORS, OLD, OLD_SET, SIGNALS, Content, Conversion, Point
 from tests.support.writers import distributed, sharded
 
@@ -29,8 +30,15 @@ KINDS = (
     "cast",
     "shards to folder",
     "DCP to pt",
+    "direct",
     "two files to folder",
     "two processes",
+)
+#: The command, where every file counts as one that is large beside the available memory.
+DIRECT = (
+    "-c",
+    "from ckptconv.output import direct_writes as d; d.available_memory = lambda: 0\n"
+    "d._LEAST = 0\nfrom ckptconv.cli.main import main\nraise SystemExit(main())",
 )
 ALL = (*ERRORS, *SIGNALS)
 #: Where a run takes seconds: with an old output, and without.
@@ -66,9 +74,17 @@ def make(kind: str, folder: Path, fixtures: Path, before: Content) -> Conversion
         return Conversion(kind, runs, [distributed(state, folder / "src")], ["dst.pt"], before, to_cpu)
     if kind == "pt to pt":
         return Conversion(kind, runs, [src], ["dst.pt"], before, to_cpu)
+    if kind == "direct":
+        torch.save({"w": torch.arange(3 << 20)}, folder / "src.pt")
+        conversion = Conversion(
+            kind, runs, [folder / "src.pt"], ["dst.pt"], before, ("--to", "cuda:0"), program=DIRECT, threads=True
+        )
+        assert any(f" = {WINDOW}" in line for line in conversion.trace(conversion.fresh())[1])
+        return conversion
     srcs = [Path(shutil.copy(src, folder / f"{name}.pt")) for name in "ab"]
     if kind == "two files to folder":
-        return Conversion(kind, runs, srcs, ["new/a.pt", "new/b.pt"], before, (*to_cpu, "-j", "1"), dst="new/")
+        flags = (*to_cpu, "-j", "1")
+        return Conversion(kind, runs, srcs, ["new/a.pt", "new/b.pt"], before, flags, dst="new/", threads=True)
     calls = [(call, 1) for call in ("fallocate", "copy_file_range", "pwrite64", "fsync")] + [("fsync", 2)]
     if before is not None:  # else a link, which the process that has started them makes too
         calls.append(("rename", 1))

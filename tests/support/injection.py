@@ -110,7 +110,8 @@ class Conversion:
 
     `targets`: what is to stand in it, by name, and what stands there `before` (nothing, where that is None). `dst`: by
     default the first target. `threads`: some of the calls are other threads', and the numbers of some differ from run
-    to run. `processes`: they are those of other processes, and `calls` names them.
+    to run. `processes`: they are those of other processes, and `calls` names them. `program`: how Python runs
+    the command.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Conversion:
     threads: bool = False
     processes: bool = False
     calls: list[tuple[str, int]] = field(default_factory=list)
+    program: Sequence[str] = ("-m", "ckptconv")
 
     def __post_init__(self) -> None:
         self._numbers: Iterator[int] = count()
@@ -155,7 +157,7 @@ class Conversion:
     def _command(self, out: Path) -> list[str]:
         flags = ["--force"] if self.before is not None else []
         dst = out / self.targets[0] if self.dst is None else f"{out}/{self.dst}"
-        return [sys.executable, "-m", "ckptconv", "convert", "-q", *map(str, self.srcs), str(dst), *self.flags, *flags]
+        return [sys.executable, *self.program, "convert", "-q", *map(str, self.srcs), str(dst), *self.flags, *flags]
 
     def trace(
         self, out: Path, *options: str, package: Path | None = None

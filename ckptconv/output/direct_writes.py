@@ -1,0 +1,176 @@
+"""Write around the page cache, straight from the pages of the source.
+
+What is large beside the available memory drives all else out of the cache as it is written, and is not there any more
+when somebody reads it. `docs/speed.md` has the measurements behind the rule.
+
+The source is mapped for the kernel alone: no code of ours reads the mapping, so a source that becomes shorter makes the
+call fail (EFAULT) and ends no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, ByteRange, OutFile
+from ckptconv.output import linux
+from ckptconv.output.destinations import FileDestination
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+__all__ = ["WINDOW", "DirectDestination", "available_memory", "planned_directly", "shares_blocks"]
+
+WINDOW = 8 << 20  # bytes of a write
+_AT_ONCE = 4  # writes on their way
+_SHARE = 3  # of the available memory, the part beyond which a file is large
+_LEAST = 64 << 20  # bytes: what is smaller is written before it is known how
+_MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
+_REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
+
+
+def planned_directly(files: Sequence[OutFile], folder: Path) -> tuple[OutFile, ...]:
+    """`files`, which come to stand on the disk of `folder`, with those marked that are written around the page cache:
+    all that are mostly copied, where together they are large.
+    """
+    total = sum(file.size for file in files)
+    if total < _LEAST or total * _SHARE < available_memory():
+        return tuple(files)
+    return tuple(replace(file, direct=2 * _aligned(file) > file.size and _is_possible(file, folder)) for file in files)
+
+
+def _aligned(file: OutFile) -> int:
+    """How many bytes of `file` stand in a source at the same place modulo a block."""
+    at = found = 0
+    for piece in file.pieces:
+        if isinstance(piece, ByteRange) and piece.source.fd >= 0 and (piece.offset - at) % FILESYSTEM_BLOCK == 0:
+            found += piece.length
+        at += piece.length
+    return found
+
+
+def _is_possible(file: OutFile, folder: Path) -> bool:
+    """Whether `file` can be written so in `folder`, and shares no blocks with its source, which is better still."""
+    if not hasattr(os, "O_DIRECT") or not hasattr(os, "O_TMPFILE"):
+        return False
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        os.close(_reopened(fd))
+        return not shares_blocks(fd, file)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def shares_blocks(fd: int, file: OutFile) -> bool:
+    """Whether the filesystem shares blocks with the file that most of `file` is copied from.
+
+    `fd` may have one of its blocks by now.
+    """
+    ranges = (span for piece in file.pieces for span in piece.ranges())
+    longest = max(ranges, key=lambda span: span.length, default=None)
+    if longest is None or longest.source.fd < 0 or min(longest.source.size, file.size) < FILESYSTEM_BLOCK:
+        return False
+    return linux.share_block(longest.source.fd, fd, FILESYSTEM_BLOCK)
+
+
+def _reopened(fd: int) -> int:
+    """The file `fd` once more, for writes around the page cache. Raises OSError."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+
+def available_memory() -> int:
+    """The bytes that files can have in the page cache: what is free, and what is in it, within the limits of the
+    process's control groups.
+    """
+    found = [sys.maxsize]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/meminfo").read_text()
+        found.append(int(text.split("MemAvailable:")[1].split()[0]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, group = line.split(":", 2)
+            folder, name = ("/sys/fs/cgroup", "memory.max") if not kinds else ("/sys/fs/cgroup/memory", _OLD_LIMIT)
+            if not kinds or "memory" in kinds.split(","):
+                for where in (f"{folder}{group}", folder):
+                    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                        found.append(int(Path(where, name).read_text()))
+    return min(found)
+
+
+_OLD_LIMIT = "memory.limit_in_bytes"
+
+
+class DirectDestination(FileDestination):
+    """The file `fd`, to which whole blocks of other files go around the page cache, some windows at once.
+
+    A context manager: leaving it ends the threads.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._direct = _reopened(fd)
+        from concurrent.futures import ThreadPoolExecutor  # which costs every other conversion some milliseconds
+
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "ckptconv-direct")
+        self._running: deque[Future[None]] = deque()
+
+    def __enter__(self) -> DirectDestination:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._threads.shutdown(cancel_futures=True)
+        finally:
+            os.close(self._direct)
+
+    def copy(self, at: int, span: ByteRange) -> None:
+        """Begin to copy `span`, at most a window of whole blocks, to `at`. Raises what went wrong with others."""
+        while len(self._running) >= _AT_ONCE:
+            self._running.popleft().result()
+        try:
+            self._running.append(self._threads.submit(self._copy, at, span))
+        except RuntimeError:  # the system gives no more threads
+            self._copy(at, span)
+
+    def settle(self) -> None:
+        """Wait for all that has begun. Raises what went wrong."""
+        while self._running:
+            self._running.popleft().result()
+
+    def _copy(self, at: int, span: ByteRange) -> None:
+        try:
+            self._write_mapped(at, span)
+        except (OSError, ValueError) as error:  # ValueError: the file is shorter than the range
+            if isinstance(error, OSError) and error.errno not in _REFUSED:
+                raise
+            for chunk in reading.read(span):
+                self.write(at, chunk)
+                at += len(chunk)
+
+    def _write_mapped(self, at: int, span: ByteRange) -> None:
+        import mmap
+
+        fd, length, offset = span.source.fd, span.length, span.offset
+        mapped = mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)  # until nobody has it any more
+        with contextlib.suppress(OSError):  # of an older kernel; what cannot be read is refused below
+            mapped.madvise(_MADV_POPULATE_READ)
+        view = memoryview(mapped)
+        while view:
+            done = os.pwrite(self._direct, view, at)
+            at, view = at + done, view[done:]

@@ -1,0 +1,220 @@
+"""Writes around the page cache: the bytes are the same, and whatever is refused goes through it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptconv import convert
+from ckptconv.errors import InputChangedError, InputError, OutputError
+from ckptconv.output import direct_writes, linux
+from ckptconv.output.direct_writes import WINDOW
+from tests.support.command import Command
+
+BYTES = 3 * WINDOW // 2  # of the tensor: one window, and a rest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="no O_DIRECT")
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that is mostly one tensor."""
+    path = tmp_path_factory.mktemp("direct") / "src.pt"
+    torch.save({"w": torch.arange(BYTES // 4, dtype=torch.int32)}, path)
+    return path
+
+
+@pytest.fixture
+def direct_fds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on everything is large; the files that were opened to be written around the page cache."""
+    fds: list[int] = []
+    reopened = direct_writes._reopened
+
+    def noted(fd: int) -> int:
+        fds.append(reopened(fd))
+        return fds[-1]
+
+    monkeypatch.setattr(direct_writes, "_LEAST", 0)
+    monkeypatch.setattr(direct_writes, "available_memory", lambda: 0)
+    monkeypatch.setattr(direct_writes, "_reopened", noted)
+    return fds
+
+
+def on_direct(fds: list[int], call: Callable[..., Any], real: Callable[..., Any] = os.pwrite) -> Callable[..., Any]:
+    """A stand-in for ``os.pwrite`` that is `call` for files that are written around the page cache."""
+
+    def pwrite(fd: int, data: Any, at: int) -> Any:
+        return (call if fd in fds else real)(fd, data, at)
+
+    return pwrite
+
+
+def assert_right(src: Path, dst: Path) -> None:
+    there, wanted = torch.load(dst, weights_only=True, map_location="cpu"), torch.load(src, weights_only=True)
+    assert torch.equal(there["w"], wanted["w"])
+    assert os.listdir(dst.parent) == [dst.name]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_same_bytes(src: Path, tmp_path: Path, direct_fds: list[int], old: bool) -> None:
+    """As through the page cache; the report says which way it went, and progress counts everything."""
+    if old:
+        (tmp_path / "dst.pt").write_bytes(b"old")
+    report = convert(src, tmp_path / "dst.pt", map_location="cuda:0", verify=True, force=old)
+    assert report.direct
+    assert report.as_dict()["direct"] is True
+    assert len(direct_fds) == 2  # of which one was a probe
+    assert_right(src, tmp_path / "dst.pt")
+
+
+def test_what_is_small_is_not(src: Path, tmp_path: Path, command: Command) -> None:
+    """Beside the memory that there is."""
+    assert command.json("convert", src, tmp_path / "dst.pt", "--to", "cuda:0")["direct"] is False
+
+
+def test_what_is_computed_is_not(src: Path, tmp_path: Path, direct_fds: list[int]) -> None:
+    """Nor what stands at other places modulo a block."""
+    torch.save({"w": torch.randn(1000)}, tmp_path / "float.pt")
+    assert not convert(tmp_path / "float.pt", tmp_path / "dst.pt", dtype="bf16").direct
+    assert not direct_fds
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_where_it_cannot_be_opened(
+    src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the probe, or only later."""
+
+    def refuse(_: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    reopened = direct_writes._reopened
+    monkeypatch.setattr(direct_writes, "_reopened", lambda fd: refuse(fd) if direct_fds else reopened(fd))
+    convert(src, tmp_path / "dst.pt", map_location="cuda:0")
+    assert_right(src, tmp_path / "dst.pt")
+    monkeypatch.setattr(direct_writes, "_reopened", refuse)
+    assert not convert(src, tmp_path / "dst.pt", map_location="cuda:0", force=True).direct
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT])
+def test_where_a_write_is_refused(
+    src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes through the page cache."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, refuse))
+    convert(src, tmp_path / "dst.pt", map_location="cuda:0")
+    assert_right(src, tmp_path / "dst.pt")
+
+
+def test_short_writes(src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left is written too, wherever the first part ended."""
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, lambda fd, data, at: real(fd, data[:1_000_448], at)))
+    convert(src, tmp_path / "dst.pt", map_location="cuda:0")
+    assert_right(src, tmp_path / "dst.pt")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_failing_write(
+    src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old output stays, and nothing beside it."""
+    (tmp_path / "dst.pt").write_bytes(b"old")
+
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, fail))
+    with pytest.raises(OutputError, match=os.strerror(code)):
+        convert(src, tmp_path / "dst.pt", map_location="cuda:0", force=True)
+    assert (tmp_path / "dst.pt").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["dst.pt"]
+
+
+def test_an_input_that_becomes_shorter(
+    src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is mapped, or after: an error, and no signal."""
+    real = os.pwrite
+    for before in (True, False):
+        shrinking = tmp_path / "src.pt"
+        shrinking.write_bytes(src.read_bytes())
+
+        def fill(fd: int, data: Any, at: int, shrinking: Path = shrinking) -> int:
+            os.truncate(shrinking, WINDOW // 2)
+            return real(fd, data, at)
+
+        if before:
+            monkeypatch.setattr(linux, "fallocate", lambda *_: os.truncate(shrinking, WINDOW // 2) or True)  # noqa: B023
+        else:
+            monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, fill))
+        with pytest.raises((InputChangedError, InputError)):
+            convert(shrinking, tmp_path / "dst.pt", map_location="cuda:0")
+        monkeypatch.setattr(linux, "fallocate", lambda *_: False)
+        assert os.listdir(tmp_path) == ["src.pt"]
+
+
+def test_no_threads(src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives no more, one window is written after another."""
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert convert(src, tmp_path / "dst.pt", map_location="cuda:0").direct
+    assert_right(src, tmp_path / "dst.pt")
+
+
+def test_shared_blocks_are_better(
+    src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the filesystem shares them, nothing is written."""
+    monkeypatch.setattr(linux, "share_block", lambda *_: True)
+    assert not convert(src, tmp_path / "dst.pt", map_location="cuda:0").direct
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, None),
+        ({"/proc/meminfo": "MemFree: 1 kB\nMemAvailable:   2048 kB\n"}, 2 << 20),
+        (
+            {
+                "/proc/meminfo": "MemAvailable: 2048 kB\n",
+                "/proc/self/cgroup": "0::/a\n",
+                "/sys/fs/cgroup/a/memory.max": "max\n",
+                "/sys/fs/cgroup/memory.max": "1000000\n",
+            },
+            1_000_000,
+        ),
+        (
+            {
+                "/proc/meminfo": "MemAvailable: 2048 kB\n",
+                "/proc/self/cgroup": "4:cpu,memory:/b\n3:cpuset:/\n0::/\n",
+                "/sys/fs/cgroup/memory/b/memory.limit_in_bytes": "500\n",
+            },
+            500,
+        ),
+    ],
+)
+def test_available_memory(files: dict[str, str], available: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of what the system and the control groups, of both versions, give; much where nobody says it."""
+
+    def read_text(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert direct_writes.available_memory() == (available or direct_writes.sys.maxsize)
