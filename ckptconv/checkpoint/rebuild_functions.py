@@ -231,7 +231,7 @@ class TensorReader:
         if info is None:
             form = call.row if isinstance(call, RowCall) else None
             info = self.read(function, args_of(call))
-            if form and info and function in STRIDED:
+            if form and info and info.kind == "strided":
                 reach = _layout(info.shape, info.stride)[1]
                 end = BY_NAME[info.dtype].bytes_of(info.offset + reach if reach else 0)
                 self.alike[id(form)] = form, _facts_of(info), end

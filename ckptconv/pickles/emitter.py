@@ -187,12 +187,14 @@ class _Plain(_Writer):
         """Write `call` as its steps would, if it is a row and all that it reads from the memo is there."""
         form, reference, slot, memo = call.row, call.reference, self.slots, self.memo
         order, key, tag = reference.order, reference.key, reference.tag
-        if form is None or order is None or slot < len(_BINPUT) or id(key) in memo or reference in self.graph.shared:
+        if form is None or order is None or slot < len(_BINPUT) or reference in self.graph.shared:
+            return False
+        if id(key) in memo or key is tag:
             return False
         known = memo.get(id(tag))
         pieces = self.rows.get((id(form), tag if known is None else known))
         if pieces is None:
-            if any(id(each) not in memo for each in (form.function, form.word, form.cls, form.made_by)):
+            if any(id(each) not in memo for each in (*form.functions, *form.values) if each is not form.tag):
                 return False
             self.kept.append(form)
             pieces = self.rows[id(form), tag if known is None else known] = self.row_pieces(form, tag)
@@ -219,57 +221,17 @@ class _Plain(_Writer):
         """What rows of the `form` start with, up to the length of the key, and what follows the key: bytes, and the
         slots that they end with, in turn.
         """
-        kept, self.out = self.out, bytearray()
-        parts: list[bytes | int] = []
-
-        def put() -> None:
-            parts.extend((bytes(self.out) + _LONG_BINPUT, 0))
-            self.out.clear()
-
-        def write(*values: Value) -> None:
-            for value in values:
-                if (slot := self.memo.get(id(value))) is not None and not isinstance(value, (int, tuple)):
-                    self.get(slot)
-                elif isinstance(value, str):
-                    text = value.encode("utf-8", "surrogatepass")
-                    self.out += _with_number(_BINUNICODE, len(text)) + text
-                    put()
-                else:
-                    _ATOMS[type(value)](self, value)
-
-        def numbers(shape: tuple[int, ...]) -> None:
-            self.out += _MARK if len(shape) > 3 else b""
-            write(*shape)
-            self.out += _TUPLE[min(len(shape), 4)]
-            if shape:
-                put()
-
-        write(form.function)
-        self.out += 2 * _MARK
-        write(form.word, form.cls)
-        start = bytes(self.out) + _BINUNICODE
-        self.out.clear()
-        put()
-        write(tag, form.numel)
-        self.out += _TUPLE[-1]
-        put()
-        self.out += _BINPERSID
-        write(form.offset)
-        numbers(form.shape)
-        numbers(form.stride)
-        write(form.flag, form.made_by)
-        self.out += _TUPLE[0] + _REDUCE
-        put()
-        self.out += _TUPLE[-1]
-        put()
-        self.out += _REDUCE
-        put()
-        self.out = kept
-        return (
-            start,
-            struct.Struct("<" + "".join(f"{len(each)}sI" for each in parts[::2] if isinstance(each, bytes))).pack,
-            parts,
-        )
+        pieces = _Pieces(self.graph, self.loadable)
+        pieces.memo = self.memo
+        key = "".join(("a", " key"))  # which nothing else is
+        reference = PersistentId(Tuple([form.word, form.cls, key, tag, form.numel]))
+        pieces.write(Call("REDUCE", form.functions[0], form.arguments(reference, None)))
+        first, *parts = pieces.parts
+        assert isinstance(first, bytes)
+        start = first[: -4 - len(key) - len(_LONG_BINPUT)]
+        parts = [_LONG_BINPUT, *parts]
+        sizes = (f"{len(each)}sI" for each in parts[::2] if isinstance(each, bytes))
+        return start, struct.Struct("<" + "".join(sizes)).pack, parts
 
     def do(self, step: _Do) -> None:
         if step.made is not None:
@@ -357,6 +319,19 @@ class _Plain(_Writer):
         self.todo += steps[::-1]
 
 
+class _Pieces(_Plain):
+    """Takes apart what it writes, at the slots of what it puts into the memo, which it leaves as it is."""
+
+    def __init__(self, graph: Graph, loadable: bool) -> None:
+        super().__init__(graph, loadable)
+        self.out.clear()
+        self.parts: list[bytes | int] = []
+
+    def put(self, value: Value) -> None:  # noqa: ARG002 - nothing in a row is read from the memo again
+        self.parts += (bytes(self.out) + _LONG_BINPUT, 0)
+        self.out.clear()
+
+
 class _Splicing(_Plain):
     """Leaves the items of mappings that are rows where the source has them, if it would write the same bytes."""
 
@@ -374,7 +349,9 @@ class _Splicing(_Plain):
         coming = self.todo[: -n - 1 : -1]
         if len(coming) < n or not all(map(is_, coming, items.values)) or not items.is_as_read():
             return False
-        if self.slots != starts[0] or items.order - 2 < self.order:
+        if self.slots != starts[0] or items.order < self.order:
+            return False
+        if any(memo.get(id(function)) != slot for function, slot in items.called.items()):
             return False
         texts = {*map(id, chain(names, items.keys))}  # those of one character are one object wherever they stand
         if len(texts) < n or not memo.keys().isdisjoint(texts):
@@ -383,7 +360,7 @@ class _Splicing(_Plain):
             return False
         tags = {(id(row.form), id(row.reference.tag)): (row.form, row.reference.tag) for row in rows}
         for form, tag in tags.values():
-            if form is None or form.tag_slot is None or memo.get(id(form.function)) != items.called:
+            if form is None or form.tag_slot is None:
                 return False
             for slot, value in zip(form.reads, form.values, strict=True):
                 if memo.get(id(tag if slot == form.tag_slot else value)) != slot:

@@ -285,7 +285,7 @@ class PickleMachine:
             self.shared.add(value)
         self.stack.append(value)
         if self.rows is not None and type(value) is Global and self.window.startswith(b"((", self.pos):
-            self.rows.read(value, slot)
+            self.rows.read()
 
     def put(self, slot: int) -> None:
         if slot < 0:
@@ -294,9 +294,7 @@ class PickleMachine:
 
     def memoize(self) -> None:
         """Put as the slot that is the number of those there are."""
-        if self.rows is not None:
-            self.rows.stop()
-        self.put(len(self.memo))
+        self.put(len(self.memo) if self.rows is None else self.rows.count())
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
         """Do `opcode` to the object on top of the stack, which must be one of `kinds` or a call's result."""

@@ -1,9 +1,10 @@
 r"""Rows: what a pickle says of most tensors, with the same opcodes each time, read by one pattern into two nodes.
 
 A row is a call of a global with a persistent id, an integer, two tuples of integers, a flag, and a call without
-arguments, all put into the memo one behind another. Rows that differ in nothing but the key in the persistent id, and
-the numbers of memo slots, have one :class:`RowForm`, of which the machine itself has read the first. What else a row
-is made of becomes nodes when somebody asks for it, and the same ones however often.
+arguments, all put into the memo one behind another. It can stand in a call of another global, with a flag and one more
+call without arguments: a parameter. Rows that differ in nothing but the key in the persistent id, and the numbers of
+memo slots, have one :class:`RowForm`, of which the machine itself has read the first. What else a row is made of
+becomes nodes when somebody asks for it, copies of those of the first, and the same ones however often.
 
 Nothing here knows what is called: whatever has this shape is read in this way, and means what it means anyway.
 """
@@ -14,11 +15,11 @@ import re
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain, count, islice, repeat
+from itertools import accumulate, chain, islice
 from operator import is_
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from ckptconv.errors import InputError
 from ckptconv.lazy_regex import regex
@@ -33,49 +34,77 @@ __all__ = ["RowCall", "RowForm", "RowId", "RowItems", "Rows", "type_of"]
 # Each number in the shortest opcode, as the emitter writes it.
 _INT = rb"(?:K.|M.[^\0]|J..(?!\0\0)..)"
 _GET = rb"(?:h.|j.(?!\0\0\0)...)"
-_PUT = rb"(r.(?!\0\0\0)...)"  # of four bytes: rows begin behind the first 256 slots
-_PERHAPS = rb"((?:r.(?!\0\0\0)...)?)"  # an empty tuple is not put, and neither is a text that the memo has
-_INTS = rb"(\)(?!r)|(?:I\x85|II\x86|III\x87|\(I{4,64}t)(?=r))".replace(b"I", _INT)
-#: What follows the GET of what is called. All lengths are in it but those of the two texts, which are compared.
-_PATTERN = (
-    rb"(\(\(" + _GET + _GET + rb")X(....)([0-9]{1,19})" + _PUT
-    + rb"(" + _GET + rb"(?!r)|X....[a-z]{2,20}(?::[0-9]{1,3})?(?=r))" + _PERHAPS
-    + rb"(" + _INT + rb"t)" + _PUT + rb"(Q" + _INT + rb")" + _INTS + _PERHAPS + _INTS + _PERHAPS
-    + rb"([\x88\x89]" + _GET + rb"\)R)" + _PUT + rb"t" + _PUT + rb"R" + _PUT
-)  # piece by piece  # fmt: skip
-_ROW = regex(_PATTERN, re.DOTALL)
-#: An item of a mapping: its key, which is a text of some length or read from the memo, the GET, and the row.
-_ITEM = regex(rb"(?:X(....)(.{0,250}?)" + _PUT + rb"|(" + _GET + rb"))(" + _GET + rb")" + _PATTERN, re.DOTALL)
+_LONG_PUT = rb"r.(?!\0\0\0)..."  # of four bytes: such rows begin behind the first 256 slots
 _MOST = 4096  # items at once
 _WORTH_IT = 6  # of which fewer take longer than rows one by one: then some rows pass before the next attempt
-_TEXT, _AT = CODES["BINUNICODE"], 5  # a text's first byte, and where its characters begin
-_LENGTHS = [n.to_bytes(4, "little") for n in range(30)]
-_PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(10)]
-_PARTS = ("key", "tag", "id", "shape", "stride", "inside", "args", "call")
+_EACH_GET = regex(_GET, re.DOTALL)
+_PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(13)]  # of one row
 _PATIENCE = 64  # attempts that may be in vain, and one more for each that is not
+_Path: TypeAlias = tuple[int, ...]  # which part of a call, which part of that, and so on
+_Functions: TypeAlias = tuple[Global, ...]  # what a row calls, the outermost first
+
+
+class _Spelling:
+    """The patterns of rows and items whose texts begin with the opcode `text` and a length of `width` bytes, and that
+    are put into the memo as the pattern `put` says.
+    """
+
+    def __init__(self, text: bytes, width: int, put: bytes) -> None:
+        self.text, self.at = text, 1 + width  # a text's first byte, and where its characters begin
+        self.lengths = [n.to_bytes(width, "little") for n in range(30)]
+        self.width = width
+        first, length = put[:1], b"." * width
+        parts = {
+            b"GET": _GET,
+            b"PUT": b"(" + put + b")",
+            b"PERHAPS": b"((?:" + put + b")?)",  # an empty tuple is not put, and neither is a text that the memo has
+            b"INTS": rb"(\)(?!%b)|(?:INT\x85|INTINT\x86|INTINTINT\x87|\((?:INT){4,64}t)(?=%b))" % (first, first),
+            b"INT": _INT,
+            b"TEXT": text,
+            b"LENGTH": b"(" + length + b")",
+            b"TAG": b"(GET(?!%b)|%b%b[a-z]{2,20}(?::[0-9]{1,3})?(?=%b))" % (first, text, length, first),
+        }
+
+        def spelled(pattern: bytes) -> re.Pattern[bytes]:
+            for name in (b"TAG", b"INTS", *parts):
+                pattern = pattern.replace(name, parts[name])
+            return regex(pattern, re.DOTALL)
+
+        # What follows the GETs of what is called. All lengths are in it but those of the two texts, which are compared.
+        row = (
+            rb"(\(\(GETGET)TEXTLENGTH([0-9]{1,19})PUTTAGPERHAPS(INTt)PUT(QINT)INTSPERHAPSINTSPERHAPS"
+            rb"([\x88\x89]GET\)R)PUTtPUTRPUT(?:([\x88\x89]GET\)R)PUT\x87PUTRPUT)?"
+        )
+        self.row = spelled(row)
+        #: An item of a mapping: its key, which is a text of some length or read from the memo, the GETs, and the row.
+        self.item = spelled(rb"(?:TEXTLENGTH(.{0,250}?)PUT|(GET))(GET(?:GET)?)" + row)
+
+
+_LONG = _Spelling(CODES["BINUNICODE"], 4, _LONG_PUT)
+_SHORT = _Spelling(CODES["SHORT_BINUNICODE"], 1, CODES["MEMOIZE"])  # from protocol 4 on
+_PUT_OPCODES = [CODES[name][0] for name in ("PUT", "BINPUT", "LONG_BINPUT")]
 
 
 @dataclass(eq=False, slots=True)
 class RowForm:
-    """What some rows have in common: the nodes and texts that they read from the memo, and their numbers.
+    """What some rows have in common: ``call`` and all that it is made of, as the machine has read the first of them.
 
-    ``word``, ``cls``, ``numel`` stand in the persistent id, around the key and the tag; ``made_by`` is called without
-    arguments. ``tag`` is None where each row has a text of its own. ``parts`` are what is put into the memo, in order;
-    ``reads`` are the memo slots that are read, of which ``tag_slot`` has the tag and nothing else, and ``values`` is
-    what stood there.
+    ``word``, ``cls``, ``numel`` stand in the persistent id, around the key and the tag. ``tag`` is None where each row
+    has a text of its own. ``functions`` are called, the outermost first. ``parts`` are what is put into the memo, in
+    order; ``calls`` are the calls inside; ``orders`` counts all calls, and the reference. ``reads`` are the memo slots
+    that are read, of which ``tag_slot`` has the tag and nothing else, and ``values`` is what stood there.
     """
 
-    function: Global
+    functions: _Functions
+    call: Call
+    reference: PersistentId
     word: str
     cls: Global
     tag: str | None
     numel: int
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    flag: bool
-    made_by: Global
-    parts: list[str]
+    parts: list[_Path]
+    calls: list[_Path]
+    orders: int
     opcodes: int
     reads: tuple[int, ...]
     values: tuple[Value, ...]
@@ -85,13 +114,26 @@ class RowForm:
         """Whether the same nodes and texts as ever stand in `memo`."""
         return all(map(is_, map(memo.get, self.reads), self.values))
 
+    def arguments(self, reference: PersistentId, order: int | None) -> Tuple:
+        """What the call has that says `reference`, whose number is `order`: new nodes, but for atoms and globals."""
+
+        def copy(value: Value) -> Value:
+            if isinstance(value, Tuple):
+                return Tuple([*map(copy, value.items)])
+            if isinstance(value, Call):
+                number = None if order is None else order + (value.order or 0) - (self.reference.order or 0)
+                return Call("REDUCE", value.callable, copy(value.args), order=number)
+            return reference if value is self.reference else value
+
+        return cast("Tuple", copy(self.call.args))
+
 
 class RowId(PersistentId):
     """The persistent id in a row. ``form`` is None once its ``id`` was asked for: that can be anything then."""
 
     __slots__ = ("_id", "form", "key", "tag")
 
-    def __init__(self, form: RowForm, key: str, tag: str, order: int) -> None:
+    def __init__(self, form: RowForm, key: str, tag: str, order: int | None) -> None:
         self.form: RowForm | None = form
         self.key = key
         self.tag = tag
@@ -119,7 +161,7 @@ class RowCall(Call):
     def __init__(self, form: RowForm, reference: RowId, order: int) -> None:
         self.effects = NO_EFFECTS
         self.kind = "REDUCE"
-        self.callable = form.function
+        self.callable = form.functions[0]
         self.kwargs = None
         self.order = order
         self.form: RowForm | None = form
@@ -139,34 +181,44 @@ class RowCall(Call):
         self._args: Value = value
 
     def _make(self, form: RowForm) -> None:
-        assert self.reference.order is not None  # the row's own can be another by now, before anyone met what is in it
-        self._inside = Call("REDUCE", form.made_by, Tuple([]), order=self.reference.order + 1)
-        sizes = Tuple([*form.shape]), Tuple([*form.stride])
-        self._args = Tuple([self.reference, form.offset, *sizes, form.flag, self._inside])
+        # the row's own order can be another by now, before anyone met what is in it
+        self._args = form.arguments(self.reference, self.reference.order)
         self.form = None
+        self._inside = [cast("Call", self.part(path)) for path in form.calls]
 
     @property
     def row(self) -> RowForm | None:
         """The form, while this is what it says: until somebody asked for what it is made of."""
         form = self.form
-        is_so = form is not None and self.callable is form.function and self.reference.form is form
+        is_so = form is not None and self.callable is form.functions[0] and self.reference.form is form
         return form if is_so and not self.effects else None
 
     def calls(self) -> list[Call]:
-        """The call inside, as the pickle has it, and this one."""
+        """The calls inside, as the pickle has them, and this one."""
         if self.form is not None:
             self._make(self.form)
-        return [self._inside, self]
+        return [*self._inside, self]
 
-    def part(self, name: str) -> Value:
-        """What the row puts into the memo under the `name` that its form gives it."""
-        if name in ("key", "tag"):
-            return self.reference.key if name == "key" else self.reference.tag
-        if name in ("id", "call"):
-            return self.reference.id if name == "id" else self
-        args = self.args
-        assert isinstance(args, Tuple)
-        return args if name == "args" else args.items[("shape", "stride", "flag", "inside").index(name) + 2]
+    def part(self, path: _Path) -> Value:
+        """What stands at `path` in this call."""
+        value: Value = self
+        for i in path:
+            value = _parts(value)[i]
+        return value
+
+
+def _parts(value: Value) -> list[Value]:
+    """What a row, or something in it, is made of beside globals."""
+    if isinstance(value, Call):
+        return [value.args]
+    return [value.id] if isinstance(value, PersistentId) else value.items if isinstance(value, Tuple) else []
+
+
+def _paths(value: Value, path: _Path = ()) -> Iterator[tuple[int, _Path]]:
+    """The id and the path of each part of `value`, and of itself behind them."""
+    for i, part in enumerate(_parts(value)):
+        yield from _paths(part, (*path, i))
+    yield id(value), path
 
 
 def type_of(value: Value) -> type:
@@ -183,15 +235,17 @@ class RowItems:
 
     `values` are texts and rows in turn, ``keys`` those of the storages. They are `length` bytes at `offset`. Each puts
     its text, and then what its row has, into the memo, from the slot in `starts` on; the last one ends before the last
-    of these. The rows call what is in the slot `called`.
+    of these. `called` are the slots of what the rows call.
     """
 
     __slots__ = ("called", "keys", "length", "offset", "order", "starts", "values")
 
-    def __init__(self, values: list[Value], starts: list[int], called: int, offset: int, length: int) -> None:
+    def __init__(
+        self, values: list[Value], starts: list[int], called: dict[Global, int], offset: int, length: int
+    ) -> None:
         self.values = values
         self.keys = [row.reference.key for row in self.rows()]
-        self.order = self.rows()[0].order or 0
+        self.order = self.rows()[0].reference.order or 0
         self.starts = array("Q", starts)
         self.called = called
         self.offset = offset
@@ -203,19 +257,28 @@ class RowItems:
 
     def is_as_read(self) -> bool:
         """Whether the rows still say what they said, but for tags."""
-        return all(
-            row.row and row.reference.key is key and (row.reference.order, row.order) == (order - 2, order)
-            for row, key, order in zip(self.rows(), self.keys, count(self.order, 3), strict=False)
-        )
+        order = self.order
+        for row, key in zip(self.rows(), self.keys, strict=True):
+            form, reference = row.row, row.reference
+            if form is None or reference.key is not key or reference.order != order:
+                return False
+            order += form.orders
+            if row.order != order - 1:
+                return False
+        return True
 
 
 class _Memo(dict[Any, Value]):
-    """Takes what is put, and notes what is read of `outer`."""
+    """Takes what is put, `start` slots behind that of `outer` where nobody says where, and notes what is read there."""
 
-    def __init__(self, outer: dict[int | str, Value]) -> None:
+    def __init__(self, outer: dict[int | str, Value], start: int) -> None:
         self.outer = outer
+        self.start = start
         self.read: dict[Any, Value] = {}
         self.reads = 0
+
+    def __len__(self) -> int:
+        return self.start + super().__len__()
 
     def __missing__(self, slot: int | str) -> Value:
         value = self.read[slot] = self.outer[slot]
@@ -232,51 +295,64 @@ class Rows:
         self._forms: dict[tuple[object, ...], RowForm] = {}
         self._starts: list[int] = []  # the first memo slots of the rows, ascending
         self._rows: list[RowCall] = []
-        self._parts: list[list[str]] = []
+        self._parts: list[list[_Path]] = []
         self._end = 0  # behind the last of these slots
+        self._slots = 0  # how many they are
         self._patience = _PATIENCE
         self._pause = self._wait = 0
         self._at_once = 1  # items; twice as many where all could be read, so that nothing is looked at again and again
 
-    def read(self, function: Global, slot: int) -> None:
-        """Do what the row says that begins at the next opcode, with `function` on the stack, if there is one; and what
-        the items behind it say, if their values are rows of known forms, of this function from the same memo `slot`.
+    def read(self) -> None:
+        """Do what the row says that begins at the next opcode, with a global on the stack, if there is one; and what
+        the items behind it say, if their values are rows of known forms.
         """
         m = self._machine
-        if not self._read_one(function) or slot >> 32:  # GET says a slot in digits, of which there can be any number
+        spelling = _SHORT if m.protocol >= 4 else _LONG
+        if spelling is _LONG and not m.used[_PUT_OPCODES[-1]]:
+            return  # of a small file no pattern is compiled
+        if not self._read_one(spelling):
             return
         if self._wait:
             self._wait -= 1
             return
         before = len(self._rows)
         # The method of a scanner, which re.Scanner uses, finds one match right behind the other.
-        while found := [*islice(iter(cast("Any", _ITEM).scanner(m.window, m.pos).match, None), self._at_once)]:
-            if not self._read_items(function, slot, found):
+        scan = cast("Any", spelling.item).scanner
+        while found := [*islice(iter(scan(m.window, m.pos, self._room()).match, None), self._at_once)]:
+            if not self._read_items(spelling, found):
                 self._at_once = 1
                 break
             self._at_once = min(2 * self._at_once, _MOST)
         self._pause = 0 if len(self._rows) >= before + _WORTH_IT else min(2 * self._pause + 1, _PATIENCE)
         self._wait = self._pause
 
-    def _read_one(self, function: Global) -> bool:
+    def _room(self) -> int:
+        """Where the frame ends, in the window, or the window itself."""
+        m = self._machine
+        return len(m.window) if m.frame_end is None else min(len(m.window), m.frame_end - m.base)
+
+    def _read_one(self, spelling: _Spelling) -> bool:
         """Do what the row says; False, and nothing, where there is none."""
         m = self._machine
-        if m.frame_end is not None or self._patience < 0:
+        if self._patience < 0:
             return False
         self._patience -= 1
-        found = _ROW.match(m.window, m.pos)
+        found = spelling.row.match(m.window, m.pos, self._room())
         if found is None:
             return False
-        head, length, key, p0, tag, p1, numel, p2, offset, shape, p3, stride, p4, rest, p5, p6, p7 = found.groups()
-        puts = b"".join((p0, p1, p2, p3, p4, p5, p6, p7))
-        n = len(puts) // 5
-        slots = _PUTS[n](puts)
-        if length != _LENGTHS[len(key)] or not self._are_new(slots):
+        head, length, key, p0, tag, p1, numel, p2, offset, shape, p3, stride, p4, rest, *last = found.groups(b"")
+        *puts, around, p8, p9, p10 = last
+        end, functions = found.end(), tuple(m.stack[-2:] if around else m.stack[-1:])
+        if around and [*map(type, functions)] != [Global, Global]:  # it stands in no such call: what follows is alone
+            around, p8, p9, p10 = b"", b"", b"", b""
+            end, functions = found.end(17), functions[-1:]
+        slots = self._new_slots(spelling, b"".join((p0, p1, p2, p3, p4, *puts, p8, p9, p10)))
+        if length != spelling.lengths[len(key)] or not slots:
             return False
-        told = function, head, tag, numel, offset, shape, stride, rest
+        told = functions, head, tag, numel, offset, shape, stride, rest, around
         form = self._forms.get(told)
         if form is None or not form.is_for(m.memo):
-            form = self._learn(function, found[0], tag, n)
+            form = self._learn(spelling, cast("_Functions", functions), m.window[m.pos : end], tag, slots)
             if form is None:
                 return False
             self._forms[told] = form
@@ -284,130 +360,181 @@ class Rows:
             self._patience += 2
         if not m.count(form.opcodes):
             return False
-        m.pos = found.end()
+        m.pos = end
         m.has_rows = True
-        text = tag[_AT:].decode() if form.tag is None else form.tag
+        text = tag[spelling.at :].decode() if form.tag is None else form.tag
         reference = RowId(form, key.decode(), text, m.order + 1)
-        m.order += 3
-        m.stack[-1] = call = RowCall(form, reference, m.order)
+        m.order += form.orders
+        call = RowCall(form, reference, m.order)
+        m.stack[-len(functions) :] = (call,)
         m.references.append(reference)
         m.calls.append(call)
-        self._starts.append(slots[0])
+        self._starts.append(slots.start)
         self._rows.append(call)
         self._parts.append(form.parts)
-        self._end = slots[0] + n
+        self._slots += len(slots)
+        self._end = slots.stop
         return True
 
-    def _read_items(self, function: Global, slot: int, found: list[re.Match[bytes]]) -> bool:
+    def _read_items(self, spelling: _Spelling, found: list[re.Match[bytes]]) -> bool:
         """Do what the items say that the pattern `found`; False, and nothing, where one is anything but a key and a row
-        of a known form, whose `function` comes from the memo `slot`.
+        of a known form.
         """
         m = self._machine
-        get = CODES["BINGET"] + bytes([slot]) if slot < 256 else CODES["LONG_BINGET"] + slot.to_bytes(4, "little")
         columns = zip(*(each.groups(b"") for each in found), strict=True)
         lengths, texts, p0, gets, called, head, key_lengths, keys, p1, tags, p2, numel, p3, *others = columns
-        offset, shape, p4, stride, p5, rest, *last = others
-        puts = zip(p0, p1, p2, p3, p4, p5, *last, strict=True)
-        slots = _slots_of(b"".join(chain.from_iterable(puts)))
-        told = zip(repeat(function), head, tags, numel, offset, shape, stride, rest)
+        offset, shape, p4, stride, p5, rest, p6, p7, p8, around, *last = others
+        puts = zip(p0, p1, p2, p3, p4, p5, p6, p7, p8, *last, strict=True)
+        slots = self._new_slots(spelling, b"".join(chain.from_iterable(puts)))
+        functions, slot_of = self._called({*called})
+        told = zip(map(functions.get, called), head, tags, numel, offset, shape, stride, rest, around, strict=True)
         forms = [form for form in map(self._forms.get, told) if form]
-        names = self._names(lengths, texts, gets)
-        if not len(forms) == len(names) == len(keys) or {*called} != {get} or not self._are_new(slots):
+        names = self._names(spelling, lengths, texts, gets)
+        if not len(forms) == len(names) == len(keys) or not slots:
             return False
-        if key_lengths != tuple(map(_LENGTHS.__getitem__, map(len, keys))):
+        if key_lengths != tuple(map(spelling.lengths.__getitem__, map(len, keys))):
             return False
-        if not all(form.is_for(m.memo) for form in dict.fromkeys(forms)):
+        is_put = bool(p0[0])
+        opcodes = sum(len(form.functions) + form.opcodes for form in forms) + (1 + is_put) * len(forms)
+        if not all(form.is_for(m.memo) for form in {*forms}) or not m.count(opcodes):
             return False
-        if not m.count(sum(form.opcodes for form in forms) + (2 if gets[0] else 3) * len(forms)):
-            return False
-        for each in {*gets} if gets[0] else (_TEXT, p0[0]):
+        for each in (*_EACH_GET.findall(b"".join({*called, *gets})), *((spelling.text, p0[0]) if is_put else ())):
             m.used[each[0]] = 1
-        starts = [*accumulate((len(form.parts) + len(p0[0]) // 5 for form in forms), initial=slots[0])]
-        if p0[0]:
+        m.shared |= slot_of.keys()
+        starts = [*accumulate((len(form.parts) + is_put for form in forms), initial=slots.start)]
+        if is_put:
             m.memo.update(zip(starts, names, strict=False))
-        calls = self._made(forms, keys, tags)
-        self._starts += [start + 1 for start in starts[:-1]] if p0[0] else starts[:-1]
-        self._end = starts[-1]
+        calls = self._made(spelling, forms, keys, tags, [start + is_put for start in starts[:-1]])
+        self._end = slots.stop
         values: list[Value] = [each for item in zip(names, calls, strict=True) for each in item]
-        if p0[0]:
-            m.items[m.stack[-1]] = RowItems(values, starts, slot, m.tell(), found[-1].end() - m.pos)
+        if is_put and spelling is _LONG:
+            m.items[m.stack[-1]] = RowItems(values, starts, slot_of, m.tell(), found[-1].end() - m.pos)
         m.stack += values
         m.pos = found[-1].end()
         self._patience += len(calls)
         return True
 
-    def _are_new(self, slots: tuple[int, ...]) -> bool:
-        """Whether memo `slots` follow one another, and nothing is in them."""
+    def _new_slots(self, spelling: _Spelling, puts: bytes) -> range | None:
+        """The memo slots of `puts`; None where they do not follow one another, or something is in them."""
+        m = self._machine
+        if spelling is _SHORT:
+            if self.has_puts():
+                return None
+            first = len(m.memo) + self._slots
+            return range(first, first + len(puts))
+        slots = _slots_of(puts)
         own = range(slots[0], slots[0] + len(slots))
-        return slots == (*own,) and own.start >= self._end and self._machine.memo.keys().isdisjoint(own)
+        return own if own.start >= self._end and slots == (*own,) and m.memo.keys().isdisjoint(own) else None
 
-    def _names(self, lengths: Sequence[bytes], texts: Sequence[bytes], gets: Sequence[bytes]) -> list[str]:
+    def has_puts(self) -> bool:
+        """Whether a slot was said by its number: then there can be two values for one slot."""
+        return any(map(self._machine.used.__getitem__, _PUT_OPCODES))
+
+    def count(self) -> int:
+        """How many memo slots there are, those of rows too."""
+        if self._slots and self.has_puts():
+            self.stop()
+            return len(self._machine.memo)
+        return len(self._machine.memo) + self._slots
+
+    def _called(self, called: set[bytes]) -> tuple[dict[bytes, _Functions], dict[Global, int]]:
+        """What the GETs of rows in `called` read from the memo, and the slot of each; nothing where one is no global,
+        or stands in two slots.
+        """
+        functions: dict[bytes, _Functions] = {}
+        pairs: set[tuple[Global, int]] = set()
+        for gets in called:
+            slots = [int.from_bytes(get[1:], "little") for get in _EACH_GET.findall(gets)]
+            found = tuple(map(self._machine.memo.get, slots))
+            if not all(isinstance(each, Global) for each in found):
+                return {}, {}
+            functions[gets] = cast("_Functions", found)
+            pairs.update(zip(functions[gets], slots, strict=True))
+        slot_of = dict(pairs)
+        return (functions, slot_of) if len(slot_of) == len(pairs) else ({}, {})
+
+    def _names(
+        self, spelling: _Spelling, lengths: Sequence[bytes], texts: Sequence[bytes], gets: Sequence[bytes]
+    ) -> list[str]:
         """The keys of items: texts of these `lengths`, or what the slots of `gets` hold; fewer where one is neither, or
         some are this and some that.
         """
         if all(gets):
             named = (self._machine.memo.get(int.from_bytes(get[1:], "little")) for get in gets)
             return [name for name in named if isinstance(name, str)]
-        if any(gets) or lengths != tuple(len(text).to_bytes(4, "little") for text in texts):
+        if any(gets) or lengths != tuple(len(text).to_bytes(spelling.width, "little") for text in texts):
             return []
         with suppress(UnicodeDecodeError):
             return [text.decode("utf-8", "surrogatepass") for text in texts if len(text) <= LIMITS.inline_bytes]
         return []
 
-    def _made(self, forms: list[RowForm], keys: Sequence[bytes], tags: Sequence[bytes]) -> list[RowCall]:
-        """The calls of rows, one for each of the columns."""
+    def _made(
+        self,
+        spelling: _Spelling,
+        forms: list[RowForm],
+        keys: Sequence[bytes],
+        tags: Sequence[bytes],
+        starts: Sequence[int],
+    ) -> list[RowCall]:
+        """The calls of rows, one for each of the columns, whose memo slots begin at `starts`."""
         m = self._machine
-        order = m.order
-        m.order += 3 * len(forms)
-        told = [form.tag or tag[_AT:].decode() for form, tag in zip(forms, tags, strict=True)]
-        references = [*map(RowId, forms, b" ".join(keys).decode().split(" "), told, range(order + 1, m.order, 3))]
-        calls = [*map(RowCall, forms, references, range(order + 3, m.order + 1, 3))]
+        orders = [*accumulate((form.orders for form in forms), initial=m.order)]
+        m.order = orders.pop()
+        told = [
+            tag[spelling.at :].decode() if form.tag is None else form.tag for form, tag in zip(forms, tags, strict=True)
+        ]
+        references = [*map(RowId, forms, b" ".join(keys).decode().split(" "), told, (order + 1 for order in orders))]
+        calls = [*map(RowCall, forms, references, (*orders[1:], m.order))]
         m.references += references
         m.calls += calls
+        self._starts += starts
         self._rows += calls
-        self._parts += [form.parts for form in forms]
+        parts = [form.parts for form in forms]
+        self._parts += parts
+        self._slots += sum(map(len, parts))
         return calls
 
-    def _learn(self, function: Global, row: bytes, tag: bytes, n: int) -> RowForm | None:
+    def _learn(
+        self, spelling: _Spelling, functions: _Functions, row: bytes, tag: bytes, slots: range
+    ) -> RowForm | None:
         """The form of `row`, as a machine reads it; None where it is another call, or the machine would not read it."""
         m = self._machine
-        is_own = tag.startswith(_TEXT)
-        if is_own and tag[1:_AT] != _LENGTHS[len(tag) - _AT]:
+        is_own = tag.startswith(spelling.text)
+        if is_own and tag[1 : spelling.at] != spelling.lengths[len(tag) - spelling.at]:
             return None
         code = row + CODES["STOP"]
         machine = PickleMachine(lambda offset, length: code[offset : offset + length], len(code), m.where, 0)
-        machine.stack.append(function)
-        machine.memo = memo = _Memo(m.memo)
+        machine.stack += functions
+        machine.memo = memo = _Memo(m.memo, slots.start)
         try:
             graph = machine.load(self._dispatch)
         except InputError:
             return None
-        (made, call), (reference,) = graph.calls, graph.references
-        assert isinstance(call.args, Tuple) and isinstance(reference.id, Tuple)
+        (reference,), call = graph.references, graph.calls[-1]
+        assert isinstance(reference.id, Tuple)
         word, cls, key, text, size = reference.id.items
-        _, offset, shape, stride, flag, _ = call.args.items
-        if not isinstance(word, str) or not isinstance(text, str):
+        if not isinstance(word, str) or not isinstance(text, str) or not isinstance(cls, Global):
             return None
-        if not isinstance(cls, Global) or not isinstance(made.callable, Global):
+        if not all(isinstance(each.callable, Global) for each in graph.calls):
             return None
-        if memo.reads != 3 + (not is_own) or len(memo) != n:
+        if memo.reads != 2 + len(functions) + (not is_own) or len(memo) != slots.stop:
             return None
-        names = dict(zip(map(id, (key, text, reference.id, shape, stride, made, call.args, call)), _PARTS, strict=True))
+        paths = dict(_paths(call))
+        paths[id(key)] = (*paths[id(reference.id)], 2)  # also where the tag of this one is the same text
         for opcode in graph.used:
             m.used[opcode] = 1
         m.shared |= graph.shared
         return RowForm(
-            function,
+            functions,
+            call,
+            reference,
             word,
             cls,
             None if is_own else text,
             cast("int", size),
-            cast("int", offset),
-            _numbers(shape),
-            _numbers(stride),
-            flag is True,
-            made.callable,
-            [names[id(value)] for value in memo.values()],
+            [paths[id(value)] for value in memo.values()],
+            [paths[id(each)] for each in graph.calls[:-1]],
+            1 + len(graph.calls),
             graph.opcodes - 1,
             (*memo.read,),
             (*memo.read.values(),),
@@ -433,12 +560,9 @@ class Rows:
 def _slots_of(puts: bytes) -> tuple[int, ...]:
     """The memo slots of any number of `puts`."""
     n = len(puts) // 5
+    if n < len(_PUTS):
+        return _PUTS[n](puts)
     numbers = bytearray(4 * n)
     for i in range(4):
         numbers[i::4] = puts[i + 1 :: 5]
     return struct.unpack(f"<{n}I", numbers)
-
-
-def _numbers(value: Value) -> tuple[int, ...]:
-    assert isinstance(value, Tuple)
-    return cast("tuple[int, ...]", tuple(value.items))

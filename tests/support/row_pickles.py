@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickletools
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -70,12 +73,14 @@ class _Maker:
 
     def __init__(self, random: Random) -> None:
         self.random = random
-        self.slot = random.choice((0, 0, 256, 300, 1 << 20))
-        self.out = CODES["PROTO"] + bytes([random.choice((2, 2, 2, 3, 4, 5))])
+        protocol = random.choice((2, 2, 2, 2, 3, 3, 4, 4, 5))
+        self.short = protocol > 3  # texts and puts as pickle writes them from protocol 4 on
+        self.slot = 0 if self.short else random.choice((0, 0, 256, 300, 1 << 20))
+        self.out = CODES["PROTO"] + bytes([protocol])
         self.slots: list[int] = []
         self.keys: tuple[int, ...] = (7, 12, 345)  # a text of one character is the same wherever it stands
         self.calm = random.choice((1, 40) if self.slot else (40, 400))  # the larger, the less odd
-        self.again = random.choice((0, 0, 0, 1 << 22))  # as what the function is put once more, and read
+        self.again = 0 if self.short else random.choice((0, 0, 0, 1 << 22))  # as what the function is put, and read
 
     def one_in(self, n: int) -> bool:
         return self.random.randrange(n * self.calm) == 0
@@ -85,8 +90,8 @@ class _Maker:
             earlier = self.long_put(max(self.slot - 3, 0))
             return self.random.choice((b"", CODES["MEMOIZE"], CODES["BINPUT"] + b"\7", earlier))
         self.slots.append(self.slot)
-        self.slot += 1 + self.one_in(60)
-        return self.long_put(self.slots[-1])
+        self.slot += 1 + (not self.short and self.one_in(60))
+        return CODES["MEMOIZE"] if self.short else self.long_put(self.slots[-1])
 
     def long_put(self, slot: int) -> bytes:
         return CODES["LONG_BINPUT"] + struct.pack("<I", slot) if slot > 255 else CODES["BINPUT"] + bytes([slot])
@@ -107,13 +112,17 @@ class _Maker:
             again = self.long_put(self.again) if self.again and not self.slots else b""
             out += CODES["GLOBAL"] + name + b"\n" + self.put() + again
         out += b"".join(self.text(text) + self.put() for text in (b"storage", b"cpu")) + b"N"
-        while self.slot < 256:
+        out += CODES["GLOBAL"] + b"torch._utils\n_rebuild_parameter\n" + self.put()
+        while self.slot < 256 and not self.short:
             out += self.text(f"{self.slot:03}".encode()) + self.put()
         self.slots[0] = self.again or self.slots[0]
         return out
 
     def text(self, text: bytes) -> bytes:
-        return CODES["BINUNICODE"] + struct.pack("<I", len(text) + (self.one_in(80) and 5)) + text
+        length = len(text) + (self.one_in(80) and 5)
+        if self.short and not self.one_in(80):
+            return CODES["SHORT_BINUNICODE"] + bytes([length]) + text
+        return CODES["BINUNICODE"] + struct.pack("<I", length) + text
 
     def number(self, number: int) -> bytes:
         if 0 <= number < 256:
@@ -130,26 +139,37 @@ class _Maker:
             return CODES["MARK"] + items + CODES["TUPLE"] + self.put()
         return items + CODES[f"TUPLE{len(numbers)}"] + self.put()
 
-    def row(self, words: list[int], shape: tuple[int, ...], tag: bytes | None) -> bytes:
-        """A row as torch writes it, but for what `put`, `get` and `text` do now and then; pieces in the order of the
-        memo.
+    def row(self, words: list[int], shape: tuple[int, ...], tag: bytes | None, *, wrapped: bool) -> bytes:
+        """A row as torch writes it, `wrapped` in a parameter or not, but for what `put`, `get` and `text` do now and
+        then; pieces in the order of the memo.
         """
-        function, word, cls, cpu, made_by = words
+        function, word, cls, cpu, made_by, parameter = words
         key = str(self.random.choice(self.keys)).encode()
-        pieces = [self.get(function), b"((", self.get(word), self.get(cls), self.text(key), self.put()]
+        pieces = [self.get(parameter)] if wrapped else []
+        pieces += [self.get(function), b"((", self.get(word), self.get(cls), self.text(key), self.put()]
         given = self.slots[-1] if self.one_in(30) else cpu
         pieces += [self.get(given)] if tag is None else [self.text(tag), self.put()]
         pieces += [self.number(16), b"t", self.put(), b"Q", self.number(0), self.numbers(shape), self.numbers(shape)]
-        flag = CODES["NEWTRUE"] if self.one_in(3) else CODES["NEWFALSE"]
-        pieces += [flag, self.get(made_by), b")R", self.put(), b"t", self.put(), b"R", self.put()]
+        pieces += [*self.flag_and_call(made_by), b"t", self.put(), b"R", self.put()]
+        if wrapped != self.one_in(20):
+            pieces += [*self.flag_and_call(made_by), b"\x87", self.put(), b"R", self.put()]
         return b"".join(pieces)
+
+    def flag_and_call(self, made_by: int) -> list[bytes]:
+        """What a tensor and a parameter end with."""
+        flag = CODES["NEWTRUE"] if self.one_in(3) else CODES["NEWFALSE"]
+        return [flag, self.get(made_by), b")R", self.put()]
 
     def between(self) -> bytes:
         """What stands between two rows: a value, what has been put there before, an effect, another word as before."""
+        if self.short and self.one_in(4):
+            self.slots.append(self.slot)
+            self.slot += 1
+            return b"N\x94"
         ways = (b"", b"", b"N", self.get(), b"}b", b"0N", b"\x94", b"K\1", b"2", self.text(b"layer") + self.put())
         if self.one_in(10):
             return self.text(b"cpu") + self.long_put(self.random.choice(self.slots[:5])) + b"0"
-        if self.one_in(20):
+        if self.one_in(20) and not self.short:
             self.slot -= self.random.choice((8, 9, 20))
         if self.one_in(20):
             return b"K\1" + self.long_put(self.slot + 3)
@@ -179,24 +199,25 @@ def emitted(graph: Graph, data: bytes, tag: str | None = None, *, splice: bool) 
 def made(random: Random) -> bytes:
     """A pickle with some rows, in a list or as the values of a mapping, most of them sound."""
     maker = _Maker(random)
-    is_list, keys = random.random() < 0.5, list[int]()
+    is_list, keys, wrapped = random.random() < 0.5, list[int](), random.choice((0, 0, 0.5, 1))
     out = maker.out + (b"]" if is_list else b"}") + (maker.put() if maker.slot == 0 else b"") + b"("
     out += maker.head()
-    if len(maker.slots) < 5:
+    if len(maker.slots) < 6:
         return out
-    function, cls, made_by, word, cpu = maker.slots[:5]
+    function, cls, made_by, word, cpu, parameter = maker.slots[:6]
     shapes = random.choices(_SHAPES, k=2)
     tags = random.choices((*[None] * 9, *_TAGS), k=2)
     for _ in range(random.randrange(1, 9) if is_list else random.randrange(1, 30)):
-        words = [function, word, cls, cpu, made_by]
+        words = [function, word, cls, cpu, made_by, parameter]
         if maker.one_in(20 if is_list else 60):
             random.shuffle(words)
         out += b"" if is_list else maker.key(keys)
-        out += maker.row(words, random.choice(shapes), random.choice(tags))
+        is_wrapped = random.random() < wrapped
+        out += maker.row(words, random.choice(shapes), random.choice(tags), wrapped=is_wrapped)
         out += maker.between() if is_list or maker.one_in(30) else b""
     out += (b"e" if is_list else b"u") + b"".join(maker.get() for _ in range(3)) + b"\x87\x86."
-    if random.random() < 0.1:
-        out = out[:2] + CODES["FRAME"] + struct.pack("<Q", random.randrange(len(out) - 1)) + out[2:]
+    if random.random() < (0.3 if maker.short else 0.1):
+        out = _framed(out, random)
     if random.random() < 0.3:
         changed = bytearray(out)
         for _ in range(random.choice((1, 1, 2))):
@@ -205,20 +226,34 @@ def made(random: Random) -> bytes:
     return out
 
 
-def mapping(keys: Sequence[int], tag: int = 4, again: int = 0) -> bytes:
+def _framed(data: bytes, random: Random) -> bytes:
+    """The pickle `data` in frames that hold whole opcodes, mostly; some of it stands in none."""
+    ends = range(2, len(data) + 1)
+    with suppress(ValueError):
+        ends = [at for _, _, at in pickletools.genops(data) if at is not None and at > 1] + [len(data)]
+    if random.random() < 0.1:
+        ends = range(2, len(data) + 1)
+    cuts = sorted({2, len(data), *random.choices(ends, k=random.randrange(5))})
+    pieces = [data[a:b] for a, b in pairwise(cuts)]
+    framed = [CODES["FRAME"] + struct.pack("<Q", len(each)) + each for each in pieces]
+    return data[:2] + b"".join(map(random.choice, zip(framed, framed, framed, pieces, strict=True)))
+
+
+def mapping(keys: Sequence[int], tag: int = 4, again: int = 0, wrapped: Sequence[bool] = (False,)) -> bytes:
     """A pickle, nothing odd in it, of a tuple: the words of rows, texts, a row, and items of a mapping.
 
     `keys` are those of the rows; `tag` is where among the words the tag stands; the function is put `again`, and read
-    from there.
+    from there; `wrapped` says in turn which rows stand in parameters.
     """
     maker = _Maker(Random(5))
-    maker.slot, maker.calm, maker.again = 0, 1 << 40, again
+    maker.slot, maker.calm, maker.again, maker.short = 0, 1 << 40, again, False
     out = CODES["PROTO"] + b"\2(" + maker.head()
-    function, cls, made_by, word, _ = maker.slots[:5]
+    function, cls, made_by, word, _, parameter = maker.slots[:6]
     for i, key in enumerate(keys):
         maker.keys = (key,)
         out += maker.key([]) if i else b""
-        out += maker.row([function, word, cls, maker.slots[tag], made_by], (4,), None)
+        words = [function, word, cls, maker.slots[tag], made_by, parameter]
+        out += maker.row(words, (4,), None, wrapped=wrapped[i % len(wrapped)])
     return out + b"t."
 
 

@@ -89,7 +89,7 @@ _NEW = {
 #: Classes that NEWOBJ makes as a call does.
 _MADE_AS_CALLED = ("torch.nn.parameter.Parameter", "torch.Tensor", "torch.Size", "torch.device", "builtins.complex")
 _STORAGES = ("torch.storage.TypedStorage", "torch.storage.UntypedStorage")
-_ROW = "torch._utils._rebuild_tensor_v2"  # which depends on its arguments alone
+_IN_ROWS = {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"}  # depend on their arguments alone
 _MORE_STEPS = 100_000  # that a file of any size may take
 _NO_UTF8 = "a byte string of Python 2 that is no UTF-8"
 _LONG = "an integer of more than 255 bytes"
@@ -263,9 +263,10 @@ class _Run:
         """Take what the row `call` made for what others of its `form` make, which differ in nothing but the storage's
         key, if that is a tensor.
         """
-        inside, tensor = (self.objects.made[id(each)] for each in call.calls())
-        is_row = imported_name(form.function, 2) == _ROW and inside is ORDERED_DICT and not self.written
-        if is_row and isinstance(tensor, TensorValue):
+        *inside, tensor = (self.objects.made[id(each)] for each in call.calls())
+        is_row = {imported_name(each, 2) for each in form.functions} <= _IN_ROWS and not self.written
+        is_known = all(each is ORDERED_DICT or isinstance(each, TensorValue) for each in inside)
+        if is_row and is_known and isinstance(tensor, TensorValue):
             self.like[id(form)] = form, replace(tensor)  # which stays as it is
 
     def form(self, target: _AnObject) -> _AnObject:
