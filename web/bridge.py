@@ -1,20 +1,25 @@
-"""What the worker calls: files of the browser go in; verdicts, plans and parts come out, as JSON can hold them."""
+"""What the worker calls: paths of what was dropped go in; verdicts, plans and parts come out, as JSON can hold them."""
 
 from __future__ import annotations
 
-import io
+import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from ckptconv.byteranges.sources import is_url, list_folder
+from ckptconv.conversion.discovery import find_in
 from ckptconv.conversion.options import OutputOptions
-from ckptconv.conversion.parts import PlannedFile
+from ckptconv.conversion.parts import PlannedFile, plan_files
+from ckptconv.conversion.targets import find_item
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits, edits_from
-from ckptconv.errors import CkptconvError, MissingTorchError, printable, some
+from ckptconv.errors import CkptconvError, MissingTorchError, UsageError, printable, some
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
-from ckptconv.hints import Command, Option, command, command_in
+from ckptconv.hints import Command, Option, Placeholder, command, command_in
 from ckptconv.inspection.comparison.diff import Compared, compare
 from ckptconv.inspection.summary import Summary, summary_of
 from ckptconv.pickles.graph import gc_paused
@@ -23,60 +28,47 @@ from ckptconv.render.page.document import page_of
 from ckptconv.render.page.summary import NO_VERDICT, summary_data
 from ckptconv.render.report import report_lines
 
-__all__ = ["Bridge", "DroppedFile", "error_text"]
+__all__ = ["Bridge", "error_text"]
 
 _SHOWN = 20  # names in a text
-
-
-class Slices(Protocol):
-    """A file of the browser: what the worker has of it."""
-
-    name: str
-    size: int
-
-    def read(self, offset: int, length: int) -> Any:
-        """These bytes, which ``to_bytes`` gives; a text says why they cannot be read."""
-
-
-class DroppedFile:
-    """A file of the browser as a file object of Python, which counts what it has read."""
-
-    def __init__(self, file: Slices) -> None:
-        self._file, self._at, self.nread = file, 0, 0
-        self.name = file.name
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at = offset + (0, self._at, self._file.size)[whence]
-        return self._at
-
-    def read(self, size: int = -1, /) -> bytes:
-        left = max(self._file.size - self._at, 0)
-        length = left if size < 0 else min(size, left)
-        if not length:
-            return b""
-        found = self._file.read(self._at, length)
-        if isinstance(found, str):
-            raise OSError(found)
-        data: bytes = found.to_bytes()
-        self._at += len(data)
-        self.nread += len(data)
-        return data
+_MOST = 2  # checkpoints at once
 
 
 class Bridge:
-    """The file that is looked at, and what was planned last."""
+    """The checkpoint that is looked at, and what was planned last."""
 
-    def __init__(self) -> None:
-        self.file: DroppedFile | None = None
-        self.planned: PlannedFile | None = None
+    def __init__(self, folder: str) -> None:
+        """What was dropped stands in `folder`."""
+        self.folder, self.path = Path(folder), ""
+        self.planned: tuple[PlannedFile, ...] = ()
+        self._opened = ExitStack()
 
-    def inspect(self, file: Slices) -> dict[str, Any]:
-        """Look into `file`: the verdict, the fixes, and the page of what is in it."""
-        self.file, self.planned = DroppedFile(file), None
-        summary = summary_of(self.file)
+    def given(self) -> list[str]:
+        """The checkpoints in what was dropped, one or two, as paths from where commands are typed: a file, a folder, or
+        files that are one set in a folder, whose name a browser does not say.
+        """
+        self.forget()
+        os.chdir(self.folder)
+        folders, files = list_folder(Path())
+        sets = [each for each in find_in(Path()) if each.kind in ("shards", "dcp")] if len(files) > 1 else []
+        if len(sets) == 1 and not folders:
+            os.chdir(self.folder.parent)
+            return [str(self.folder.name / sets[0].path)]
+        if len(folders) + len(files) > _MOST:
+            raise UsageError(
+                "one checkpoint is shown here, or two are compared",
+                got=some([*folders, *files]),
+                hint="the files of one set are taken together, without others. In a terminal "
+                + command("convert_many", Placeholder("FOLDER"), Placeholder("OUT_FOLDER"))
+                + " converts all that a folder has",
+            )
+        return [*folders, *files]
+
+    def inspect(self, path: str) -> dict[str, Any]:
+        """Look into the checkpoint at `path`: the verdict, the fixes, and the page of what is in it."""
+        self.forget()
+        self.path = path
+        summary = summary_of(path)
         return {
             "loads": summary.loads_here,
             "verdict": _verdict(summary),
@@ -88,51 +80,72 @@ class Bridge:
             "remedy": _fix(summary.remedy),
             "notes": [printable(str(note)) for note in summary.notes],
             "page": page_of({**summary_data(summary), "verdict": NO_VERDICT}),
-            "nread": self.file.nread,
         }
 
     def plan(self, dst: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Plan the file `dst`, with the `options` of ``convert``: the report, the command line, what will be read."""
-        self.planned = None
-        assert self.file is not None
+        """Plan `dst`, with the `options` of ``convert``: the report, the command line, the files, what will be read."""
+        self.forget()
         said = dict(options)
         maps = [tuple(each.split("=", 1)) if "=" in each else each for each in said.pop("map_location", [])]
-        edits = edits_from(map_location=to_devices(*options.get("map_location", [])), **said)
-        line = command("convert", Path(self.file.name), Path(dst), *_typed(maps), *_typed_others(said))
+        edits, output = (
+            edits_from(map_location=to_devices(*options.get("map_location", [])), **said),
+            OutputOptions.of(said),
+        )
+        if is_url(dst):
+            raise UsageError("a browser saves files on this machine", where=dst, expected="a name")
+        line = command("convert", Path(self.path), Path(dst), *_typed(maps), *_typed_others(said))
+        item = find_item(self.path, dst, output)
         try:
-            self.planned = PlannedFile(self.file, Path(dst), edits, OutputOptions.of(said))
+            planned = plan_files(item.src, item.dst, edits, output, is_folder=item.is_folder)
         except MissingTorchError as error:
             error.hint = f"a browser has no torch; the command line does it: {line}"
             raise
+        self.planned = planned
+        self._opened.enter_context(planned[0])
+        report = planned[0].report
+        report = replace(report, notes=(*report.notes, *item.notes))
         return {
             "command": str(line),
-            "report": "\n".join(report_lines(self.planned.report)),
-            "size": self.planned.size,
-            "reads": self.planned.nbytes_read,
+            "report": "\n".join(report_lines(report)),
+            "folder": item.dst.name if item.is_folder else "",
+            "files": [
+                {
+                    "name": file.path.relative_to(item.dst).as_posix() if item.is_folder else file.path.name,
+                    "size": file.size,
+                    "reads": file.nbytes_read,
+                }
+                for file in planned
+            ],
         }
 
-    def parts(self, tick: Callable[[int], None]) -> Iterator[Any]:
-        """What the planned file is made of: bytes, or the offset and length of what stands in the file."""
-        assert self.planned is not None
-        for part in self.planned.parts(tick):
-            yield part if isinstance(part, bytes) else [part.offset, part.length]
+    def parts(self, number: int, tick: Callable[[int], None]) -> Iterator[Any]:
+        """What the planned file `number` is made of: bytes, or a file's path, and the offset and length in it."""
+        for part in self.planned[number].parts(tick):
+            if isinstance(part, bytes):
+                yield part
+            else:
+                yield [os.path.relpath(part.path, self.folder), part.offset, part.length]
 
-    def diff(self, a: Slices, b: Slices) -> dict[str, Any]:
-        """Compare two files as far as it can be done without torch."""
-        files = DroppedFile(a), DroppedFile(b)
-        line = str(command("diff", Path(a.name), Path(b.name)))
+    def diff(self, a: str, b: str) -> dict[str, Any]:
+        """Compare two checkpoints as far as it can be done without torch."""
+        line = str(command("diff", Path(a), Path(b)))
         try:
-            found, note = compare(*files, Edits()), ""
+            found, note = compare(a, b, Edits()), ""
         except MissingTorchError:
-            found = compare(*files, Edits(), Compared(names_only=True))
-            note = _by_checksums(*(_checksums(file) for file in files))
+            found = compare(a, b, Edits(), Compared(names_only=True))
+            note = _by_checksums(*(_checksums(path) for path in (a, b)))
         lines = ("names: " if note else "") + "\n".join(difference_lines(found, names_only=bool(note)))
         return {"same": found.same and not note, "text": lines, "note": note, "command": line}
 
+    def forget(self) -> None:
+        """Let go of what was planned last."""
+        self._opened.close()
+        self.planned = ()
 
-def _checksums(file: DroppedFile) -> dict[str, tuple[Any, int | None]]:
+
+def _checksums(path: str) -> dict[str, tuple[Any, int | None]]:
     """What each tensor is, and the checksum of its storage, if the file has one."""
-    with open_input(file) as source, gc_paused():
+    with open_input(path) as source, gc_paused():
         infos = opening.read(source).tensors.values()
         return {
             each.path: ((each.dtype, each.shape, each.stride, each.offset), each.storage.data.crc32_known())
@@ -180,15 +193,16 @@ def _fix(message: str | None) -> dict[str, Any] | None:
     if line is None:
         return None
     _, dst, *others = line.arguments
-    said = {each.keyword: _for_form(each.value) for each in others if isinstance(each, Option)}
+    said = {each.keyword: _for_form(each) for each in others if isinstance(each, Option)}
     return {"command": str(message), "dst": str(dst), "options": said}
 
 
-def _for_form(value: Any) -> Any:
-    """The value of an option: True, or texts, one a line; a pair of devices is OLD=NEW."""
-    if isinstance(value, bool):
-        return value
-    return ["=".join(each) if isinstance(each, tuple) else str(each) for each in _several(value)]
+def _for_form(option: Option) -> Any:
+    """The value of an option: True, or texts, or pairs of them; a pair of devices is OLD=NEW."""
+    if isinstance(option.value, bool):
+        return option.value
+    join = "=".join if option.keyword == "map_location" else list
+    return [join(each) if isinstance(each, tuple) else str(each) for each in _several(option.value)]
 
 
 def _typed(devices: list[Any]) -> list[Option]:

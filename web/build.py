@@ -47,8 +47,8 @@ ENCODINGS = "__init__ aliases ascii cp437 latin_1 raw_unicode_escape unicode_esc
 NOT_HERE = """
     __main__ byteranges/far byteranges/kernels/assembling byteranges/kernels/casting byteranges/kernels/comparing
     byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
-    conversion/executors conversion/folder_plans conversion/in_place conversion/jobs conversion/process_pool
-    conversion/undo formats/in_place inspection/verification output/cast_threads output/folders output/in_place
+    conversion/executors conversion/in_place conversion/jobs conversion/process_pool
+    conversion/undo formats/in_place inspection/verification output/cast_threads output/in_place
     output/s3_upload output/upload_parts render/notebook render/page/vendor/make tensors
 """
 #: Of the page itself, in the order in which they are loaded, and what a server calls them.

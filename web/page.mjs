@@ -1,6 +1,7 @@
 // The page around the worker: takes files, shows what ckptconv says of them, and saves what it plans.
 const ENGINE = {{engine}};
 const DEADLINE = 60_000; // milliseconds without a sign of life, after which the worker is started anew
+const MOST = 10_000; // files of a folder
 const $ = (id) => document.getElementById(id);
 const counted = (n) => n.toLocaleString("en");
 
@@ -51,7 +52,7 @@ const guarded = (async () => {
 
 // The worker: one at a time, started again when it fails.
 
-let engine = null, worker = null, calls = new Map(), number = 0;
+let engine = null, worker = null, calls = new Map(), number = 0, nread = 0;
 
 async function loaded() {
   await guarded;
@@ -96,9 +97,10 @@ function post(name, given, progress) {
 function spawn() {
   worker = new Worker("worker.mjs", { type: "module" });
   worker.onerror = () => stop("The part of this page that reads files has failed. Choose the file again.");
-  worker.onmessage = ({ data: { id, result, error, fatal, progress } }) => {
+  worker.onmessage = ({ data: { id, result, error, fatal, progress, nread: read } }) => {
     const call = calls.get(id);
     if (!call) return;
+    nread = read;
     if (progress !== undefined) call.progress(progress);
     else if (error === undefined) call.resolve(result);
     else {
@@ -128,35 +130,36 @@ function ready() {
   return starting;
 }
 
-// One file, or two
+// One checkpoint, or two
 
-let source = null; // {file, handle}
+let source = { path: "", dropped: [] }; // what is looked at, and the files that were dropped: {path, file, handle}
 let turn = 0;
 
 // A file can be another than the one that was chosen, while it is read or saved.
 async function unchanged() {
-  const { file, handle } = source;
-  if (handle) {
-    const now = await handle.getFile();
-    if (now.size !== file.size || now.lastModified !== file.lastModified) throw new Error("ckptconv: " + file.name + ": the file changed since it was chosen: choose it again");
-  } else if (file.size) {
-    await file.slice(file.size - 1).arrayBuffer().catch(() => { // where the browser looks itself
-      throw new Error("ckptconv: " + file.name + ": the file was changed, moved or deleted since it was chosen: choose it again");
-    });
+  for (const { path, file, handle } of source.dropped) {
+    if (handle) {
+      const now = await handle.getFile();
+      if (now.size !== file.size || now.lastModified !== file.lastModified) throw new Error("ckptconv: " + path + ": the file changed since it was chosen: choose it again");
+    } else if (file.size) {
+      await file.slice(file.size - 1).arrayBuffer().catch(() => { // where the browser looks itself
+        throw new Error("ckptconv: " + path + ": the file was changed, moved or deleted since it was chosen: choose it again");
+      });
+    }
   }
 }
 
-async function take(chosen) {
+async function take(dropped) {
   const mine = ++turn;
   for (const id of ["error", "errors", "file", "compared", "planned"]) $(id).hidden = true;
   try {
-    if (chosen.some((each) => each.folder)) throw new Error("A folder needs the command line: ckptconv inspect FOLDER, ckptconv convert FOLDER OUT");
-    if (chosen.length === 2 && ofOneSet(...chosen.map((each) => each.file.name))) throw new Error("These are two shards of one checkpoint. Shards need the command line: ckptconv inspect FOLDER, ckptconv convert FOLDER OUT");
-    if (chosen.length > 2) throw new Error("Here one file is shown, or two are compared. For more, and for shards: ckptconv inspect FOLDER, ckptconv convert FOLDER OUT");
     await ready();
-    say("Reading " + chosen.map((each) => each.file.name).join(" and "), null);
-    if (chosen.length === 2) await compare(chosen.map((each) => each.file), mine);
-    else await look(chosen[0], mine);
+    say("Reading " + (dropped.length > 2 ? counted(dropped.length) + " files" : dropped.map((each) => each.path).join(" and ")), null);
+    const paths = await opened(dropped);
+    if (mine !== turn) return;
+    source = { path: paths[0], dropped };
+    if (paths.length === 2) await compare(paths, mine);
+    else await look(mine);
     if (mine === turn) say("Ready.");
   } catch (error) {
     if (mine !== turn) return;
@@ -165,14 +168,10 @@ async function take(chosen) {
   }
 }
 
-// Shards are told apart by their number: model-00001-of-00002.bin.
-function ofOneSet(a, b) {
-  const set = (name) => name.replace(/-\d+(?=-of-\d+)/, "");
-  return a !== b && set(a) !== a && set(a) === set(b);
-}
+const opened = (dropped) => post("open", { dropped: dropped.map(({ path, file }) => [path, file]) });
 
-async function compare(files, mine) {
-  const found = await post("diff", { files });
+async function compare([a, b], mine) {
+  const found = await post("diff", { a, b });
   if (mine !== turn) return;
   $("same").textContent = found.same ? "They are the same." : "They are not the same.";
   $("same").className = found.same ? "good" : "bad";
@@ -181,11 +180,12 @@ async function compare(files, mine) {
   $("compared").hidden = false;
 }
 
-async function look(chosen, mine) {
-  source = chosen;
-  const found = await post("inspect", { file: chosen.file });
+async function look(mine) {
+  const found = await post("inspect", { path: source.path });
   if (mine !== turn) return;
-  $("name").textContent = chosen.file.name;
+  $("name").textContent = source.path;
+  $("stands").hidden = !source.path.startsWith("FOLDER");
+  $("several").hidden = source.dropped.length === 1;
   $("verdict").textContent = found.verdict;
   $("verdict").className = found.loads === false ? "bad" : found.loads && !found.findings.length ? "good" : "";
   $("host").hidden = found.loads !== undefined;
@@ -193,11 +193,11 @@ async function look(chosen, mine) {
   if (found.remedy && found.findings.length > 1) fixes.push(make("li", {}, "All of it at once: ", button("Mend all", found.remedy)));
   $("findings").replaceChildren(...fixes);
   clear();
-  $("change").textContent = chosen.handle
+  $("change").textContent = source.dropped.every((each) => each.handle)
     ? "Leave the file as it is until the copy is saved. This page notices if it changes."
     : "Leave the file as it is until the copy is saved. Chromium notices if it changes; other browsers may not.";
   $("file").hidden = false;
-  $("file").dataset.nread = found.nread;
+  $("file").dataset.nread = nread;
   const frame = $("inside").cloneNode(); // a new one, that has a size before its map is drawn by it
   frame.removeAttribute("srcdoc");
   $("inside").replaceWith(frame);
@@ -215,8 +215,8 @@ const FLAGS = ["unwrap", "state_dict", "loadable", "loadable_objects", "compact"
 function clear() {
   $("edits").reset();
   $("planned").hidden = true;
-  const name = source.file.name, dot = name.lastIndexOf(".");
-  form.dst.value = dot > 0 ? name.slice(0, dot) + "-new" + name.slice(dot) : name + "-new.pt";
+  const [name] = source.path.split("/"), dot = name.lastIndexOf(".");
+  form.dst.value = source.dropped.length > 1 ? name + "-new" : dot > 0 ? name.slice(0, dot) + "-new" + name.slice(dot) : name + "-new.pt";
 }
 
 function mend(fix) {
@@ -227,7 +227,7 @@ function mend(fix) {
       form.to.value = value.filter((each) => !each.includes("=")).join("");
       form.map.value = value.filter((each) => each.includes("=")).join("\n");
     } else if (keyword === "rename") {
-      [form.regex.value, form.replacement.value] = value[0];
+      [form.regex.value, form.replacement.value] = [0, 1].map((i) => value.map((pair) => pair[i]).join("\n"));
     } else if (value === true) form[keyword].checked = true;
     else form[keyword].value = value.join("\n");
   }
@@ -239,7 +239,9 @@ function options() {
   const devices = [...(form.to.value.trim() ? [form.to.value.trim()] : []), ...lines("map").map((line) => line.trim())];
   if (devices.length) said.map_location = devices;
   for (const name of LINES.slice(1)) if (lines(name).length) said[name] = lines(name);
-  if (form.regex.value) said.rename = [[form.regex.value, form.replacement.value]];
+  const become = form.replacement.value.split("\n");
+  const pairs = form.regex.value.split("\n").map((regex, i) => [regex, become[i] ?? ""]).filter(([regex]) => regex);
+  if (pairs.length) said.rename = pairs;
   if (form.select.value) said.select = form.select.value;
   for (const name of FLAGS) if (form[name].checked) said[name] = true;
   return said;
@@ -260,13 +262,7 @@ async function prepare() {
     if (mine !== turn) return;
     $("report").textContent = plan.report;
     $("command").textContent = plan.command;
-    $("reads").textContent = plan.reads
-      ? size(plan.reads) + " of the file will be read first, to compute or to compare checksums."
-      : "The bytes of the tensors need not be read for it.";
-    $("save").textContent = "Save " + size(plan.size);
-    $("save").disabled = false;
-    $("planned").hidden = false;
-    planned = { name: form.dst.value, size: plan.size, reads: plan.reads };
+    show(plan);
     say("Ready.");
     $("save").focus();
   } catch (error) {
@@ -280,10 +276,26 @@ async function prepare() {
 async function reopened() {
   if (worker) return;
   await ready();
-  await post("inspect", { file: source.file });
+  await opened(source.dropped);
+  await post("inspect", { path: source.path });
 }
 
-let planned = null;
+let planned = null; // {folder, files: [{name, size, reads}]}
+const sum = (numbers) => numbers.reduce((all, each) => all + each, 0);
+
+function show(plan) {
+  planned = plan;
+  const reads = sum(plan.files.map((each) => each.reads)), total = size(sum(plan.files.map((each) => each.size)));
+  $("reads").textContent = reads
+    ? size(reads) + " of " + (source.dropped.length > 1 ? "the files" : "the file") + " will be read first, to compute or to compare checksums."
+    : "The bytes of the tensors need not be read for it.";
+  $("save").textContent = plan.folder ? "Save " + counted(plan.files.length) + " files, " + total + ", in a folder" : "Save " + total;
+  $("save").hidden = Boolean(plan.folder) && !globalThis.showDirectoryPicker;
+  $("save").disabled = false;
+  $("outputs").replaceChildren(...(plan.folder ? plan.files.map((each, i) =>
+    make("li", {}, make("button", { type: "button", onclick: () => save([i], oneFile) }, "Save " + size(each.size)), " " + each.name)) : []));
+  $("planned").hidden = false;
+}
 
 // Said beside the button too: the top of the page may be out of sight.
 function saving(text, done) {
@@ -291,26 +303,53 @@ function saving(text, done) {
   $("saved").textContent = text;
 }
 
-async function save() {
-  $("save").disabled = true;
+// Where the browser lets pages write to the disk: a handle for each of the files with these numbers.
+async function oneFile([i]) {
+  return globalThis.showSaveFilePicker ? [await showSaveFilePicker({ suggestedName: planned.files[i].name.split("/").pop() })] : null;
+}
+
+async function oneFolder() {
+  const folder = await (await showDirectoryPicker({ mode: "readwrite" })).getDirectoryHandle(planned.folder, { create: true });
+  for await (const name of folder.keys()) throw new Error("ckptconv: " + planned.folder + ": there is such a folder already, with " + name + " in it: choose another place or name");
+  return Promise.all(planned.files.map(async ({ name }) => {
+    const above = name.split("/"), last = above.pop();
+    let here = folder;
+    for (const each of above) here = await here.getDirectoryHandle(each, { create: true });
+    return here.getFileHandle(last, { create: true });
+  }));
+}
+
+async function save(numbers, places) {
+  for (const each of document.querySelectorAll("#planned button")) each.disabled = true;
   $("error").hidden = true;
+  const outs = [];
   try {
     if (!worker) await prepare(); // it was ended, and with it the plan
     if ($("planned").hidden) return;
-    const name = planned.name;
     await unchanged();
     $("saved").textContent = "Your browser asks where to save it.";
-    const handle = globalThis.showSaveFilePicker ? await showSaveFilePicker({ suggestedName: name }) : null;
-    const { blob } = await post("make", { file: source.file }, (done) => saving("Reading the file: " + size(done), done / planned.reads));
-    if (handle) await stream(blob, handle);
-    else download(blob, name);
-    $("saved").textContent = handle ? "Saved, and the file did not change meanwhile." : "Your browser saves it now: " + counted(blob.size) + " bytes.";
+    const handles = await places(numbers);
+    for (const [at, i] of numbers.entries()) {
+      const { name, reads } = planned.files[i];
+      const { blob } = await post("make", { number: i }, (done) => saving("Reading the file: " + size(done), done / reads));
+      if (handles) {
+        outs.push(await handles[at].createWritable());
+        await stream(blob, name, outs.at(-1));
+      } else download(blob, name.split("/").pop());
+    }
+    if (outs.length) await unchanged();
+    while (outs.length) await outs.shift().close(); // what was written appears now, an index last
+    $("saved").textContent = handles
+      ? "Saved, and the file did not change meanwhile."
+      : "Your browser saves it now: " + counted(sum(numbers.map((i) => planned.files[i].size))) + " bytes.";
   } catch (error) {
+    for (const each of outs) await each.abort().catch(() => {});
     $("saved").textContent = "";
     if (error.name !== "AbortError") fail(error);
+  } finally {
+    say("Ready.");
+    for (const each of document.querySelectorAll("#planned button")) each.disabled = false;
   }
-  say("Ready.");
-  $("save").disabled = false;
 }
 
 function download(blob, name) {
@@ -320,30 +359,22 @@ function download(blob, name) {
 }
 
 // To a file of the disk, which appears when all of it is written.
-async function stream(blob, handle) {
-  const out = await handle.createWritable();
+async function stream(blob, name, out) {
   let done = 0;
   const counter = new TransformStream({
     transform(chunk, controller) {
-      saving("Saving: " + size((done += chunk.length)), done / blob.size);
+      saving("Saving " + name + ": " + size((done += chunk.length)), done / blob.size);
       controller.enqueue(chunk);
     },
   });
-  try {
-    await blob.stream().pipeThrough(counter).pipeTo(out, { preventClose: true });
-    await unchanged();
-  } catch (error) {
-    await out.abort().catch(() => {});
-    throw error;
-  }
-  await out.close();
+  await blob.stream().pipeThrough(counter).pipeTo(out, { preventClose: true });
 }
 
 // What is done by hand
 
 $("choose").addEventListener("click", () => ready().catch(fail));
 $("choose").addEventListener("change", () => {
-  const chosen = [...$("choose").files].map((file) => ({ file }));
+  const chosen = [...$("choose").files].map((file) => ({ path: file.name, file }));
   $("choose").value = "";
   if (chosen.length) take(chosen);
 });
@@ -357,17 +388,43 @@ addEventListener("drop", async (event) => {
   event.preventDefault();
   $("drop").classList.remove("over");
   const items = [...event.dataTransfer.items].filter((item) => item.kind === "file");
-  const chosen = items.map((item) => ({
+  const asked = items.map((item) => ({ // at once: what was dropped is soon forgotten
     file: item.getAsFile(),
-    folder: item.webkitGetAsEntry?.()?.isDirectory,
-    asked: item.getAsFileSystemHandle?.().catch(() => null),
+    entry: item.webkitGetAsEntry?.(),
+    handle: item.getAsFileSystemHandle?.().catch(() => null),
   }));
-  for (const each of chosen) each.handle = await each.asked; // asked for at once: what was dropped is soon forgotten
-  if (chosen.length) take(chosen);
+  try {
+    const dropped = [];
+    for (const { file, entry, handle } of asked) {
+      if (entry?.isDirectory) await enter(entry, dropped);
+      else dropped.push({ path: unlike(file.name, dropped), file, handle: await handle });
+    }
+    if (dropped.length) take(dropped);
+  } catch (error) {
+    fail(error);
+  }
 });
+
+// Two files of one name, from two folders, need two.
+const unlike = (name, dropped) => (dropped.some((each) => each.path === name) ? unlike(name.replace(/(\.[^.]*)?$/, " (2)$1"), dropped) : name);
+
+// What is in a folder and below; hidden folders are left.
+async function enter(folder, dropped) {
+  const reader = folder.createReader();
+  for (;;) {
+    const entries = await new Promise((done, failed) => reader.readEntries(done, failed));
+    if (!entries.length) return;
+    for (const each of entries) {
+      if (dropped.length === MOST) throw new Error("This folder has more than " + counted(MOST) + " files. In a terminal: ckptconv inspect FOLDER");
+      if (each.isFile) dropped.push({ path: each.fullPath.slice(1), file: await new Promise((done, failed) => each.file(done, failed)) });
+      else if (!each.name.startsWith(".")) await enter(each, dropped);
+    }
+  }
+}
+
 $("edits").addEventListener("submit", (event) => { event.preventDefault(); prepare(); });
 $("clear").addEventListener("click", clear);
-$("save").addEventListener("click", save);
+$("save").addEventListener("click", () => save([...planned.files.keys()], planned.folder ? oneFolder : oneFile));
 for (const each of document.querySelectorAll("[data-copies]")) {
   each.addEventListener("click", async () => {
     await navigator.clipboard.writeText($(each.dataset.copies).textContent);

@@ -4,7 +4,10 @@ import { loadPyodide } from "./pyodide.mjs";
 const NESTING = 400; // the stack of a browser ends at some 700 levels
 const given = new Map(); // what Pyodide asks for by name: the page has it already
 const unbound = self.fetch;
-let bridge, blobs;
+const FOLDER = "/files/FOLDER"; // where what was dropped stands for Python; a browser does not say what folder it is from
+let bridge;
+let files = new Map(); // what was dropped, by its path from there
+let nread = 0, unreadable = ""; // since a call began
 
 const enforced = unbound.call(self, "data:,").then(() => false, () => true); // a data: URL leaves no machine
 
@@ -13,22 +16,6 @@ self.fetch = async (asked) => {
   if (!given.has(name)) throw new TypeError("not part of this page: " + name);
   return given.get(name);
 };
-
-// The bytes of a file, read here and now: what a browser lets workers alone do.
-function slices(file) {
-  const reader = new FileReaderSync();
-  return {
-    name: file.name,
-    size: file.size,
-    read(offset, length) {
-      try {
-        return new Uint8Array(reader.readAsArrayBuffer(file.slice(offset, offset + length)));
-      } catch (error) { // the text says what Python would
-        return error.name === "NotReadableError" ? "the file was changed, moved or deleted since it was chosen" : String(error);
-      }
-    },
-  };
-}
 
 const unzipped = (bytes) => new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
 
@@ -48,42 +35,76 @@ async function start(engine) {
   python.runPython("import sys; sys.path.insert(0, '/lib/ckptconv.zip')");
   python.pyimport("ckptconv.limits").lower.callKwargs({ nesting: NESTING });
   const module = python.pyimport("bridge");
-  bridge = { of: module.Bridge(), python, errorText: module.error_text };
+  bridge = { of: module.Bridge(FOLDER), python };
+  python.FS.mkdirTree(FOLDER);
+  watch(python.FS, python.ERRNO_CODES);
   given.clear();
   return { enforced: await enforced };
+}
+
+// Files are read here and now, which a browser lets workers alone do; how much, and whether one could not be, is kept.
+function watch(FS, { EIO }) {
+  const operations = FS.filesystems.WORKERFS.stream_ops, read = operations.read;
+  operations.read = (stream, ...where) => {
+    try {
+      const done = read(stream, ...where);
+      nread += done;
+      return done;
+    } catch (error) { // of the browser: the file is another, or no more
+      unreadable = stream.node.name;
+      throw new FS.ErrnoError(EIO);
+    }
+  };
+}
+
+// Put `dropped` where Python reads it, pairs of a path and a file; which checkpoints that are.
+function open({ dropped }) {
+  const { FS } = bridge.python;
+  bridge.of.forget();
+  if (files.size) {
+    FS.chdir("/");
+    FS.unmount(FOLDER);
+  }
+  files = new Map(dropped);
+  FS.mount(FS.filesystems.WORKERFS, { blobs: dropped.map(([name, data]) => ({ name, data })) }, FOLDER);
+  return plain(bridge.of.given());
 }
 
 const plain = (found) => found.toJs({ dict_converter: Object.fromEntries });
 
 const calls = {
   start,
-  inspect: ({ file }) => plain(bridge.of.inspect(slices(file))),
-  diff: ({ files }) => plain(bridge.of.diff(slices(files[0]), slices(files[1]))),
+  open,
+  inspect: ({ path }) => plain(bridge.of.inspect(path)),
+  diff: ({ a, b }) => plain(bridge.of.diff(a, b)),
   plan: ({ name, options }) => plain(bridge.of.plan(name, bridge.python.toPy(options))),
-  make({ file }, progress) {
+  make({ number }, progress) {
     let made = 0, told = 0;
-    const tick = (nbytes) => {
+    const blobs = [], tick = (nbytes) => {
       made += nbytes;
       if (made - told > 1 << 22) progress((told = made));
     };
-    blobs = [];
-    for (const part of bridge.of.parts(tick)) {
-      const value = part.toJs ? part.toJs() : part;
-      const [offset, length] = value;
-      blobs.push(value instanceof Uint8Array ? value : file.slice(offset, offset + length));
-      part.destroy?.();
+    for (const part of bridge.of.parts(number, tick)) {
+      const value = part.toJs();
+      const [path, offset, length] = value;
+      blobs.push(value instanceof Uint8Array ? value : files.get(path).slice(offset, offset + length));
+      part.destroy();
     }
     return { blob: new Blob(blobs, { type: "application/octet-stream" }) };
   },
 };
 
 self.onmessage = async ({ data: { id, name, given } }) => {
+  [nread, unreadable] = [0, ""];
   try {
     const result = await calls[name](given, (done) => self.postMessage({ id, progress: done }));
-    self.postMessage({ id, result });
+    if (unreadable) throw new Error(gone());
+    self.postMessage({ id, result, nread });
   } catch (error) {
     let text = String(error.message ?? error);
     if (bridge && error.name === "PythonError") text = bridge.python.runPython("import sys, bridge; bridge.error_text(sys.last_exc)");
-    self.postMessage({ id, error: text, fatal: !bridge || error.name !== "PythonError" });
+    self.postMessage({ id, error: unreadable ? gone() : text, fatal: !bridge || (error.name !== "PythonError" && !unreadable) });
   }
 };
+
+const gone = () => "ckptconv: " + unreadable + ": the file was changed, moved or deleted since it was chosen: choose it again";

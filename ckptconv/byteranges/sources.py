@@ -148,7 +148,7 @@ class Readable:
         """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
         while buffer:
             try:
-                done = os.preadv(self.fd, [buffer], offset)
+                done = _read_into(self.fd, buffer, offset)
             except OSError as error:
                 raise self._unreadable(error, offset) from error
             if not done:
@@ -485,6 +485,15 @@ class SourceFolder(Readable):
         """Let the files go."""
         for source in self._open.values():
             source.close()
+
+
+def _read_into(fd: int, buffer: memoryview, offset: int) -> int:
+    """How many bytes were read into `buffer`."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [buffer], offset)
+    data = os.pread(fd, min(len(buffer), _STEP), offset)  # WebAssembly has no other
+    buffer[: len(data)] = data
+    return len(data)
 
 
 def first_bytes(path: Path, most: int) -> bytes:

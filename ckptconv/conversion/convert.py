@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 
 from ckptconv.byteranges.fault_sink import RAISED
 from ckptconv.byteranges.record_checks import CheckingSink
-from ckptconv.byteranges.sources import Readable, SourceFolder, is_url
+from ckptconv.byteranges.sources import Readable, is_url
 from ckptconv.byteranges.spans import Meter, Overflow, Progress
-from ckptconv.conversion.folder_plans import FolderPlan, plan_folder, successor
+from ckptconv.conversion.folder_plans import FolderPlan, plan_item
 from ckptconv.conversion.in_place import change_in_place
 from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, takes
-from ckptconv.conversion.plan import Plan, Report, Verified, read_and_plan, report_of
+from ckptconv.conversion.plan import Report, Verified, report_of
 from ckptconv.conversion.targets import find_item, format_of, through_link
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError
-from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python, option
 from ckptconv.output import far_targets
@@ -116,7 +115,7 @@ def running(
         if not is_folder:
             _check_target(source, path, force=output.force)
         with gc_paused():
-            whole = _planned(source, path, edits, output, is_folder=is_folder, opened=opened)
+            whole = plan_item(source, path, edits, output, is_folder=is_folder, opened=opened)
         if is_url(path):
             if is_folder:
                 files = (*as_files(whole.plan.others, opened), *whole.plan.files)  # of which the index is the last
@@ -170,36 +169,6 @@ def _target(
     elif path.name in ("", "..") or os.path.islink(os.path.abspath(path)):  # a link to a folder is that folder
         path = Path(os.path.realpath(path))
     return path, is_folder, output, about
-
-
-def _planned(
-    source: Readable,
-    path: Path,
-    edits: Edits,
-    output: OutputOptions,
-    *,
-    is_folder: bool,
-    opened: ExitStack,
-) -> FolderPlan:
-    """What `source` becomes at `path`. What is opened is closed with `opened`."""
-
-    def plan_one(source: Readable, path: Path, is_folder: bool, edits: Edits) -> Plan:
-        return read_and_plan(source, path, edits, output, is_folder=is_folder)
-
-    if is_folder and isinstance(source, SourceFolder) and not _is_distributed(source):
-        return plan_folder(source, path, edits, plan_one, output, opened)
-    plan = plan_one(source, path, is_folder, edits)
-    if not is_folder:
-        return FolderPlan(plan)
-    return FolderPlan(
-        plan,
-        may_go=successor(plan),
-        like=source.folder if isinstance(source, SourceFolder) and source.is_stored else None,
-    )
-
-
-def _is_distributed(source: SourceFolder) -> bool:
-    return any(each.looks_like(source) for each in (dcp, safetensors_parts, rank_files))
 
 
 def write(whole: FolderPlan, source: Readable, output: OutputOptions, progress: Progress | None = None) -> Overflow:

@@ -17,12 +17,13 @@ from ckptconv.byteranges.sources import Readable, SourceFolder, first_bytes, is_
 from ckptconv.checkpoint.model import LeftBehind
 from ckptconv.conversion.discovery import find, find_in
 from ckptconv.conversion.options import OutputOptions
-from ckptconv.conversion.plan import Plan
+from ckptconv.conversion.plan import Plan, read_and_plan
 from ckptconv.conversion.target_names import Found, name_in_folder
 from ckptconv.conversion.targets import refuse_one_place
 from ckptconv.edits.changes import CastCount, Changes, Dropped
 from ckptconv.edits.options import Edits, option_of
 from ckptconv.errors import CkptconvError, NoMatchError, count, some
+from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.sharded.index import family_of
@@ -33,7 +34,7 @@ from ckptconv.output.far_folders import NO_OLD_SET, OldSet
 from ckptconv.output.folders import names_in, no_name
 from ckptconv.output.other_files import OtherFile, others_in, rest_of
 
-__all__ = ["FolderPlan", "plan_folder", "successor"]
+__all__ = ["FolderPlan", "plan_item"]
 
 
 #: Plans the conversion of a source to a path, which is a folder or not.
@@ -66,7 +67,37 @@ class _Part:
     unmatched: list[tuple[str, object]] = field(default_factory=list)
 
 
-def plan_folder(
+def plan_item(
+    source: Readable,
+    path: Path,
+    edits: Edits,
+    output: OutputOptions,
+    *,
+    is_folder: bool,
+    opened: ExitStack,
+) -> FolderPlan:
+    """What `source` becomes at `path`, a file or a folder. What is opened is closed with `opened`."""
+
+    def plan_one(source: Readable, path: Path, is_folder: bool, edits: Edits) -> Plan:
+        return read_and_plan(source, path, edits, output, is_folder=is_folder)
+
+    if is_folder and isinstance(source, SourceFolder) and not _is_distributed(source):
+        return _plan_folder(source, path, edits, plan_one, output, opened)
+    plan = plan_one(source, path, is_folder, edits)
+    if not is_folder:
+        return FolderPlan(plan)
+    return FolderPlan(
+        plan,
+        may_go=_successor(plan),
+        like=source.folder if isinstance(source, SourceFolder) and source.is_stored else None,
+    )
+
+
+def _is_distributed(source: SourceFolder) -> bool:
+    return any(each.looks_like(source) for each in (dcp, safetensors_parts, rank_files))
+
+
+def _plan_folder(
     source: SourceFolder,
     target: Path,
     edits: Edits,
@@ -106,7 +137,7 @@ def plan_folder(
         others = rest_of(folder, target, converted)
         may_go: Callable[[str], bool] = converted.__contains__
     else:
-        may_go = successor(plan)
+        may_go = _successor(plan)
         if output.copy_others:
             others, left = _others(folder, target, every, chosen, is_whole=is_whole)
             failed += tuple(left)
@@ -205,7 +236,7 @@ def _dtype_in(config: Path) -> str | None:
     return dtype if isinstance(dtype, str) else None
 
 
-def successor(plan: Plan) -> Callable[[str], bool]:
+def _successor(plan: Plan) -> Callable[[str], bool]:
     """Which files of an old target may go because `plan` has their successors: those of the same model, in whatever
     shards and format, in the same place.
     """

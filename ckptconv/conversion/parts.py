@@ -15,7 +15,7 @@ from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import announce, located
 from ckptconv.byteranges.sources import Input, Readable, SourceFolder
-from ckptconv.byteranges.spans import ByteRange, Deferred, Literal, Piece, Progress
+from ckptconv.byteranges.spans import ByteRange, Deferred, Literal, OutFile, Piece, Progress
 from ckptconv.conversion.options import USUAL, OutputOptions, PlanOptions, takes
 from ckptconv.conversion.plan import Report, read_and_plan, report_of
 from ckptconv.conversion.targets import format_of
@@ -27,7 +27,7 @@ from ckptconv.pickles.graph import gc_paused
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["FilePart", "PlannedFile", "plan"]
+__all__ = ["FilePart", "PlannedFile", "plan", "plan_files"]
 
 
 class FilePart(NamedTuple):
@@ -44,25 +44,17 @@ class PlannedFile:
     A context manager: leaving it closes the source, unless that is a file object.
 
     Attributes:
+        path: What it is to be called.
         report: What the conversion would do; what overflowed is in it when all parts were given.
     """
 
     report: Report
 
-    def __init__(
-        self, src: Input, path: Path, edits: Edits, output: OutputOptions = USUAL, *, download: bool = False
-    ) -> None:
-        """:func:`plan` with its options as data."""
-        started = time.monotonic()
-        output = replace(output, format=format_of(path, output.format))
-        with ExitStack() as opened:
-            self._source = opened.enter_context(open_input(src, download=download))
-            with gc_paused():
-                plan = read_and_plan(self._source, path, edits, output)
-            seconds = time.monotonic() - started
-            self.report = report_of(plan, self._source, seconds=seconds, written=False, overflowed={})
-            self._opened = opened.pop_all()
-        (self._file,) = plan.files
+    def __init__(self, source: Readable, file: OutFile, report: Report, opened: ExitStack) -> None:
+        """`file` of a plan for `source`, which is closed with `opened`."""
+        self.path, self.report = file.path, report
+        self._source, self._file, self._opened = source, file, opened
+        self._stored = {id(each) for each in _files_of(source)}
 
     def __enter__(self) -> PlannedFile:
         return self
@@ -120,8 +112,48 @@ class PlannedFile:
         """Whether the bytes of `piece` are neither known nor in the source as they are."""
         if isinstance(piece, (Literal, Deferred)):
             return False
-        files: list[Readable] = self._source.parts if isinstance(self._source, SourceFolder) else [self._source]
-        return not piece.ranges() or any(located(span)[0] not in files for span in piece.ranges())
+        return not piece.ranges() or any(id(located(span)[0]) not in self._stored for span in piece.ranges())
+
+
+def _files_of(source: Readable) -> Iterator[Readable]:
+    """The files that `source` is made of."""
+    if isinstance(source, SourceFolder):
+        for part in source.parts:
+            yield from _files_of(part)
+    else:
+        yield source
+
+
+def plan_files(
+    src: Input,
+    path: Path,
+    edits: Edits,
+    output: OutputOptions = USUAL,
+    *,
+    is_folder: bool = False,
+    download: bool = False,
+) -> tuple[PlannedFile, ...]:
+    """The files that a conversion of `src` to `path`, a file or a folder, would write, an index last; each has the
+    report of all. Closing one closes the source.
+
+    Raises as :func:`plan` does.
+    """
+    started = time.monotonic()
+    output = output if is_folder else replace(output, format=format_of(path, output.format))
+    with ExitStack() as opened:
+        source = opened.enter_context(open_input(src, download=download))
+        with gc_paused():
+            if is_folder:
+                from ckptconv.conversion.folder_plans import plan_item  # which no plan of a file needs
+
+                whole = plan_item(source, path, edits, output, is_folder=True, opened=opened)
+                planned, failed = whole.plan, whole.failed
+            else:
+                planned, failed = read_and_plan(source, path, edits, output), ()
+        seconds = time.monotonic() - started
+        report = report_of(planned, source, seconds=seconds, written=False, overflowed={}, failed=failed)
+        kept = opened.pop_all()
+    return tuple(PlannedFile(source, file, report, kept) for file in planned.files)
 
 
 @for_python
@@ -147,7 +179,7 @@ def plan(
         CkptconvError: One of its subclasses.
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
-    planned = PlannedFile(src, Path(dst), edits_from(**options), OutputOptions.of(options), download=download)
+    (planned,) = plan_files(src, Path(dst), edits_from(**options), OutputOptions.of(options), download=download)
     planned.report = in_python(planned.report)
     return planned
 

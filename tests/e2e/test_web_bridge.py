@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html.parser
-import io
 import json
+import os
 import shlex
 import threading
 from pathlib import Path
@@ -16,33 +16,37 @@ import torch
 
 from ckptconv.cli.main import main
 from ckptconv.conversion.options import PlanOptions
-from ckptconv.errors import CkptconvError, InputError, MissingTorchError
+from ckptconv.errors import CkptconvError, MissingTorchError
+from ckptconv.hints import Option, command
 from tests.support.paths import ROOT
-from web.bridge import Bridge, DroppedFile, error_text
-
-
-class Bytes(bytes):
-    """What JavaScript's arrays of bytes offer to Python."""
-
-    def to_bytes(self) -> bytes:
-        return bytes(self)
-
-
-class OnDisk:
-    """A file of the browser; `fails` says why it cannot be read any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.name, self.size, self._data = path.name, path.stat().st_size, path.read_bytes()
-        self.fails = ""
-
-    def read(self, offset: int, length: int) -> Any:
-        return self.fails or Bytes(self._data[offset : offset + length])
+from web.bridge import Bridge, _fix, error_text
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where what was dropped stands: here."""
+    folder = tmp_path / "FOLDER"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def bridge(folder: Path) -> Bridge:
+    """Into which one file was dropped."""
     torch.save({"module.w": torch.arange(6.0), "module.b": torch.ones(2)}, "ddp.pt")
+    bridge = Bridge(str(folder))
+    assert bridge.given() == ["ddp.pt"]
+    return bridge
+
+
+def put_together(bridge: Bridge, folder: Path) -> list[bytes]:
+    """What the planned files are."""
+
+    def data(part: Any) -> bytes:
+        return part if isinstance(part, bytes) else (folder / part[0]).read_bytes()[part[1] : part[1] + part[2]]
+
+    return [b"".join(map(data, bridge.parts(i, lambda nbytes: None))) for i in range(len(bridge.planned))]
 
 
 @pytest.mark.parametrize(
@@ -58,53 +62,116 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"drop": ["module.b"], "loadable": True},
     ],
 )
-def test_a_plan_is_what_the_command_writes(options: dict[str, Any]) -> None:
+def test_a_plan_is_what_the_command_writes(options: dict[str, Any], bridge: Bridge, folder: Path) -> None:
     """The command is the one that is shown; what is planned are numbers, texts and bytes."""
     dst = "out.safetensors" if "copy_tied" in options else "out.pt"
-    bridge = Bridge()
-    bridge.inspect(OnDisk(Path("ddp.pt")))
+    bridge.inspect("ddp.pt")
     plan = bridge.plan(dst, options)
-    data = Path("ddp.pt").read_bytes()
-    parts = bridge.parts(lambda nbytes: None)
-    made = b"".join(part if isinstance(part, bytes) else data[part[0] : sum(part)] for part in parts)
+    (made,) = put_together(bridge, folder)
     assert main([*shlex.split(plan["command"])[1:], "-q"]) == 0
-    assert made == Path(dst).read_bytes() and plan["size"] == len(made) and plan["report"].startswith(f"{dst}: ")
+    assert made == Path(dst).read_bytes() and plan["report"].startswith(f"{dst}: ")
+    assert plan["files"] == [{"name": dst, "size": len(made), "reads": plan["files"][0]["reads"]}]
     json.dumps(plan)
 
 
-def test_fixes_are_what_the_form_is_filled_with() -> None:
+def write_set(folder: Path, suffix: str, *, index: bool = True) -> dict[str, torch.Tensor]:
+    """A set of three shards, with its index, and a file beside it."""
+    folder.mkdir(exist_ok=True)
+    state = {f"module.l{i}.w": torch.full((100,), float(i)) for i in range(3)}
+    (folder / "config.json").write_text("{}")
+    stem = "model" if suffix == ".safetensors" else "pytorch_model"
+    names = {name: f"{stem}-{i:05d}-of-00003{suffix}" for i, name in enumerate(state, 1)}
+    for name, shard in names.items():
+        if suffix == ".bin":
+            torch.save({name: state[name]}, folder / shard)
+        else:
+            safetensors.torch.save_file({name: state[name]}, folder / shard)
+    if index:
+        (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return state
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
+@pytest.mark.parametrize("is_folder", [True, False])
+@pytest.mark.parametrize("dst", ["out", "out.pt", "out.safetensors"])
+def test_a_set_is_one_checkpoint(dst: str, suffix: str, is_folder: bool, folder: Path) -> None:
+    """By its folder, or by its files; it becomes a set again, or one file, as the command writes it."""
+    write_set(folder / "llama" if is_folder else folder, suffix)
+    bridge = Bridge(str(folder))
+    (path,) = bridge.given()
+    assert path == "llama" if is_folder else path.startswith("FOLDER/") and path.endswith(".index.json")
+    json.dumps(bridge.inspect(path))
+    plan = bridge.plan(dst, {"strip_prefix": ["module."]})
+    made = put_together(bridge, folder)
+    assert main([*shlex.split(plan["command"])[1:], "-q"]) == 0
+    there = Path(dst)
+    written = {each.name: each.read_bytes() for each in (there.iterdir() if there.is_dir() else [there])}
+    assert {each["name"]: data for each, data in zip(plan["files"], made, strict=True)} == written
+    assert plan["folder"] == ("out" if dst == "out" else "") and len(made) == (4 if dst == "out" else 1)
+
+
+def test_the_fix_of_a_set_is_one(folder: Path) -> None:
+    """The prefix of a set goes by the button beside it, into a folder; without an index the set is its folder."""
+    write_set(folder, ".safetensors", index=False)
+    bridge = Bridge(str(folder))
+    assert bridge.given() == ["FOLDER"]
+    (fix,) = {each["fix"]["command"]: each["fix"] for each in bridge.inspect("FOLDER")["findings"]}.values()
+    assert bridge.plan(fix["dst"], fix["options"])["command"] == fix["command"] and len(bridge.planned) == 4
+    Path("FOLDER/model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CkptconvError, match="1 of 3 shards is missing: model-00002-of-00003"):
+        bridge.inspect(*bridge.given())
+
+
+def test_more_than_two_are_refused(folder: Path) -> None:
+    for name in "abc":
+        torch.save({"w": torch.ones(1)}, f"{name}.pt")
+    with pytest.raises(CkptconvError, match=r"got a\.pt, b\.pt, c\.pt.*ckptconv convert FOLDER OUT_FOLDER"):
+        Bridge(str(folder)).given()
+
+
+def test_a_copy_has_a_name_and_no_url(bridge: Bridge) -> None:
+    bridge.inspect("ddp.pt")
+    with pytest.raises(CkptconvError, match="a browser saves files on this machine"):
+        bridge.plan("s3://bucket/x.pt", {})
+
+
+def test_fixes_are_what_the_form_is_filled_with(bridge: Bridge) -> None:
     """And planned with that, they are the command of inspect."""
     torch.save({"module.w": torch.ones(2), "opt": {"v": torch.ones(2)}}, "x.pt")
     assert main(["convert", "x.pt", "x.pt", "--map", "cpu=cuda:70", "-f", "-q"]) == 0
-    bridge = Bridge()
-    for name in ("x.pt", "ddp.pt"):
-        seen = bridge.inspect(OnDisk(Path(name)))
+    for name in bridge.given():
+        seen = bridge.inspect(name)
         json.dumps(seen)
         fixes = [each["fix"] for each in seen["findings"] if each["fix"]]
         assert fixes and "<html" in seen["page"]
         for fix in fixes:
             assert bridge.plan(fix["dst"], fix["options"])["command"] == fix["command"]
+    assert _fix(command("convert", "a.pt", "b.pt", Option("rename", (("^a", "b"), ("c", ""))))) == {
+        "command": "ckptconv convert a.pt b.pt --rename '^a' b --rename c ''",
+        "dst": "b.pt",
+        "options": {"rename": [["^a", "b"], ["c", ""]]},
+    }
 
 
-def test_two_files_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_files_are_compared(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch is missing, by headers and checksums."""
-    torch.save({"module.w": torch.arange(6.0), "module.b": torch.zeros(2)}, "b.pt")
-    files = [OnDisk(Path(name)) for name in ("ddp.pt", "b.pt")]
-    assert Bridge().diff(files[0], files[0])["same"]
-    found = Bridge().diff(*files)
-    assert not found["same"] and found["note"] == "" and found["command"] == "ckptconv diff ddp.pt b.pt"
+    torch.save({"module.w": torch.arange(6.0), "module.b": torch.zeros(2)}, "e.pt")
+    assert bridge.given() == ["ddp.pt", "e.pt"]
+    assert bridge.diff("ddp.pt", "ddp.pt")["same"]
+    found = bridge.diff("ddp.pt", "e.pt")
+    assert not found["same"] and found["note"] == "" and found["command"] == "ckptconv diff ddp.pt e.pt"
 
     def missing(*_: object) -> Any:
         raise MissingTorchError("torch is needed")
 
     monkeypatch.setattr("ckptconv.inspection.comparison.values.Values.comparer", missing)
-    found = Bridge().diff(*files)
+    found = bridge.diff("ddp.pt", "e.pt")
     assert not found["same"] and "1 different (module.b), 1 the same, 0 not known" in found["note"]
     assert found["text"].startswith("names: ")
 
 
-def test_bytes_are_compared_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A browser gives none: safetensors has no checksums, so what is large is read."""
+def test_bytes_are_compared_without_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A browser gives none, nor has it ``preadv``; safetensors has no checksums, so what is large is read."""
     for name in ("a.safetensors", "b.safetensors"):
         safetensors.torch.save_file({"w": torch.ones(50_000)}, name)
 
@@ -112,43 +179,31 @@ def test_bytes_are_compared_without_threads(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert Bridge().diff(OnDisk(Path("a.safetensors")), OnDisk(Path("b.safetensors")))["same"]
+    monkeypatch.delattr(os, "preadv")
+    assert Bridge(str(folder)).diff("a.safetensors", "b.safetensors")["same"]
 
 
-def test_what_needs_torch_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_torch_is_refused_with_the_command(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.arange(6.0).reshape(2, 3).t()}, "view.pt")
 
     def missing(what: str, where: object) -> None:
         raise MissingTorchError(f"torch is needed for {what}", where=where)
 
     monkeypatch.setattr("ckptconv.conversion.plan.require_torch", missing)
-    bridge = Bridge()
-    bridge.inspect(OnDisk(Path("view.pt")))
+    bridge.inspect("view.pt")
     with pytest.raises(MissingTorchError) as caught:
         bridge.plan("view.safetensors", {})
     assert error_text(caught.value).endswith("does it: ckptconv convert view.pt view.safetensors")
 
 
-def test_errors_are_those_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_those_of_the_command_line(bridge: Bridge, capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.pt").write_bytes(Path("ddp.pt").read_bytes()[:-200])
     with pytest.raises(CkptconvError) as caught:
-        Bridge().inspect(OnDisk(Path("bad.pt")))
+        bridge.inspect("bad.pt")
     assert main(["inspect", "bad.pt"]) == 1
     assert error_text(caught.value) == capsys.readouterr().err.strip()
     assert "more memory than a browser gives" in error_text(RecursionError())
     assert error_text(KeyError("x")) == "ckptconv: a fault of this program: KeyError: 'x'"
-    gone = OnDisk(Path("ddp.pt"))
-    gone.fails = "the file was changed"
-    with pytest.raises(InputError, match="the file was changed"):
-        Bridge().inspect(gone)
-
-
-def test_a_dropped_file_is_a_file_object() -> None:
-    file = DroppedFile(OnDisk(Path("ddp.pt")))
-    data = Path("ddp.pt").read_bytes()
-    assert file.seek(-5, io.SEEK_END) == len(data) - 5 and file.read() == data[-5:] and file.read(3) == b""
-    assert file.seek(1) == 1 and file.seek(2, io.SEEK_CUR) == file.tell() == 3 and file.read(2) == data[3:5]
-    assert file.nread == 7
 
 
 def test_the_fields_of_the_form_are_options() -> None:

@@ -5,6 +5,7 @@ nobody for anything, and what goes wrong is said as the command line says it.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import shlex
@@ -18,6 +19,8 @@ import pytest
 import safetensors.torch
 import torch
 
+import ckptconv
+import ckptconv.errors
 from ckptconv.cli.main import main
 from tests.support.archives import flip_bit, records_of, rezip
 from tests.support.browser import axe_source, browser
@@ -79,6 +82,20 @@ def write(kind: str) -> Path:
     return path
 
 
+def write_set(folder: Path, suffix: str) -> dict[str, torch.Tensor]:
+    """Three shards, their index, and a file beside them."""
+    folder.mkdir()
+    tensors = {f"module.l{i}.w": torch.full((100,), float(i)) for i in range(3)}
+    (folder / "config.json").write_text("{}")
+    stem = "model" if suffix == ".safetensors" else "pytorch_model"
+    names = {name: f"{stem}-{i:05d}-of-00003{suffix}" for i, name in enumerate(tensors, 1)}
+    for name, shard in names.items():
+        save = torch.save if suffix == ".bin" else safetensors.torch.save_file
+        save({name: tensors[name]}, folder / shard)
+    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return tensors
+
+
 #: A container, what is filled in, and words that the command must have.
 CONVERSIONS: list[tuple[str, dict[str, str | bool], str]] = [
     ("zip", {"to": "cuda:1"}, "--to cuda:1"),
@@ -111,6 +128,76 @@ def test_it_saves_what_the_command_line_writes(
     saved = page.save()
     assert main([*typed[1:], "-q"]) == 0
     assert sum_of(saved) == sum_of(Path(typed[3]))
+
+
+@pytest.mark.parametrize("way", ["chosen", "dropped"])
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
+def test_a_set_of_shards_is_one_checkpoint(suffix: str, way: str, page: Page) -> None:
+    """All its files chosen, or its folder dropped: one file is made of it, or a set again, by the command shown."""
+    tensors = write_set(Path("FOLDER"), suffix)
+    if way == "chosen":
+        page.choose(*sorted(Path("FOLDER").iterdir()))
+    else:
+        page.drop(Path("FOLDER"))
+    assert not page.shows("error"), page.text("error")
+    rows = page.page.frame_locator("#inside").locator("#rows tr")
+    rows.nth(2).wait_for(state="attached")
+    assert rows.count() >= len(tensors)
+    for name in ("one.safetensors", "one.pt", "set"):
+        page.prepare(dst=name, strip_prefix="module.")
+        assert not page.shows("error"), page.text("error")
+        assert main([*shlex.split(page.text("command"))[1:], "-q"]) == 0
+        buttons = page.page.locator("#outputs button")
+        if name != "set":
+            assert buttons.count() == 0 and sum_of(page.save()) == sum_of(Path(name))
+            continue
+        names = [text.split()[-1] for text in page.page.locator("#outputs li").all_text_contents()]
+        assert sorted(names) == sorted(path.name for path in Path("set").iterdir()) and not page.shows("save")
+        assert [sum_of(page.save(f"#outputs button >> nth={i}")) for i in range(buttons.count())] == [
+            sum_of(Path("set") / name) for name in names
+        ]
+
+
+def test_a_part_of_a_set_says_what_is_missing(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the command line says it; a folder with several checkpoints says which, and the command for all of them."""
+    write_set(Path("FOLDER"), ".bin")
+    Path("FOLDER/pytorch_model-00002-of-00003.bin").unlink()
+    page.choose(*sorted(Path("FOLDER").iterdir()))
+    assert main(["inspect", "FOLDER/pytorch_model.bin.index.json"]) == 1
+    assert page.text("error") == capsys.readouterr().err.strip() and "pytorch_model-00002-of-" in page.text("error")
+    Path("runs").mkdir()
+    for name in "ab":
+        torch.save(state(), f"runs/{name}.pt")
+    page.drop(Path("runs"))
+    with pytest.raises(ckptconv.errors.UnsupportedError) as caught:
+        ckptconv.inspect("runs")
+    assert "runs/a.pt" in page.text("error") and page.text("error").startswith(f"ckptconv: {caught.value}"[:60])
+    assert "ckptconv convert runs OUT_FOLDER" in page.text("error")
+
+
+def test_a_set_is_saved_in_one_folder(chromium: Any, site: Site) -> None:
+    """Where the browser gives one: all of it, or nothing of it; never into one that has something in it."""
+    script = "globalThis.showDirectoryPicker = () => navigator.storage.getDirectory();"
+    tensors = write_set(Path("FOLDER"), ".safetensors")
+    with opened_page(chromium, site, script=script) as page:
+        page.choose(*sorted(Path("FOLDER").iterdir()))
+        page.prepare(dst="set", strip_prefix="module.")
+        page.page.locator("#save").click()
+        page.page.wait_for_selector("#saved:has-text('did not change')")
+        saved = page.page.evaluate("""async () => {
+            const folder = await (await navigator.storage.getDirectory()).getDirectoryHandle("set"), found = {};
+            for await (const [name, handle] of folder.entries()) {
+                const data = await (await handle.getFile()).arrayBuffer();
+                const sum = new Uint8Array(await crypto.subtle.digest("SHA-256", data));
+                found[name] = [...sum].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+            }
+            return found;
+        }""")
+        assert main([*shlex.split(page.text("command"))[1:], "-q"]) == 0 and len(saved) == len(tensors) + 1
+        assert saved == {path.name: sum_of(path) for path in Path("set").iterdir()}
+        page.page.locator("#save").click()
+        page.page.wait_for_selector("#error:visible")
+        assert "there is such a folder already" in page.text("error")
 
 
 def sum_of(path: Path) -> str:
@@ -157,7 +244,7 @@ def test_more_is_refused_with_what_to_type(page: Page) -> None:
     for name in "abc":
         torch.save(state(), f"{name}.pt")
     page.choose(*map(Path, ("a.pt", "b.pt", "c.pt")))
-    assert "ckptconv convert FOLDER OUT" in page.text("error")
+    assert "ckptconv convert FOLDER OUT_FOLDER" in page.text("error")
 
 
 def deep(path: Path) -> None:

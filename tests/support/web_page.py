@@ -110,6 +110,15 @@ class Page:
         self.page.set_input_files("#choose", [*map(str, paths)])
         self.settle()
 
+    def drop(self, *paths: Path) -> None:
+        """Drop files or folders on the page, and wait until they are shown, or what is wrong with them."""
+        self._begin()
+        session = self.page.context.new_cdp_session(self.page)
+        files = {"items": [], "files": [str(path.resolve()) for path in paths], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            session.send("Input.dispatchDragEvent", {"type": kind, "x": 200, "y": 200, "data": files})
+        self.settle()
+
     def prepare(self, **fields: str | bool) -> None:
         """Fill in the form, and have the copy planned."""
         self.page.locator("#more").evaluate("(more) => { more.open = true; }")
@@ -123,10 +132,10 @@ class Page:
                 field.fill(value)
         self.press("#prepare")
 
-    def save(self) -> Path:
+    def save(self, button: str = "#save") -> Path:
         """What the browser downloads."""
         with self.page.expect_download(timeout=PATIENCE) as download:
-            self.page.locator("#save").click()
+            self.page.locator(button).click()
         return Path(download.value.path())
 
 
@@ -137,7 +146,7 @@ def opened_page(
     """The page in a profile of its own, which saves by downloading; `script` runs before those of the page."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
-    page.add_init_script("delete globalThis.showSaveFilePicker;" + script)
+    page.add_init_script("delete globalThis.showSaveFilePicker; delete globalThis.showDirectoryPicker;" + script)
     opened = Page(page)
     try:
         page.goto(site.url)
