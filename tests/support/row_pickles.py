@@ -228,7 +228,7 @@ def made(random: Random) -> bytes:
 
 def _framed(data: bytes, random: Random) -> bytes:
     """The pickle `data` in frames that hold whole opcodes, mostly; some of it stands in none."""
-    ends = range(2, len(data) + 1)
+    ends: Sequence[int] = range(2, len(data) + 1)
     with suppress(ValueError):
         ends = [at for _, _, at in pickletools.genops(data) if at is not None and at > 1] + [len(data)]
     if random.random() < 0.1:

@@ -69,7 +69,11 @@ def test_how_far_it_is(edits: dict[str, str], store: Store) -> None:
 def test_a_fault_at_every_request(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever fails: the old object as it was, and no open upload."""
     test_far_s3.test_a_fault_at_every_request("refused", store, monkeypatch)
-    test_far_s3.test_a_set_and_a_fault_at_every_request(store, step=4)
+
+
+def test_a_set_and_a_fault_at_every_request(store: Store, tmp_path: Path) -> None:
+    """Whichever fails: no open upload, and no index that names files of two sets."""
+    test_far_s3.test_a_set_and_a_fault_at_every_request("same names", store, tmp_path)
 
 
 def test_it_is_read_back(store: Store, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
