@@ -637,7 +637,7 @@ CASES: dict[str, Case] = {
     "a batch again": Case(
         lambda m: (_folder(m), main(["convert", m, "all", "--to", "cpu"])), "convert {m} all --to cpu",
         r"(--skip-existing) leaves", "the rest is there", is_there("all/b.pt"),
-        "conversion/jobs.py:_converted:option skip_existing",
+        "conversion/jobs.py:_converting:option skip_existing",
     ),
     "a folder that exists": Case(
         lambda m: (_sharded(m), main(["convert", m, "all"])), "convert {m} all --add-prefix x",
@@ -1073,6 +1073,11 @@ ELSEWHERE: dict[Site, str] = {
             for each in ("command convert", "option drop", "option loadable")
         ],
         "edits/loadable/test_refusals.py::test_the_command_takes_it_all_out",
+    ),
+    "render/difference.py:_group:option verbose": "inspection/comparison/test_diff.py::test_text_of_what_is_the_same",
+    **dict.fromkeys(
+        ["render/report.py::option verbose", "render/report.py:_name_lines:option verbose"],
+        "cli/test_convert.py::test_dry_run_writes_nothing",
     ),
     "output/read_back.py::option force": "output/test_s3_upload.py::test_it_is_read_back",
     "byteranges/far/http.py::option download": "byteranges/far/test_downloads.py::test_the_error_says_what_to_add",
