@@ -22,19 +22,31 @@ class Checkpoint:
     The graph is the only truth and is edited in place, and so is what ``references`` to storages stand for; the
     ``index`` is derived from them. Whoever edits the graph calls :meth:`changed`.
 
-    ``is_state_dict``: its format holds nothing else, and ``ties`` are the names in it that are recorded as a text
-    (second → first). ``container`` is what the format's reader keeps for its writer, ``metadata`` the texts that the
-    container itself has (safetensors), ``unused`` what the file holds and nothing in it uses. ``class_ids``: the
-    persistent ids, with the text of their source, by which torch's older format names classes of modules; in the graph
-    stand the classes. ``blobs`` is what the places of long texts count in, which the graph has as byte ranges; None:
-    the source. ``script_classes``: of a TorchScript archive the classes of modules by name, each with the names of its
-    parameters and of its buffers; None for everything else. ``beside``: what other pickles of the file say, by their
-    names in it; no conversion writes these. ``root``: where the checkpoint itself stands, which is below the source's
-    root where it is a part. ``is_byteorder_said``: the file says it; else it is little, unless torch is told otherwise.
-    ``warnings``: those of the ``notes`` that nobody should miss, who loads it, compares it or asks whether it is sound.
-    ``replicas``: what its files each have a copy of, which must be the same
-    (:func:`~ckptconv.checkpoint.replicas.refuse_different`). ``before_renaming``: the index from before names were
-    edited, if they were.
+    Attributes:
+        format: What reports call it.
+        source: What it was read from.
+        graph: What its pickle says.
+        container: What the format's reader keeps for its writer.
+        references: What its persistent ids stand for.
+        blobs: What the places of long texts count in, which the graph has as byte ranges; None: the source.
+        byteorder: That of its numbers, ``little`` or ``big``.
+        is_byteorder_said: Whether the file says it; else it is little, unless torch is told otherwise.
+        is_state_dict: Whether its format holds nothing else.
+        ties: Of such a format the names that are recorded as a text, each with the name that it is tied to.
+        metadata: The texts that the container itself has (safetensors).
+        unused: What the file holds and nothing in it uses.
+        class_ids: The persistent ids, with the text of their source, by which torch's older format names classes of
+            modules. In the graph stand the classes.
+        script_classes: Of a TorchScript archive the classes of modules by name, each with the names of its parameters
+            and of its buffers; None for everything else.
+        beside: What other pickles of the file say, by their names in it. No conversion writes these.
+        notes: What to know of it.
+        warnings: Those of the notes that nobody should miss who loads it, compares it, or asks whether it is sound.
+        replicas: What its files each have a copy of, which must be the same
+            (:func:`~ckptconv.checkpoint.replicas.refuse_different`).
+        root: Where the checkpoint itself stands: below the source's root where it is a part.
+        index: What is derived from the graph as it is now.
+        before_renaming: The index from before names were edited, if they were.
     """
 
     format: str

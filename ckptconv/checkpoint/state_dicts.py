@@ -81,10 +81,8 @@ class Detected:
     def main(self) -> list[StateDict] | list[PickledModule]:
         """The state dict that is meant when nobody says which, or the module that would give it, alone in a list.
 
-        Several or none where that is not clear.
-
-        The only one (as the root always is: there are none inside it), else the one under a usual
-        name; a module where no state dict has one.
+        It is the one under a usual name; else a module under one, if no state dict has such a name; else the only state
+        dict, or module where there is no state dict. Several, or none, are in the list where that is not clear.
         """
         modules = [found for found in self.modules if found.tensors or found.trouble]
         usual = [found for found in self.state_dicts if self.is_usual(found.path)]

@@ -108,7 +108,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 class _Process:
-    """What a process knows of itself: whether it is BUSY with a job, and where it says how many `bytes` it wrote."""
+    """What a process knows of itself: whether it is `busy` with a job, and where it says how many `bytes` it wrote."""
 
     busy = False
     bytes: Any = None

@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptconv.byteranges.sources import ComputedSource, Source
 from ckptconv.byteranges.undo_journal import DONE, HOT, NO_JOURNAL, Journal, journal_path, journals_of, read_journal
@@ -56,62 +57,67 @@ def take_back(path: str | os.PathLike[str]) -> int:
     target, _ = resolved(changed[0])
     with ExitStack() as opened:
         fd = opened.enter_context(open_locked(target))
-        journal, state = read_journal(target, os.fstat(fd).st_uid)
-        files = [(target, fd, journal, state)]
-        if journal.leader is not None or journal.members:
-            files = _set_of(target, fd, journal, state, opened)
+        first = _Opened(target, fd, *read_journal(target, os.fstat(fd).st_uid))
+        is_of_set = first.journal.leader is not None or first.journal.members
+        files = _set_of(first, opened) if is_of_set else [first]
         if len(changed) > len(files):
             names = [os.path.basename(each) for each in changed]
             one = command("undo", target) + " takes one back"
             raise UsageError("several checkpoints in the folder were changed", where=path, got=some(names), hint=one)
-        for each, fd, journal, state in files:
-            check_restorable(fd, journal, each, done=state == DONE)
-            _check_whole(each, fd, journal)
+        for file in files:
+            check_restorable(file.fd, file.journal, file.path, done=file.state == DONE)
+            _check_whole(file.path, file.fd, file.journal)
         written = 0
         with as_output_error(target):
-            for each, *_ in files:  # the leader first: from here on the set is hot, whatever happens
-                journals.mark(each, HOT)
+            for file in files:  # the leader first: from here on the set is hot, whatever happens
+                journals.mark(file.path, HOT)
             if len(files) > 1:
-                spoil(files[-1][1], files[-1][2])
-            for _, fd, journal, _ in files:
-                written += restore(fd, journal)
-            for each, *_ in files[::-1]:  # the leader last
-                journals.discard(each)
+                spoil(files[-1].fd, files[-1].journal)
+            for file in files:
+                written += restore(file.fd, file.journal)
+            for file in files[::-1]:  # the leader last
+                journals.discard(file.path)
     return written
 
 
-_Opened = tuple[Path, int, Journal, bytes]
+class _Opened(NamedTuple):
+    """A file that is open, its undo journal, and whether the change was finished: ``DONE``, or ``HOT``."""
+
+    path: Path
+    fd: int
+    journal: Journal
+    state: bytes
 
 
-def _set_of(target: Path, fd: int, journal: Journal, state: bytes, opened: ExitStack) -> list[_Opened]:
-    """The files of the set that `target` belongs to, the leader first. Raises as :func:`undo` does.
+def _set_of(first: _Opened, opened: ExitStack) -> list[_Opened]:
+    """The files of the set that the `first` one belongs to, the leader first. Raises as :func:`undo` does.
 
     In a set that is hot, a member without a journal is as it was: its change had not begun, or its undo was done.
     """
-    known = {target.name: (target, fd, journal, state)}
+    target = first.path
+    known = {target.name: first}
 
     def open_member(name: str) -> _Opened:
         if name not in known:
             path = target.with_name(name)
             fd = opened.enter_context(open_locked(path))
-            known[name] = path, fd, *read_journal(path, os.fstat(fd).st_uid)
+            known[name] = _Opened(path, fd, *read_journal(path, os.fstat(fd).st_uid))
         return known[name]
 
-    leader = open_member(journal.leader or target.name)
-    names = dict.fromkeys(leader[2].members)
-    if leader[0].name not in names or target.name not in names:
-        raise RefusedError("the undo journals of a set contradict each other", where=target, got=leader[0].name)
-    others = [
-        name for name in names if name != leader[0].name and os.path.lexists(journal_path(target.with_name(name)))
-    ]
-    if leader[3] == DONE and len(others) + 1 < len(names):
-        lost = [name for name in names if name not in (leader[0].name, *others)]
+    leader = open_member(first.journal.leader or target.name)
+    named = leader.path.name
+    names = dict.fromkeys(leader.journal.members)
+    if named not in names or target.name not in names:
+        raise RefusedError("the undo journals of a set contradict each other", where=target, got=named)
+    others = [name for name in names if name != named and os.path.lexists(journal_path(target.with_name(name)))]
+    if leader.state == DONE and len(others) + 1 < len(names):
+        lost = [name for name in names if name not in (named, *others)]
         raise RefusedError(
             "some files of the set were changed or undone one by one since then", where=target, got=some(lost)
         )
     files = [leader, *map(open_member, others)]
     for path, _, member, _ in files[1:]:
-        if member.leader != leader[0].name:
+        if member.leader != named:
             raise RefusedError("the undo journals of a set contradict each other", where=path, got=member.leader)
     return files
 

@@ -21,12 +21,11 @@ dtypes that have no storage class of their own.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable, SliceSource
@@ -34,13 +33,13 @@ from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.legacy_python import modernize, text_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.reading import checkpoint_of
-from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
 from ckptconv.checkpoint.safe_globals import refused_opcodes
-from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, storage_id
+from ckptconv.checkpoint.storage_ids import StorageId, changed_id, new_id, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError, RefusedError, UnsupportedError, some
 from ckptconv.formats.layout import Layout, file_of
 from ckptconv.formats.legacy_file import MAGIC, NAME, LegacyFile, looks_like
+from ckptconv.formats.legacy_ids import LegacyId, as_a_whole, flatten_views, read_ids
 from ckptconv.formats.pickle_writing import (
     little_endian,
     pickle_pieces,
@@ -52,12 +51,9 @@ from ckptconv.formats.pickle_writing import (
 )
 from ckptconv.hints import option
 from ckptconv.lazy_regex import regex
-from ckptconv.light_dataclass import dataclass
-from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import (
     AT_ONCE,
-    Call,
     Dict,
     Effect,
     Global,
@@ -65,14 +61,9 @@ from ckptconv.pickles.graph import (
     List,
     Node,
     PersistentId,
-    Tuple,
     Value,
-    args_of,
-    children,
-    is_count,
     replace_nodes,
     set_items,
-    walk,
 )
 from ckptconv.pickles.parser import parse
 
@@ -93,10 +84,6 @@ _VERSION = 1001
 _PICKLES = 5
 _WORDS = frozenset(["protocol_version", "little_endian", "type_sizes", "short", "int", "long"])  # in sys_info
 _SIZE = 8  # bytes of the number of elements before each storage
-#: What protocol 0 makes of a persistent id: its repr.
-_ID_TEXT = regex(
-    r"\('storage', <class 'torch\.(?:storage\.)?(\w+)'>, '([^'\\]+)', '([^'\\]+)', (0|[1-9][0-9]{0,18}), None\)"
-)
 
 
 # Reading
@@ -128,11 +115,11 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
         error.hint = DOWNLOAD_AGAIN
         raise
     _refuse_code(keys, where)
-    ids, class_ids = _read_ids(graph, where)
+    ids, class_ids = read_ids(graph, where)
     modernize(graph)
     listed = _keys(keys.root, where)
     spans = _read_sizes(source, end_of_keys, end, listed, ids, where)
-    warnings = _flatten_views(graph, ids, spans, where)
+    warnings = flatten_views(graph, ids, spans, where)
     around, length = [*before, keys], end_of_object - at
     return LegacyFile(head, graph, frozenset(listed), spans, class_ids, notes, warnings, around, at, length)
 
@@ -186,112 +173,11 @@ def _keys(root: Value, where: str) -> list[str]:
     return [key for key in keys if key is not None]
 
 
-# Persistent ids
-
-
-class _View(NamedTuple):
-    """A part of a storage: its own key, where it starts, and how many elements it has."""
-
-    key: str
-    offset: int
-    elements: int
-
-
-@dataclass(eq=False)
-class _Id:
-    """What one persistent id says: a storage, and which part of it is meant, where that is not the whole."""
-
-    node: PersistentId
-    whole: StorageId
-    view: _View | None
-
-
-def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, PersistentId]]:
-    """The storages that `graph` refers to, whose ids are said anew in five parts.
-
-    And the ids of classes, for which the classes themselves are put.
-    """
-    ids: list[_Id] = []
-    classes: dict[Node, Node] = {}
-    class_ids: dict[Global, PersistentId] = {}
-    named: set[Node] = set()
-    texts: dict[Node, str] = {}
-    for node in graph.references:
-        parts = _from_text(node.id, where) if isinstance(node.id, str) else node.id
-        items = parts.items if isinstance(parts, Tuple) else []
-        kind = text_of(items[0]) if items else None
-        if kind == "module" and len(items) == 4 and isinstance(items[1], Global):
-            cls = classes[node] = Global(items[1].module, items[1].name)
-            class_ids[cls] = node
-            named.add(items[1])
-        elif kind == STORAGE and len(items) == 6:
-            ids.append(_read_id(node, items, texts, where))
-        else:
-            raise MalformedError(
-                "a persistent id names neither a storage nor a class",
-                where=where,
-                expected="('storage', class, key, location, elements, view)",
-                got=f"{kind!r}, {len(items)} parts",
-            )
-    if classes:
-        replace_nodes(graph, classes)
-        in_use = set(walk([graph.root, *graph.discarded]))
-        graph.globals = [node for node in graph.globals if node in in_use or node not in named] + [*class_ids]
-    graph.references = [each.node for each in ids]
-    return ids, class_ids
-
-
-def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], where: str) -> _Id:
-    def text(value: Value) -> str | None:
-        said = text_of(value)
-        return said if said is None or not isinstance(value, Node) else texts.setdefault(value, said)
-
-    kind, cls, key, tag, numel, view = items
-    if not isinstance(cls, Global) or cls.name not in BY_STORAGE_CLASS:
-        got = cls if isinstance(cls, Global) else type(cls).__name__.lower()
-        raise MalformedError("a persistent id names no storage class", where=where, got=got)
-    key_text, tag_text = text(key), text(tag)
-    if key_text is None or tag_text is None or not is_count(numel):
-        raise MalformedError("a persistent id has parts of wrong types", where=where)
-    node.id = Tuple([text(kind), cls, key_text, tag_text, numel])
-    return _Id(node, storage_id(node), _view(view, numel, where))
-
-
-def _view(view: Value, numel: int, where: str) -> _View | None:
-    if view is None:
-        return None
-    key, offset, size = view.items if isinstance(view, Tuple) and len(view.items) == 3 else (None, None, None)
-    text = text_of(key)
-    if text is None or not is_count(offset) or not is_count(size) or offset + size > numel:
-        raise MalformedError(
-            "the view of a storage is none", where=where, expected=f"(key, offset, size) within {numel} elements"
-        )
-    return _View(text, offset, size)
-
-
-def _from_text(text: str, where: str) -> Tuple:
-    """The storage that a persistent id of protocol 0 names."""
-    found = _ID_TEXT.fullmatch(text)
-    if not found or max(map(len, found.group(2, 3))) > LIMITS.id_text:
-        raise UnsupportedError(
-            "a persistent id of protocol 0 names no storage; torch reads none of these", where=where, got=text[:80]
-        )
-    cls, key, tag, numel = found.groups()
-    module = "torch.storage" if cls == "UntypedStorage" else "torch"
-    return _as_a_whole(new_id(Global(module, cls), key, tag, int(numel)))
-
-
-def _as_a_whole(five: Value) -> Tuple:
-    """The id of a storage in six parts, the last of which says that all of it is meant."""
-    assert isinstance(five, Tuple)
-    return Tuple([*five.items, None])
-
-
 # Storages
 
 
 def _read_sizes(
-    source: Readable, at: int, end: int, keys: list[str], ids: list[_Id], where: str
+    source: Readable, at: int, end: int, keys: list[str], ids: list[LegacyId], where: str
 ) -> dict[str, ByteRange]:
     """The bytes of the storages, which must fill the file from `at` to `end`."""
     first: dict[str, StorageId] = {}
@@ -348,84 +234,6 @@ def _read_sizes(
     return spans
 
 
-# Parts of storages
-
-
-def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], where: str) -> list[str]:
-    """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it.
-
-    A part that is used in another way gets bytes of its own. Gives warnings.
-    """
-    views = {each.node: each for each in ids if each.view}
-    if not views:
-        return []
-    _check_keys(ids, where)
-    calls = [c for c in graph.calls if str(c.callable) in STRIDED and _storage_of(c) in views and is_count(_offset(c))]
-    alone = _used_alone(graph, views, {id(call.args) for call in calls})
-    for node in alone:
-        _stand_alone(views[node], spans)
-    for call in calls:
-        storage, offset, *sizes = args_of(call)
-        assert isinstance(storage, PersistentId) and is_count(offset)
-        view = views[storage].view
-        if view and storage not in alone:
-            _check_within(view, offset, sizes, where)
-            call.args = Tuple([storage, offset + view.offset, *sizes])
-    what = f"parts of storages, as torch before 0.4 stored them, are taken for storages of their own: {len(alone):,}"
-    return [what + " that share no bytes with others any more"] if alone else []
-
-
-def _check_keys(ids: list[_Id], where: str) -> None:
-    """No part has the key of a storage, for torch has one table for both, and none is described in two ways."""
-    storages = {each.whole.key for each in ids}
-    known: dict[str, tuple[str, _View]] = {}
-    for each in ids:
-        view = each.view
-        if view and view.key in storages:
-            raise MalformedError(f"{view.key} is the key of a storage and of a part of one", where=where)
-        if view and known.setdefault(view.key, (each.whole.key, view)) != (each.whole.key, view):
-            raise MalformedError(f"the part {view.key} of a storage is described in two ways", where=where)
-
-
-def _used_alone(graph: Graph, views: Container[Node], tensors: set[int]) -> set[PersistentId]:
-    """Those of `views` that stand elsewhere than in the arguments of `tensors` (by id)."""
-    nodes = walk([graph.root, *graph.discarded])
-    used = [graph.root, *(child for node in nodes if id(node) not in tensors for child in children(node))]
-    return {node for node in used if isinstance(node, PersistentId) and node in views}
-
-
-def _stand_alone(part: _Id, spans: dict[str, ByteRange]) -> None:
-    """Make a storage of `part`."""
-    assert part.view
-    key, offset, elements = part.view
-    whole, itemsize = spans[part.whole.key], part.whole.dtype.itemsize
-    part.node.id = changed_id(part.node, key=key, numel=elements)
-    spans[key] = ByteRange(whole.source, whole.offset + offset * itemsize, elements * itemsize)
-
-
-def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> None:
-    """A tensor that starts at `offset` and has these `sizes`, shape and stride, must lie in its part of a storage."""
-    shape, stride = [ints_of(size) or () for size in (*sizes, None, None)[:2]]
-    end = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=False)) + 1
-    if 0 not in shape and end > view.elements:
-        raise MalformedError(
-            "a tensor reaches outside its part of a storage",
-            where=where,
-            expected=f"at most {view.elements:,} elements",
-            got=f"{end:,}",
-        )
-
-
-def _storage_of(call: Call) -> Node | None:
-    args = args_of(call)
-    return args[0] if args and isinstance(args[0], PersistentId) else None
-
-
-def _offset(call: Call) -> Value:
-    args = args_of(call)
-    return args[1] if len(args) > 1 else None
-
-
 # Writing
 
 _WHAT = "a file in torch's format from before 1.6"
@@ -471,7 +279,7 @@ def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
     """All that stands before the bytes of the one storage that a file holds and nothing else, as
     :func:`torch.storage._load_from_bytes` takes it.
     """
-    reference = PersistentId(_as_a_whole(new_id(cls, key, tag, numel)))
+    reference = PersistentId(as_a_whole(new_id(cls, key, tag, numel)))
     return _head() + _pickled(reference) + _pickled(_list([key])) + numel.to_bytes(_SIZE, "little")
 
 
@@ -479,7 +287,7 @@ def retagged(file: LegacyFile, tag: str) -> Graph:
     """The object of a file that holds one storage and nothing else, with another `tag`, as this format says it."""
     reference = file.graph.root
     assert isinstance(reference, PersistentId)
-    return replace(file.graph, root=PersistentId(_as_a_whole(changed_id(reference, tag=tag)), reference.order))
+    return replace(file.graph, root=PersistentId(as_a_whole(changed_id(reference, tag=tag)), reference.order))
 
 
 def unreadable(checkpoint: Checkpoint) -> str | None:
@@ -512,7 +320,7 @@ def _refuse_early_readers(checkpoint: Checkpoint) -> None:
 def respell(checkpoint: Checkpoint) -> None:
     """Say ids and classes as this format does, in the graph of `checkpoint`."""
     for reference in checkpoint.references:
-        reference.node.id = _as_a_whole(reference.node.id)
+        reference.node.id = as_a_whole(reference.node.id)
     if checkpoint.class_ids:
         replace_nodes(checkpoint.graph, cast("dict[Node, Node]", checkpoint.class_ids))
     checkpoint.changed()

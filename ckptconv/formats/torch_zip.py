@@ -22,8 +22,7 @@ layout are left out, and torch looks.
 from __future__ import annotations
 
 import re
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,15 +31,9 @@ from ckptconv.byteranges.checksums import check_crc32, crc32_of
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import (
-    FILESYSTEM_BLOCK,
     ByteRange,
-    Data,
-    Deferred,
     Inflate,
-    Literal,
     OutFile,
-    Piece,
-    joined,
 )
 from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind
@@ -58,15 +51,12 @@ from ckptconv.formats.pickle_writing import (
 from ckptconv.formats.writers import WRITERS
 from ckptconv.formats.zip_archive import (
     STORED,
-    UTF8,
     Archive,
     EndMissing,
     Member,
-    NewEntry,
-    central_directory,
-    local_header,
     read_archive,
 )
+from ckptconv.formats.zip_writer import ZipWriter
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Graph
@@ -106,7 +96,6 @@ _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
 #: By which torch.jit.load knows a program (:mod:`ckptconv.formats.torchscript`).
 CONSTANTS = "constants.pkl"
 _LOOKED_FOR = (*_RECORDS, CONSTANTS)
-_ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
 
 
 def looks_like(head: bytes) -> bool:
@@ -349,10 +338,10 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     dropped.update(name for name in _others(members) if name in _LAYOUT_RECORDS or _SUPERSEDED.fullmatch(name))
     kept = [(name, member) for name, member in members.items() if name not in dropped]
     pickle = pickle_pieces(checkpoint)
-    writer = _Writer(archive.root, checked=archive.has_checksums)
+    writer = ZipWriter(archive.root, checked=archive.has_checksums)
     for i, (name, member) in enumerate(kept):
         if name == PICKLE:
-            writer.pickle(pickle, like=kept[i + 1][1].header_offset if i + 1 < len(kept) else 0)
+            writer.pickle(PICKLE, pickle, like=kept[i + 1][1].header_offset if i + 1 < len(kept) else 0)
         elif name in storages and not storages[name].is_record:
             writer.storage(new.get(name, name), storages[name], summed=not archive.unsummed)
         else:
@@ -372,8 +361,8 @@ def archived(checkpoint: Checkpoint) -> OutFile:
 def _written(checkpoint: Checkpoint, path: Path, *, checked: bool) -> OutFile:
     """An archive as torch writes it. `checked`: its records get checksums, computed on the way."""
     keys = renumber(checkpoint)
-    writer = _Writer(_root_name(path), checked=checked)
-    writer.pickle(pickle_pieces(checkpoint), like=0)
+    writer = ZipWriter(_root_name(path), checked=checked)
+    writer.pickle(PICKLE, pickle_pieces(checkpoint), like=0)
     writer.record("byteorder", checkpoint.byteorder.encode())
     for key, storage in checkpoint.storages.items():
         writer.storage(f"data/{keys[key]}", storage.data)
@@ -388,118 +377,3 @@ def _root_name(path: Path) -> str:
     except UnicodeEncodeError:
         return "archive"
     return "archive" if path.stem in (".", "..") or "\\" in path.stem else path.stem
-
-
-class _Writer:
-    """Places records one behind another, in the folder `root`. `checked`: they have checksums."""
-
-    def __init__(self, root: str, *, checked: bool) -> None:
-        self.root = root
-        self.checked = checked
-        self.pieces: list[Piece] = []
-        self.entries: list[NewEntry] = []
-        self.sums: list[Piece] = []
-        self.checked_parts: set[int] = set()  # the ids of ranges of which parts are written
-        self.awaited: dict[int, int] = {}  # the index of an entry → that of its checksum
-        self.at = 0
-
-    def add(self, piece: Piece) -> None:
-        """Append `piece`."""
-        self.pieces.append(piece)
-        self.at += piece.length
-
-    def header(self, name: str, crc32: int | Piece, size: int, padding: int) -> None:
-        """A header; `crc32` is the checksum, or the bytes of which it will be computed."""
-        raw_name = f"{self.root}/{name}".encode()
-        known = crc32 if isinstance(crc32, int) else 0
-        header = local_header(raw_name, known, size, padding)
-        self.entries.append(NewEntry(raw_name, UTF8, known, size, self.at))
-        if not isinstance(crc32, int):
-            place = self.awaited[len(self.entries) - 1] = len(self.sums)
-            self.sums.append(crc32)
-            self.add(Deferred(len(header), lambda sums: local_header(raw_name, sums[place], size, padding)))
-        else:
-            self.add(Literal(header))
-
-    def bare_header(self, name: str, size: int) -> int:
-        """The length of a header without padding."""
-        return len(local_header(f"{self.root}/{name}".encode(), 0, size, 0))
-
-    def pickle(self, pieces: list[Literal | ByteRange], *, like: int) -> None:
-        """The pickle, padded so that what follows comes to stand at `like`, modulo a block."""
-        size = sum(piece.length for piece in pieces)
-        crc32 = 0
-        if self.checked:
-            for piece in pieces:
-                crc32 = crc32_of(piece, crc32)
-        end = self.at + self.bare_header(PICKLE, size) + size
-        self.header(PICKLE, crc32, size, _padding(end, like, FILESYSTEM_BLOCK))
-        for piece in pieces:
-            self.add(piece)
-
-    def record(self, name: str, data: bytes) -> None:
-        """A small record of our own."""
-        self.header(name, zlib.crc32(data) if self.checked else 0, len(data), 0)
-        self.add(Literal(data))
-
-    def storage(self, name: str, data: Data, *, summed: bool = True) -> None:
-        """The bytes of a storage that come from another container, with or without a
-        checksum, or that are others than they were. `summed`: they get one, as all others have.
-        """
-        known = data.crc32_known()
-        crc32: int | Piece = 0
-        if self.checked and summed and data.length:
-            assert known is not None or not isinstance(data, Inflate)  # zips alone deflate
-            crc32 = data if known is None else known
-        if known is None:
-            for span in data.with_checksums():
-                if span is not data.checked_range() and id(span) not in self.checked_parts:
-                    self.checked_parts.add(id(span))
-                    self.sums.append(span)
-        self.header(name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT))
-        if data.length:
-            self.add(data)
-
-    def member(self, name: str, member: Member, source: Readable, *, checked: bool) -> None:
-        """A record of the source: as it stands where that is possible, else under a header of our own.
-
-        `checked`: it has a checksum.
-        """
-        aligned = member.data_offset % _ALIGNMENT == 0 or not name.startswith("data/")
-        same = member.name == f"{self.root}/{name}" and member.method == STORED
-        if same and aligned and (self.at - member.header_offset) % FILESYSTEM_BLOCK == 0:
-            self.entries.append(NewEntry(member.name.encode(), member.flags, member.crc32, member.size, self.at))
-            self.add(ByteRange(source, member.header_offset, member.end - member.header_offset))
-            return
-        data = member.data(source, checked=checked)
-        start = self.at + self.bare_header(name, member.size)
-        keep_place = member.method == STORED and member.data_offset % _ALIGNMENT == 0
-        padding = (
-            _padding(start, member.data_offset, FILESYSTEM_BLOCK) if keep_place else _padding(start, 0, _ALIGNMENT)
-        )
-        self.header(name, member.crc32, member.size, padding)
-        if member.size:
-            self.add(data)
-
-    def finish(self, path: Path) -> OutFile:
-        start, entries, awaited = self.at, self.entries, self.awaited
-        directory = central_directory(entries, start)
-        if awaited:
-            self.add(
-                Deferred(len(directory), lambda sums: central_directory(_with_sums(entries, awaited, sums), start))
-            )
-        else:
-            self.add(Literal(directory))
-        return OutFile(path, joined(self.pieces), self.at, tuple(self.sums))
-
-
-def _with_sums(entries: list[NewEntry], awaited: dict[int, int], sums: Sequence[int]) -> list[NewEntry]:
-    return [entry._replace(crc32=sums[awaited[i]]) if i in awaited else entry for i, entry in enumerate(entries)]
-
-
-def _padding(at: int, wanted: int, modulus: int) -> int:
-    """The bytes from `at` to a place that is `wanted` modulo `modulus`: none, or at least 4, which an extra field
-    takes.
-    """
-    padding = (wanted - at) % modulus
-    return padding + modulus if 0 < padding < 4 else padding

@@ -22,7 +22,7 @@ __all__ = ["CastThreads"]
 
 CAST_BLOCK = 4 << 20  # bytes of the source that a thread holds
 _MOST_THREADS = 4
-_NOTHING = Concat((), ByteRange(Readable(), 0, 0), 0)
+_NOTHING = Concat((), ByteRange(Readable(), 0, 0), 0)  # what a buffer is made for: a cast of anything
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class CastThreads:
         with self._change:
             self._stopped = True
         self._threads.shutdown(cancel_futures=True)
-        with self._change:  # by a thread that the pool does not know, because Ctrl-C came while it was started
+        with self._change:  # if Ctrl-C came while a thread was started, the pool does not know it and waits for it not
             self._change.wait_for(lambda: not self._active)
 
     def begin(self, piece: Cast, at: int) -> None:
@@ -82,7 +82,7 @@ class CastThreads:
         """Have a block cast by one of the threads."""
         try:
             return self._threads.submit(self._cast, piece, offset, length, at)
-        except RuntimeError:  # the system gives no more: done here, and by those that run perhaps once more
+        except RuntimeError:  # no thread could be started. The task is queued all the same: done twice, it is the same
             done: Future[_Done] = Future()
             done.set_result(self._cast(piece, offset, length, at))
             return done
