@@ -91,13 +91,11 @@ def diff_command(
     edits = edits_from(**flags)
     brief = style.width is not None and not (verbose or as_json)
     progress = partial(progress_bar, quiet=quiet)
-
     pairs = pairs_of(a, b)
     number = 1 if pairs is None else len(pairs)
     page = PageFile.asked_for(flags["html"], number, opens=flags["opens"], force=flags["force"])
-    shown = _Shown(
-        style, page, (*options_of(edits), *compared.options()), as_json=as_json, quiet=quiet, verbose=verbose
-    )
+    options = (*options_of(edits), *compared.options())
+    shown = _Shown(style, page, options, as_json=as_json, quiet=quiet, verbose=verbose)
 
     def differ(a: str | Path, b: str | Path, name: str = "") -> bool:
         """Whether they do, which is shown under this `name`."""
