@@ -29,7 +29,8 @@ Examples:
   ckptconv inspect model.pt                   what is in it, and what is wrong
   ckptconv convert model.pt out.pt --to cpu   from a GPU to where there is none
   ckptconv convert ddp.pt plain.pt --strip-prefix module.
-  ckptconv convert big.pt --to cpu --in-place   in the file itself; undo big.pt takes it back
+  ckptconv convert big.pt --to cpu --in-place   in the file itself
+  ckptconv undo big.pt                        gives its old bytes back
   ckptconv diff a.pt b.safetensors            whether they are the same, and where not
   ckptconv verify model.pt                    whether it is whole, and safe to load
 """
