@@ -180,9 +180,9 @@ class RecordSummary:
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors that belong together, as people say it: what they are, where, how many, and their bytes, ties in it once.
+    """Tensors that belong together, as people say it: what they are, where, how many, and their bytes.
 
-    An EMA is a state dict at a path with a word for one.
+    Tied ones count once. An EMA is a state dict at a path with a word for one.
     """
 
     kind: _Kind
@@ -203,10 +203,10 @@ class Summary(Result):
         findings: What is in the way, or unusual, each with the command that mends it.
         remedy: One command for all of them, if there is one.
         protocol: That of the pickle; None where there is none.
-        nbytes: What the tensors hold, ties once.
+        nbytes: What the tensors hold; tied ones count once.
         stored_nbytes: What their storages take.
         storages: How many there are.
-        dtypes: How many tensors have each, and their bytes, ties once.
+        dtypes: How many tensors have each, and their bytes; tied ones count once.
         devices: The same for devices; empty where the format stores none.
         state_dicts: Where they are, and the prefixes of their names.
         modules: Those that were pickled whole, with the state dict that each would give.

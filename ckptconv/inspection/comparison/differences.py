@@ -100,7 +100,7 @@ class Difference(Result):
         b: The second one.
         formats: The format of each.
         tensors: The number of names that both have.
-        nbytes: The bytes that those tensors have in `a`, ties once.
+        nbytes: The bytes that those tensors have in `a`; tied ones count once.
         only_in_a: Tensors whose name `b` has not.
         only_in_b: Tensors whose name `a` has not.
         differing: Tensors of both in which anything differs; none where names alone were compared.
