@@ -1,4 +1,9 @@
-"""The site: ``sphinx-build -W docs site``. Neither building nor reading it asks another host for anything."""
+"""The site: ``sphinx-build -W docs site``. Neither building nor reading it asks another host for anything.
+
+Where ``python -m web.build`` has built the page that converts in the browser, the site carries it.
+"""
+
+from pathlib import Path
 
 import ckptconv
 
@@ -14,6 +19,9 @@ extensions = [
 ]
 exclude_patterns = ["make_picture.py", "make_page_picture.py"]
 html_theme = "furo"
+if (page := Path(__file__).parents[1] / "web" / "dist").is_dir():
+    html_extra_path = [str(page)]
+    tags.add("page")  # noqa: F821 - sphinx gives it
 html_static_path = ["_static"]
 html_css_files = ["narrow.css"]
 html_js_files = ["search.js"]

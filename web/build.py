@@ -1,4 +1,4 @@
-"""Build the page that converts in the browser: ``python -m web.build [FOLDER]``, else into ``web/dist``.
+"""Build the page that converts in the browser: ``python -m web.build [FOLDER]``, else where the site takes it from.
 
 It gets Pyodide from npm, whose version and SHA-512 stand here, and needs node to compile for its Python. All that the
 page loads stands in the folder, which can be put below any URL; a host that can send headers finds them in
@@ -175,7 +175,7 @@ def _sent(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sent = build(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "dist")
+    sent = build(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "dist" / "page")
     for name, nbytes in sorted(sent.items(), key=lambda item: -item[1]):
         print(f"{nbytes:>10,}  {name}")
     print(f"{sum(sent.values()):>10,}  in all")

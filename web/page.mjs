@@ -135,17 +135,14 @@ function ready() {
 let source = { path: "", dropped: [] }; // what is looked at, and the files that were dropped: {path, file, handle}
 let turn = 0;
 
-// A file can be another than the one that was chosen, while it is read or saved.
+// A file can be another than the one that was chosen, while it is read or saved: where there is no handle, a browser
+// that looks at it itself does not read it.
 async function unchanged() {
   for (const { path, file, handle } of source.dropped) {
-    if (handle) {
-      const now = await handle.getFile();
-      if (now.size !== file.size || now.lastModified !== file.lastModified) throw new Error("ckptconv: " + path + ": the file changed since it was chosen: choose it again");
-    } else if (file.size) {
-      await file.slice(file.size - 1).arrayBuffer().catch(() => { // where the browser looks itself
-        throw new Error("ckptconv: " + path + ": the file was changed, moved or deleted since it was chosen: choose it again");
-      });
-    }
+    const same = handle
+      ? handle.getFile().then((now) => now.size === file.size && now.lastModified === file.lastModified)
+      : file.slice(Math.max(file.size - 1, 0)).arrayBuffer();
+    if (!(await same.catch(() => false))) throw new Error("ckptconv: " + path + ": the file was changed, moved or deleted since it was chosen: choose it again");
   }
 }
 
@@ -198,10 +195,7 @@ async function look(mine) {
     : "Leave the file as it is until the copy is saved. Chromium notices if it changes; other browsers may not.";
   $("file").hidden = false;
   $("file").dataset.nread = nread;
-  const frame = $("inside").cloneNode(); // a new one, that has a size before its map is drawn by it
-  frame.removeAttribute("srcdoc");
-  $("inside").replaceWith(frame);
-  setTimeout(() => { frame.srcdoc = found.page; }, 50);
+  $("inside").srcdoc = found.page;
 }
 
 const button = (text, fix) => make("button", { type: "button", title: fix.command, onclick: () => mend(fix) }, text);
@@ -345,7 +339,7 @@ async function save(numbers, places) {
   } catch (error) {
     for (const each of outs) await each.abort().catch(() => {});
     $("saved").textContent = "";
-    if (error.name !== "AbortError") fail(error);
+    if (error.name !== "AbortError") fail(await unchanged().then(() => error, (why) => why)); // AbortError: not wanted after all
   } finally {
     say("Ready.");
     for (const each of document.querySelectorAll("#planned button")) each.disabled = false;

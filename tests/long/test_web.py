@@ -10,7 +10,7 @@ import os
 import pickle
 import shlex
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -323,17 +323,44 @@ def test_names_are_text(page: Page) -> None:
     assert name in page.text("name") and "<img src=x" in page.text("command")
 
 
-def test_a_file_that_changes_is_noticed(page: Page) -> None:
-    """Between choosing it and planning, and between planning and saving."""
-    path = write("zip")
-    page.choose(path)
+@pytest.mark.parametrize("way", ["chosen", "dropped"])
+@pytest.mark.parametrize("change", [lambda path: path.write_bytes(bytes(path.stat().st_size)), Path.unlink])
+def test_a_file_that_changes_is_noticed(change: Callable[[Path], object], way: str, page: Page) -> None:
+    """Between choosing it and planning, between planning and saving, and when it is read; its size can be the same."""
+    path = write("legacy")
+    page.choose(path) if way == "chosen" else page.drop(path)
     page.prepare(to="cuda:0")
-    path.write_bytes(path.read_bytes() + b"more")
+    change(path)
     page.page.locator("#save").click()
     page.page.wait_for_selector("#error:visible")
-    assert "changed" in page.text("error")
+    assert "changed" in page.text("error") and "legacy.pt" in page.text("error")
     page.prepare(to="cuda:0")
-    assert "changed" in page.text("error")
+    assert "changed" in page.text("error") and not page.shows("planned")
+    if way == "chosen":  # the page looks away, and the worker, which reads, sees it
+        page.page.evaluate("Blob.prototype.arrayBuffer = async () => new ArrayBuffer(0)")
+        page.prepare(to="cuda:1")
+        assert "ckptconv: legacy.pt: the file was changed, moved or deleted since it was chosen" in page.text("error")
+        page.page.reload()
+
+
+def test_a_file_that_changes_while_it_is_saved_is_noticed(chromium: Any, site: Site) -> None:
+    """And nothing of it is kept."""
+    script = """globalThis.showSaveFilePicker = async ({ suggestedName }) => {
+        await new Promise((done) => { globalThis.go = done; });
+        return (await navigator.storage.getDirectory()).getFileHandle(suggestedName, { create: true });
+    };"""
+    with opened_page(chromium, site, script=script) as page:
+        path = write("zip")
+        page.drop(path)
+        page.prepare(to="cuda:0")
+        page.page.locator("#save").click()
+        page.page.wait_for_selector("#saved:has-text('asks where')")
+        path.write_bytes(bytes(path.stat().st_size))
+        page.page.evaluate("go()")
+        page.page.wait_for_selector("#error:visible")
+        assert "changed" in page.text("error") and page.text("saved") == ""
+        size = "navigator.storage.getDirectory().then((d) => d.getFileHandle('zip-new.pt'))"
+        assert page.page.evaluate(f"{size}.then((h) => h.getFile()).then((f) => f.size)") == 0
 
 
 def test_it_asks_nobody_for_anything(chromium: Any, site: Site) -> None:

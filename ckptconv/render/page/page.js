@@ -300,15 +300,15 @@
     $("map").append(make("div", {}, data.maps.length > 1 ? make("p", { class: "hint" }, title) : null, element));
     return element;
   });
-  const widths = []; // of the maps as they are drawn; a frame that nobody sees has none yet
+  const widths = []; // of the maps as they are drawn; a frame that is not laid out yet has none
   const map = () => maps.forEach(drawn);
 
   function drawn(element, k) { // the map of one file
     const width = element.clientWidth, height = element.clientHeight, of = (node) => node.sides[k][measure];
     element.replaceChildren();
-    widths[k] = width;
+    widths[k] = height && width;
     if (maps.length > 1) element.previousSibling.textContent = data.maps[k] + ": " + measured(of(focus));
-    if (!of(focus) || !width) return;
+    if (!of(focus) || !widths[k]) return;
     const tree = d3.hierarchy(pruned(focus, width * height, of), (each) => each.below).sum((each) => each.value || 0);
     const titled = (at) => at.titled // asked once, before corners are rounded
       ?? (at.titled = at.depth > 0 && at.height > 0 && at.x1 - at.x0 > 50 && at.y1 - at.y0 > 40);
@@ -614,8 +614,12 @@
   }
 
   let resizing = 0;
-  const resized = () => { if (maps.some((element, k) => element.clientWidth !== widths[k])) { map(); paint(); } };
-  new ResizeObserver(() => { clearTimeout(resizing); resizing = setTimeout(resized, 50); }).observe($("map"));
+  const later = (ms) => { clearTimeout(resizing); resizing = setTimeout(resized, ms); };
+  function resized() {
+    if (maps.some((element, k) => (element.clientHeight && element.clientWidth) !== widths[k])) { map(); paint(); }
+    if (widths.includes(0)) later(200); // a frame out of sight is not told when it gets its size
+  }
+  new ResizeObserver(() => later(50)).observe($("map"));
   for (let n = 0, todo = [sole(root)]; n < ROWS_OPEN && todo.length;) { // as much of the tree as can be seen at once
     const node = todo.sort((a, b) => b.bytes - a.bytes).shift();
     if (n + node.below.length > ROWS_OPEN && node !== sole(root)) continue;
@@ -628,4 +632,5 @@
   heads();
   details();
   draw();
+  later(50);
 })();
