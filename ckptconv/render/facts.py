@@ -334,4 +334,4 @@ def _safety(summary: Summary, style: Style) -> Iterator[str]:
     if summary.protocol is None:
         yield from fact(style, "needs code", "no: the format holds none")
     elif summary.weights_only and not summary.loads_here:  # what it refuses is a finding
-        yield from fact(style, "needs code", "no")
+        yield from fact(style, "needs code", "no: tensors and plain data alone")

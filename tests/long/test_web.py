@@ -24,7 +24,7 @@ import ckptconv.errors
 from ckptconv.cli.main import main
 from tests.support.archives import flip_bit, records_of, rezip
 from tests.support.browser import axe_source, browser
-from tests.support.web_page import Page, Site, built, opened_page, served
+from tests.support.web_page import Page, Site, built, in_firefox, opened_page, served
 from tests.support.writers import scripted
 
 
@@ -128,6 +128,23 @@ def test_it_saves_what_the_command_line_writes(
     saved = page.save()
     assert main([*typed[1:], "-q"]) == 0
     assert sum_of(saved) == sum_of(Path(typed[3]))
+
+
+def test_firefox_saves_the_same(site: Site, tmp_path: Path) -> None:
+    """All of it, and a set of shards; and requests that are planted are blocked."""
+    write_set(Path("FOLDER"), ".bin")
+    chosen = [[write(kind)] for kind, _, _ in CONVERSIONS] + [[*Path("FOLDER").iterdir()]]
+    filled = [*(each for _, each, _ in CONVERSIONS), {"dst": "one.safetensors"}]
+    jobs = [
+        {"files": [str(path.resolve()) for path in paths], "fields": fields}
+        for paths, fields in zip(chosen, filled, strict=True)
+    ]
+    found = in_firefox(site, jobs, tmp_path / "firefox")
+    assert found["promise"].startswith("Nothing is uploaded: the browser forbids it") and found["said"] == []
+    assert found["planted"] == ["blocked"] * 3 and len(found["results"]) == len(jobs)
+    for result in found["results"]:
+        typed = shlex.split(result["command"])
+        assert main([*typed[1:], "-q", "-f"]) == 0 and result["sum"] == sum_of(Path(typed[3]))
 
 
 @pytest.mark.parametrize("way", ["chosen", "dropped"])

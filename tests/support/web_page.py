@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Page", "Site", "built", "opened_page", "served"]
+__all__ = ["Page", "Site", "built", "in_firefox", "opened_page", "served"]
 
 #: Milliseconds in which anything of these tests is done, on a busy machine too.
 PATIENCE = 60_000
+_DRIVER = "puppeteer-core@24.43.1"
 
 
 class Site:
@@ -137,6 +139,24 @@ class Page:
         with self.page.expect_download(timeout=PATIENCE) as download:
             self.page.locator(button).click()
         return Path(download.value.path())
+
+
+def in_firefox(site: Site, jobs: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """What comes of `jobs` where the page is used in Firefox; skips where there is none, or nothing that drives it."""
+    firefox = shutil.which("firefox-esr") or shutil.which("firefox")
+    if firefox is None:
+        pytest.skip("there is no Firefox")
+    folder.mkdir()
+    got = subprocess.run(["npm", "install", _DRIVER], cwd=folder, capture_output=True, timeout=120, check=False)
+    if got.returncode:
+        pytest.skip("npm could not get what drives Firefox")
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    script = Path(__file__).with_name("web_firefox.mjs")
+    typed = ["node", str(script), firefox, site.url, "jobs.json"]
+    done = subprocess.run(typed, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def missing_devices(scope: Scope) -> Iterator[Issue]:
     if unknown:
         families = {tag.partition(":")[0]: "cpu" for tag in unknown}
         fix = Fix("-cpu", maps=families) if _can_be_mapped(unknown) else Fix("-cpu", to_cpu=True)
-        yield Issue("device", f"{_tensors_on(scope, unknown)}, which loads only where there is one", fix)
+        yield Issue("device", f"{_tensors_on(scope, unknown)}, and torch.load needs a machine with such a device", fix)
 
 
 def _is_no_tag(tag: str) -> bool:

@@ -112,7 +112,7 @@ def _parameters(summary: Summary) -> str:
         if tensor.tied_to is None:
             numbers[part_of(tensor)] += prod(tensor.shape)
     of_each = ", ".join(f"{kind} {n:,}" for kind, n in numbers.most_common()) if len(numbers) > 1 else ""
-    return f"{numbers.total():,} numbers, tied ones counted once{of_each and ': '}{of_each}"
+    return f"{numbers.total():,} numbers, shared ones counted once{of_each and ': '}{of_each}"
 
 
 def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:

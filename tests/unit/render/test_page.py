@@ -182,7 +182,7 @@ def test_parts_and_storages(command: Command) -> None:
         "model at model: 2 tensors, 24 B (0.468 %); EMA at ema: 2 tensors, 24 B (0.468 %); optimizer at "
     )
     assert (
-        said["parameters"] == "5,073 numbers, tied ones counted once: RNG states 5,056, other 8, model 6, optimizer 3"
+        said["parameters"] == "5,073 numbers, shared ones counted once: RNG states 5,056, other 8, model 6, optimizer 3"
     )
     assert "optimizer/param_groups[0]/lr: 0.1" in said["other values"]
     facts, paths = facts_in(columns), paths_in(columns)
