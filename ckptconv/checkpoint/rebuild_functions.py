@@ -195,7 +195,7 @@ class TensorReader:
         node = place.node
         if not isinstance(node, Call):
             return
-        known = self.nodes.get(id(node)) or self.known.get(id(node))
+        known = self.nodes.get(id(node)) or (self.known.get(id(node)) if self.known else None)
         info = TensorInfo(*_facts_of(known)) if known else self.of_row(node)  # which is faster than replace()
         if info is None or node.effects:
             function = self.rebuilder(node)
@@ -260,13 +260,14 @@ class TensorReader:
 
     def first_of(self, info: TensorInfo, node: Node) -> str | None:
         """The path of an earlier tensor that is the same: the same kind, storage, offset, shape, stride and dtype."""
-        key: tuple[object, ...] = (id(node),)
         if info.storage is not None and info.nbytes:
             other = self.first.setdefault(id(info.storage), info)
             if other is info:
                 return None  # most tensors have a storage to themselves
             self.same.setdefault((other.kind, *other.view), other.path)
-            key = info.kind, *info.view
+            key: tuple[object, ...] = (info.kind, *info.view)
+        else:
+            key = (id(node),)
         first = self.same.setdefault(key, info.path)
         return None if first == info.path else first
 

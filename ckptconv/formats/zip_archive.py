@@ -598,21 +598,22 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 
 def _plain_place(window: _Window, entry: _Entry, following: int) -> int:
     """Where the data of `entry` stands, if its header and its descriptor are those that torch writes; else 0."""
-    at, n = entry.header_offset, len(entry.raw_name)
+    _, flags, method, crc32, stored_size, size, at, raw_name = entry
+    n = len(raw_name)
     form = _with_name("<4s2xHH4x12sHH", n)
     if following - at < form.size + 4:
         return 0
     header = window.read(at, form.size + 4)
-    *fields, n_extra, raw_name = form.unpack_from(header)
-    if fields != [LOCAL, entry.flags, entry.method, _UNSAID, n] or raw_name != entry.raw_name:
+    *fields, n_extra, name = form.unpack_from(header)
+    if fields != [LOCAL, flags, method, _UNSAID, n] or name != raw_name:
         return 0
     data_offset: int = at + form.size + n_extra
-    end = data_offset + entry.stored_size
+    end = data_offset + stored_size
     if n_extra < 4 or header[-4:] != _PADDING.pack(PADDING_EXTRA, n_extra - 4) or following - end != _DESCRIPTOR.size:
         return 0
-    if not entry.flags & HAS_DESCRIPTOR or max(entry.size, entry.stored_size) >= _ONES32:
+    if not flags & HAS_DESCRIPTOR or max(size, stored_size) >= _ONES32:
         return 0
-    descriptor = _DESCRIPTOR.pack(DESCRIPTOR, entry.crc32, entry.stored_size, entry.size)
+    descriptor = _DESCRIPTOR.pack(DESCRIPTOR, crc32, stored_size, size)
     return data_offset if window.read(end, _DESCRIPTOR.size) == descriptor else 0
 
 

@@ -413,14 +413,15 @@ def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
     rng = {info.path for info in detected.rng_states}
     parts_of: dict[int, tuple[_Kind, str] | None] = {}
     found_parts: dict[tuple[_Kind, str], list[TensorInfo]] = {}
-    parents = {id(place.parent) for place in checkpoint.index.every_place}
-    for place in checkpoint.index.every_place:
+    places, tensors = checkpoint.index.every_place, checkpoint.tensors
+    parents = {id(place.parent) for place in places}
+    for place in places:
         part = parts_of.get(id(place.parent)) or whole.get(id(place.node))
         if part is None and id(place.node) in detected.optimizer_nodes:
             part = "optimizer", place.path
         if id(place) in parents:
             parts_of[id(place)] = part
-        if isinstance(place.node, Node) and (info := checkpoint.tensors.get(place.path)):
+        if isinstance(place.node, Node) and (info := tensors.get(place.path)):
             own: tuple[_Kind, str] = ("RNG states", "") if info.path in rng else part or ("other", "")
             found_parts.setdefault(own, []).append(info)
     parts = [Part(*named, len(infos), _sizes(infos, checkpoint)[1]) for named, infos in found_parts.items()]
@@ -469,14 +470,15 @@ def _devices(checkpoint: Checkpoint, tensors: list[TensorInfo]) -> dict[str, Sha
 def _shares(counted: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
     """The sums of so many tensors and bytes by their word."""
     tensors, sizes = Counter[str](), Counter[str]()
-    for word, n, nbytes in counted:
-        tensors[word] += n
-        sizes[word] += nbytes
+    for (word, n, nbytes), times in Counter(counted).items():  # most are alike
+        tensors[word] += times * n
+        sizes[word] += times * nbytes
     return {word: Share(n, sizes[word]) for word, n in tensors.items()}
 
 
 def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
-    infos = [info for _, value in found.items() if (info := checkpoint.tensor_nodes.get(id(value)))]
+    tensors = checkpoint.tensor_nodes
+    infos = [info for _, value in found.items() if (info := tensors.get(id(value)))]
     parameters, nbytes = _sizes(infos, checkpoint)
     names = found.names()
     return StateDictSummary(
@@ -490,7 +492,8 @@ def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
 
 
 def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
-    infos = dict.fromkeys(checkpoint.tensor_nodes[id(node)] for node in found.tensors.values())  # modules can be shared
+    tensors = checkpoint.tensor_nodes
+    infos = dict.fromkeys(tensors[id(node)] for node in found.tensors.values())  # modules can be shared
     parameters, nbytes = _sizes([*infos], checkpoint)
     places = found.places
     return ModuleSummary(
@@ -547,14 +550,14 @@ def _tensor(
 
 def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, str]]:
     """Path and short value of everything that is no tensor and stands in nothing that is shown whole."""
-    hidden: set[int] = set()
+    hidden, tensors = set[int](), checkpoint.tensor_nodes
     shown: dict[int, tuple[bool, str | None]] = {}  # of what is shared, which can stand in any number of places
     for place in places:
         node = place.node
         if place.parent is not None and id(place.parent) in hidden:
             hidden.add(id(place))
             continue
-        if id(node) in checkpoint.tensor_nodes:
+        if id(node) in tensors:
             continue
         if place.segment.startswith("/._metadata"):
             hidden.add(id(place))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import codecs
 import struct
 from collections.abc import Callable, Sequence
-from itertools import compress, islice
+from itertools import compress, islice, repeat
+from operator import length_hint
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from ckptconv.errors import LimitError, MalformedError
@@ -88,8 +89,8 @@ class PickleMachine:
         """
         stop, used = CODES["STOP"][0], self.used
         most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)
-        self.steps = steps = iter(range(most))
-        for opcodes in steps:
+        self.steps = steps = repeat(None, most)
+        for _ in steps:
             pos = self.pos
             try:
                 code = self.window[pos]
@@ -102,7 +103,7 @@ class PickleMachine:
             operation = dispatch[code]
             if operation is None:
                 if code == stop:
-                    return self.finish(opcodes + 1)
+                    return self.finish(most - length_hint(steps))
                 self.pos -= 1
                 self.fail("no such pickle opcode", got=f"0x{code:02x}")
             try:
@@ -144,7 +145,7 @@ class PickleMachine:
 
     def count(self, opcodes: int) -> bool:
         """Count `opcodes` that are done at once; False if that is more than there may be, and then no more are done."""
-        return next(islice(self.steps, opcodes - 1, None), None) is not None
+        return next(islice(self.steps, opcodes - 1, None), self) is None
 
     # Bytes
 

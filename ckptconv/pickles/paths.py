@@ -135,7 +135,7 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
         node = place.node
         if not isinstance(node, Node) or id(node) in entered:
             continue
-        if isinstance(node, RowCall) and node.row and leaf(node) == []:
+        if isinstance(node, RowCall) and leaf(node) == []:
             continue  # most tensors: nothing stands in them
         if place.depth >= LIMITS.nesting:
             raise LimitError(

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, islice
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, TypeAlias, cast
 
 from ckptconv.errors import InputError
@@ -37,6 +37,10 @@ _GET = rb"(?:h.|j.(?!\0\0\0)...)"
 _LONG_PUT = rb"r.(?!\0\0\0)..."  # of four bytes: such rows begin behind the first 256 slots
 _MOST = 4096  # items at once
 _WORTH_IT = 6  # of which fewer take longer than rows one by one: then some rows pass before the next attempt
+# Of the groups in the pattern of a row: what comes behind it in a parameter, all puts, and what a form is known by.
+_AROUND = 17
+_puts_in = itemgetter(3, 5, 7, 10, 12, 14, 15, 16, 18, 19, 20)
+_said_by = itemgetter(0, 4, 6, 8, 9, 11, 13, _AROUND)
 _EACH_GET = regex(_GET, re.DOTALL)
 _PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(13)]  # of one row
 _PATIENCE = 64  # attempts that may be in vain, and one more for each that is not
@@ -340,16 +344,16 @@ class Rows:
         found = spelling.row.match(m.window, m.pos, self._room())
         if found is None:
             return False
-        head, length, key, p0, tag, p1, numel, p2, offset, shape, p3, stride, p4, rest, *last = found.groups(b"")
-        *puts, around, p8, p9, p10 = last
-        end, functions = found.end(), tuple(m.stack[-2:] if around else m.stack[-1:])
-        if around and [*map(type, functions)] != [Global, Global]:  # it stands in no such call: what follows is alone
-            around, p8, p9, p10 = b"", b"", b"", b""
-            end, functions = found.end(17), functions[-1:]
-        slots = self._new_slots(spelling, b"".join((p0, p1, p2, p3, p4, *puts, p8, p9, p10)))
+        groups = found.groups(b"")
+        _, length, key, _, tag, *_ = groups
+        end, functions = found.end(), tuple(m.stack[-2:]) if groups[_AROUND] else (m.stack[-1],)
+        if groups[_AROUND] and [*map(type, functions)] != [Global, Global]:  # it stands in no such call
+            groups = (*groups[:_AROUND], b"", b"", b"", b"")
+            end, functions = found.end(_AROUND), functions[-1:]
+        slots = self._new_slots(spelling, b"".join(_puts_in(groups)))
         if length != spelling.lengths[len(key)] or not slots:
             return False
-        told = functions, head, tag, numel, offset, shape, stride, rest, around
+        told = functions, *_said_by(groups)
         form = self._forms.get(told)
         if form is None or not form.is_for(m.memo):
             form = self._learn(spelling, cast("_Functions", functions), m.window[m.pos : end], tag, slots)
@@ -381,13 +385,12 @@ class Rows:
         of a known form.
         """
         m = self._machine
-        columns = zip(*(each.groups(b"") for each in found), strict=True)
-        lengths, texts, p0, gets, called, head, key_lengths, keys, p1, tags, p2, numel, p3, *others = columns
-        offset, shape, p4, stride, p5, rest, p6, p7, p8, around, *last = others
-        puts = zip(p0, p1, p2, p3, p4, p5, p6, p7, p8, *last, strict=True)
+        lengths, texts, p0, gets, called, *columns = zip(*(each.groups(b"") for each in found), strict=True)
+        _, key_lengths, keys, _, tags, *_ = columns
+        puts = zip(p0, *(_puts_in(columns) if any(columns[_AROUND]) else _puts_in(columns)[:-3]), strict=True)
         slots = self._new_slots(spelling, b"".join(chain.from_iterable(puts)))
         functions, slot_of = self._called({*called})
-        told = zip(map(functions.get, called), head, tags, numel, offset, shape, stride, rest, around, strict=True)
+        told = zip(map(functions.get, called), *_said_by(columns), strict=True)
         forms = [form for form in map(self._forms.get, told) if form]
         names = self._names(spelling, lengths, texts, gets)
         if not len(forms) == len(names) == len(keys) or not slots:
@@ -478,13 +481,14 @@ class Rows:
     ) -> list[RowCall]:
         """The calls of rows, one for each of the columns, whose memo slots begin at `starts`."""
         m = self._machine
-        orders = [*accumulate((form.orders for form in forms), initial=m.order)]
-        m.order = orders.pop()
+        ends = [*accumulate([form.orders for form in forms], initial=m.order)]
+        m.order = ends[-1]
         told = [
             tag[spelling.at :].decode() if form.tag is None else form.tag for form, tag in zip(forms, tags, strict=True)
         ]
-        references = [*map(RowId, forms, b" ".join(keys).decode().split(" "), told, (order + 1 for order in orders))]
-        calls = [*map(RowCall, forms, references, (*orders[1:], m.order))]
+        orders = [end + 1 for end in ends[:-1]]
+        references = [*map(RowId, forms, b" ".join(keys).decode().split(" "), told, orders)]
+        calls = [*map(RowCall, forms, references, ends[1:])]
         m.references += references
         m.calls += calls
         self._starts += starts
