@@ -9,6 +9,7 @@ import base64
 import contextlib
 import hashlib
 import re
+import ssl
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -198,12 +199,15 @@ def _xml(name: str, fields: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def running_fake(folder: Path) -> Iterator[Store]:
+def running_fake(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[Store]:
     """Such a store with one bucket; credentials and endpoint are in the environment meanwhile."""
     session = pytest.importorskip("botocore.session", reason="the extra remote is not installed")
     handler = type("Handler", (_Handler,), {"bucket": _Bucket()})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, pytest.MonkeyPatch.context() as patch:
-        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}"
+        if tls:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        patch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")  # else bodies come in chunks behind TLS
         for name, text in credentials(endpoint, folder).items():
             patch.setenv(name, text)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -47,10 +48,11 @@ class FileServer:
     lists: Callable[..., None] | None = None  # in place of an honest list
     seen: list[Seen] = field(default_factory=list)
     port: int = 0
+    tls: ssl.SSLContext | None = None
 
     def url(self, name: str) -> str:
         """Where the file `name` is."""
-        return f"http://127.0.0.1:{self.port}/{name}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}/{name}"
 
     @property
     def sent(self) -> int:
@@ -164,6 +166,8 @@ def serving(files: dict[str, bytes] | None = None, **how: Any) -> Iterator[FileS
     handler = type("Handler", (_Handler,), {"files": server})
     with _Server(("127.0.0.1", 0), handler) as running:
         server.port = running.server_address[1]
+        if server.tls:
+            running.socket = server.tls.wrap_socket(running.socket, server_side=True)
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:

@@ -54,10 +54,7 @@ class HttpTransport:
         self._start, self._shown = url, shown
         self._at = url.full  # where redirects have led
         self._authorization = f"Bearer {token}" if token else _basic(url)
-        timeout = urllib3.Timeout(connect=POLICY.silence, read=POLICY.silence)
-        kept: dict[str, Any] = {"maxsize": POLICY.concurrency, "timeout": timeout, "retries": False}
-        proxy = _proxy(url)
-        self._pool = urllib3.ProxyManager(proxy, **kept) if proxy else urllib3.PoolManager(**kept)
+        self._pools: dict[str | None, urllib3.PoolManager] = {}  # by the proxy
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
         """As :class:`~ckptconv.byteranges.far.requests.Transport` has it."""
@@ -129,7 +126,8 @@ class HttpTransport:
 
     def close(self) -> None:
         """Let connections go."""
-        self._pool.clear()
+        for pool in self._pools.values():
+            pool.clear()
 
     @contextlib.contextmanager
     def _as_error(self) -> Iterator[None]:
@@ -137,7 +135,8 @@ class HttpTransport:
         try:
             yield
         except urllib3.exceptions.SSLError as error:
-            raise TransferError(f"no secure connection: {error}", where=self._shown) from error
+            hint = "if you trust the server, SSL_CERT_FILE names the file that its certificate is in"
+            raise TransferError(f"no secure connection: {error}", where=self._shown, hint=hint) from error
         except (urllib3.exceptions.LocationValueError, UnicodeError) as error:
             raise UsageError(f"no URL: {error}", where=self._shown) from error
         except urllib3.exceptions.HTTPError as error:
@@ -174,9 +173,9 @@ class HttpTransport:
     def _request(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         if self._authorization and urlsplit(url).netloc == urlsplit(self._start.full).netloc:
             headers = {**headers, "Authorization": self._authorization}
-        return self._pool.request(
-            "GET", url, headers=headers, redirect=False, preload_content=False, decode_content=False
-        )
+        proxy = _proxy(url)  # which a redirect can change
+        pool = self._pools.get(proxy) or self._pools.setdefault(proxy, _pool(proxy))
+        return pool.request("GET", url, headers=headers, redirect=False, preload_content=False, decode_content=False)
 
     def _checked(self, before: str, after: str) -> str:
         """`after`, to which a server leads from `before`. Raises TransferError where nobody should follow."""
@@ -220,7 +219,10 @@ class HttpTransport:
             return InputChangedError("the file changed while it was read", where=f"{where} at byte {start}", got=got)
         if status in (404, 410):
             return MissingInputError("cannot be read: the server has no such file", where=where, got=got)
-        if status in (401, 403, 407):
+        if status == 407:
+            hint = "a proxy's name and password stand in its URL, in HTTPS_PROXY or HTTP_PROXY"
+            return InputError("cannot be read: the proxy does not let us", where=where, got=got, hint=hint)
+        if status in (401, 403):
             hint = "log in as for other programs: ~/.netrc, for the Hub HF_TOKEN or hf auth login"
             return InputError("cannot be read: the server does not let us", where=where, got=got, hint=hint)
         if status in _AGAIN:
@@ -295,11 +297,26 @@ def _basic(url: Url) -> str | None:
     return "Basic " + base64.b64encode(f"{found[0]}:{found[2]}".encode()).decode() if found else None
 
 
-def _proxy(url: Url) -> str | None:
+def _proxy(url: str) -> str | None:
     """The proxy for `url`, by the variables that all programs read."""
-    if urllib.request.proxy_bypass(urlsplit(url.full).hostname or ""):
+    at = urlsplit(url)
+    if urllib.request.proxy_bypass(at.netloc.rpartition("@")[2]):
         return None
-    return urllib.request.getproxies().get(url.scheme)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(at.scheme) or proxies.get("all")
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+
+
+def _pool(proxy: str | None) -> urllib3.PoolManager:
+    """What keeps connections, by way of `proxy` if there is one, whose URL can say who we are there."""
+    timeout = urllib3.Timeout(connect=POLICY.silence, read=POLICY.silence)
+    kept: dict[str, Any] = {"maxsize": POLICY.concurrency, "timeout": timeout, "retries": False}
+    if proxy is None:
+        return urllib3.PoolManager(**kept)
+    who = urllib3.util.parse_url(proxy).auth
+    return urllib3.ProxyManager(
+        proxy, proxy_headers=urllib3.make_headers(proxy_basic_auth=unquote(who)) if who else None, **kept
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -309,6 +326,7 @@ def _reason(error: Exception) -> str:
         urllib3.exceptions.ConnectTimeoutError: f"no connection within {POLICY.silence:g} s",
         urllib3.exceptions.NewConnectionError: "no connection to the server",
         urllib3.exceptions.NameResolutionError: "there is no such host",
+        urllib3.exceptions.ProxyError: "no connection through the proxy that HTTPS_PROXY or HTTP_PROXY names",
         urllib3.exceptions.ProtocolError: "the connection was cut, or what came is no HTTP",
     }
     known = next((text for kind, text in reversed(words.items()) if isinstance(error, kind)), None)

@@ -14,7 +14,7 @@ from typing import Any
 import botocore.session
 from botocore import UNSIGNED
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError, SSLError
 from botocore.loaders import create_loader
 
 from ckptconv.byteranges.far.planning import KIB, POLICY
@@ -56,7 +56,7 @@ def _loader(data_path: str | None) -> Any:
 def is_transient(error: Exception) -> bool:
     """Whether `error`, which botocore raised, may be gone when one asks again."""
     if not isinstance(error, ClientError):
-        return isinstance(error, (HTTPClientError, IncompleteReadError))
+        return isinstance(error, (HTTPClientError, IncompleteReadError)) and not isinstance(error, SSLError)
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return str(error.response.get("Error", {}).get("Code", "")) in _AGAIN or status >= 500 or status == 429
 
@@ -120,6 +120,9 @@ class S3Transport:
             yield
         except ClientError as error:
             raise self._refused(error, start) from error
+        except SSLError as error:
+            hint = "if you trust the store, AWS_CA_BUNDLE names the file that its certificate is in"
+            raise TransferError("no secure connection", where=self._where, hint=hint) from error
         except (HTTPClientError, IncompleteReadError, OSError) as error:
             raise Transient(f"the connection failed: {type(error).__name__}") from error
         except BotoCoreError as error:
