@@ -56,7 +56,6 @@ from ckptconv.formats.zip_archive import (
     Member,
     read_archive,
 )
-from ckptconv.formats.zip_writer import ZipWriter
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Graph
@@ -329,6 +328,8 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 
 def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
     """The source's own archive, with another pickle and without what describes its layout or is no longer used."""
+    from ckptconv.formats.zip_writer import ZipWriter  # which reading does not need
+
     members = archive.names()
     storages = {f"data/{key}": storage.data for key, storage in checkpoint.storages.items()}
     dropped = {name for name in members.keys() - storages.keys() if _is_storage(name)}
@@ -360,6 +361,8 @@ def archived(checkpoint: Checkpoint) -> OutFile:
 
 def _written(checkpoint: Checkpoint, path: Path, *, checked: bool) -> OutFile:
     """An archive as torch writes it. `checked`: its records get checksums, computed on the way."""
+    from ckptconv.formats.zip_writer import ZipWriter  # which reading does not need
+
     keys = renumber(checkpoint)
     writer = ZipWriter(_root_name(path), checked=checked)
     writer.pickle(PICKLE, pickle_pieces(checkpoint), like=0)
