@@ -366,6 +366,7 @@ async function stream(blob, name, out) {
 
 // What is done by hand
 
+for (const touch of ["pointerover", "focusin"]) $("drop").addEventListener(touch, () => ready().catch(() => {}), { once: true });
 $("choose").addEventListener("click", () => ready().catch(fail));
 $("choose").addEventListener("change", () => {
   const chosen = [...$("choose").files].map((file) => ({ path: file.name, file }));

@@ -134,9 +134,9 @@ class Page:
                 field.fill(value)
         self.press("#prepare")
 
-    def save(self, button: str = "#save") -> Path:
+    def save(self, button: str = "#save", patience: int = PATIENCE) -> Path:
         """What the browser downloads."""
-        with self.page.expect_download(timeout=PATIENCE) as download:
+        with self.page.expect_download(timeout=patience) as download:
             self.page.locator(button).click()
         return Path(download.value.path())
 
