@@ -1,9 +1,10 @@
 """What looking into far files takes, and a retag within a store: requests, bytes and seconds.
 
-    python benchmarks/far.py                 1 GiB in each format, over HTTP, answers 0, 20 and 100 ms late
-    python benchmarks/far.py --store         over S3, and a retag there beside download, convert and upload
+    python benchmarks/far.py                          1 GiB in each format, over HTTP, answers 0, 20 and 100 ms late
+    python benchmarks/far.py --store inspect          the same over S3
+    python benchmarks/far.py --store retag            from S3 to S3, beside download, retag and upload
 
-Servers are on the loopback: SeaweedFS for the second, where it is installed. Prints Markdown. A cell of seconds has the
+Servers are on the loopback: for S3 SeaweedFS, where it is installed. Prints Markdown. A cell of seconds has the
 lower quartile of the runs, the least and the most; requests and bytes are those of the last run.
 """
 
@@ -134,8 +135,8 @@ def fill(store: Store, folder: Path) -> None:
             store.client.put_object(Bucket=BUCKET, Key=str(path.relative_to(folder)), Body=file)
 
 
-def over_s3(folder: Path, runs: int, others: int, python: str) -> None:
-    """The table of inspect, and of a retag from S3 to S3."""
+def over_s3(folder: Path, runs: int, others: int, python: str, *, retag: bool) -> None:
+    """The table of inspect, or of a `retag` from S3 to S3."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as home, running_store(Path(home)) as store:
         fill(store, folder)
         port = urlsplit(store.endpoint).port or 0
@@ -149,17 +150,19 @@ def over_s3(folder: Path, runs: int, others: int, python: str) -> None:
 
         head("")
         index = next((folder / "set").glob("*.index.json")).name
+        if retag:
+            row("a retag within the store", asked, RETAG, f"s3://{BUCKET}/zip.pt", runs=runs)
+            row("download, retag, upload", asked, BY_HAND, f"s3://{BUCKET}/zip.pt", str(folder), runs=others)
+            return
         for name in ("zip.pt", "legacy.pt", "s.safetensors", f"set/{index}", "set/", "dcp/"):
             row(f"`inspect {name}`", asked, OURS, f"s3://{BUCKET}/{name}", runs=runs)
-        row("a retag within the store", asked, RETAG, f"s3://{BUCKET}/zip.pt", runs=runs)
-        row("download, retag, upload", asked, BY_HAND, f"s3://{BUCKET}/zip.pt", str(folder), runs=others)
         row("fsspec and torch.load, zip.pt", asked, FSSPEC, f"s3://{BUCKET}/zip.pt", runs=others, python=python)
 
 
 def main() -> None:
     """Make the files and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--store", action="store_true", help="over S3, with the retag there")
+    parser.add_argument("--store", choices=["inspect", "retag"], help="over S3")
     parser.add_argument("--size", type=int, default=1 << 30, help="bytes of the weights")
     parser.add_argument("--runs", type=int, default=5, help="of each process")
     parser.add_argument("--others", type=int, default=5, help="runs of what moves all the bytes")
@@ -168,7 +171,11 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         make(Path(name), arguments.size)
-        (over_s3 if arguments.store else over_http)(Path(name), arguments.runs, arguments.others, arguments.python)
+        how = (Path(name), arguments.runs, arguments.others, arguments.python)
+        if arguments.store:
+            over_s3(*how, retag=arguments.store == "retag")
+        else:
+            over_http(*how)
     print(f"load at the end: {' '.join(f'{load:.1f}' for load in os.getloadavg())}")
 
 

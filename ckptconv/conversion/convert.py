@@ -7,19 +7,19 @@ import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptconv.byteranges.fault_sink import RAISED
 from ckptconv.byteranges.record_checks import CheckingSink
 from ckptconv.byteranges.sources import Readable, is_url
-from ckptconv.byteranges.spans import Meter, Overflow, Progress
+from ckptconv.byteranges.spans import Meter, OutFile, Overflow, Progress
 from ckptconv.conversion.folder_plans import FolderPlan, plan_item
 from ckptconv.conversion.in_place import change_in_place
 from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, takes
 from ckptconv.conversion.plan import Report, Verified, report_of
 from ckptconv.conversion.targets import find_item, format_of, through_link
 from ckptconv.edits.options import Edits, edits_from
-from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError
+from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError, count, size
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python, option
 from ckptconv.output import far_targets
@@ -27,7 +27,7 @@ from ckptconv.output import files as output_files
 from ckptconv.output.direct_writes import planned_directly
 from ckptconv.output.far_folders import old_set
 from ckptconv.output.folders import NewFolder, write_folder
-from ckptconv.output.other_files import as_files
+from ckptconv.output.other_files import OtherFile
 from ckptconv.output.steps import Steps, run_steps
 from ckptconv.pickles.graph import gc_paused
 
@@ -118,9 +118,11 @@ def running(
             whole = plan_item(source, path, edits, output, is_folder=is_folder, opened=opened)
         if is_url(path):
             if is_folder:
-                files = (*as_files(whole.plan.others, opened), *whole.plan.files)  # of which the index is the last
-                whole.plan = replace(whole.plan, files=files, others=())
-                whole.old = old_set(path, whole.plan.files, whole.may_go, replace=output.force)
+                new: list[OutFile | OtherFile] = [*whole.plan.files, *whole.plan.others]
+                whole.old = old_set(path, new, whole.may_go, replace=output.force)
+                if others := [other for other in whole.plan.others if other.kind != "folder"]:
+                    nbytes = size(sum(other.size for other in others))
+                    about += (f"{count(len(others), 'other file')} ({nbytes}) copied before, one after another",)
             about += far_targets.far_writer(path).about_upload(whole.plan.files, verify=output.verify) + whole.old.about
         else:
             whole.plan = replace(whole.plan, files=planned_directly(whole.plan.files, _folder_for(path)))
@@ -149,7 +151,8 @@ def _work(whole: FolderPlan, output: OutputOptions) -> int:
     """How many bytes are written to carry out the plan `whole`, or read back from a store."""
     if not is_url(whole.plan.target):
         return whole.plan.size
-    return int(far_targets.far_writer(whole.plan.target).work_of(whole.plan.files, verify=output.verify))
+    others = sum(other.size for other in whole.plan.others) * (1 + output.verify)
+    return others + int(far_targets.far_writer(whole.plan.target).work_of(whole.plan.files, verify=output.verify))
 
 
 def _target(
@@ -183,8 +186,9 @@ def _writing(whole: FolderPlan, source: Readable, output: OutputOptions, progres
     """The steps of :func:`write`."""
     plan = whole.plan
     if is_url(plan.target):
-        how = {"replace": output.force, "verify": output.verify, "old": whole.old, "progress": progress}
-        overflowed: Overflow = far_targets.far_writer(plan.target).upload(plan.files, source, **how)
+        how: dict[str, Any] = {"replace": output.force, "verify": output.verify, "progress": progress}
+        with far_targets.others_uploaded(plan.others, **how):
+            overflowed: Overflow = far_targets.far_writer(plan.target).upload(plan.files, source, old=whole.old, **how)
         return overflowed
     if not plan.is_folder:
         file, force, verify = plan.files[0], output.force, output.verify

@@ -11,6 +11,7 @@ from ckptconv.byteranges.spans import OutFile
 from ckptconv.errors import MissingInputError, OutputError, TargetExistsError, some
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
+from ckptconv.output.other_files import OtherFile
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.far.paths import FarPath
@@ -79,7 +80,9 @@ class OldSet:
 NO_OLD_SET = OldSet()
 
 
-def old_set(folder: Path, files: Sequence[OutFile], may_go: Callable[[str], bool], *, replace: bool) -> OldSet:
+def old_set(
+    folder: Path, files: Sequence[OutFile | OtherFile], may_go: Callable[[str], bool], *, replace: bool
+) -> OldSet:
     """What leaves `folder`, in which `files` will stand: the shards and indexes there that `may_go`, by their paths
     from the folder, but for those that the new ones replace.
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from ckptconv.byteranges.sources import list_folder
-from ckptconv.errors import MissingInputError, UsageError
+from ckptconv.byteranges.sources import is_url, list_folder
+from ckptconv.byteranges.spans import OutFile
+from ckptconv.errors import MissingInputError, OutputError, UsageError
 from ckptconv.output.far_folders import refuse_existing
+from ckptconv.output.other_files import OtherFile, open_other
 
-__all__ = ["check_object", "far_writer", "is_there"]
+__all__ = ["check_object", "far_writer", "is_there", "others_uploaded"]
 
 
 def far_writer(path: Path) -> ModuleType:
@@ -26,6 +31,29 @@ def far_writer(path: Path) -> ModuleType:
     except ImportError as error:
         what = f"writing it needs {'botocore' if is_s3 else 'fsspec'}, which is not installed"
         raise UsageError(what, where=path, hint="pip install 'ckptconv[remote]'") from error
+
+
+@contextlib.contextmanager
+def others_uploaded(others: Iterable[OtherFile], *, replace: bool, **how: Any) -> Iterator[None]:
+    """Have `others` in their store, one after another, before what comes inside; where that fails, new ones go again.
+
+    Stores have neither folders nor links: a link is the file that it leads to, and one to a folder nothing, for what
+    that holds is among the others. `how` is as for ``upload``, whose errors it raises.
+    """
+    done: list[Path] = []
+    try:
+        for each in others:
+            if each.kind != "folder" and (is_url(each.source) or each.source.is_file()):
+                with open_other(each.source) as source:
+                    file = OutFile.copy_of(source, each.path)
+                    far_writer(each.path).upload([file], source, replace=replace, **how)
+                done.append(each.path)
+        yield
+    except BaseException:
+        for path in () if replace else done:
+            with contextlib.suppress(OutputError):  # what went wrong first matters more
+                far_writer(path).delete(path)
+        raise
 
 
 def is_there(path: Path, *, is_folder: bool) -> bool:

@@ -24,7 +24,7 @@ from ckptconv.output.far_folders import NO_OLD_SET, OldSet, refuse_existing
 from ckptconv.output.files import fill, temporary_beside
 from ckptconv.output.read_back import IS_THERE, digest, read_back
 
-__all__ = ["about_upload", "exists", "upload", "work_of"]
+__all__ = ["about_upload", "delete", "exists", "upload", "work_of"]
 
 _CHUNK = 8 << 20
 
@@ -76,7 +76,7 @@ def upload(
 
     refuse()
     at = Location(far_path(files[0].path).url, files[0].path)
-    with old.leaving(_remove) as leave, _appearing(at) as send:
+    with old.leaving(delete) as leave, _appearing(at) as send:
         for file in files:
             with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
                 here = Path(folder) / file.path.name
@@ -94,11 +94,12 @@ def upload(
         except OutputError as error:
             error.hint = error.hint or IS_THERE
             raise
-    old.leave_last(_remove)
+    old.leave_last(delete)
     return dict(overflowed)
 
 
-def _remove(path: Path) -> None:
+def delete(path: Path) -> None:
+    """Let the file at `path` go. Raises OutputError."""
     at = Location(far_path(path).url, path)
     with _as_output_error(at):
         at.files.rm_file(at.path)

@@ -10,7 +10,6 @@ import os
 import shutil
 import stat
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -24,7 +23,7 @@ from ckptconv.output.files import fill, is_own_file
 if TYPE_CHECKING:
     from ckptconv.byteranges.far.paths import FarPath
 
-__all__ = ["OtherFile", "as_files", "check_inside", "copy_into", "open_other", "others_in", "rest_of"]
+__all__ = ["OtherFile", "check_inside", "copy_into", "open_other", "others_in", "rest_of"]
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,6 @@ def open_other(path: Path) -> Readable:
     from ckptconv.byteranges.far.source import FarSource  # which no file here needs
 
     return FarSource(cast("FarPath", path))
-
-
-def as_files(others: Collection[OtherFile], opened: ExitStack) -> tuple[OutFile, ...]:
-    """`others` for a store, which has neither folders nor links: a link is the file that it leads to, and one to a
-    folder nothing, for what that holds is among the others. What is opened is closed with `opened`.
-    """
-    files = (each for each in others if each.kind != "folder" and (is_url(each.source) or each.source.is_file()))
-    return tuple(OutFile.copy_of(opened.enter_context(open_other(each.source)), each.path) for each in files)
 
 
 def check_inside(path: Path, folder: Path) -> None:

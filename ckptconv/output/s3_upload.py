@@ -32,7 +32,7 @@ from ckptconv.output.files import fill
 from ckptconv.output.read_back import IS_THERE, Sent, digest, read_back
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 
-__all__ = ["about_upload", "exists", "upload", "work_of"]
+__all__ = ["about_upload", "delete", "exists", "upload", "work_of"]
 
 _HELD = 256 << 20  # bytes of parts that are in memory at once
 _THERE = (409, 412)  # somebody else's object is there, or is being made
@@ -98,7 +98,7 @@ def upload(
     overflowed: Counter[tuple[str, ...]] = Counter()
     begun: list[_Upload] = []
     condition = {} if replace else {"IfNoneMatch": "*"}
-    with old.leaving(_delete) as leave:
+    with old.leaving(delete) as leave:
         try:
             for file in files:
                 begun.append(_Upload(_Object(file.path), is_alone=len(files) == 1))
@@ -118,11 +118,12 @@ def upload(
             raise
     if verify:
         last.read_back(progress, hint=IS_THERE)
-    old.leave_last(_delete)
+    old.leave_last(delete)
     return dict(overflowed)
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
+    """Let the object at `path` go. Raises OutputError."""
     _Object(path).delete()
 
 

@@ -100,6 +100,7 @@ def running_store(folder: Path) -> Iterator[Store]:
     words = [weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-filer", "-s3"]
     words += [f"-s3.config={folder / 'identities.json'}", "-master.volumeSizeLimitMB=64", "-volume.max=0"]
     words += [f"-{name}={port}" for name, port in ports.items()] + ["-master.telemetry=false"]
+    words += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # else a second store finds their ports taken
     endpoint = f"http://127.0.0.1:{ports['s3.port']}"
     with pytest.MonkeyPatch.context() as patch, open(folder / "log", "wb") as log:
         for name, text in credentials(endpoint, folder).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 
@@ -22,7 +23,7 @@ class Location:
         """Raises UsageError where there is no such filesystem, or a package for it is missing."""
         if url.scheme not in (*fsspec.registry, *fsspec.available_protocols()):
             raise UsageError(f"cannot be read: neither ckptconv nor fsspec knows {url.scheme}://", where=shown)
-        self.shown, self._secrets = shown, [each for each in (url.userinfo, url.query) if each]
+        self.shown, self._secrets = shown, _secrets(url)
         who = f"{url.userinfo}@" if url.userinfo else ""
         text = f"{url.scheme}://{who}{url.shown.partition('://')[2]}" + (f"?{url.query}" if url.query else "")
         with self.as_error(url):
@@ -48,6 +49,13 @@ class Location:
             raise
         except Exception as error:
             raise InputError(f"cannot be read: {self.said(error)}", where=self.shown) from error
+
+
+def _secrets(url: Url) -> list[str]:
+    """What a message may not repeat of `url`, the longest first: also a password by itself, however it is spelled."""
+    parts = [url.userinfo, url.userinfo.partition(":")[2], url.query]
+    parts += [each.partition("=")[2] for each in url.query.split("&")]
+    return sorted({each for part in parts for each in (part, unquote(part)) if len(each) > 2}, key=len, reverse=True)
 
 
 class FsspecTransport(Location):
