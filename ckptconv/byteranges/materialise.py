@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum
@@ -21,6 +21,9 @@ from ckptconv.byteranges.spans import (
     Piece,
 )
 from ckptconv.errors import OutputError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["CastBuffer", "Pieces", "fillings"]
 
@@ -44,8 +47,7 @@ class Pieces:
         every = list(every)
         self._folder = folder
         self._inflated: dict[int, ByteRange] = {}
-        if any(piece.is_computed for piece in every):
-            _import_kernels()
+        self._importing = _begin_import() if any(piece.is_computed for piece in every) else None
         #: Bytes that are needed in `folder` for a while.
         self.spooled_bytes = sum({id(of): of.length for piece in every if (of := piece.spooled())}.values())
         #: By the paths of a :class:`Cast`, how many of the numbers that tensors show
@@ -63,6 +65,8 @@ class Pieces:
 
     def chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
         """The bytes of `piece`, each buffer good until the next is asked for. Raises what reading raises."""
+        if piece.is_computed:
+            self._await_import()
         piece = self.located(piece)
         if isinstance(piece, Gather):
             from ckptconv.byteranges.kernels.gathering import gather
@@ -85,9 +89,15 @@ class Pieces:
 
     def buffer_for(self, piece: Cast, most: int) -> CastBuffer:
         """What casts `piece`, at most so many bytes of what it is made of at once."""
+        self._await_import()
         from ckptconv.byteranges.kernels.casting import TorchCastBuffer
 
         return TorchCastBuffer(piece, most)
+
+    def _await_import(self) -> None:
+        """Wait until what needs torch is imported. Raises what that raises."""
+        if self._importing is not None:
+            self._importing.result()
 
     def count_overflow(self, piece: Cast, numbers: int) -> None:
         """Remember that so many `numbers` of `piece` were too large."""
@@ -183,8 +193,26 @@ def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator
         yield filled
 
 
+def _begin_import() -> Future[None]:
+    """Have what needs torch imported in a thread: that takes as long as copying some gigabytes. Python gives Ctrl-C to
+    the first thread, so torch does not see it while it is imported.
+    """
+    from concurrent.futures import Future, ThreadPoolExecutor  # which cost every other conversion some milliseconds
+
+    threads = ThreadPoolExecutor(1, "ckptconv-import")
+    try:
+        return threads.submit(_import_kernels)
+    except RuntimeError:  # the system gives no threads
+        _import_kernels()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+    finally:
+        threads.shutdown(wait=False)
+
+
 def _import_kernels() -> None:
-    """Import what needs torch: while there is no output yet, and Ctrl-C waiting, which torch does not stand there."""
+    """Import what needs torch, with Ctrl-C waiting, which torch does not stand there."""
     import signal  # which a browser has not whole
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

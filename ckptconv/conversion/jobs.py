@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,11 +64,24 @@ class Job:
 
     def as_edits(self) -> Edits:
         """Those of the keywords that change something in the checkpoint."""
-        return edits_from(**self.edits)
+        return self._said()[0]
 
     def as_output(self) -> OutputOptions:
         """Those of the keywords that say something about the output."""
-        return OutputOptions.of(self.edits)
+        return self._said()[1]
+
+    def _said(self) -> tuple[Edits, OutputOptions]:
+        """The keywords as data, which the jobs of one batch mostly share."""
+        try:
+            return _as_data(tuple((name, value, type(value)) for name, value in self.edits.items()))
+        except TypeError:  # something in it may change, and has no hash; or is wrong, which is said once more
+            return edits_from(**self.edits), OutputOptions.of(self.edits)
+
+
+@lru_cache(maxsize=16)
+def _as_data(keywords: tuple[tuple[str, object, type], ...]) -> tuple[Edits, OutputOptions]:
+    options: dict[str, Any] = {name: value for name, value, _ in keywords}
+    return edits_from(**options), OutputOptions.of(options)
 
 
 @dataclass(frozen=True)

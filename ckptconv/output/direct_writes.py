@@ -32,7 +32,7 @@ __all__ = ["WINDOW", "DirectDestination", "available_memory", "planned_directly"
 
 WINDOW = 8 << 20  # bytes of a write
 _AT_ONCE = 4  # writes on their way
-_SHARE = 3  # of the available memory, the part beyond which a file is large
+_SHARE = 2  # files beyond half of the available memory are large: it does not hold the source beside them
 _LEAST = 64 << 20  # bytes: what is smaller is written before it is known how
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 _REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)

@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeGuard
@@ -56,7 +57,10 @@ class Transfer:
         self.file = file
         self.pieces = Pieces(file.pieces, folder)
         is_read_again = compared or bool(file.sums) or any(piece.is_computed for piece in file.pieces)
-        kept = reading.announce(file.pieces, keep=folder if is_read_again else None)
+        starts = accumulate((piece.length for piece in file.pieces), initial=0)
+        #: The pieces and where they begin, as they are written: first those that need no torch, while that is imported.
+        self._placed = sorted(zip(starts, file.pieces, strict=False), key=lambda placed: placed[1].is_computed)
+        kept = reading.announce((piece for _, piece in self._placed), keep=folder if is_read_again else None)
         #: Bytes that are needed beside the file for a while.
         self.beside = self.pieces.spooled_bytes + kept
         self.sums = Sums([each for each in file.sums if not each.is_computed])
@@ -79,16 +83,16 @@ class Transfer:
     def fill(self, out: Destination, progress: Progress | None) -> None:
         """Write everything to `out`. Raises OSError, OutputError, and what reading raises."""
         late: list[tuple[int, Deferred]] = []
+        begun = end = 0
         with self._workers(out) as workers:
-            at = begun = 0
-            for piece in self.file.pieces:
+            for start, piece in self._placed:
+                at, begun = start, begun if start == end else start
+                end = start + piece.length
                 if isinstance(piece, Deferred):
                     late.append((at, piece))
-                    at += piece.length
                 elif workers and _is_for_workers(piece):
                     workers.begin(piece, at)
-                    at += piece.length
-                    begun = at
+                    begun = end
                 else:
                     for length in self._move(out, at, piece):
                         at += length
@@ -97,8 +101,9 @@ class Transfer:
                             begun = at
                         if progress:
                             progress(length)
+                    self._check_plan(at, end)
                 self.sums.check()
-            self._check_plan(at, self.file.size)
+            self._check_plan(sum(piece.length for piece in self.file.pieces), self.file.size)
             if workers:
                 workers.finish(progress)
                 self.computed_sums |= workers.sums

@@ -183,7 +183,6 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
     cast = cast_threads.CastThreads._cast
     begun = threading.Event()
     done: list[int] = []
-    copy = transfer._copy
 
     def slow(*args: Any) -> Any:
         begun.set()
@@ -191,14 +190,13 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
         done.append(1)
         return cast(*args)
 
-    def fail(*args: Any) -> Any:
-        if not begun.is_set():
-            return copy(*args)
+    def fail(*_: object) -> None:
+        begun.wait(30)
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(cast_threads, "CAST_BLOCK", 64)
     monkeypatch.setattr(cast_threads.CastThreads, "_cast", slow)
-    monkeypatch.setattr(transfer, "_copy", fail)
+    monkeypatch.setattr(cast_threads.CastThreads, "finish", fail)
     with untouched(target), pytest.raises(ckptconv.OutputError, match="quota"):
         ckptconv.convert(src, target, dtype=RULES, force=True)
     assert len(done) < 5000  # of more than 30,000 blocks
