@@ -39,7 +39,7 @@ _MOST = 4096  # items at once
 _WORTH_IT = 6  # of which fewer take longer than rows one by one: then some rows pass before the next attempt
 # Of the groups in the pattern of a row: what comes behind it in a parameter, all puts, and what a form is known by.
 _AROUND = 17
-_puts_in = itemgetter(3, 5, 7, 10, 12, 14, 15, 16, 18, 19, 20)
+_puts_in = itemgetter(3, 5, 7, 10, 12, 14, 15, 16)
 _said_by = itemgetter(0, 4, 6, 8, 9, 11, 13, _AROUND)
 _EACH_GET = regex(_GET, re.DOTALL)
 _PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(13)]  # of one row
@@ -56,11 +56,12 @@ class _Spelling:
     def __init__(self, text: bytes, width: int, put: bytes) -> None:
         self.text, self.at = text, 1 + width  # a text's first byte, and where its characters begin
         self.lengths = [n.to_bytes(width, "little") for n in range(30)]
-        self.width = width
+        self.width, self.put = width, 5 if put.startswith(b"r") else 1
         first, length = put[:1], b"." * width
         parts = {
             b"GET": _GET,
             b"PUT": b"(" + put + b")",
+            b"SLOT": put,
             b"PERHAPS": b"((?:" + put + b")?)",  # an empty tuple is not put, and neither is a text that the memo has
             b"INTS": rb"(\)(?!%b)|(?:INT\x85|INTINT\x86|INTINTINT\x87|\((?:INT){4,64}t)(?=%b))" % (first, first),
             b"INT": _INT,
@@ -77,11 +78,17 @@ class _Spelling:
         # What follows the GETs of what is called. All lengths are in it but those of the two texts, which are compared.
         row = (
             rb"(\(\(GETGET)TEXTLENGTH([0-9]{1,19})PUTTAGPERHAPS(INTt)PUT(QINT)INTSPERHAPSINTSPERHAPS"
-            rb"([\x88\x89]GET\)R)PUTtPUTRPUT(?:([\x88\x89]GET\)R)PUT\x87PUTRPUT)?"
+            rb"([\x88\x89]GET\)R)PUTtPUTRPUT((?:[\x88\x89]GET\)RSLOT\x87SLOTRSLOT)?)"
         )
         self.row = spelled(row)
         #: An item of a mapping: its key, which is a text of some length or read from the memo, the GETs, and the row.
         self.item = spelled(rb"(?:TEXTLENGTH(.{0,250}?)PUT|(GET))(GET(?:GET)?)" + row)
+
+    def split(self, around: bytes) -> tuple[bytes, bytes]:
+        """What comes behind a row in a parameter, up to the first of its puts, and the three of them."""
+        n = self.put
+        puts = around[-3 * n - 2 :]
+        return around[: -3 * n - 2], puts[:n] + puts[n + 1 : -n - 1] + puts[-n:]
 
 
 _LONG = _Spelling(CODES["BINUNICODE"], 4, _LONG_PUT)
@@ -347,10 +354,13 @@ class Rows:
         groups = found.groups(b"")
         _, length, key, _, tag, *_ = groups
         end, functions = found.end(), tuple(m.stack[-2:]) if groups[_AROUND] else (m.stack[-1],)
-        if groups[_AROUND] and [*map(type, functions)] != [Global, Global]:  # it stands in no such call
-            groups = (*groups[:_AROUND], b"", b"", b"", b"")
-            end, functions = found.end(_AROUND), functions[-1:]
-        slots = self._new_slots(spelling, b"".join(_puts_in(groups)))
+        puts = b"".join(_puts_in(groups))
+        if len(functions) == 2 and type(functions[0]) is Global:
+            around, last = spelling.split(groups[_AROUND])
+            groups, puts = (*groups[:_AROUND], around), puts + last
+        elif groups[_AROUND]:  # it stands in no such call
+            groups, end, functions = (*groups[:_AROUND], b""), found.start(_AROUND + 1), functions[-1:]
+        slots = self._new_slots(spelling, puts)
         if length != spelling.lengths[len(key)] or not slots:
             return False
         told = functions, *_said_by(groups)
@@ -387,8 +397,11 @@ class Rows:
         m = self._machine
         lengths, texts, p0, gets, called, *columns = zip(*(each.groups(b"") for each in found), strict=True)
         _, key_lengths, keys, _, tags, *_ = columns
-        puts = zip(p0, *(_puts_in(columns) if any(columns[_AROUND]) else _puts_in(columns)[:-3]), strict=True)
-        slots = self._new_slots(spelling, b"".join(chain.from_iterable(puts)))
+        puts = p0, *_puts_in(columns)
+        if any(columns[_AROUND]):
+            columns[_AROUND], last = zip(*map(spelling.split, columns[_AROUND]), strict=True)
+            puts = *puts, last
+        slots = self._new_slots(spelling, b"".join(chain.from_iterable(zip(*puts, strict=True))))
         functions, slot_of = self._called({*called})
         told = zip(map(functions.get, called), *_said_by(columns), strict=True)
         forms = [form for form in map(self._forms.get, told) if form]
