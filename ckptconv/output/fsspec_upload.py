@@ -38,7 +38,7 @@ def exists(path: Path) -> bool:
 
 def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
     """What writing `files` takes, and what is not promised."""
-    back = f"{size(sum(file.size for file in files))} are read back when they are there"
+    back = f"what is there is read back ({size(sum(file.size for file in files))}) when everybody can see it"
     return (
         "written to a temporary file here first, and sent when it is whole; fsspec's filesystems promise nothing about"
         " two that write to one place, and none of their own is tested but the one in memory",

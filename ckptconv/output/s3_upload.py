@@ -47,8 +47,8 @@ def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
     """What writing `files` takes: requests, and bytes through here and in the store; and what to `verify` them does."""
     streamed = [file for file in files if is_streamed(file)]
     notes = []
-    if len(streamed) < len(files):
-        notes.append("what is computed is written to a temporary file here first, and sent when it is whole")
+    if made := sum(file.size for file in files if not is_streamed(file)):
+        notes.append(f"what is computed ({size(made)}) is written to a temporary file here first, and sent when whole")
     parts = [part for file in streamed for part in parts_of(file, _is_copied)]
     inside, through = (sum(part.length for part in parts if part.copied is kind) for kind in (True, False))
     if streamed:
@@ -57,8 +57,11 @@ def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
     if verify:
         back = sum(file.size for file in files)
         requests = sum(-(-nbytes // POLICY.part) for nbytes in (*(file.size for file in files), inside)) + len(files)
-        source = f", and {size(inside)} of the input, which S3 copies, are read to compare" if inside else ""
-        notes.append(f"{size(back)} are read back when they are there{source}: about {count(requests, 'request')} more")
+        source = f", and the {size(inside)} of the input that S3 copies are read" if inside else ""
+        notes.append(
+            f"what is there is read back ({size(back)}) when everybody can see it{source}: about"
+            f" {count(requests, 'request')} more"
+        )
     if inside:
         notes.append("S3 copies no access list, tags or encryption key: the output gets its bucket's defaults")
         if not verify and (sums := sum(len(file.sums) for file in streamed)):
