@@ -22,7 +22,6 @@ Fact: TypeAlias = "tuple[str, str | Sequence[str]]"  # a label, and a text or pa
 
 _SHOWN = 5  # things in one fact
 _PATTERNS = 8  # of names
-_LISTS_ALL = " (" + option("verbose") + " lists all)"
 _IN_PLACE = {
     "nothing": "nothing had to change",
     "same size": "within the old bytes of its header",
@@ -154,7 +153,7 @@ def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> 
         more = len(group) - len(shown)
         if more:
             rest = sum(left.nbytes for left in group[len(shown) :])
-            listed += f", … {more:,} more" + (f" ({size(rest)})" if rest else "") + _LISTS_ALL
+            listed += _more(more, f" ({size(rest)})" if rest else "")
         yield ("left behind", f"{why}: " + listed)
 
 
@@ -190,7 +189,12 @@ def _all_or_some(things: Sequence[str], every_one: bool) -> str:
     """`things`, or the first of them and how to see the others."""
     if every_one or len(things) <= _SHOWN:
         return ", ".join(things)
-    return f"{', '.join(things[:_SHOWN])}, … {len(things) - _SHOWN:,} more" + _LISTS_ALL
+    return ", ".join(things[:_SHOWN]) + _more(len(things) - _SHOWN)
+
+
+def _more(number: int, nbytes: str = "") -> str:
+    """That there are more things, and how to see them."""
+    return f", … {number:,} more{nbytes} (" + option("verbose") + " lists all)"
 
 
 def _listed(things: Iterable[str]) -> str:

@@ -863,6 +863,11 @@ CASES: dict[str, Case] = {
         "all are shown",
         nothing, "render/facts.py:_values:option json",
     ),
+    "more left behind": Case(
+        saved(lambda: {"state_dict": weights(), **{f"n{i}": i for i in range(9)}}), "convert {m}.pt {m}.safetensors",
+        r"\((-v) lists all\)", "all are listed", nothing, "render/report.py:_more:option verbose",
+        made="convert {m}.pt {m}.safetensors --force ADVICE",
+    ),
     # the library
     "load without the device": Case(
         saved(weights, ("cuda:0",)), "python ckptconv.load({m!r} + '.pt')", r"(map_location='cpu') loads it here",
@@ -1075,10 +1080,7 @@ ELSEWHERE: dict[Site, str] = {
         "edits/loadable/test_refusals.py::test_the_command_takes_it_all_out",
     ),
     "render/difference.py:_group:option verbose": "inspection/comparison/test_diff.py::test_text_of_what_is_the_same",
-    **dict.fromkeys(
-        ["render/report.py::option verbose", "render/report.py:_name_lines:option verbose"],
-        "cli/test_convert.py::test_dry_run_writes_nothing",
-    ),
+    "render/report.py:_name_lines:option verbose": "cli/test_convert.py::test_dry_run_writes_nothing",
     "output/read_back.py::option force": "output/test_s3_upload.py::test_it_is_read_back",
     "byteranges/far/http.py::option download": "byteranges/far/test_downloads.py::test_the_error_says_what_to_add",
     "checkpoint/replicas.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
