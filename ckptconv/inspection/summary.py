@@ -125,8 +125,8 @@ class TensorSummary:
 @dataclass(frozen=True)
 class ConcernSummary:
     """A global that torch's safe loader refuses, or something else that nobody can judge: where it stands first, in how
-    many more places, and whether no checkpoint needs it. ``inside``: in pickles in byte strings alone, which loading
-    leaves as they are.
+    many more places, and whether no checkpoint needs it. ``inside``: alone in pickles that loading leaves as they
+    are, in byte strings and in other members of the file.
     """
 
     name: str

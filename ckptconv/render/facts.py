@@ -330,7 +330,7 @@ def _safety(summary: Summary, style: Style) -> Iterator[str]:
         yield from fact(style, "globals", first_of(foreign, _SHOWN))
     inside = [f"{each.name} at {each.path}" for each in summary.concerns if each.inside]
     if inside:
-        yield from fact(style, "pickles inside", first_of(inside, _SHOWN))
+        yield from fact(style, "pickles in it", first_of(inside, _SHOWN))
     if summary.protocol is None:
         yield from fact(style, "needs code", "no: the format holds none")
     elif summary.weights_only and not summary.loads_here:  # what it refuses is a finding

@@ -80,9 +80,9 @@ _NOT_LISTED = "others that are not listed"
 
 @dataclass(frozen=True)
 class Concern:
-    """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is
-    that nobody can judge; where it stands first, and in how many more places. `inside`: in byte strings
-    alone, which loading the file leaves as they are.
+    """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is that nobody
+    can judge; where it stands first, and in how many more places. `inside`: alone in pickles that loading leaves
+    as they are, in byte strings and in other members of the file.
     """
 
     name: str

@@ -611,7 +611,7 @@ def test_said(write: Write, command: Command) -> None:
     where = {"path": "x (pickle inside)", "more": 0, "inside": True}
     assert concern == {"name": "os.system", "dangerous": True, **where}
     assert "os.system (at x (pickle inside))" in shown.findings[0].text
-    command("inspect", path, out="os.system at x (pickle inside)")
+    command("inspect", path, out="\n  pickles in it os.system at x (pickle inside)\n")
     command("verify", path, status=1, out="x (pickle inside)")
 
 
