@@ -101,7 +101,7 @@ self.onmessage = async ({ data: { id, name, given } }) => {
     if (unreadable) throw new Error(gone());
     self.postMessage({ id, result, nread });
   } catch (error) {
-    let text = String(error.message ?? error);
+    let text = bridge ? "ckptconv: this file needs a larger stack, or more memory, than a browser gives: use the command line" : String(error.message ?? error);
     if (bridge && error.name === "PythonError") text = bridge.python.runPython("import sys, bridge; bridge.error_text(sys.last_exc)");
     self.postMessage({ id, error: unreadable ? gone() : text, fatal: !bridge || (error.name !== "PythonError" && !unreadable) });
   }

@@ -26,13 +26,14 @@ from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedErr
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
-__all__ = ["METADATA", "Entry", "Header", "header_bytes", "is_text", "read_header"]
+__all__ = ["METADATA", "Entry", "Header", "check_nesting", "header_bytes", "is_text", "read_header"]
 
 METADATA = "__metadata__"
 _LENGTH = 8  # bytes of the integer in front
 _FIELDS = ("dtype", "shape", "data_offsets")
 _SPACES = b" \t\r\n"  # JSON's; files with some before the brace exist
 _ALIGNMENT = 8
+_WINDOW = 1024  # bytes of JSON
 
 
 class Entry(NamedTuple):
@@ -57,6 +58,28 @@ class Header:
     metadata: dict[str, str] | None
     entries: tuple[Entry, ...]
     data_offset: int
+
+
+def check_nesting(data: bytes) -> None:
+    """Raise RecursionError where the JSON `data` is nested deeper than anything may be: its parser needs a stack for
+    that, and where there is little of it, as in a browser, the whole process would end.
+    """
+    if _may_be_deep(data):
+        outside_of_texts = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
+        if _may_be_deep(b"".join(outside_of_texts)):
+            raise RecursionError
+
+
+def _may_be_deep(data: bytes) -> bool:
+    """False where so many brackets never stand open, if at the end of each window all that opened in it still did."""
+    depth = 0
+    for start in range(0, len(data), _WINDOW):
+        part = data[start : start + _WINDOW]
+        opened = part.count(b"[") + part.count(b"{")
+        if depth + opened > LIMITS.nesting:
+            return True
+        depth += opened - part.count(b"]") - part.count(b"}")
+    return False
 
 
 def read_header(source: Readable) -> Header:
@@ -126,6 +149,7 @@ class _Reader:
         except UnicodeDecodeError as error:
             self.fail("it is not UTF-8", got=f"byte {error.start}")
         try:
+            check_nesting(raw)
             top = json.loads(
                 text,
                 object_pairs_hook=self.object,

@@ -294,6 +294,7 @@ HOSTILE = {
     "truncated": truncated,
     "empty": Path.touch,
     "text": lambda path: path.write_text("{'a': 1}"),
+    "json": lambda path: path.write_bytes((500_000).to_bytes(8, "little") + b'{"a":' * 100_000),
     "header": lambda path: path.write_bytes((1 << 40).to_bytes(8, "little") + b'{"a'),
 }
 
@@ -311,6 +312,16 @@ def test_what_cannot_be_read_is_said_as_the_command_line_does(
         return
     assert main(["inspect", str(path)]) == 1
     assert page.text("error") == capsys.readouterr().err.strip()
+
+
+def test_what_ends_the_stack_is_said_and_the_page_goes_on(chromium: Any, site: Site) -> None:
+    """100,000 levels that Python frees one within another: the next file is read by another worker."""
+    Path("tuples.pkl").write_bytes(b"\x80\x04N" + b"\x85" * 100_000 + b".")
+    with opened_page(chromium, site) as page:
+        page.choose(Path("tuples.pkl"))
+        assert "needs a larger stack, or more memory, than a browser gives: use the command line" in page.text("error")
+        page.choose(write("zip"))
+        assert not page.shows("error") and page.text("name") == "zip.pt"
 
 
 def test_what_cannot_be_converted_is_said_so_too(page: Page, capsys: pytest.CaptureFixture[str]) -> None:

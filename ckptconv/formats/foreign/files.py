@@ -20,6 +20,7 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import DOWNLOAD_AGAIN, InputError, MalformedError, UnsupportedError, count
 from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES, LFS
 from ckptconv.formats.foreign.zips import displaced
+from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.hints import literal, saved_by_torch, shell
 from ckptconv.limits import LIMITS
 
@@ -203,7 +204,9 @@ def _json(file: _File) -> Any:
     if file.source.size > (LIMITS.foreign_index if '"weight_map"' in file.text else LIMITS.foreign_json):
         return None
     try:
-        return json.loads(file.source.read(0, file.source.size))
+        data = file.source.read(0, file.source.size)
+        check_nesting(data)
+        return json.loads(data)
     except (ValueError, RecursionError):
         return None
 

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder, list_folder
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
-from ckptconv.formats.safetensors_header import is_text
+from ckptconv.formats.safetensors_header import check_nesting, is_text
 from ckptconv.formats.writers import WRITERS, HubName, split_suffix
 from ckptconv.hints import shell
 from ckptconv.lazy_regex import regex
@@ -111,6 +111,7 @@ def is_index_file(path: Path) -> bool:
     try:
         with Source(path) as source:
             data = source.read(0, source.size) if source.size <= LIMITS.foreign_index else b""
+            check_nesting(data)
             found = json.loads(data) if b'"weight_map"' in data else None
     except (InputError, ValueError, RecursionError):
         return False
@@ -399,6 +400,7 @@ class _Reader:
         if brackets > LIMITS.header_brackets or max(quotes, raw.count(b",")) > LIMITS.header_quotes:
             raise LimitError("the index describes more than a million tensors could need", where=self.source.path)
         try:
+            check_nesting(raw)
             return json.loads(
                 raw.decode(),
                 object_pairs_hook=self.object,

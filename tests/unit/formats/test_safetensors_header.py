@@ -25,6 +25,7 @@ from ckptconv.dtypes import BY_NAME, BY_WORD
 from ckptconv.errors import InputError, LimitError, MalformedError
 from ckptconv.formats import safetensors_header
 from ckptconv.formats.safetensors_header import METADATA, Entry, Header, header_bytes, read_header
+from ckptconv.limits import LIMITS
 from tests.support.conversions import read as read_checkpoint
 from tests.support.conversions import unreadable
 
@@ -211,6 +212,20 @@ def test_deep_nesting_is_a_limit(opening: bytes, tmp_path: Path) -> None:
     with pytest.raises(LimitError, match="nested too deeply"):
         read(tmp_path / "m.safetensors", blob)
     assert isinstance(seen_by_library(tmp_path / "m.safetensors", blob), str)
+
+
+def test_nesting_is_a_limit_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the stack is small, as in a browser, the parser would end the process. Brackets in texts are none."""
+    path = tmp_path / "m.safetensors"
+    texts = {"a": "[" * 500, "b": "\\" + "{" * 500, "c": '"' + "[" * 500}
+    sound = file_of(json.dumps({"__metadata__": texts}).encode(), b"")
+    deep = file_of(b'{"a":' * 401, b"")
+    with pytest.raises(MalformedError):
+        read(path, deep)
+    monkeypatch.setattr(safetensors_header, "LIMITS", dataclasses.replace(LIMITS, nesting=400))
+    assert read(path, sound).metadata == texts
+    with pytest.raises(LimitError, match="nested too deeply"):
+        read(path, deep)
 
 
 @pytest.mark.parametrize("rank", [64, 65])
