@@ -289,7 +289,7 @@ def truncated(path: Path) -> None:
 
 
 #: Files that are refused, and what the command line says of them.
-HOSTILE = {
+HOSTILE: dict[str, Callable[[Path], object]] = {
     "deep": deep,
     "truncated": truncated,
     "empty": Path.touch,

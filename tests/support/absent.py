@@ -29,8 +29,6 @@ def _named(name: str) -> Any:
 
 
 class _Module(ModuleType):
-    __path__: tuple[str, ...] = ()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
