@@ -253,12 +253,16 @@ def _each(
     try:
         while waiting or suspects or running:
             while not suspected and (waiting or suspects) and len(running) < (1 if suspects else executor.most):
+                executor.make_room(tasks[(suspects or waiting)[0]])
+                if not finished.empty():  # which is told first
+                    break
                 suspected = bool(suspects)
                 i = (suspects or waiting).popleft()
                 future = _submitted(executor, tasks[i]._replace(lost=executor.repeats or lost[i] > 0))
                 running[future] = i
                 future.add_done_callback(finished.put)
-            executor.proceed()
+            if finished.empty():
+                executor.proceed()
             with contextlib.suppress(Empty):
                 future = finished.get(timeout=_POLL)
                 i, suspected = running.pop(future), False

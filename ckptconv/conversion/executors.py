@@ -44,10 +44,9 @@ class _Here(JobExecutor):
         self._folders: dict[FolderSync, list[_Begun]] = {}  # those that are synced, and who waits for the next time
         self._threads: ThreadPoolExecutor | None = None
 
-    def submit(self, task: Task) -> Future[Outcome]:
-        """Do `task` as far as it goes without the disk, and those before it, where they are in the way."""
-        paths = {os.path.abspath(task.job.src), os.path.abspath(task.job.dst)}
-        nbytes = _BEHIND if task.stamp or is_url(task.job.src) else _size_at(task.job.src)
+    def make_room(self, task: Task) -> None:
+        """Go on until what waits leaves room for `task`, and has no path that it has."""
+        paths, nbytes = _extent(task)
         while self._begun and (
             nbytes + sum(each.nbytes for each in self._begun) > _BEHIND
             or any(not paths.isdisjoint(each.paths) for each in self._begun)
@@ -56,7 +55,10 @@ class _Here(JobExecutor):
         with contextlib.suppress(Empty):
             while True:
                 self._take(*self._synced.get_nowait())
-        begun = _Begun(working(task, self.tick), Future(), paths, nbytes)
+
+    def submit(self, task: Task) -> Future[Outcome]:
+        """Do `task` as far as it goes without the disk."""
+        begun = _Begun(working(task, self.tick), Future(), *_extent(task))
         self._begun.append(begun)
         self._go_on(begun, None)
         return begun.future
@@ -130,13 +132,17 @@ class _Begun:
     outcome: Outcome | None = None
 
 
-def _size_at(path: str | os.PathLike[str]) -> int:
-    """The bytes of the file at `path`; as many as may wait where it is no file."""
+def _extent(task: Task) -> tuple[set[str], int]:
+    """The paths of `task`, and the bytes of its input; as many as may wait where that is no file or is the output."""
+    src, dst = task.job.src, task.job.dst
+    paths = {os.path.abspath(src), os.path.abspath(dst)}
+    if task.stamp or is_url(src):
+        return paths, _BEHIND
     try:
-        found = os.stat(path)
+        found = os.stat(src)
     except (OSError, ValueError):
-        return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else _BEHIND
+        return paths, 0
+    return paths, found.st_size if stat.S_ISREG(found.st_mode) else _BEHIND
 
 
 class Others(JobExecutor):

@@ -138,6 +138,9 @@ class JobExecutor:
         """The bytes that were written, so far as it is known here."""
         return 0
 
+    def make_room(self, task: Task) -> None:
+        """Go on with what was submitted, where nobody else does, until `task` can be."""
+
     def proceed(self) -> None:
         """Go on with what was submitted, where nobody else does."""
 

@@ -120,8 +120,15 @@ def test_what_is_larger_waits_alone(jobs: list[Job], monkeypatch: pytest.MonkeyP
     """Together they have no more bytes on the way than one of them may have."""
     monkeypatch.setattr(executors, "_BEHIND", 1000)
     disk = Disk(monkeypatch, 1)
-    assert all(outcome.report for outcome in run(jobs))
+    synced: list[int] = []
+
+    def done(outcome: Outcome) -> Outcome:
+        synced.append(len(disk.files))
+        return outcome
+
+    run_jobs(jobs, processes(1), done)
     assert disk.folders.count("out") == len(jobs)
+    assert synced == list(range(1, 1 + len(jobs)))  # each is told of before the next one's bytes are there
 
 
 def test_one_output_for_two_is_not_raced_for(jobs: list[Job]) -> None:
