@@ -24,7 +24,7 @@ import ckptconv.errors
 from ckptconv.cli.main import main
 from tests.support.archives import flip_bit, records_of, rezip
 from tests.support.browser import axe_source, browser
-from tests.support.web_page import Page, Site, built, in_firefox, opened_page, served
+from tests.support.web_page import Page, Site, built, opened_page, served, used_in
 from tests.support.writers import scripted
 
 
@@ -132,6 +132,11 @@ def test_it_saves_what_the_command_line_writes(
 
 def test_firefox_saves_the_same(site: Site, tmp_path: Path) -> None:
     """All of it, and a set of shards; and requests that are planted are blocked."""
+    check_what_is_saved("firefox", site, tmp_path)
+
+
+def check_what_is_saved(kind: str, site: Site, folder: Path) -> None:
+    """A `kind` of browser saves what the command line writes, and blocks requests; its files stand in `folder`."""
     write_set(Path("FOLDER"), ".bin")
     chosen = [[write(kind)] for kind, _, _ in CONVERSIONS] + [[*Path("FOLDER").iterdir()]]
     filled = [*(each for _, each, _ in CONVERSIONS), {"dst": "one.safetensors"}]
@@ -139,7 +144,7 @@ def test_firefox_saves_the_same(site: Site, tmp_path: Path) -> None:
         {"files": [str(path.resolve()) for path in paths], "fields": fields}
         for paths, fields in zip(chosen, filled, strict=True)
     ]
-    found = in_firefox(site, jobs, tmp_path / "firefox")
+    found = used_in(kind, site, jobs, folder / "driver")
     assert found["promise"].startswith("Nothing is uploaded: the browser forbids it") and found["said"] == []
     assert found["planted"] == ["blocked"] * 3 and len(found["results"]) == len(jobs)
     for result in found["results"]:

@@ -1,4 +1,4 @@
-"""The page that converts in the browser: built once, served here, driven in headless Chromium."""
+"""The page that converts in the browser: built once, served here, driven in headless browsers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Page", "Site", "built", "in_firefox", "opened_page", "served"]
+__all__ = ["Page", "Site", "built", "opened_page", "program_of", "served", "used_in"]
 
 #: Milliseconds in which anything of these tests is done, on a busy machine too.
 PATIENCE = 60_000
 _DRIVER = "puppeteer-core@24.43.1"
+_PROGRAMS = {
+    "chrome": ("chromium", "chromium-browser", "google-chrome"),
+    "firefox": ("firefox-esr", "firefox"),
+}
 
 
 class Site:
@@ -141,18 +145,24 @@ class Page:
         return Path(download.value.path())
 
 
-def in_firefox(site: Site, jobs: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """What comes of `jobs` where the page is used in Firefox; skips where there is none, or nothing that drives it."""
-    firefox = shutil.which("firefox-esr") or shutil.which("firefox")
-    if firefox is None:
-        pytest.skip("there is no Firefox")
+def program_of(kind: str) -> str:
+    """The program of a `kind` of browser, "chrome" or "firefox"; skips where there is none, or no npm and node."""
+    found = next(filter(None, map(shutil.which, _PROGRAMS[kind])), None)
+    if found is None or not (shutil.which("npm") and shutil.which("node")):
+        pytest.skip(f"needs npm, node and one of {', '.join(_PROGRAMS[kind])}")
+    return found
+
+
+def used_in(kind: str, site: Site, jobs: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """What comes of `jobs` where the page is used in a `kind` of browser; skips where nothing drives it."""
+    program = program_of(kind)
     folder.mkdir()
     got = subprocess.run(["npm", "install", _DRIVER], cwd=folder, capture_output=True, timeout=120, check=False)
     if got.returncode:
-        pytest.skip("npm could not get what drives Firefox")
+        pytest.skip("npm could not get what drives browsers")
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    script = Path(__file__).with_name("web_firefox.mjs")
-    typed = ["node", str(script), firefox, site.url, "jobs.json"]
+    script = Path(__file__).with_name("web_driver.mjs")
+    typed = ["node", str(script), kind, program, site.url, "jobs.json"]
     done = subprocess.run(typed, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -1,16 +1,21 @@
-// Uses the page in Firefox as a person would: node web_firefox.mjs FIREFOX URL JOBS, in a folder that has puppeteer-core.
+// Uses the page as a person would: node web_driver.mjs chrome|firefox PROGRAM URL JOBS, in a folder with puppeteer-core.
 // JOBS is a JSON file: lists of the files to choose, and what to fill in. Prints what came of each, as JSON.
 import fs from "node:fs";
 import { createRequire } from "node:module";
 import path from "node:path";
 
 const { default: puppeteer } = await import(createRequire(path.resolve("here.js")).resolve("puppeteer-core"));
-const [executablePath, url, jobs] = process.argv.slice(2);
-const browser = await puppeteer.launch({ browser: "firefox", executablePath, headless: true });
+const [kind, executablePath, url, jobs] = process.argv.slice(2);
+const args = kind === "chrome" ? ["--no-sandbox", "--disable-gpu"] : [];
+const browser = await puppeteer.launch({ browser: kind, executablePath, args, headless: true });
 const results = [];
 try {
   const page = await browser.newPage(), said = [];
   page.on("console", (message) => said.push(message.text()));
+  await page.evaluateOnNewDocument(() => { // it saves by downloading
+    delete globalThis.showSaveFilePicker;
+    delete globalThis.showDirectoryPicker;
+  });
   await page.goto(url);
   const done = () => page.waitForFunction(() => /^(Ready|Choose another)/.test(document.getElementById("state").textContent), { timeout: 120_000 });
   const begin = () => page.$eval("#state", (state) => { state.textContent = "waiting"; });
