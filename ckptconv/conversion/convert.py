@@ -87,8 +87,8 @@ def run(
         edits: What to change in the checkpoint.
         output: What to write, and how.
         is_folder: `dst` is the very file, or the very folder, to be written; None: that is still to be found out.
-        progress: Called with how many bytes will be written, and of what is far read for that, before and behind; and
-            what it gives with each number of these bytes.
+        progress: Called with how many bytes there will be: those written, and those of far files read to compare. What
+            it gives is called with each number of them.
     """
     return run_steps(running(src, dst, edits, output, is_folder=is_folder, progress=progress))
 
@@ -122,7 +122,7 @@ def running(
                 whole.old = old_set(path, new, whole.may_go, replace=output.force)
                 if others := [other for other in whole.plan.others if other.kind != "folder"]:
                     nbytes = size(sum(other.size for other in others))
-                    about += (f"{count(len(others), 'other file')} ({nbytes}) copied before, one after another",)
+                    about += (f"{count(len(others), 'other file')} ({nbytes}) copied first, one after another",)
             about += far_targets.far_writer(path).about_upload(whole.plan.files, verify=output.verify) + whole.old.about
         else:
             whole.plan = replace(whole.plan, files=planned_directly(whole.plan.files, _folder_for(path)))

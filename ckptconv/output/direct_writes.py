@@ -1,10 +1,10 @@
-"""Write around the page cache, straight from the pages of the source.
+"""Write large outputs around the page cache, straight from the pages of the source.
 
-What is large beside the available memory drives all else out of the cache as it is written, and is not there any more
-when somebody reads it. `docs/speed.md` has the measurements behind the rule.
+An output that is large beside the available memory drives everything else out of the cache when it is written through
+it, and is itself not there when somebody reads it. `docs/speed.md` has the measurements behind the rule.
 
-The source is mapped for the kernel alone: no code of ours reads the mapping, so a source that becomes shorter makes the
-call fail (EFAULT) and ends no process.
+The source is mapped, but only the kernel reads the mapping. So a source that becomes shorter makes the call fail
+(EFAULT) and does not end the process.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ __all__ = ["WINDOW", "DirectDestination", "available_memory", "planned_directly"
 
 WINDOW = 8 << 20  # bytes of a write
 _AT_ONCE = 4  # writes on their way
-_SHARE = 2  # files beyond half of the available memory are large: it does not hold the source beside them
-_LEAST = 64 << 20  # bytes: what is smaller is written before it is known how
+_SHARE = 2  # files of 1/2 of the available memory or more are large: the source does not fit in beside them
+_LEAST = 64 << 20  # bytes: below, asking how much memory there is takes longer than it gains
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 _REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 
 def planned_directly(files: Sequence[OutFile], folder: Path) -> tuple[OutFile, ...]:
-    """`files`, which come to stand on the disk of `folder`, with those marked that are written around the page cache:
-    all that are mostly copied, where together they are large.
+    """`files`, which will stand on the disk of `folder`; those to be written around the page cache are marked `direct`.
+
+    If all files together are large, those that are mostly copied are marked.
     """
     total = sum(file.size for file in files)
     if total < _LEAST or total * _SHARE < available_memory():
@@ -59,7 +60,7 @@ def _aligned(file: OutFile) -> int:
 
 
 def _is_possible(file: OutFile, folder: Path) -> bool:
-    """Whether `file` can be written so in `folder`, and shares no blocks with its source, which is better still."""
+    """Whether `file` can be written directly in `folder`, and cannot share blocks with its source, which is better."""
     if not hasattr(os, "O_DIRECT") or not hasattr(os, "O_TMPFILE"):
         return False
     try:
@@ -78,7 +79,7 @@ def _is_possible(file: OutFile, folder: Path) -> bool:
 def shares_blocks(fd: int, file: OutFile) -> bool:
     """Whether the filesystem shares blocks with the file that most of `file` is copied from.
 
-    `fd` may have one of its blocks by now.
+    Asking it can put one of those blocks into `fd`.
     """
     ranges = (span for piece in file.pieces for span in piece.ranges())
     longest = max(ranges, key=lambda span: span.length, default=None)
@@ -88,13 +89,13 @@ def shares_blocks(fd: int, file: OutFile) -> bool:
 
 
 def _reopened(fd: int) -> int:
-    """The file `fd` once more, for writes around the page cache. Raises OSError."""
+    """The file `fd`, opened a second time for writes around the page cache. Raises OSError."""
     return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
 
 
 def available_memory() -> int:
-    """The bytes that files can have in the page cache: what is free, and what is in it, within the limits of the
-    process's control groups.
+    """The bytes that files can have in the page cache: the system's available memory, or the limit of the process's
+    control groups if that is lower.
     """
     found = [sys.maxsize]
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -140,7 +141,7 @@ class DirectDestination(FileDestination):
             os.close(self._direct)
 
     def copy(self, at: int, span: ByteRange) -> None:
-        """Begin to copy `span`, at most a window of whole blocks, to `at`. Raises what went wrong with others."""
+        """Begin to copy `span`, at most a window of whole blocks, to `at`. Raises errors of copies begun before."""
         while len(self._running) >= _AT_ONCE:
             self._running.popleft().result()
         try:
@@ -149,7 +150,7 @@ class DirectDestination(FileDestination):
             self._copy(at, span)
 
     def settle(self) -> None:
-        """Wait for all that has begun. Raises what went wrong."""
+        """Wait for all copies that have begun. Raises their errors."""
         while self._running:
             self._running.popleft().result()
 
@@ -167,8 +168,8 @@ class DirectDestination(FileDestination):
         import mmap
 
         fd, length, offset = span.source.fd, span.length, span.offset
-        mapped = mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)  # until nobody has it any more
-        with contextlib.suppress(OSError):  # of an older kernel; what cannot be read is refused below
+        mapped = mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)  # unmapped when the view goes
+        with contextlib.suppress(OSError):  # of an older kernel; a page that cannot be read makes the write below fail
             mapped.madvise(_MADV_POPULATE_READ)
         view = memoryview(mapped)
         while view:

@@ -1,4 +1,4 @@
-"""What stands where far outputs go: a file in the way, and an older set, with the order in which that leaves."""
+"""What already stands where a far output goes: a file in the way, or an old set, and the order of its deletion."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ def refuse_existing(path: Path, exists: Callable[[Path], bool], *, replace: bool
 
 @dataclass(frozen=True)
 class OldSet:
-    """What leaves a far folder where a new set appears: `first`, before any new file does, and `last`, when all have.
-    `taken` are paths of new files where something was.
+    """The files of an old set that are deleted when a new set appears in its far folder.
 
-    No index may name files of two sets. So the old one leaves first where a new shard has the name of an old shard.
-    Elsewhere it stays until the new one takes its place, and the old shards leave behind it.
+    `first` are deleted before any new file appears, `last` when all have appeared. `taken` are the paths of new files
+    where something was.
+
+    No index may name files of two sets. So the old index is deleted first if a new shard has the name of an old shard.
+    Otherwise it stays until the new index replaces it, and the old shards are deleted afterwards.
     """
 
     first: tuple[Path, ...] = ()
@@ -42,17 +44,17 @@ class OldSet:
 
     @property
     def about(self) -> tuple[str, ...]:
-        """What a reader can see meanwhile."""
+        """Notes on what a reader can see meanwhile."""
         if not self.first:
             return ()
         return (
-            "new shards have names of old ones, so the old index goes before they appear; until the new one does, as"
-            " the last, the folder has none, and there is no way back",
+            "new shards have the names of old ones, so the old index is deleted before they appear and the new index"
+            " appears last; in between the folder has no index, and the old set cannot be restored",
         )
 
     @contextlib.contextmanager
     def leaving(self, delete: Callable[[Path], None]) -> Iterator[Callable[[], None]]:
-        """What has the first deleted when it is called. An OutputError behind that says so."""
+        """Give a function that deletes the `first`. An OutputError after its call says that they are gone."""
         gone: list[Path] = []
 
         def leave() -> None:
@@ -68,7 +70,7 @@ class OldSet:
             raise
 
     def leave_last(self, delete: Callable[[Path], None]) -> None:
-        """Have the last deleted. Raises OutputError, which says that the new set is there."""
+        """Delete the `last`. Raises OutputError, which says that the new set is there."""
         try:
             for path in self.last:
                 delete(path)
@@ -83,10 +85,11 @@ NO_OLD_SET = OldSet()
 def old_set(
     folder: Path, files: Sequence[OutFile | OtherFile], may_go: Callable[[str], bool], *, replace: bool
 ) -> OldSet:
-    """What leaves `folder`, in which `files` will stand: the shards and indexes there that `may_go`, by their paths
-    from the folder, but for those that the new ones replace.
+    """The old set in `folder`, where `files` will stand: its shards and indexes, except those that new files replace.
 
-    Raises TargetExistsError where there is something in the way and they do not `replace` it.
+    `may_go` says of a path from the folder whether it is one of them.
+
+    Raises TargetExistsError where something is in the way and may not be replaced (`replace`).
     """
     try:
         there = {*cast("FarPath", folder).below()}

@@ -1,4 +1,4 @@
-"""Outputs whose path is a URL: what writes them, which is imported only for them."""
+"""Outputs whose path is a URL: the module that writes to their store, imported only for them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def far_writer(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def others_uploaded(others: Iterable[OtherFile], *, replace: bool, **how: Any) -> Iterator[None]:
-    """Have `others` in their store, one after another, before what comes inside; where that fails, new ones go again.
+    """Upload `others` to their store, one after another, before the body of the ``with``. If either fails, those that
+    replaced nothing are deleted again.
 
-    Stores have neither folders nor links: a link is the file that it leads to, and one to a folder nothing, for what
-    that holds is among the others. `how` is as for ``upload``, whose errors it raises.
+    Stores have neither folders nor links: a link to a file is uploaded as that file. A link to a folder is left out,
+    because the files in that folder are among the others. `how` is as for ``upload``, whose errors it raises.
     """
     done: list[Path] = []
     try:

@@ -1,4 +1,4 @@
-"""Write planned files to what fsspec knows, where that can let them appear whole: by a move, or by its transactions.
+"""Write planned files to filesystems of fsspec that can make a file appear whole, by a move or by a transaction.
 
 Each file is made here first, and sent when it is whole.
 """
@@ -37,17 +37,17 @@ def exists(path: Path) -> bool:
 
 
 def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
-    """What writing `files` takes, and what is not promised."""
-    back = f"what is there is read back ({size(sum(file.size for file in files))}) when everybody can see it"
+    """Notes on what writing `files` takes, and on what is not promised."""
+    back = f"the output is read back ({size(sum(file.size for file in files))}) when everybody can see it"
     return (
-        "written to a temporary file here first, and sent when it is whole; fsspec's filesystems promise nothing about"
-        " two that write to one place, and none of their own is tested but the one in memory",
+        "written to a temporary file here first, and then sent; fsspec does not say what happens when two write to one"
+        " place, and of its filesystems only those in memory and of local folders are tested",
         *([back] if verify else []),
     )
 
 
 def work_of(files: Sequence[OutFile], *, verify: bool) -> int:
-    """How many bytes are made here first, and read back."""
+    """The length of a progress bar: bytes that are made here first, and read back."""
     return sum(file.size for file in files) * (1 + verify)
 
 
@@ -60,10 +60,11 @@ def upload(
     old: OldSet = NO_OLD_SET,
     progress: Progress | None = None,
 ) -> Overflow:
-    """Write `files`, whose paths are URLs and whose ranges come from `source`; what overflowed. The last one, which is
-    the index where there are several, appears last. What of an `old` set leaves first does so before any of them
-    appears. To `verify` them they are read back when all are there. `progress` is called with bytes: as many as
-    :func:`work_of` says.
+    """Write `files`, whose paths are URLs and whose ranges come from `source`; give what overflowed.
+
+    The last of several files is the index, which appears last. The files of an `old` set that are deleted first are
+    deleted before any new file appears. With `verify` all are read back when all are there. `progress` is called with
+    as many bytes in all as :func:`work_of` says.
 
     Raises OutputError, UnsupportedError where the filesystem could show half a file, and TargetExistsError.
     """
@@ -99,7 +100,7 @@ def upload(
 
 
 def delete(path: Path) -> None:
-    """Let the file at `path` go. Raises OutputError."""
+    """Delete the file at `path`. Raises OutputError."""
     at = Location(far_path(path).url, path)
     with _as_output_error(at):
         at.files.rm_file(at.path)
@@ -110,7 +111,7 @@ _Send = Callable[[Path, Location], None]
 
 @contextlib.contextmanager
 def _appearing(at: Location) -> Iterator[_Send]:
-    """What sends files to the filesystem of `at`, where they appear when this ends, or never.
+    """Give a function that sends files to the filesystem of `at`. They appear when the ``with`` ends, or never.
 
     Raises UnsupportedError.
     """
@@ -132,7 +133,7 @@ def _appearing(at: Location) -> Iterator[_Send]:
 
 
 def _has_commit(at: Location) -> bool:
-    """Whether a file there appears with a transaction and not before: of the one that is opened, its class says so."""
+    """Whether a file there appears only when a transaction ends: a file is opened, and its class has ``commit``."""
     probe = _beside(at)
     with _as_output_error(at):
         at.files.transaction.start()
@@ -149,7 +150,7 @@ def _has_commit(at: Location) -> bool:
 
 @contextlib.contextmanager
 def _moved(at: Location) -> Iterator[_Send]:
-    """As :func:`_appearing`: under names of their own until all are there."""
+    """As :func:`_appearing`, by moves: files have temporary names until all are there."""
     sent: list[tuple[str, str]] = []
 
     def send(here: Path, there: Location) -> None:
@@ -175,7 +176,7 @@ def _beside(at: Location) -> str:
 
 @contextlib.contextmanager
 def _as_output_error(at: Location) -> Iterator[None]:
-    """Raise in our words what a filesystem raises meanwhile that nobody here knows."""
+    """Raise whatever a filesystem raises as an OutputError."""
     try:
         yield
     except CkptconvError:

@@ -18,12 +18,12 @@ __all__ = ["IS_THERE", "Sent", "digest", "read_back"]
 
 IS_THERE = "it is there for everybody to see: " + option("force") + " writes it again"
 
-#: A part of a file: how many bytes, and the digest of what was sent; or what the store copied.
+#: A part of an uploaded file: the length and digest of bytes that were sent, or the range that the store copied.
 Sent: TypeAlias = "tuple[int, bytes] | ByteRange"
 
 
 def digest(chunks: Iterable[bytes | memoryview]) -> bytes:
-    """What is remembered of bytes that were sent. It finds faults, and proves nothing about people."""
+    """The MD5 of bytes that were sent. It finds faults; it does not protect against people who forge files."""
     md5 = hashlib.md5(usedforsecurity=False)
     for chunk in chunks:
         md5.update(chunk)
@@ -31,10 +31,11 @@ def digest(chunks: Iterable[bytes | memoryview]) -> bytes:
 
 
 def read_back(path: Path, parts: Sequence[Sent], etag: str | None, progress: Progress | None) -> None:
-    """Compare the object at `path`, which was made of `parts` and was called `etag`, with them: ranges of it come
-    several at once, and so does what the store copied.
+    """Compare the object at `path`, whose ETag was `etag`, with the `parts` that it was made of.
 
-    Raises OutputError where anything else is there, or where it cannot be read.
+    Several ranges are read at once, of the object and of what the store copied.
+
+    Raises OutputError if the object differs, is another one, or cannot be read.
     """
     copied = [part for part in parts if isinstance(part, ByteRange)]
     lengths = [part.length if isinstance(part, ByteRange) else part[0] for part in parts]
@@ -42,7 +43,7 @@ def read_back(path: Path, parts: Sequence[Sent], etag: str | None, progress: Pro
         with FarSource(far_path(path)) as back:
             version = back.requests.version
             if etag and version and version.etag != etag:
-                what = "another object is there than was written: somebody has replaced it"
+                what = "the object there is not the one that was written: somebody has replaced it"
                 hint = command("inspect", path) + " says what it is"
                 raise OutputError(what, where=path, expected=etag, got=version.etag, hint=hint)
             if back.size != sum(lengths):
@@ -58,7 +59,7 @@ def read_back(path: Path, parts: Sequence[Sent], etag: str | None, progress: Pro
                     progress(length)
     except InputError as error:
         hint = command("verify", path) + " tries again to read it"
-        raise OutputError(f"it is there, but could not be read back: {error}", where=path, hint=hint) from error
+        raise OutputError(f"the output is there, but could not be read back: {error}", where=path, hint=hint) from error
 
 
 def _differs(where: str, expected: int | None = None, got: int | None = None) -> OutputError:

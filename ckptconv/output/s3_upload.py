@@ -1,6 +1,6 @@
 """Write planned files to S3: in parts, of which the store shows nothing before the last step, or in one request.
 
-What stands in the same service is copied there, part by part, and does not come through here.
+Ranges of objects in the same service are copied by the store itself, part by part.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 __all__ = ["about_upload", "delete", "exists", "upload", "work_of"]
 
 _HELD = 256 << 20  # bytes of parts that are in memory at once
-_THERE = (409, 412)  # somebody else's object is there, or is being made
+_TAKEN = (409, 412)  # the status where somebody else's object is there, or is being made
 
 
 def exists(path: Path) -> bool:
@@ -44,11 +44,11 @@ def exists(path: Path) -> bool:
 
 
 def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
-    """What writing `files` takes: requests, and bytes through here and in the store; and what to `verify` them does."""
+    """Notes on what writing `files` costs: requests, bytes sent and bytes copied; with `verify` what is read back."""
     streamed = [file for file in files if is_streamed(file)]
     notes = []
     if made := sum(file.size for file in files if not is_streamed(file)):
-        notes.append(f"what is computed ({size(made)}) is written to a temporary file here first, and sent when whole")
+        notes.append(f"what is computed ({size(made)}) is written to a temporary file here first, and then sent")
     parts = [part for file in streamed for part in parts_of(file, _is_copied)]
     inside, through = (sum(part.length for part in parts if part.copied is kind) for kind in (True, False))
     if streamed:
@@ -59,7 +59,7 @@ def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
         requests = sum(-(-nbytes // POLICY.part) for nbytes in (*(file.size for file in files), inside)) + len(files)
         source = f", and the {size(inside)} of the input that S3 copies are read" if inside else ""
         notes.append(
-            f"what is there is read back ({size(back)}) when everybody can see it{source}: about"
+            f"the output is read back ({size(back)}) when everybody can see it{source}: about"
             f" {count(requests, 'request')} more"
         )
     if inside:
@@ -70,12 +70,12 @@ def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
 
 
 def work_of(files: Sequence[OutFile], *, verify: bool) -> int:
-    """How many bytes are made here first, sent or copied, and read back."""
+    """The length of a progress bar: bytes that are made here first, sent or copied, and read back."""
     return sum(file.size * (1 + (not is_streamed(file)) + verify) for file in files)
 
 
 def _requests(file: OutFile, files: int) -> int:
-    """How many requests write `file`, one of so many `files`, where none has to be made twice."""
+    """How many requests write `file`, if none has to be repeated; `files` is how many are written together."""
     parts = parts_of(file, _is_copied)
     return 1 if _is_one_request(parts) and files == 1 else len(parts) + 2
 
@@ -89,12 +89,12 @@ def upload(
     old: OldSet = NO_OLD_SET,
     progress: Progress | None = None,
 ) -> Overflow:
-    """Write `files`, whose paths are URLs of S3 and whose ranges come from `source`; what overflowed. A file is there
-    whole or not at all: what was begun is aborted on any fault.
+    """Write `files`, whose paths are URLs of S3 and whose ranges come from `source`; give what overflowed.
 
-    Of several the last is the index, which appears when all others are there, and to `verify` it, have been read back.
-    What of an `old` set leaves first does so before the first of them appears. `progress` is called with bytes: as many
-    as :func:`work_of` says.
+    A file is there whole or not at all: uploads that have begun are aborted on any fault. The last of several files is
+    the index. It appears when all others are there and, with `verify`, have been read back. The files of an `old` set
+    that are deleted first are deleted before any new file appears. `progress` is called with as many bytes in all as
+    :func:`work_of` says.
 
     Raises OutputError, TargetExistsError, and what reading raises.
     """
@@ -126,12 +126,12 @@ def upload(
 
 
 def delete(path: Path) -> None:
-    """Let the object at `path` go. Raises OutputError."""
+    """Delete the object at `path`. Raises OutputError."""
     _Object(path).delete()
 
 
 def _is_copied(source: ByteSource) -> bool:
-    """Whether the store copies what stands in `source`: it is an object of the same service."""
+    """Whether the store itself can copy from `source`, because that is an object of S3 too."""
     return isinstance(source, FarSource) and source.url.scheme == "s3"
 
 
@@ -144,8 +144,9 @@ def _bytes_of(part: Part) -> bytes:
 
 
 class _Upload:
-    """A file on its way to `target`, of which nobody sees anything before :meth:`appear`. What `is_alone` and small
-    needs no more than one request.
+    """A file on its way to `target`; nobody sees anything of it before :meth:`appear`.
+
+    A small file that `is_alone` takes one request.
     """
 
     def __init__(self, target: _Object, *, is_alone: bool) -> None:
@@ -158,7 +159,7 @@ class _Upload:
         self._etag: str | None = None  # of the object, when it is there
 
     def send(self, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
-        """Send all of `file`, by way of a file here where it is to be computed; what overflowed."""
+        """Send all of `file`, through a temporary file if it has to be computed; give what overflowed."""
         if is_streamed(file):
             self._send(file, progress)
             return {}
@@ -188,7 +189,7 @@ class _Upload:
             sums.results()
 
     def appear(self, condition: dict[str, str]) -> None:
-        """Let all of it appear at once."""
+        """Make the whole object visible, if the store finds the `condition` to hold."""
         if self._id is None:
             self._etag = self._target.put(self._data, condition)
         else:
@@ -203,7 +204,7 @@ class _Upload:
             raise
 
     def forget(self, *, is_new: bool) -> None:
-        """Let go what was sent, also what has appeared where that `is_new` and nobody else's."""
+        """Abort the upload. An object that has appeared is deleted if it `is_new`, so that it replaced nothing."""
         if self._etag is not None:
             if is_new:
                 self._target.delete()
@@ -236,27 +237,27 @@ class _Object:
             return str(self._asked(self._client.put_object, Body=data, ContentMD5=sum_, **condition)["ETag"])
 
     def delete(self) -> None:
-        """Let it go, whether it is there or not."""
+        """Delete it, whether it is there or not."""
         with self._as_output_error():
             self._asked(self._client.delete_object)
 
     def begin(self) -> str:
-        """Begin an upload, of which nobody sees anything; what it is called."""
+        """Begin an upload, of which nobody sees anything; its id."""
         with self._as_output_error():
             return str(self._asked(self._client.create_multipart_upload)["UploadId"])
 
     def abort(self, upload: str) -> None:
-        """Let an upload go, with its parts."""
+        """Abort an upload, which deletes its parts."""
         with self._as_output_error():
             self._asked(self._client.abort_multipart_upload, UploadId=upload)
 
     def send(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
-        """The ETags of `parts`, sent or copied several at once, and what was sent."""
+        """Send or copy `parts`, several at once; for each its ETag, and what is remembered of it."""
         with self._as_output_error():
             return self._sent(parts, upload, progress)
 
     def complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
-        """Let the object appear; its ETag."""
+        """Complete an upload, which makes the object visible; its ETag."""
         with self._as_output_error():
             return self._complete(upload, etags, condition)
 
@@ -298,9 +299,7 @@ class _Object:
         return str(done["CopyPartResult"]["ETag"]), span
 
     def _complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
-        """Let the object appear; its ETag. An answer that was lost is no fault where the object is there with the ETag
-        of its parts.
-        """
+        """As :meth:`complete`. A lost answer is no fault if the object is there with the ETag of its parts."""
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
         try:
             said = self._asked(
@@ -318,7 +317,7 @@ class _Object:
             return whole
 
     def _asked(self, call: Callable[..., dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """What the store answers, asked again where that may help, until the deadline. Raises what botocore raises."""
+        """The store's answer to `call`, repeated until the deadline where that may help. Raises as botocore does."""
         deadline = time.monotonic() + POLICY.deadline
         for attempt in range(POLICY.attempts):
             try:
@@ -343,7 +342,7 @@ class _Object:
         if isinstance(error, ClientError):
             said = error.response.get("Error", {})
             got = f"{_status(error)} {said.get('Code', '')}"
-            if _status(error) in _THERE and error.operation_name != "UploadPartCopy":
+            if _status(error) in _TAKEN and error.operation_name != "UploadPartCopy":
                 there = "the output exists by now"
                 return TargetExistsError(there, where=self.path, got=got, hint=REPLACES)
             return OutputError(f"could not be written: {said.get('Message', 'refused')}", where=self.path, got=got)
@@ -355,5 +354,5 @@ def _status(error: ClientError) -> int:
 
 
 def _base64(digest: bytes) -> str:
-    """The digest with which the store compares the bytes that came."""
+    """`digest` as the store wants it in ``Content-MD5``, to compare the bytes that came."""
     return base64.b64encode(digest).decode()

@@ -1,6 +1,6 @@
-"""Work that stops wherever the disk has to be waited for, so that whoever runs it can do other work meanwhile.
+"""Work that stops where it waits for the disk, so that its caller can do other work meanwhile.
 
-Such work is a generator: it yields each wait, and gets what that raises thrown in.
+Such work is a generator. It yields each wait, and what the wait raises is thrown into it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class FileSync(NamedTuple):
-    """Let the bytes of the open file `fd` reach the disk. Raises OSError."""
+    """A wait until the bytes of the open file `fd` are on the disk. Calling it raises OSError."""
 
     fd: int
 
@@ -25,7 +25,7 @@ class FileSync(NamedTuple):
 
 
 class FolderSync(NamedTuple):
-    """Let the names in `folder` reach the disk; one serves all names that stood there when it began. Raises OSError."""
+    """A wait until the names in `folder` are on the disk: all that were there when it began. Calling it raises OSError."""
 
     folder: Path
 
@@ -34,12 +34,12 @@ class FolderSync(NamedTuple):
 
 
 DiskWait: TypeAlias = "FileSync | FolderSync"
-#: Work that gives a result, and yields what to wait for on the way.
+#: Work that yields each of its waits, and returns a result.
 Steps: TypeAlias = Generator[DiskWait, None, _T]
 
 
 def run_steps(steps: Steps[_T]) -> _T:
-    """Do `steps` here, and wait for the disk whenever they ask for it; what comes of them."""
+    """Do `steps` in this thread, with all their waits; give their result."""
     try:
         wait = next(steps)
         while True:
@@ -55,7 +55,7 @@ def run_steps(steps: Steps[_T]) -> _T:
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names in `folder` reach the disk. Raises OSError."""
+    """Wait until the names in `folder` are on the disk. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -14,16 +14,14 @@ __all__ = ["LEAST", "Part", "is_streamed", "parts_of"]
 
 MIB = 1 << 20
 LEAST = 5 * MIB
-_SENT = 8 * MIB  # bytes of a part that is sent: it is in memory, as are as many as are sent at once
-_COPIED = 256 * MIB  # of one that the store copies: several are copied at once
-_MOST = 9_000  # parts of a file that is larger than so many of these: with room for those that are cut elsewhere
+_SENT = 8 * MIB  # bytes of a part that is sent; all that are sent at once are in memory
+_COPIED = 256 * MIB  # bytes of a part that the store copies; several are copied at once
+_MOST = 9_000  # parts of a very large file, whose parts are larger: below 10,000, because some are cut in addition
 
 
 @dataclass(frozen=True)
 class Part:
-    """`length` bytes of a file: `pieces`, one behind another; where `copied`, one range of another object, which the
-    store copies itself.
-    """
+    """`length` bytes of a file: `pieces`, one behind another; if `copied`, one range that the store itself copies."""
 
     pieces: tuple[Piece, ...]
     length: int
@@ -36,8 +34,9 @@ def is_streamed(file: OutFile) -> bool:
 
 
 def parts_of(file: OutFile, copies: Callable[[ByteSource], bool]) -> list[Part]:
-    """The parts of `file`, which is streamed. Ranges of sources that the store `copies` are not sent, but for what
-    makes the part before them large enough.
+    """The parts of `file`, which is streamed.
+
+    Ranges of sources that the store `copies` are not sent, except the bytes that make the part before them long enough.
     """
     sent = max(_SENT, -(-file.size // _MOST))
     copied = max(_COPIED, -(-file.size // _MOST))

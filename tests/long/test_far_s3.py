@@ -178,7 +178,7 @@ def test_what_is_read_back_is_not_there(store: Store, monkeypatch: pytest.Monkey
 
         return before
 
-    for data, said in ((b"theirs", "another object is there than was written"), (None, "could not be read back")):
+    for data, said in ((b"theirs", "is not the one that was written"), (None, "could not be read back")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ckptconv.output.s3_upload.read_back", replace(data))
             with pytest.raises(OutputError, match=said):

@@ -220,8 +220,9 @@ class HttpTransport:
         if status in (404, 410):
             return MissingInputError("cannot be read: the server has no such file", where=where, got=got)
         if status == 407:
-            hint = "a proxy's name and password stand in its URL, in HTTPS_PROXY or HTTP_PROXY"
-            return InputError("cannot be read: the proxy does not let us", where=where, got=got, hint=hint)
+            hint = "they belong in the proxy's URL, in HTTPS_PROXY or HTTP_PROXY"
+            what = "cannot be read: the proxy asks for a name and a password"
+            return InputError(what, where=where, got=got, hint=hint)
         if status in (401, 403):
             hint = "log in as for other programs: ~/.netrc, for the Hub HF_TOKEN or hf auth login"
             return InputError("cannot be read: the server does not let us", where=where, got=got, hint=hint)

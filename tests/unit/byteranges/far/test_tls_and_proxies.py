@@ -122,7 +122,7 @@ def test_a_proxy_that_refuses(secure: FileServer, files: dict[str, bytes], monke
     """Or is not there, or is of another kind: an error that names the variable, and no password."""
     with serving(files) as plain, proxying(WHO) as proxy:
         through(proxy, monkeypatch, "me:secret@")
-        with pytest.raises(InputError, match=r"the proxy does not let us.*HTTPS_PROXY") as caught:
+        with pytest.raises(InputError, match=r"the proxy asks for a name and a password.*HTTPS_PROXY") as caught:
             ckptconv.inspect(plain.url("a.pt"))
         assert "secret" not in str(caught.value)
         for url, text in (
