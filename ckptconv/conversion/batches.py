@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.byteranges.sources import SourceFolder, is_url
 from ckptconv.byteranges.spans import Progress
-from ckptconv.conversion.executors import Others, processes
+from ckptconv.conversion.executors import GivenExecutor, processes
 from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, stamp_of
 from ckptconv.conversion.options import JobOptions, OutputOptions, takes
 from ckptconv.conversion.targets import Item, list_in_place, list_items
@@ -68,7 +68,7 @@ def convert_many(
 
     todo = list(jobs)
     if executor is not None:
-        return run_jobs(todo, Others(executor), tell)
+        return run_jobs(todo, GivenExecutor(executor), tell)
     return run_jobs(todo, processes(min(os.cpu_count() or 1, len(todo) or 1)), tell)
 
 

@@ -1,6 +1,6 @@
 """Where jobs run: in this thread, in our own processes, or on any ``concurrent.futures.Executor``.
 
-Each hands jobs out; what is lost on the way, :mod:`ckptconv.conversion.batches` hands out again.
+Executors only run jobs. A job that is lost is submitted again by :mod:`ckptconv.conversion.batches`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ckptconv.output.steps import DiskWait, FolderSync, Steps
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["Others", "processes"]
+__all__ = ["GivenExecutor", "processes"]
 
 _WINDOW = 1000  # jobs that an executor of somebody else's holds at once
-_BEHIND = 64 << 20  # bytes of files that wait for the disk at once
+_WAITING = 64 << 20  # bytes of input files whose outputs wait for the disk at once
 
 
-class _Here(JobExecutor):
-    """This very thread, one job after another; `tick` is told of each number of bytes.
+class _ThisThread(JobExecutor):
+    """This very thread, which plans and writes one job after another; `tick` is called with each number of bytes.
 
-    While it plans and writes, other threads wait for the disk, for the files before: so many small ones at once that
-    together they have no more bytes than `_BEHIND`. A larger one is alone. Outcomes come in the order of the jobs.
+    Meanwhile other threads wait for the disk for the jobs before. At most `most` jobs wait, whose inputs together have
+    at most `_WAITING` bytes. A larger job is done alone. Outcomes come in the order of the jobs.
     """
 
     most = 32
@@ -41,43 +41,44 @@ class _Here(JobExecutor):
         self.tick = tick
         self._begun: deque[_Begun] = deque()  # in the order of their jobs
         self._synced: SimpleQueue[tuple[list[_Begun], BaseException | None]] = SimpleQueue()
-        self._folders: dict[FolderSync, list[_Begun]] = {}  # those that are synced, and who waits for the next time
+        #: Folders that are being synced, each with the jobs that wait for its next sync.
+        self._folders: dict[FolderSync, list[_Begun]] = {}
         self._threads: ThreadPoolExecutor | None = None
 
     def make_room(self, task: Task) -> None:
-        """Go on until what waits leaves room for `task`, and has no path that it has."""
-        paths, nbytes = _extent(task)
+        """Finish waiting jobs until there is room for `task`, and none of them shares a path with it."""
+        paths, nbytes = _paths_and_size(task)
         while self._begun and (
-            nbytes + sum(each.nbytes for each in self._begun) > _BEHIND
+            nbytes + sum(each.nbytes for each in self._begun) > _WAITING
             or any(not paths.isdisjoint(each.paths) for each in self._begun)
         ):
             self.proceed()
         with contextlib.suppress(Empty):
             while True:
-                self._take(*self._synced.get_nowait())
+                self._wait_is_over(*self._synced.get_nowait())
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Do `task` as far as it goes without the disk."""
-        begun = _Begun(working(task, self.tick), Future(), *_extent(task))
+        """Do `task` up to its first wait for the disk."""
+        begun = _Begun(working(task, self.tick), Future(), *_paths_and_size(task))
         self._begun.append(begun)
         self._go_on(begun, None)
         return begun.future
 
     def proceed(self) -> None:
-        """Go on with what waited for the disk, until there is an outcome."""
+        """Go on with waiting jobs until the first of them has its outcome."""
         first = self._begun[0].future if self._begun else None
         while first is not None and not first.done():
-            self._take(*self._synced.get())
+            self._wait_is_over(*self._synced.get())
 
-    def _take(self, group: list[_Begun], error: BaseException | None) -> None:
-        """Go on with the `group`, whose wait is over, and let those wait who came to its folder meanwhile."""
+    def _wait_is_over(self, group: list[_Begun], error: BaseException | None) -> None:
+        """Go on with the `group`, whose wait raised `error`. Jobs that reached its folder during the wait wait next."""
         if isinstance(wait := group[0].wait, FolderSync) and (late := self._folders.pop(wait)):
             self._wait_for(wait, late)
         for each in group:
             self._go_on(each, error)
 
     def _go_on(self, begun: _Begun, error: BaseException | None) -> None:
-        """Do what comes next for `begun`, whose wait raised `error`, up to the next one."""
+        """Do the job `begun`, whose wait raised `error`, up to its next wait."""
         try:
             begun.wait = begun.steps.throw(error) if error else next(begun.steps)
         except StopIteration as end:
@@ -91,7 +92,7 @@ class _Here(JobExecutor):
             self._wait_for(begun.wait, [begun])
 
     def _wait_for(self, wait: DiskWait, group: list[_Begun]) -> None:
-        """Have a thread call `wait`, for all of the `group`."""
+        """Have a thread call `wait`, once for all jobs of the `group`."""
         if isinstance(wait, FolderSync):
             self._folders[wait] = []
 
@@ -113,7 +114,7 @@ class _Here(JobExecutor):
             sync()
 
     def close(self, *, failed: bool) -> None:  # noqa: ARG002 - where nothing failed, nothing waits
-        """Let what waits end where it stands: its temporary goes, or it has its name."""
+        """End the waiting jobs where they are: each deletes its temporary file, unless that has its name already."""
         if self._threads is not None:
             self._threads.shutdown()
         while self._begun:
@@ -122,7 +123,7 @@ class _Here(JobExecutor):
 
 @dataclass
 class _Begun:
-    """A job that waits for the disk, or whose outcome waits for that of one before it."""
+    """A job that waits for the disk, or is done and waits for the outcome of a job before it."""
 
     steps: Steps[Outcome]
     future: Future[Outcome]
@@ -132,21 +133,21 @@ class _Begun:
     outcome: Outcome | None = None
 
 
-def _extent(task: Task) -> tuple[set[str], int]:
-    """The paths of `task`, and the bytes of its input; as many as may wait where that is no file or is the output."""
+def _paths_and_size(task: Task) -> tuple[set[str], int]:
+    """The paths of `task`, and the bytes of its input. A task that must be alone counts as `_WAITING` bytes."""
     src, dst = task.job.src, task.job.dst
     paths = {os.path.abspath(src), os.path.abspath(dst)}
     if task.stamp or is_url(src):
-        return paths, _BEHIND
+        return paths, _WAITING
     try:
         found = os.stat(src)
     except (OSError, ValueError):
         return paths, 0
-    return paths, found.st_size if stat.S_ISREG(found.st_mode) else _BEHIND
+    return paths, found.st_size if stat.S_ISREG(found.st_mode) else _WAITING
 
 
-class Others(JobExecutor):
-    """Somebody else's `executor`, which stays open."""
+class GivenExecutor(JobExecutor):
+    """The `executor` that a caller gave, which stays open."""
 
     most = _WINDOW
     repeats = True
@@ -155,14 +156,14 @@ class Others(JobExecutor):
         self.executor = executor
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Hand `task` over."""
+        """Submit `task` to the executor."""
         return self.executor.submit(work, task)
 
 
 def processes(workers: int, tick: Progress | None = None) -> JobExecutor:
-    """So many `workers`; this process itself if that is one, which calls `tick` with each number of bytes written."""
+    """An executor of so many `workers`. One worker is this thread, which calls `tick` with the bytes it writes."""
     if workers <= 1:
-        return _Here(tick)
+        return _ThisThread(tick)
 
     from ckptconv.conversion.process_pool import Processes  # which costs every other command some milliseconds
 

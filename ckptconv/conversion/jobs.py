@@ -120,10 +120,12 @@ class Task(NamedTuple):
 
 
 class JobExecutor:
-    """Where jobs are done; by itself, one that starts nothing and is told of nothing.
+    """Where jobs are done. By itself this class starts nothing.
 
-    MOST: how many it takes at once. ALONE: a job that was lost is done again with nothing beside it, because it may be
-    what ended the process. REPEATS: it may do a job again of its own accord.
+    Attributes:
+        most: How many jobs it takes at once.
+        alone: Whether a job that was lost is done again with nothing beside it, because it may have ended the process.
+        repeats: Whether it may do a job again of its own accord.
     """
 
     most = 1
@@ -139,10 +141,10 @@ class JobExecutor:
         return 0
 
     def make_room(self, task: Task) -> None:
-        """Go on with what was submitted, where nobody else does, until `task` can be."""
+        """Work on submitted tasks until `task` can be too, if the executor works in this thread."""
 
     def proceed(self) -> None:
-        """Go on with what was submitted, where nobody else does."""
+        """Work on submitted tasks until one is done, if the executor works in this thread."""
 
     def close(self, *, failed: bool) -> None:
         """End what the executor has started; at once if `failed`."""

@@ -1,4 +1,4 @@
-"""Persistent ids as torch wrote them before 1.6, in six parts: read into five, and parts of storages made storages."""
+"""Persistent ids as torch wrote them before 1.6, in six parts: read into five, with the views of storages resolved."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class LegacyId:
 
 
 def read_ids(graph: Graph, where: str) -> tuple[list[LegacyId], dict[Global, PersistentId]]:
-    """The storages that `graph` refers to, whose ids are said anew in five parts.
+    """Rewrite the persistent ids of `graph`. Gives those of storages, now of five parts, and those of classes.
 
-    And the ids of classes, for which the classes themselves are put.
+    The id of a class is replaced by the class itself.
     """
     ids: list[LegacyId] = []
     classes: dict[Node, Node] = {}
@@ -118,7 +118,7 @@ def _view(view: Value, numel: int, where: str) -> _View | None:
 
 
 def _from_text(text: str, where: str) -> Tuple:
-    """The storage that a persistent id of protocol 0 names."""
+    """The id of the storage that `text`, a persistent id of protocol 0, names."""
     found = _ID_TEXT.fullmatch(text)
     if not found or max(map(len, found.group(2, 3))) > LIMITS.id_text:
         raise UnsupportedError(
@@ -130,7 +130,7 @@ def _from_text(text: str, where: str) -> Tuple:
 
 
 def as_a_whole(five: Value) -> Tuple:
-    """The id of a storage in six parts, the last of which says that all of it is meant."""
+    """The id of a whole storage in six parts, from one in `five`; the sixth, for a view, is None."""
     assert isinstance(five, Tuple)
     return Tuple([*five.items, None])
 
@@ -139,9 +139,9 @@ def as_a_whole(five: Value) -> Tuple:
 
 
 def flatten_views(graph: Graph, ids: list[LegacyId], spans: dict[str, ByteRange], where: str) -> list[str]:
-    """Let tensors on a part of a storage stand on the whole one, at an offset, as torch's later formats say it.
+    """Move tensors from a part of a storage to the whole storage, at an offset, as torch's later formats have it.
 
-    A part that is used in another way gets bytes of its own. Gives warnings.
+    A part that is used in another way becomes a storage of its own. Gives warnings.
     """
     views = {each.node: each for each in ids if each.view}
     if not views:
@@ -163,7 +163,7 @@ def flatten_views(graph: Graph, ids: list[LegacyId], spans: dict[str, ByteRange]
 
 
 def _check_keys(ids: list[LegacyId], where: str) -> None:
-    """No part has the key of a storage, for torch has one table for both, and none is described in two ways."""
+    """Raise MalformedError if a part has the key of a storage (torch has one table for both) or two descriptions."""
     storages = {each.whole.key for each in ids}
     known: dict[str, tuple[str, _View]] = {}
     for each in ids:
@@ -191,7 +191,7 @@ def _stand_alone(part: LegacyId, spans: dict[str, ByteRange]) -> None:
 
 
 def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> None:
-    """A tensor that starts at `offset` and has these `sizes`, shape and stride, must lie in its part of a storage."""
+    """Raise MalformedError if a tensor at `offset` with these `sizes`, shape and stride, reaches outside `view`."""
     shape, stride = [ints_of(size) or () for size in (*sizes, None, None)[:2]]
     end = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=False)) + 1
     if 0 not in shape and end > view.elements:

@@ -1,4 +1,4 @@
-"""Write an archive of torch's: where its records stand, so that the source's stay where they are modulo a block."""
+"""Plan an archive of torch's: the places of its records. The source's records keep their places modulo a block."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serializatio
 
 
 class ZipWriter:
-    """Places records one behind another, in the folder `root`. `checked`: they have checksums."""
+    """Places records one behind another, in the folder `root` of the archive. `checked`: they have checksums."""
 
     def __init__(self, root: str, *, checked: bool) -> None:
         self.root = root
@@ -42,8 +42,8 @@ class ZipWriter:
         self.pieces: list[Piece] = []
         self.entries: list[NewEntry] = []
         self.sums: list[Piece] = []
-        self.checked_parts: set[int] = set()  # the ids of ranges of which parts are written
-        self.awaited: dict[int, int] = {}  # the index of an entry → that of its checksum
+        self.checked_parts: set[int] = set()  # ids of ranges with checksums, of which parts are written
+        self.awaited: dict[int, int] = {}  # index of an entry → index in `sums`, where the checksum has to be computed
         self.at = 0
 
     def add(self, piece: Piece) -> None:
@@ -52,7 +52,7 @@ class ZipWriter:
         self.at += piece.length
 
     def header(self, name: str, crc32: int | Piece, size: int, padding: int) -> None:
-        """A header; `crc32` is the checksum, or the bytes of which it will be computed."""
+        """Append a header. `crc32` is the checksum, or the piece of which it will be computed."""
         raw_name = f"{self.root}/{name}".encode()
         known = crc32 if isinstance(crc32, int) else 0
         header = local_header(raw_name, known, size, padding)
@@ -65,11 +65,11 @@ class ZipWriter:
             self.add(Literal(header))
 
     def bare_header(self, name: str, size: int) -> int:
-        """The length of a header without padding."""
+        """The length of a record's header without padding."""
         return len(local_header(f"{self.root}/{name}".encode(), 0, size, 0))
 
     def pickle(self, name: str, pieces: list[Literal | ByteRange], *, like: int) -> None:
-        """The pickle, as the record `name`, padded so that what follows comes to stand at `like`, modulo a block."""
+        """Append the pickle as the record `name`, padded so that what follows stands at `like`, modulo a block."""
         size = sum(piece.length for piece in pieces)
         crc32 = 0
         if self.checked:
@@ -81,13 +81,14 @@ class ZipWriter:
             self.add(piece)
 
     def record(self, name: str, data: bytes) -> None:
-        """A small record of our own."""
+        """Append a small record that holds `data`."""
         self.header(name, zlib.crc32(data) if self.checked else 0, len(data), 0)
         self.add(Literal(data))
 
     def storage(self, name: str, data: Data, *, summed: bool = True) -> None:
-        """The bytes of a storage that come from another container, with or without a
-        checksum, or that are others than they were. `summed`: they get one, as all others have.
+        """Append a storage whose bytes come from another container, or were changed.
+
+        `summed`: it gets a checksum if the archive has them.
         """
         known = data.crc32_known()
         crc32: int | Piece = 0
@@ -104,9 +105,9 @@ class ZipWriter:
             self.add(data)
 
     def member(self, name: str, member: Member, source: Readable, *, checked: bool) -> None:
-        """A record of the source: as it stands where that is possible, else under a header of our own.
+        """Append a record of the source, with its header if that can stay as it is, else with a new one.
 
-        `checked`: it has a checksum.
+        `checked`: the record has a checksum.
         """
         aligned = member.data_offset % _ALIGNMENT == 0 or not name.startswith("data/")
         same = member.name == f"{self.root}/{name}" and member.method == STORED
@@ -125,6 +126,7 @@ class ZipWriter:
             self.add(data)
 
     def finish(self, path: Path) -> OutFile:
+        """Append the central directory; the whole archive, to be written to `path`."""
         start, entries, awaited = self.at, self.entries, self.awaited
         directory = central_directory(entries, start)
         if awaited:
@@ -137,12 +139,11 @@ class ZipWriter:
 
 
 def _with_sums(entries: list[NewEntry], awaited: dict[int, int], sums: Sequence[int]) -> list[NewEntry]:
+    """`entries` with the computed `sums` in those that `awaited` one."""
     return [entry._replace(crc32=sums[awaited[i]]) if i in awaited else entry for i, entry in enumerate(entries)]
 
 
 def _padding(at: int, wanted: int, modulus: int) -> int:
-    """The bytes from `at` to a place that is `wanted` modulo `modulus`: none, or at least 4, which an extra field
-    takes.
-    """
+    """The bytes from `at` to a place that is `wanted` modulo `modulus`: none, or at least the 4 of an extra field."""
     padding = (wanted - at) % modulus
     return padding + modulus if 0 < padding < 4 else padding

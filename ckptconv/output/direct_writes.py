@@ -33,7 +33,7 @@ __all__ = ["WINDOW", "DirectDestination", "available_memory", "planned_directly"
 WINDOW = 8 << 20  # bytes of a write
 _AT_ONCE = 4  # writes on their way
 _SHARE = 2  # files of 1/2 of the available memory or more are large: the source does not fit in beside them
-_LEAST = 64 << 20  # bytes: below, asking how much memory there is takes longer than it gains
+_LEAST = 64 << 20  # bytes: less goes through the cache, and nobody asks how much memory there is
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 _REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 

@@ -25,7 +25,7 @@ class FileSync(NamedTuple):
 
 
 class FolderSync(NamedTuple):
-    """A wait until the names in `folder` are on the disk: all that were there when it began. Calling it raises OSError."""
+    """A wait until all names that stand in `folder` when it begins are on the disk. Calling it raises OSError."""
 
     folder: Path
 

@@ -1,4 +1,4 @@
-"""What the nodes of one of two checkpoints mean, whatever way pickles have to spell it."""
+"""What the nodes of one of two checkpoints mean. Pickles can spell the same object in several ways."""
 
 from __future__ import annotations
 
@@ -45,15 +45,17 @@ from ckptconv.pickles.python2_names import imported_name
 
 __all__ = ["KEY_SIZE", "Meaning", "Meant", "Said", "Side", "inside_word", "said_in"]
 
-KEY_SIZE = 4096  # of a key or member that is compared by what it is: atoms or kilobytes
+KEY_SIZE = 4096  # atoms, or kilobytes, of the largest key or member that is compared by its meaning
 _LATIN_1 = ("latin1", "latin-1", "iso-8859-1")
+#: A key or member as a kind and a value, which can be compared and sorted.
 Said: TypeAlias = tuple[str, object]
+#: None: it can only be compared by its place.
 Meant: TypeAlias = "Said | None"
 _SETS = {"builtins.set": "set", "builtins.frozenset": "frozenset"}
 
 
 class Side:
-    """One of the two checkpoints, its names final, and what its nodes mean."""
+    """One of the two checkpoints, after its names were changed, and what its nodes mean."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -74,11 +76,11 @@ class Side:
         return self.checkpoint.tensor_nodes.get(id(node)) if isinstance(node, Call) else None
 
     def at(self, place: Place) -> TensorInfo:
-        """The tensor at `place`: one node can stand at several, and is tied to itself at all but the first."""
+        """The tensor at `place`. A node can stand at several places: at all but the first it is tied to itself."""
         return self.checkpoint.tensors.get(place.path) or self.checkpoint.tensor_nodes[id(place.node)]
 
     def facts(self, place: Place) -> tuple[str, str, tuple[int, ...], int, str | None]:
-        """What a result says of the tensor at `place`."""
+        """The path, dtype, shape, bytes and tie of the tensor at `place`, as a result has them."""
         info = self.at(place)
         return place.path, info.dtype, info.shape, info.nbytes, info.tied_to
 
@@ -127,7 +129,7 @@ class Side:
         return None
 
     def encoded(self, kind: str, args: list[Value]) -> _Data | None:
-        """Bytes that a pickle of protocol 2 says as a text and its encoding."""
+        """Bytes that a pickle of protocol 2 writes as a text and its encoding."""
         text, encoding = args
         if encoding not in _LATIN_1:
             return None
@@ -143,14 +145,14 @@ class Side:
         return None if isinstance(node, (List, Tuple)) else members_of(node)
 
     def set_of(self, node: Value) -> Node | None:
-        """What the members of a set stand in: itself, or what it is made of; None for everything else."""
+        """The node that holds the members of a set: itself, or the list it is made of; None for everything else."""
         if isinstance(node, Call) and members_of(node, 0) is not None:
             made_of = args_of(node)
             return made_of[0] if made_of and isinstance(made_of[0], Node) else node
         return node if isinstance(node, (Set, FrozenSet)) else None
 
     def words(self, node: Value) -> str:
-        """`node` as a person is shown it."""
+        """`node` in the words that a person is shown."""
         if not isinstance(node, Node):
             return describe(node)
         if id(node) not in self.said:  # once: it can stand in any number of places
@@ -191,9 +193,9 @@ _KINDS: dict[type, str] = {
 
 @dataclass(frozen=True)
 class _Data:
-    """The bytes of a text or a bytes object of this `kind`, in memory or where they stand.
+    """The bytes of a text or bytes object of this `kind`, in memory or as a range of the file.
 
-    Of a large one that is said as a text, `is_text`, those of the text.
+    `is_text`: the range holds UTF-8 text, from which the bytes have to be encoded as Latin-1.
     """
 
     kind: str
@@ -214,8 +216,10 @@ class _Data:
 
 @dataclass(slots=True)
 class Meaning:
-    """What a key or member of `side` means, as long as there is `room`. What a tuple or frozenset means is a number,
-    one for each of `numbers`, so that neither its size nor how often it is shared counts again.
+    """What a key or member of `side` means, as long as there is `room`.
+
+    A tuple or frozenset means a number, the same in `numbers` for the same items. So it is gone through once, however
+    large it is and however often it is shared.
     """
 
     side: Side
@@ -223,7 +227,7 @@ class Meaning:
     room: int = KEY_SIZE
 
     def of(self, value: Value, depth: int) -> Meant:
-        """`value`, up to `depth` levels of it; None where something in it is an object, and where it is too large."""
+        """The meaning of `value`, down to `depth` levels; None if it is too large or an object is in it."""
         if id(value) in self.side.meant:
             return self.side.meant[id(value)]
         data = self.side.data(value)
@@ -240,7 +244,7 @@ class Meaning:
         return meant
 
     def of_items(self, value: Node, depth: int) -> Meant:
-        """`value` by what is in it."""
+        """The meaning of a tuple or frozenset `value`, from that of its items; None for everything else."""
         is_tuple = isinstance(value, Tuple)
         items = value.items if isinstance(value, Tuple) else self.side.members(value)
         if items is None or not (is_tuple or self.side.kind(value) == "frozenset"):
@@ -256,19 +260,19 @@ class Meaning:
 
 
 def inside_word(word: Call) -> Value:
-    """What the arguments of one of torch's small words stand in."""
+    """The node that holds the arguments of `word`, which makes a ``torch.device`` or ``torch.Size``."""
     args = args_of(word)
     return args[0] if len(args) == 1 and isinstance(args[0], Tuple) else word.args
 
 
 def said_in(word: Call) -> list[Said]:
-    """The arguments of one of torch's small words."""
+    """The arguments of `word`, which makes a ``torch.device`` or ``torch.Size``."""
     inside = inside_word(word)
     return [_atom(item) for item in inside.items] if isinstance(inside, Tuple) else []
 
 
 def _atom(value: Value) -> Said:
-    """`value` so that it can be sorted among others: those of one type among themselves. What is no atom is itself."""
+    """`value` as a kind and a value that sorts among others of its kind. A node is its own id."""
     if isinstance(value, float):
         return "float", struct.pack(">d", value + 0.0 if value == value else float("nan"))  # -0.0 is 0.0
     if value is None or isinstance(value, bool):

@@ -118,7 +118,7 @@ def test_a_failing_sync_of_the_folder_is_that_of_all_who_waited(
 @needs_proc
 def test_what_is_larger_waits_alone(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """Together they have no more bytes on the way than one of them may have."""
-    monkeypatch.setattr(executors, "_BEHIND", 1000)
+    monkeypatch.setattr(executors, "_WAITING", 1000)
     disk = Disk(monkeypatch, 1)
     synced: list[int] = []
 
