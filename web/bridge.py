@@ -1,4 +1,4 @@
-"""What the worker calls: paths of what was dropped go in; verdicts, plans and parts come out, as JSON can hold them."""
+"""What the worker calls: paths of chosen files go in; verdicts, plans and parts come out, as JSON can hold them."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ from ckptconv.render.report import report_lines
 
 __all__ = ["Bridge", "error_text"]
 
-_SHOWN = 20  # names in a text
+_SHOWN = 20  # names of tensors in a text
 _MOST = 2  # checkpoints at once
 
 
 class Bridge:
-    """The checkpoint that is looked at, and what was planned last."""
+    """The checkpoint that the page shows, and the copy that was planned last."""
 
     def __init__(self, folder: str) -> None:
-        """What was dropped stands in `folder`."""
+        """The files that the user chose are in `folder`."""
         self.folder, self.path = Path(folder), ""
         self.planned: tuple[PlannedFile, ...] = ()
         self._opened = ExitStack()
 
-    def given(self) -> list[str]:
-        """The checkpoints in what was dropped, one or two, as paths from where commands are typed: a file, a folder, or
-        files that are one set in a folder, whose name a browser does not say.
+    def checkpoints(self) -> list[str]:
+        """The one or two checkpoints among the chosen files, as paths for a command line.
+
+        Each is a file or a folder. The files of one set are a folder, whose name a browser does not tell.
         """
         self.forget()
         os.chdir(self.folder)
@@ -58,7 +59,7 @@ class Bridge:
             raise UsageError(
                 "one checkpoint is shown here, or two are compared",
                 got=some([*folders, *files]),
-                hint="the files of one set are taken together, without others. In a terminal "
+                hint="choose the files of one set together, and no others. In a terminal "
                 + command("convert_many", Placeholder("FOLDER"), Placeholder("OUT_FOLDER"))
                 + " converts all that a folder has",
             )
@@ -83,7 +84,7 @@ class Bridge:
         }
 
     def plan(self, dst: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Plan `dst`, with the `options` of ``convert``: the report, the command line, the files, what will be read."""
+        """Plan a copy named `dst` by the `options` of ``convert``: its report, its command line, its files."""
         self.forget()
         said = dict(options)
         maps = [tuple(each.split("=", 1)) if "=" in each else each for each in said.pop("map_location", [])]
@@ -119,7 +120,7 @@ class Bridge:
         }
 
     def parts(self, number: int, tick: Callable[[int], None]) -> Iterator[Any]:
-        """What the planned file `number` is made of: bytes, or a file's path, and the offset and length in it."""
+        """What the planned file `number` is made of: bytes, or the path, offset and length of a range in a file."""
         for part in self.planned[number].parts(tick):
             if isinstance(part, bytes):
                 yield part
@@ -127,7 +128,7 @@ class Bridge:
                 yield [os.path.relpath(part.path, self.folder), part.offset, part.length]
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
-        """Compare two checkpoints as far as it can be done without torch."""
+        """Compare two checkpoints, by headers and checksums where only torch could compare values."""
         line = str(command("diff", Path(a), Path(b)))
         try:
             found, note = compare(a, b, Edits()), ""
@@ -138,13 +139,13 @@ class Bridge:
         return {"same": found.same and not note, "text": lines, "note": note, "command": line}
 
     def forget(self) -> None:
-        """Let go of what was planned last."""
+        """Drop the copy that was planned last, and close its source."""
         self._opened.close()
         self.planned = ()
 
 
 def _checksums(path: str) -> dict[str, tuple[Any, int | None]]:
-    """What each tensor is, and the checksum of its storage, if the file has one."""
+    """By path: the dtype, shape, stride and offset of each tensor, and the checksum of its storage, if it has one."""
     with open_input(path) as source, gc_paused():
         infos = opening.read(source).tensors.values()
         return {
@@ -155,7 +156,7 @@ def _checksums(path: str) -> dict[str, tuple[Any, int | None]]:
 
 
 def _by_checksums(a: dict[str, tuple[Any, int | None]], b: dict[str, tuple[Any, int | None]]) -> str:
-    """Which tensors of one path are others, as far as headers and checksums tell."""
+    """Which tensors that both have are different, as far as headers and checksums tell."""
     both = [path for path in a if path in b]
     different = [path for path in both if a[path] != b[path] and None not in (a[path][1], b[path][1])]
     known = [path for path in both if path not in different and a[path] == b[path] and a[path][1] is not None]
@@ -169,7 +170,7 @@ def _by_checksums(a: dict[str, tuple[Any, int | None]], b: dict[str, tuple[Any, 
 
 
 def error_text(error: BaseException) -> str:
-    """What the command line says of `error`, which is one of ours, or what a browser's limits do."""
+    """`error` as the command line says it; an error that a browser's limits cause, in words of its own."""
     if isinstance(error, CkptconvError):
         return printable(f"ckptconv: {error}")
     if isinstance(error, (MemoryError, RecursionError)):
@@ -188,7 +189,7 @@ def _verdict(summary: Summary) -> str:
 
 
 def _fix(message: str | None) -> dict[str, Any] | None:
-    """The command in `message` as what the form is filled with: the name of the output, and the options."""
+    """The command in `message` as values for the form: the name of the copy, and the options."""
     line: Command | None = command_in(message)
     if line is None:
         return None
@@ -198,7 +199,7 @@ def _fix(message: str | None) -> dict[str, Any] | None:
 
 
 def _for_form(option: Option) -> Any:
-    """The value of an option: True, or texts, or pairs of them; a pair of devices is OLD=NEW."""
+    """The value of `option`: True, or a list of texts or of pairs; a pair of devices is the text OLD=NEW."""
     if isinstance(option.value, bool):
         return option.value
     join = "=".join if option.keyword == "map_location" else list

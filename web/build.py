@@ -1,8 +1,8 @@
-"""Build the page that converts in the browser: ``python -m web.build [FOLDER]``, else where the site takes it from.
+"""Build the page that converts in the browser: ``python -m web.build [FOLDER]``.
 
-It gets Pyodide from npm, whose version and SHA-512 stand here, and needs node to compile for its Python. All that the
-page loads stands in the folder, which can be put below any URL; a host that can send headers finds them in
-``_headers``, and where none does the page's service worker sends them.
+Without a folder the page is built where the documentation's site takes it from. Pyodide comes from npm; this file has
+its version and SHA-512. Node compiles the modules for Pyodide's Python. The folder has all that the page loads, and can
+be put below any URL. The page's service worker sends the headers; ``_headers`` has them for hosts that can send them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["build"]
 PACKAGE = "pyodide@314.0.7"
 INTEGRITY = "sha512-0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 HERE = Path(__file__).parent
-#: What of the standard library is left out: what talks to networks, terminals, databases and programmers.
+#: Modules of the standard library that are left out: for networks, terminals, databases and development.
 LEFT_OUT = """
     _pydatetime _pyio _pydecimal _pyrepl _strptime _sysconfigdata__emscripten_wasm32-emscripten antigravity argparse
     asyncio/__main__ asyncio/proactor_events asyncio/tools asyncio/windows_events asyncio/windows_utils bdb cProfile
@@ -43,7 +43,7 @@ LEFT_OUT = """
 """
 #: The encodings that Python itself may need; the package uses no others.
 ENCODINGS = "__init__ aliases ascii cp437 latin_1 raw_unicode_escape unicode_escape utf_8 utf_8_sig utf_16 utf_32"
-#: What of the package is left out: what needs a terminal, a network, torch, processes or a disk.
+#: Modules of the package that are left out: they need a terminal, a network, torch, processes or a disk.
 NOT_HERE = """
     __main__ byteranges/far byteranges/kernels/assembling byteranges/kernels/casting byteranges/kernels/comparing
     byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
@@ -51,11 +51,11 @@ NOT_HERE = """
     conversion/undo formats/in_place inspection/verification output/cast_threads output/in_place
     output/s3_upload output/upload_parts render/notebook render/page/vendor/make tensors
 """
-#: Of the page itself, in the order in which they are loaded, and what a server calls them.
+#: The files of the page itself, in the order in which they are loaded, and their content types.
 SHELL = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(
     ("page.mjs", "worker.mjs", "pyodide.mjs", "pyodide.asm.mjs"), "text/javascript; charset=utf-8"
 )
-#: What the worker is given as bytes, when the page is first touched.
+#: Files that the worker gets as bytes, when the user first reaches the field.
 ENGINE = ("pyodide.asm.wasm.gz", "python_stdlib.zip.gz", "ckptconv.zip.gz")
 
 
@@ -146,7 +146,7 @@ def _taken(folder: Path, left_out: str) -> dict[str, str]:
 
 
 def _policies() -> dict[str, str]:
-    """What the page and its worker may do. The hashes are those of the pages of ``inspect --html``."""
+    """The policies of the page and its worker. The hashes are those of the pages of ``inspect --html``."""
     script, style = hashes()
     least = "default-src 'none'; base-uri 'none'; form-action 'none'"
     return {

@@ -1,7 +1,7 @@
 // The page around the worker: takes files, shows what ckptconv says of them, and saves what it plans.
 const ENGINE = {{engine}};
-const DEADLINE = 60_000; // milliseconds without a sign of life, after which the worker is started anew
-const MOST = 10_000; // files of a folder
+const DEADLINE = 60_000; // milliseconds without progress, after which the worker is ended
+const MOST = 10_000; // files in a folder that is dropped
 const $ = (id) => document.getElementById(id);
 const counted = (n) => n.toLocaleString("en");
 
@@ -34,7 +34,7 @@ function fail(error) {
   $("error").textContent = String(error.message ?? error);
 }
 
-// The service worker, which has the files and says what the page may do.
+// The service worker, which serves the page's files and its policy.
 
 const guarded = (async () => {
   if (!navigator.serviceWorker) return false;
@@ -85,7 +85,7 @@ function post(name, given, progress) {
     let timer;
     const wait = () => {
       clearTimeout(timer);
-      timer = setTimeout(() => stop("This took longer than " + DEADLINE / 1000 + " s, and was ended. The command line has no such limit."), DEADLINE);
+      timer = setTimeout(() => stop("This made no progress for " + DEADLINE / 1000 + " s, and was ended. The command line has no such limit."), DEADLINE);
     };
     const ended = (run) => (value) => { clearTimeout(timer); calls.delete(id); run(value); };
     calls.set(id, { resolve: ended(resolve), reject: ended(reject), progress: (n) => { wait(); progress?.(n); } });
@@ -121,7 +121,7 @@ function ready() {
     const held = enforced && (await guarded);
     $("promise").className = enforced ? "" : "bad";
     $("promise").textContent = enforced
-      ? "Nothing is uploaded: the browser forbids it. What reads your file may connect to nothing" + (held ? ", and this page to nothing but itself." : ".")
+      ? "Nothing is uploaded: the browser forbids it. The part that reads your file may connect to nothing" + (held ? ", and this page only to its own files." : ".")
       : "Nothing is uploaded by this page, but this browser or this host does not enforce it: no policy reached the part that reads files.";
     say("Python is loaded.");
     return true;
@@ -135,8 +135,8 @@ function ready() {
 let source = { path: "", dropped: [] }; // what is looked at, and the files that were dropped: {path, file, handle}
 let turn = 0;
 
-// A file can be another than the one that was chosen, while it is read or saved: where there is no handle, a browser
-// that looks at it itself does not read it.
+// Fails if a file has changed since it was chosen. Without a handle it reads one byte, which Chromium refuses of a file
+// that has changed.
 async function unchanged() {
   for (const { path, file, handle } of source.dropped) {
     const same = handle
@@ -291,13 +291,13 @@ function show(plan) {
   $("planned").hidden = false;
 }
 
-// Said beside the button too: the top of the page may be out of sight.
+// Says it beside the button too: the top of the page may be out of sight.
 function saving(text, done) {
   say(text, done);
   $("saved").textContent = text;
 }
 
-// Where the browser lets pages write to the disk: a handle for each of the files with these numbers.
+// Asks where to save the one file with number i. Null where the browser does not let pages write to the disk.
 async function oneFile([i]) {
   return globalThis.showSaveFilePicker ? [await showSaveFilePicker({ suggestedName: planned.files[i].name.split("/").pop() })] : null;
 }
@@ -318,7 +318,7 @@ async function save(numbers, places) {
   $("error").hidden = true;
   const outs = [];
   try {
-    if (!worker) await prepare(); // it was ended, and with it the plan
+    if (!worker) await prepare(); // the worker was ended, and the plan with it
     if ($("planned").hidden) return;
     await unchanged();
     $("saved").textContent = "Your browser asks where to save it.";
@@ -332,14 +332,14 @@ async function save(numbers, places) {
       } else download(blob, name.split("/").pop());
     }
     if (outs.length) await unchanged();
-    while (outs.length) await outs.shift().close(); // what was written appears now, an index last
+    while (outs.length) await outs.shift().close(); // the files appear now, an index last
     $("saved").textContent = handles
       ? "Saved, and the file did not change meanwhile."
       : "Your browser saves it now: " + counted(sum(numbers.map((i) => planned.files[i].size))) + " bytes.";
   } catch (error) {
     for (const each of outs) await each.abort().catch(() => {});
     $("saved").textContent = "";
-    if (error.name !== "AbortError") fail(await unchanged().then(() => error, (why) => why)); // AbortError: not wanted after all
+    if (error.name !== "AbortError") fail(await unchanged().then(() => error, (why) => why)); // AbortError: the user has cancelled
   } finally {
     say("Ready.");
     for (const each of document.querySelectorAll("#planned button")) each.disabled = false;
@@ -352,7 +352,7 @@ function download(blob, name) {
   setTimeout(() => URL.revokeObjectURL(url), 600_000); // a browser may ask where to before it reads
 }
 
-// To a file of the disk, which appears when all of it is written.
+// Writes to a file on the disk, which appears when it is closed.
 async function stream(blob, name, out) {
   let done = 0;
   const counter = new TransformStream({
@@ -364,7 +364,7 @@ async function stream(blob, name, out) {
   await blob.stream().pipeThrough(counter).pipeTo(out, { preventClose: true });
 }
 
-// What is done by hand
+// What the user does
 
 for (const touch of ["pointerover", "focusin"]) $("drop").addEventListener(touch, () => ready().catch(() => {}), { once: true });
 $("choose").addEventListener("click", () => ready().catch(fail));
@@ -383,7 +383,7 @@ addEventListener("drop", async (event) => {
   event.preventDefault();
   $("drop").classList.remove("over");
   const items = [...event.dataTransfer.items].filter((item) => item.kind === "file");
-  const asked = items.map((item) => ({ // at once: what was dropped is soon forgotten
+  const asked = items.map((item) => ({ // at once: the browser soon forgets what was dropped
     file: item.getAsFile(),
     entry: item.webkitGetAsEntry?.(),
     handle: item.getAsFileSystemHandle?.().catch(() => null),
@@ -392,7 +392,7 @@ addEventListener("drop", async (event) => {
     const dropped = [];
     for (const { file, entry, handle } of asked) {
       if (entry?.isDirectory) await enter(entry, dropped);
-      else dropped.push({ path: unlike(file.name, dropped), file, handle: await handle });
+      else dropped.push({ path: freeName(file.name, dropped), file, handle: await handle });
     }
     if (dropped.length) take(dropped);
   } catch (error) {
@@ -400,10 +400,10 @@ addEventListener("drop", async (event) => {
   }
 });
 
-// Two files of one name, from two folders, need two.
-const unlike = (name, dropped) => (dropped.some((each) => each.path === name) ? unlike(name.replace(/(\.[^.]*)?$/, " (2)$1"), dropped) : name);
+// Two files of one name, from two folders, get two names.
+const freeName = (name, dropped) => (dropped.some((each) => each.path === name) ? freeName(name.replace(/(\.[^.]*)?$/, " (2)$1"), dropped) : name);
 
-// What is in a folder and below; hidden folders are left.
+// Adds all files in a folder and below to `dropped`, except those in hidden folders.
 async function enter(folder, dropped) {
   const reader = folder.createReader();
   for (;;) {

@@ -1,13 +1,13 @@
-// Runs ckptconv: one file is open at a time, and is read by position. It asks no host for anything; it is not allowed to.
+// Runs ckptconv on the chosen files, which are read by position. It asks no host for anything; it is not allowed to.
 import { loadPyodide } from "./pyodide.mjs";
 
 const NESTING = 400; // the stack of a browser ends at some 700 levels
-const given = new Map(); // what Pyodide asks for by name: the page has it already
+const given = new Map(); // files that Pyodide fetches by name; the page has sent them already
 const unbound = self.fetch;
-const FOLDER = "/files/FOLDER"; // where what was dropped stands for Python; a browser does not say what folder it is from
+const FOLDER = "/files/FOLDER"; // where Python finds the chosen files; a browser does not tell which folder they are from
 let bridge;
-let files = new Map(); // what was dropped, by its path from there
-let nread = 0, unreadable = ""; // since a call began
+let files = new Map(); // the chosen files, by their paths in FOLDER
+let nread = 0, unreadable = ""; // in this call: bytes that were read, and a file that could not be
 
 const enforced = unbound.call(self, "data:,").then(() => false, () => true); // a data: URL leaves no machine
 
@@ -42,7 +42,7 @@ async function start(engine) {
   return { enforced: await enforced };
 }
 
-// Files are read here and now, which a browser lets workers alone do; how much, and whether one could not be, is kept.
+// Notes how much is read, and which file could not be. Reads are synchronous, which browsers allow only in workers.
 function watch(FS, { EIO }) {
   const operations = FS.filesystems.WORKERFS.stream_ops, read = operations.read;
   operations.read = (stream, ...where) => {
@@ -50,14 +50,14 @@ function watch(FS, { EIO }) {
       const done = read(stream, ...where);
       nread += done;
       return done;
-    } catch (error) { // of the browser: the file is another, or no more
+    } catch (error) { // of the browser: the file has changed, or is gone
       unreadable = stream.node.name;
       throw new FS.ErrnoError(EIO);
     }
   };
 }
 
-// Put `dropped` where Python reads it, pairs of a path and a file; which checkpoints that are.
+// Mounts `dropped`, pairs of a path and a file, where Python reads them. Gives the paths of the checkpoints.
 function open({ dropped }) {
   const { FS } = bridge.python;
   bridge.of.forget();
@@ -67,7 +67,7 @@ function open({ dropped }) {
   }
   files = new Map(dropped);
   FS.mount(FS.filesystems.WORKERFS, { blobs: dropped.map(([name, data]) => ({ name, data })) }, FOLDER);
-  return plain(bridge.of.given());
+  return plain(bridge.of.checkpoints());
 }
 
 const plain = (found) => found.toJs({ dict_converter: Object.fromEntries });

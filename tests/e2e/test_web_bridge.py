@@ -36,7 +36,7 @@ def bridge(folder: Path) -> Bridge:
     """Into which one file was dropped."""
     torch.save({"module.w": torch.arange(6.0), "module.b": torch.ones(2)}, "ddp.pt")
     bridge = Bridge(str(folder))
-    assert bridge.given() == ["ddp.pt"]
+    assert bridge.checkpoints() == ["ddp.pt"]
     return bridge
 
 
@@ -98,7 +98,7 @@ def test_a_set_is_one_checkpoint(dst: str, suffix: str, is_folder: bool, folder:
     """By its folder, or by its files; it becomes a set again, or one file, as the command writes it."""
     write_set(folder / "llama" if is_folder else folder, suffix)
     bridge = Bridge(str(folder))
-    (path,) = bridge.given()
+    (path,) = bridge.checkpoints()
     assert path == "llama" if is_folder else path.startswith("FOLDER/") and path.endswith(".index.json")
     json.dumps(bridge.inspect(path))
     plan = bridge.plan(dst, {"strip_prefix": ["module."]})
@@ -114,19 +114,19 @@ def test_the_fix_of_a_set_is_one(folder: Path) -> None:
     """The prefix of a set goes by the button beside it, into a folder; without an index the set is its folder."""
     write_set(folder, ".safetensors", index=False)
     bridge = Bridge(str(folder))
-    assert bridge.given() == ["FOLDER"]
+    assert bridge.checkpoints() == ["FOLDER"]
     (fix,) = {each["fix"]["command"]: each["fix"] for each in bridge.inspect("FOLDER")["findings"]}.values()
     assert bridge.plan(fix["dst"], fix["options"])["command"] == fix["command"] and len(bridge.planned) == 4
     Path("FOLDER/model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CkptconvError, match="1 of 3 shards is missing: model-00002-of-00003"):
-        bridge.inspect(*bridge.given())
+        bridge.inspect(*bridge.checkpoints())
 
 
 def test_more_than_two_are_refused(folder: Path) -> None:
     for name in "abc":
         torch.save({"w": torch.ones(1)}, f"{name}.pt")
     with pytest.raises(CkptconvError, match=r"got a\.pt, b\.pt, c\.pt.*ckptconv convert FOLDER OUT_FOLDER"):
-        Bridge(str(folder)).given()
+        Bridge(str(folder)).checkpoints()
 
 
 def test_a_copy_has_a_name_and_no_url(bridge: Bridge) -> None:
@@ -139,7 +139,7 @@ def test_fixes_are_what_the_form_is_filled_with(bridge: Bridge) -> None:
     """And planned with that, they are the command of inspect."""
     torch.save({"module.w": torch.ones(2), "opt": {"v": torch.ones(2)}}, "x.pt")
     assert main(["convert", "x.pt", "x.pt", "--map", "cpu=cuda:70", "-f", "-q"]) == 0
-    for name in bridge.given():
+    for name in bridge.checkpoints():
         seen = bridge.inspect(name)
         json.dumps(seen)
         fixes = [each["fix"] for each in seen["findings"] if each["fix"]]
@@ -156,7 +156,7 @@ def test_fixes_are_what_the_form_is_filled_with(bridge: Bridge) -> None:
 def test_two_files_are_compared(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch is missing, by headers and checksums."""
     torch.save({"module.w": torch.arange(6.0), "module.b": torch.zeros(2)}, "e.pt")
-    assert bridge.given() == ["ddp.pt", "e.pt"]
+    assert bridge.checkpoints() == ["ddp.pt", "e.pt"]
     assert bridge.diff("ddp.pt", "ddp.pt")["same"]
     found = bridge.diff("ddp.pt", "e.pt")
     assert not found["same"] and found["note"] == "" and found["command"] == "ckptconv diff ddp.pt e.pt"

@@ -49,7 +49,7 @@ KEY_SIZE = 4096  # atoms, or kilobytes, of the largest key or member that is com
 _LATIN_1 = ("latin1", "latin-1", "iso-8859-1")
 #: A key or member as a kind and a value, which can be compared and sorted.
 Said: TypeAlias = tuple[str, object]
-#: None: it can only be compared by its place.
+#: None: an object is in it, or it is too large.
 Meant: TypeAlias = "Said | None"
 _SETS = {"builtins.set": "set", "builtins.frozenset": "frozenset"}
 
