@@ -48,7 +48,7 @@ class Pieces:
         self._folder = folder
         self._inflated: dict[int, ByteRange] = {}
         self._importing = _begin_import() if any(piece.is_computed for piece in every) else None
-        #: Bytes that are needed in `folder` for a while.
+        #: Bytes that temporary files in `folder` need.
         self.spooled_bytes = sum({id(of): of.length for piece in every if (of := piece.spooled())}.values())
         #: By the paths of a :class:`Cast`, how many of the numbers that tensors show
         #: were too large for their new dtype.
@@ -82,7 +82,7 @@ class Pieces:
             yield from reading.read(piece)
 
     def located(self, piece: Piece) -> Piece:
-        """`piece`; of a part of what is deflated, where it can be read."""
+        """`piece`; a part of a deflated piece becomes the range of the inflated file that holds it."""
         if not isinstance(piece, InflateSlice):
             return piece
         return self._whole(piece.of).slice(piece.offset, piece.length)
@@ -95,7 +95,7 @@ class Pieces:
         return TorchCastBuffer(piece, most)
 
     def _await_import(self) -> None:
-        """Wait until what needs torch is imported. Raises what that raises."""
+        """Wait until the modules that need torch are imported. Raises what the import raises."""
         if self._importing is not None:
             self._importing.result()
 
@@ -194,8 +194,9 @@ def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator
 
 
 def _begin_import() -> Future[None]:
-    """Have what needs torch imported in a thread: that takes as long as copying some gigabytes. Python gives Ctrl-C to
-    the first thread, so torch does not see it while it is imported.
+    """Import the modules that need torch in a thread, because the import takes as long as copying some gigabytes.
+
+    Python gives Ctrl-C to the main thread, so it does not interrupt the import.
     """
     from concurrent.futures import Future, ThreadPoolExecutor  # which cost every other conversion some milliseconds
 
@@ -212,7 +213,7 @@ def _begin_import() -> Future[None]:
 
 
 def _import_kernels() -> None:
-    """Import what needs torch, with Ctrl-C waiting, which torch does not stand there."""
+    """Import the modules that need torch. Ctrl-C waits until then, because torch cannot be interrupted there."""
     import signal  # which a browser has not whole
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

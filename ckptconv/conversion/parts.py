@@ -1,4 +1,4 @@
-"""A conversion as a plan, for who puts the output together elsewhere: bytes of our own, and parts of the source."""
+"""A conversion as a plan: new bytes and parts of the source, from which another program can make the output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["FilePart", "PlannedFile", "plan", "plan_files"]
 
 
 class FilePart(NamedTuple):
-    """`length` bytes at `offset` of the source; `path` says of which file, where the source has several."""
+    """`length` bytes at `offset` of the file `path`, which is the source or one of its files."""
 
     offset: int
     length: int
@@ -51,7 +51,7 @@ class PlannedFile:
     report: Report
 
     def __init__(self, source: Readable, file: OutFile, report: Report, opened: ExitStack) -> None:
-        """`file` of a plan for `source`, which is closed with `opened`."""
+        """The `file` of a plan for `source`. Closing `opened` closes the source."""
         self.path, self.report = file.path, report
         self._source, self._file, self._opened = source, file, opened
         self._stored = {id(each) for each in _files_of(source)}

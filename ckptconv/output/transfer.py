@@ -58,7 +58,7 @@ class Transfer:
         self.pieces = Pieces(file.pieces, folder)
         is_read_again = compared or bool(file.sums) or any(piece.is_computed for piece in file.pieces)
         starts = accumulate((piece.length for piece in file.pieces), initial=0)
-        #: The pieces and where they begin, as they are written: first those that need no torch, while that is imported.
+        #: The pieces and where they begin, in the order of writing: first those that do not need torch.
         self._placed = sorted(zip(starts, file.pieces, strict=False), key=lambda placed: placed[1].is_computed)
         kept = reading.announce((piece for _, piece in self._placed), keep=folder if is_read_again else None)
         #: Bytes that are needed beside the file for a while.

@@ -1,4 +1,4 @@
-"""Far files that a server sends whole alone: downloaded once, where that is asked for, and read here."""
+"""Far files of which a server sends no ranges: with ``--download`` they are downloaded once, and read here."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def open_far(
     download: bool | Path = False,
     progress: Meter | None = None,
 ) -> Readable:
-    """The far file at `path`, as :class:`FarSource` has it. With `download`, which can say a folder, a file of which
-    the server sends no ranges is downloaded, and `progress` hears of that.
+    """The far file at `path`, read by ranges. With `download` it is downloaded if the server sends no ranges.
+
+    `download` can be the folder to use. `progress` is called with the bytes that are downloaded.
 
     Raises InputError, UsageError where no package can reach it, OutputError where there is no room for it.
     """
@@ -66,7 +67,7 @@ class _Downloaded(Readable):
     def _received(self, _: float) -> int:
         """How many bytes came, all of which are in our file now. Raises Transient, InputError, OutputError.
 
-        As many as are one part of a file that is read by ranges may take as long as that.
+        Every ``POLICY.part`` bytes must come within ``POLICY.deadline`` seconds.
         """
         done = due = 0
         transport = cast("HttpTransport", transport_for(self.url, self.path))
@@ -104,9 +105,9 @@ class _Downloaded(Readable):
             raise OutputError(what, where=self._folder) from error
 
     def about(self) -> list[str]:
-        """That it was downloaded."""
+        """A note that it was downloaded."""
         return [f"the server sends no ranges of it: all {size(self.size)} were downloaded first"]
 
     def close(self) -> None:
-        """Let the file go, with its bytes."""
+        """Close the file, which has no name, so that its space is free again."""
         self._file.close()

@@ -52,7 +52,7 @@ class Location:
 
 
 def _secrets(url: Url) -> list[str]:
-    """What a message may not repeat of `url`, the longest first: also a password by itself, however it is spelled."""
+    """The parts of `url` that no message may repeat, the longest first: also a password by itself, however encoded."""
     parts = [url.userinfo, url.userinfo.partition(":")[2], url.query]
     parts += [each.partition("=")[2] for each in url.query.split("&")]
     return sorted({each for part in parts for each in (part, unquote(part)) if len(each) > 2}, key=len, reverse=True)
