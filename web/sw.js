@@ -1,4 +1,4 @@
-// Answers for this page alone: with the files of one build, their policy in real headers. Anything else, it refuses.
+// Serves the files of one build of this page, with their policy in real headers. Refuses every other request.
 const FILES = {{files}};
 const SHELL = {{shell}};
 const VERSION = "ckptconv {{version}}";
