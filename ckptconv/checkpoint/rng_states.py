@@ -47,7 +47,10 @@ class RngStates:
 
     def are_all_tensors_of(self, node: Object) -> bool:
         """Whether the mapping `node` holds RNG states and no other tensors."""
-        tensors = {id(value) for _, value in node.entries() if id(value) in self._tensor_nodes}
+        values = [id(value) for _, value in node.entries()]
+        if any(each in self._tensor_nodes and each not in self._possible for each in values):
+            return False
+        tensors = self._tensor_nodes.keys() & values
         return tensors <= (self._certain | self._hinted if tensors.isdisjoint(self._certain) else self._possible)
 
     def _info(self, place: Place) -> TensorInfo:

@@ -12,6 +12,7 @@ from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Value, is_global, strings_of
 from ckptconv.pickles.paths import Place
+from ckptconv.pickles.rows import RowCall
 
 __all__ = ["Detected", "NamedOptimizer", "StateDict", "detect"]
 
@@ -143,6 +144,8 @@ class _Reader:
         inside: set[int] = set()  # places in what is closed
         first: set[int] = set()
         for place in index.places:
+            if isinstance(place.node, RowCall) and not place.node.effects:
+                continue  # most tensors: nothing stands in them
             if id(place.node) in self.closed or id(place.parent) in inside:
                 inside.add(id(place))
             if id(place.node) not in first:
