@@ -56,6 +56,8 @@ def others_in(
         if name in taken:
             continue
         try:
+            if stat.S_ISLNK(status.st_mode) and is_url(target):  # where it becomes the file that it leads to
+                check_inside(folder / name, folder)
             kind = _kind(folder, name, status)
         except RefusedError as error:
             left.append((folder / name, error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -151,6 +152,19 @@ def test_others_come_along(name: str, far: str, run: Path, tmp_path: Path, comma
         for each in near:
             with open_other(far_path(dst) / each) as source:
                 assert source.read(0, source.size) == near[each]
+
+
+def test_no_link_leads_out_on_the_way_to_a_store(run: Path, tmp_path: Path) -> None:
+    """Nor does one to another link, which stays a link where the output is a folder here."""
+    src = tmp_path / "set"
+    shutil.copytree(run / "set", src, symlinks=True)
+    (tmp_path / "secret.txt").write_text("secret")
+    (src / "out.txt").symlink_to(tmp_path / "secret.txt")
+    (src / "chain.txt").symlink_to("out.txt")
+    report = ckptconv.convert(src, "memory://chain/out/", copy_others=True, map_location="cuda:1")
+    assert sorted(Path(path).name for path, _ in report.failed) == ["chain.txt", "out.txt"]
+    there = {name for name in far_path("memory://chain/out/").below() if name.endswith("txt")}
+    assert there == {"model.txt", "tokenizer/words.txt"}
 
 
 def test_of_an_index_its_siblings_come_along(far: str, run: Path, tmp_path: Path) -> None:
