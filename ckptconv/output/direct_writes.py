@@ -35,7 +35,11 @@ _AT_ONCE = 4  # writes on their way
 _SHARE = 2  # files of 1/2 of the available memory or more are large: the source does not fit in beside them
 _LEAST = 64 << 20  # bytes: less goes through the cache, and nobody asks how much memory there is
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
-_REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
+#: By the write; or by the mapping: of a filesystem without (FUSE's direct_io), of files that are too many, of memory.
+_REFUSED = (
+    *(errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP),
+    *(errno.ENODEV, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
+)
 
 
 def planned_directly(files: Sequence[OutFile], folder: Path) -> tuple[OutFile, ...]:

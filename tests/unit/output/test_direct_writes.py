@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -114,6 +115,21 @@ def test_where_a_write_is_refused(
 
     monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, refuse))
     convert(src, tmp_path / "dst.pt", map_location="cuda:0")
+    assert_right(src, tmp_path / "dst.pt")
+
+
+@pytest.mark.parametrize("code", [errno.ENODEV, errno.EMFILE, errno.ENOMEM])
+def test_where_the_source_cannot_be_mapped(
+    src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are filesystems without, and limits: it is read, as ever."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    convert(src, tmp_path / "dst.pt", map_location="cuda:0")
+    monkeypatch.undo()
     assert_right(src, tmp_path / "dst.pt")
 
 
