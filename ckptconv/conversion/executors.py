@@ -11,6 +11,7 @@ import stat
 from collections import deque
 from concurrent.futures import Executor, Future
 from queue import Empty, SimpleQueue
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from ckptconv.byteranges.sources import is_url
@@ -26,6 +27,8 @@ __all__ = ["GivenExecutor", "processes"]
 
 _WINDOW = 1000  # jobs that an executor of somebody else's holds at once
 _WAITING = 64 << 20  # bytes of input files whose outputs wait for the disk at once
+_AT_ONCE = 32  # files that wait so
+_OPEN = 8  # files that each of them may have open: its input, its output, a folder, with room for what is inflated
 
 
 class _ThisThread(JobExecutor):
@@ -35,10 +38,9 @@ class _ThisThread(JobExecutor):
     at most `_WAITING` bytes. A larger job is done alone. Outcomes come in the order of the jobs.
     """
 
-    most = 32
-
     def __init__(self, tick: Progress | None) -> None:
         self.tick = tick
+        self.most = _most_at_once()
         self._begun: deque[_Begun] = deque()  # in the order of their jobs
         self._synced: SimpleQueue[tuple[list[_Begun], BaseException | None]] = SimpleQueue()
         #: Folders that are being synced, each with the jobs that wait for its next sync.
@@ -96,7 +98,11 @@ class _ThisThread(JobExecutor):
         if isinstance(wait, FolderSync):
             self._folders[wait] = []
 
+        once = Lock()
+
         def sync() -> None:
+            if not once.acquire(blocking=False):
+                return
             error: BaseException | None = None
             try:
                 wait()
@@ -110,15 +116,16 @@ class _ThisThread(JobExecutor):
             self._threads = ThreadPoolExecutor(self.most, "ckptconv-sync")
         try:
             self._threads.submit(sync)
-        except RuntimeError:  # the system gives no more
+        except RuntimeError:  # the system gives no more; those that there are have been handed it all the same
             sync()
 
     def close(self, *, failed: bool) -> None:  # noqa: ARG002 - where nothing failed, nothing waits
         """End the waiting jobs where they are: each deletes its temporary file, unless that has its name already."""
-        if self._threads is not None:
-            self._threads.shutdown()
-        while self._begun:
-            self._begun.popleft().steps.close()
+        with contextlib.ExitStack() as ending:  # each of them, also where Ctrl-C comes once more
+            for begun in self._begun:
+                ending.callback(begun.steps.close)
+            if self._threads is not None:
+                self._threads.shutdown()
 
 
 @dataclass
@@ -133,16 +140,30 @@ class _Begun:
     outcome: Outcome | None = None
 
 
+def _most_at_once() -> int:
+    """How many files may wait for the disk at once, where the system lets so many be open."""
+    try:
+        import resource  # which is of Unix alone
+    except ImportError:
+        return _AT_ONCE
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return _AT_ONCE if hard == resource.RLIM_INFINITY else max(1, min(_AT_ONCE, hard // _OPEN))
+
+
 def _paths_and_size(task: Task) -> tuple[set[str], int]:
-    """The paths of `task`, and the bytes of its input. A task that must be alone counts as `_WAITING` bytes."""
+    """The paths of `task`, and the bytes of its input. A task that must be alone counts as `_WAITING` bytes.
+
+    Alone are those whose input is the output, is far, or is not one file: a set has all of its files open.
+    """
     src, dst = task.job.src, task.job.dst
     paths = {os.path.abspath(src), os.path.abspath(dst)}
-    if task.stamp or is_url(src):
+    is_index = not task.job.edits.get("copy") and os.fspath(src).lower().endswith(".json")
+    if task.stamp or is_url(src) or is_index:
         return paths, _WAITING
     try:
         found = os.stat(src)
-    except (OSError, ValueError):
-        return paths, 0
+    except (OSError, ValueError):  # or a pattern
+        return paths, _WAITING
     return paths, found.st_size if stat.S_ISREG(found.st_mode) else _WAITING
 
 

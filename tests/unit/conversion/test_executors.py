@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from ckptconv.conversion import executors
 from ckptconv.conversion.batches import run_jobs
 from ckptconv.conversion.executors import processes
-from ckptconv.conversion.jobs import Job, Outcome
+from ckptconv.conversion.jobs import Job, Outcome, Task
 
 AT_ONCE = 8
 
@@ -150,14 +152,83 @@ def test_no_threads(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(os.listdir("out")) == len(jobs)
 
 
+def test_no_more_threads(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives one and no more: what that one was handed too is not done twice."""
+    start, started = threading.Thread.start, []
+
+    def once(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    real, synced = os.fsync, []
+
+    def sync(fd: int) -> None:
+        if threading.current_thread() in started:
+            time.sleep(0.01)  # so that it is busy when the next comes
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert all(outcome.report for outcome in run(jobs))
+    files = [path for path in synced if path.endswith(".tmp")]
+    assert len(files) == len({*files}) == len(jobs)
+
+
+@needs_proc
+@pytest.mark.parametrize("hard", [8, 64])
+def test_few_open_files(jobs: list[Job], hard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more wait for the disk than the system lets be open."""
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
+    assert processes(1).most == hard // 8
+    disk = Disk(monkeypatch, 1)
+    assert all(outcome.report for outcome in run(jobs))
+    assert len(disk.files) == len(jobs)
+
+
+def test_what_is_not_one_file_waits_alone(jobs: list[Job]) -> None:
+    """A set by its index, and rank files by a pattern, have all their files open."""
+    Path("model.safetensors.index.json").write_text("{}")
+    for src, is_alone in ((jobs[0].src, False), ("model.safetensors.index.json", True), ("in/*.pt", True)):
+        _, nbytes = executors._extent(Task(Job(src, "out.pt")))
+        assert (nbytes == executors._BEHIND) == is_alone, src
+
+
+@needs_proc
+def test_ctrl_c_twice_leaves_no_temporary(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes while those are waited for that the first has found at the disk."""
+    begun = threading.Event()
+
+    def interrupt(_: int) -> None:
+        if len(os.listdir("out")) == 6:
+            raise KeyboardInterrupt
+
+    def shutdown(self: ThreadPoolExecutor) -> None:
+        begun.set()
+        raise KeyboardInterrupt
+
+    def sync(_: int) -> None:
+        assert threading.current_thread() is threading.main_thread() or begun.wait(30)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(jobs, processes(1, interrupt), lambda outcome: outcome)
+    assert os.listdir("out") == []
+
+
 @needs_proc
 def test_ctrl_c_leaves_no_temporary(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """Six wait for the disk as it comes: none of them has its name, and no folder is left for them."""
     disk = Disk(monkeypatch, len(jobs))
 
     def interrupt(_: int) -> None:
-        with disk.change:
-            if len(disk.files) == 6:
+        if len(os.listdir("out")) == 7:
+            with disk.change:
+                disk.change.wait_for(lambda: len(disk.files) == 6, timeout=30)
                 disk.needed.clear()
                 disk.change.notify_all()
                 raise KeyboardInterrupt
