@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace as changed
+from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def upload(
                 each.read_back(progress)
             last.appear(condition)
         except BaseException:
-            for each in begun:
+            is_whole = bool(begun) and begun[-1].is_there  # Ctrl-C came right behind the last
+            for each in () if is_whole else begun:
                 with contextlib.suppress(OutputError):  # what went wrong first matters more
                     each.forget(is_new=not replace or each.path not in old.taken)
             raise
@@ -203,10 +205,17 @@ class _Upload:
             error.hint = error.hint or hint
             raise
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it has appeared."""
+        return self._etag is not None
+
     def forget(self, *, is_new: bool) -> None:
-        """Abort the upload. An object that has appeared is deleted if it `is_new`, so that it replaced nothing."""
-        if self._etag is not None:
-            if is_new:
+        """Abort the upload. An object that has appeared is deleted if it `is_new`, so that it replaced nothing, and nobody
+        has replaced it meanwhile.
+        """
+        if self.is_there:
+            if is_new and self._target.etag() == self._etag:
                 self._target.delete()
         elif self._id is not None:
             self._target.abort(self._id)
@@ -223,18 +232,24 @@ class _Object:
 
     def head(self) -> dict[str, Any] | None:
         """What the store says of the object; None where it has none."""
-        try:
-            return self._asked(self._client.head_object)
-        except ClientError as error:
-            if _status(error) == 404:
-                return None
-            raise self._failed(error) from error
+        with self._as_output_error():
+            try:
+                return self._asked(self._client.head_object)
+            except ClientError as error:
+                if _status(error) == 404:
+                    return None
+                raise
+
+    def etag(self) -> str | None:
+        """The ETag of what is there, if anything is. Raises OutputError."""
+        return (self.head() or {}).get("ETag")
 
     def put(self, data: bytes, condition: dict[str, str]) -> str:
         """Write all of it in one request; its ETag."""
         with self._as_output_error():
-            sum_ = _base64(digest([data]))
-            return str(self._asked(self._client.put_object, Body=data, ContentMD5=sum_, **condition)["ETag"])
+            sum_ = digest([data])
+            more = {"Body": data, "ContentMD5": _base64(sum_), **condition}
+            return self._appeared(lambda: f'"{sum_.hex()}"', self._client.put_object, **more)
 
     def delete(self) -> None:
         """Delete it, whether it is there or not."""
@@ -301,20 +316,31 @@ class _Object:
     def _complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
         """As :meth:`complete`. A lost answer is no fault if the object is there with the ETag of its parts."""
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
-        try:
-            said = self._asked(
-                self._client.complete_multipart_upload,
-                UploadId=upload,
-                MultipartUpload={"Parts": parts},
-                **condition,
-            )
-            return str(said.get("ETag", ""))
-        except ClientError as error:
+        more = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **condition}
+
+        def whole() -> str:
             digests = [bytes.fromhex(etag.strip('"')) for etag in etags if len(etag.strip('"')) == 32]
-            whole = f'"{digest(digests).hex()}-{len(etags)}"'
-            if _status(error) != 404 or (self.head() or {}).get("ETag") != whole:
+            return f'"{digest(digests).hex()}-{len(etags)}"'
+
+        return self._appeared(whole, self._client.complete_multipart_upload, **more)
+
+    def _appeared(self, etag: Callable[[], str], call: Callable[..., dict[str, Any]], **more: Any) -> str:
+        """Let the object appear; its ETag. An answer that was lost is no fault where the next one says that there is no
+        such upload any more, or an object already, and that one has the `etag` of what was sent.
+        """
+        calls = count_from(1)
+
+        def counted(**how: Any) -> dict[str, Any]:
+            next(calls)
+            return call(**how)
+
+        try:
+            return str(self._asked(counted, **more).get("ETag", ""))
+        except ClientError as error:
+            was_lost = next(calls) > 2 and _status(error) in (404, *_THERE)
+            if not was_lost or (found := self.etag()) != etag():
                 raise
-            return whole
+            return str(found)
 
     def _asked(self, call: Callable[..., dict[str, Any]], **more: Any) -> dict[str, Any]:
         """The store's answer to `call`, repeated until the deadline where that may help. Raises as botocore does."""

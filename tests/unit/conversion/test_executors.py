@@ -193,8 +193,8 @@ def test_what_is_not_one_file_waits_alone(jobs: list[Job]) -> None:
     """A set by its index, and rank files by a pattern, have all their files open."""
     Path("model.safetensors.index.json").write_text("{}")
     for src, is_alone in ((jobs[0].src, False), ("model.safetensors.index.json", True), ("in/*.pt", True)):
-        _, nbytes = executors._extent(Task(Job(src, "out.pt")))
-        assert (nbytes == executors._BEHIND) == is_alone, src
+        _, nbytes = executors._paths_and_size(Task(Job(src, "out.pt")))
+        assert (nbytes == executors._WAITING) == is_alone, src
 
 
 @needs_proc

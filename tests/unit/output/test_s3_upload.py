@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import ckptconv
+from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.edits.options import edits_from
+from ckptconv.errors import OutputError, TargetExistsError
+from ckptconv.output import read_back, s3_upload
 from tests.long import test_far_s3
 from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
     KINDS,
@@ -79,3 +84,83 @@ def test_a_set_and_a_fault_at_every_request(store: Store, tmp_path: Path) -> Non
 def test_it_is_read_back(store: Store, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """Each byte of the output, when it is there. What differs is said, stays, and can be written again."""
     test_far_s3.test_it_is_read_back(("--to", "cuda:1"), store, monkeypatch, command)
+
+
+SET: Any = {"max_shard_size": "14MB", "format": "safetensors"}
+
+
+def test_what_somebody_else_has_put_in_the_place_of_a_shard_stays(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is ours goes again, and nothing of theirs."""
+
+    def replaced(path: Path, *args: Any) -> None:
+        store.put("raced/model-00001-of-00002.safetensors", b"theirs")
+        read_back.read_back(path, *args)
+
+    monkeypatch.setattr(s3_upload, "read_back", replaced)
+    with pytest.raises(OutputError, match="another object is there"):
+        ckptconv.convert(url("zip.pt"), url("raced/"), verify=True, **SET)
+    assert store.keys("raced/") == ["raced/model-00001-of-00002.safetensors"]
+    assert store.get("raced/model-00001-of-00002.safetensors") == b"theirs"
+
+
+@pytest.mark.parametrize("request_", ["PutObject", "CompleteMultipartUpload"])
+def test_an_answer_that_is_lost(request_: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has appeared is ours when the store, asked again, says that it exists; what others have put there is not."""
+    from botocore.client import BaseClient
+    from botocore.exceptions import ReadTimeoutError
+
+    src = tmp_path / "small.pt" if request_ == "PutObject" else url("zip.pt")
+    ckptconv.save({"a": 1}, tmp_path / "small.pt")
+    original, theirs = BaseClient._make_api_call, [False]
+
+    def lose(self: Any, name: str, arguments: Any) -> Any:
+        said = original(self, name, arguments)
+        if name != request_ or lost:
+            return said
+        lost.append(name)
+        if theirs[0]:
+            store.put(arguments["Key"], b"theirs")
+        raise ReadTimeoutError(endpoint_url="x")
+
+    monkeypatch.setattr(POLICY, "backoff", 0.001)
+    monkeypatch.setattr(BaseClient, "_make_api_call", lose)
+    lost: list[str] = []
+    ckptconv.convert(src, url(f"lost-{request_}.pt"))
+    assert lost and ckptconv.verify(url(f"lost-{request_}.pt")).ok
+    lost.clear()
+    theirs[0] = True
+    with pytest.raises((TargetExistsError, OutputError)):
+        ckptconv.convert(src, url(f"raced-{request_}.pt"))
+    assert store.get(f"raced-{request_}.pt") == b"theirs"
+
+
+@pytest.mark.parametrize(
+    ("target", "old", "new"), [("last.pt", {}, {}), ("last/", {**SET, "max_shard_size": "20MB"}, SET)]
+)
+def test_what_comes_behind_the_last_request_takes_nothing_back(
+    target: str, old: Any, new: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when all is there: what was there before is gone by then."""
+    ckptconv.convert(url("zip.pt"), url(target), **old)
+    appear = s3_upload._Upload.appear
+
+    def interrupted(self: Any, condition: dict[str, str]) -> None:
+        appear(self, condition)
+        if self.path.name.endswith((".pt", ".json")):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(s3_upload._Upload, "appear", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ckptconv.convert(url("zip.pt"), url(target), strip_prefix="module.", force=True, **new)
+    index = "" if target == "last.pt" else "model.safetensors.index.json"
+    assert ckptconv.verify(url(target + index)).ok
+
+
+def test_a_store_that_cannot_be_reached(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is asked first what is there."""
+    monkeypatch.setattr(POLICY, "backoff", 0.001)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    with pytest.raises(OutputError, match="EndpointConnectionError"):
+        ckptconv.convert(folder / "zip.pt", url("unreached.pt"))
