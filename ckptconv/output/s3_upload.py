@@ -211,8 +211,8 @@ class _Upload:
         return self._etag is not None
 
     def forget(self, *, is_new: bool) -> None:
-        """Abort the upload. An object that has appeared is deleted if it `is_new`, so that it replaced nothing, and nobody
-        has replaced it meanwhile.
+        """Abort the upload. An object that has appeared is deleted if it `is_new`, so that it replaced nothing, and if
+        nobody has replaced it meanwhile.
         """
         if self.is_there:
             if is_new and self._target.etag() == self._etag:
@@ -337,7 +337,7 @@ class _Object:
         try:
             return str(self._asked(counted, **more).get("ETag", ""))
         except ClientError as error:
-            was_lost = next(calls) > 2 and _status(error) in (404, *_THERE)
+            was_lost = next(calls) > 2 and _status(error) in (404, *_TAKEN)
             if not was_lost or (found := self.etag()) != etag():
                 raise
             return str(found)
