@@ -99,7 +99,7 @@ def test_what_somebody_else_has_put_in_the_place_of_a_shard_stays(
         read_back.read_back(path, *args)
 
     monkeypatch.setattr(s3_upload, "read_back", replaced)
-    with pytest.raises(OutputError, match="another object is there"):
+    with pytest.raises(OutputError, match="somebody has replaced it"):
         ckptconv.convert(url("zip.pt"), url("raced/"), verify=True, **SET)
     assert store.keys("raced/") == ["raced/model-00001-of-00002.safetensors"]
     assert store.get("raced/model-00001-of-00002.safetensors") == b"theirs"
