@@ -36,24 +36,25 @@ def far_writer(path: Path) -> ModuleType:
 @contextlib.contextmanager
 def others_uploaded(others: Iterable[OtherFile], *, replace: bool, **how: Any) -> Iterator[None]:
     """Upload `others` to their store, one after another, before the body of the ``with``. If either fails, those that
-    replaced nothing are deleted again.
+    replaced nothing are deleted again, unless somebody has replaced them meanwhile.
 
     Stores have neither folders nor links: a link to a file is uploaded as that file. A link to a folder is left out,
     because the files in that folder are among the others. `how` is as for ``upload``, whose errors it raises.
     """
-    done: list[Path] = []
+    done: list[tuple[Path, object]] = []
     try:
         for each in others:
             if each.kind != "folder" and (is_url(each.source) or each.source.is_file()):
                 with open_other(each.source) as source:
                     file = OutFile.copy_of(source, each.path)
                     far_writer(each.path).upload([file], source, replace=replace, **how)
-                done.append(each.path)
+                done.append((each.path, far_writer(each.path).version(each.path)))
         yield
     except BaseException:
-        for path in () if replace else done:
+        for path, version in () if replace else done:
             with contextlib.suppress(OutputError):  # what went wrong first matters more
-                far_writer(path).delete(path)
+                if far_writer(path).version(path) == version:
+                    far_writer(path).delete(path)
         raise
 
 

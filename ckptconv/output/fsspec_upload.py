@@ -24,7 +24,7 @@ from ckptconv.output.far_folders import NO_OLD_SET, OldSet, refuse_existing
 from ckptconv.output.files import fill, temporary_beside
 from ckptconv.output.read_back import IS_THERE, digest, read_back
 
-__all__ = ["about_upload", "delete", "exists", "upload", "work_of"]
+__all__ = ["about_upload", "delete", "exists", "upload", "version", "work_of"]
 
 _CHUNK = 8 << 20
 
@@ -34,6 +34,14 @@ def exists(path: Path) -> bool:
     at = Location(far_path(path).url, path)
     with _as_output_error(at):
         return bool(at.files.exists(at.path))
+
+
+def version(path: Path) -> object:
+    """What tells the file at `path` from another one there, as far as its filesystem says. Raises OutputError."""
+    at = Location(far_path(path).url, path)
+    with _as_output_error(at):
+        at.files.invalidate_cache()
+        return at.files.info(at.path)
 
 
 def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:

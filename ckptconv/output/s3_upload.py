@@ -33,7 +33,7 @@ from ckptconv.output.files import fill
 from ckptconv.output.read_back import IS_THERE, Sent, digest, read_back
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 
-__all__ = ["about_upload", "delete", "exists", "upload", "work_of"]
+__all__ = ["about_upload", "delete", "exists", "upload", "version", "work_of"]
 
 _HELD = 256 << 20  # bytes of parts that are in memory at once
 _TAKEN = (409, 412)  # the status where somebody else's object is there, or is being made
@@ -42,6 +42,11 @@ _TAKEN = (409, 412)  # the status where somebody else's object is there, or is b
 def exists(path: Path) -> bool:
     """Whether there is an object at `path`. Raises OutputError."""
     return _Object(path).head() is not None
+
+
+def version(path: Path) -> object:
+    """What tells the object at `path` from another one there, now or later. Raises OutputError."""
+    return _Object(path).etag()
 
 
 def about_upload(files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 import ckptconv
+from ckptconv.byteranges.far.paths import far_path
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import OutputError, TargetExistsError
 from ckptconv.output import read_back, s3_upload
+from ckptconv.output.far_targets import others_uploaded
+from ckptconv.output.other_files import OtherFile
 from tests.long import test_far_s3
 from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
     KINDS,
@@ -103,6 +106,17 @@ def test_what_somebody_else_has_put_in_the_place_of_a_shard_stays(
         ckptconv.convert(url("zip.pt"), url("raced/"), verify=True, **SET)
     assert store.keys("raced/") == ["raced/model-00001-of-00002.safetensors"]
     assert store.get("raced/model-00001-of-00002.safetensors") == b"theirs"
+
+
+def test_what_somebody_else_has_put_in_the_place_of_another_file_stays(store: Store, tmp_path: Path) -> None:
+    """After a fault, as with shards."""
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"ours")
+    others = [OtherFile(far_path(url(f"others/{name}")), tmp_path / name, "file", 4) for name in "ab"]
+    with pytest.raises(OutputError), others_uploaded(others, replace=False, verify=False):
+        store.put("others/b", b"theirs")
+        raise OutputError("no room")
+    assert store.keys("others/") == ["others/b"] and store.get("others/b") == b"theirs"
 
 
 @pytest.mark.parametrize("request_", ["PutObject", "CompleteMultipartUpload"])
