@@ -126,7 +126,7 @@ def journals_of(path: Path, *, follow: bool = True) -> list[tuple[Path, bytes]]:
         path: A file, or a folder; one that cannot be listed has none.
         follow: Of a link to a file, look beside the file itself.
     """
-    targets = [Path(os.path.realpath(path)) if follow else path]
+    targets = [Path(os.path.realpath(path)) if follow and path.is_symlink() else path]
     if path.is_dir():
         targets = []
         with contextlib.suppress(OSError):

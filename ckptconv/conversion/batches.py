@@ -204,14 +204,17 @@ def _all(
 
 def _tasks(jobs: Sequence[Job], made: list[Path]) -> Iterator[Task]:
     """`jobs` with what is so before they begin. `made` gets the folders that they will make."""
+    last = None
     for job in jobs:
         src, dst = Path(job.src), Path(job.dst)
-        if not job.edits.get("dry_run"):
-            made += _missing(dst.parent)
-        stamp = None
-        with contextlib.suppress(OSError, ValueError):
-            stamp = stamp_of(src) if os.path.samefile(src, dst) else None
-        yield Task(job, new=not os.path.lexists(dst), stamp=stamp)
+        if not job.edits.get("dry_run") and dst.parent != last:
+            last = dst.parent
+            made += _missing(last)
+        is_new, stamp = not os.path.lexists(dst), None
+        if not is_new:
+            with contextlib.suppress(OSError, ValueError):
+                stamp = stamp_of(src) if os.path.samefile(src, dst) else None
+        yield Task(job, new=is_new, stamp=stamp)
 
 
 def _missing(folder: Path) -> Iterator[Path]:

@@ -423,10 +423,10 @@ def _refuse_among_parts(listing: Listing) -> None:
     nobody could tell them apart afterwards. A file that is asked for by its own name may stand beside them.
     """
     for item in listing.items:
+        if item.kind not in ("dcp", "shards", "ranks"):
+            continue
         folder = item.src if item.src.is_dir() else item.src.parent
-        if item.kind not in ("dcp", "shards", "ranks") or not (
-            _is_inside(item.dst, folder) or _is_same(item.dst, folder)
-        ):
+        if not (_is_inside(item.dst, folder) or _is_same(item.dst, folder)):
             continue
         is_file = not (listing.is_batch or item.is_folder)
         is_beside = is_file and _is_same(item.dst.parent, folder)

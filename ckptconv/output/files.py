@@ -14,7 +14,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 
 from ckptconv.byteranges.locks import lock_shared
@@ -324,9 +324,9 @@ def make_folder(folder: Path, like: Path) -> None:
     Raises OutputError.
     """
     above = zip_longest((folder, *folder.parents), (like, *like.parents), fillvalue=Path())
-    missing = [(each, other) for each, other in above if not os.path.lexists(each)]
+    missing = takewhile(lambda pair: not os.path.lexists(pair[0]), above)
     with as_output_error(folder):
-        for each, other in reversed(missing):
+        for each, other in reversed([*missing]):
             with contextlib.suppress(FileExistsError):  # made by another conversion meanwhile
                 os.mkdir(each, folder_mode(other))
             sync_folder(each.parent)

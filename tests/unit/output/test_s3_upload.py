@@ -113,9 +113,12 @@ def test_what_somebody_else_has_put_in_the_place_of_another_file_stays(store: St
     for name in "ab":
         (tmp_path / name).write_bytes(b"ours")
     others = [OtherFile(far_path(url(f"others/{name}")), tmp_path / name, "file", 4) for name in "ab"]
-    with pytest.raises(OutputError), others_uploaded(others, replace=False, verify=False):
-        store.put("others/b", b"theirs")
-        raise OutputError("no room")
+    uploaded = others_uploaded(others, replace=False, verify=False)
+    uploaded.__enter__()
+    store.put("others/b", b"theirs")
+    fault = OutputError("no room")
+    with pytest.raises(OutputError):
+        uploaded.__exit__(OutputError, fault, None)
     assert store.keys("others/") == ["others/b"] and store.get("others/b") == b"theirs"
 
 
