@@ -9,7 +9,7 @@ from pathlib import Path
 TENSORS = 300
 COPY = 'cp "$1" "$2" && sync "$2"'
 COPY_FOLDER = 'rm -rf "$2" && cp -r "$1" "$2" && sync -f "$2"'
-CLEAR = 'folder="$1"; rm -rf "$folder"; mkdir "$folder"; shift; "$@"; sync -f "$folder"'
+CLEAR = 'folder="$1"; rm -rf "$folder"; mkdir "$folder"; shift; "$@" && sync -f "$folder"'
 PEAK = "\nprint(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
 CKPTCONV = """
 try:
@@ -71,7 +71,8 @@ dcp_to_torch_save(sys.argv[1], sys.argv[2])
 os.fsync(os.open(sys.argv[2], os.O_RDONLY))
 """
 LOAD = """
-import sys, ckptconv
+import sys
+import ckptconv
 ckptconv.load(sys.argv[1], "cpu")
 """
 TORCH_LOAD = """
@@ -87,7 +88,8 @@ for tensor in torch.load(sys.argv[1], "cpu", mmap=sys.argv[2] == "mmap").values(
     finite.norm()
 """
 LOAD_ONE = """
-import sys, ckptconv
+import sys
+import ckptconv
 with ckptconv.open(sys.argv[1]) as file:
     file.load("module.layers.7.weight").sum()
 """

@@ -43,9 +43,10 @@ try {
       return { command: text("command"), sum: [...sum].map((byte) => byte.toString(16).padStart(2, "0")).join("") };
     }));
   }
+  const before = [...said]; // Chromium says what it blocks
   const planted = await page.evaluate(() => Promise.all(["https://127.0.0.1:9/", "index.html?data", "data:,"].map((each) => fetch(each).then(() => "sent", () => "blocked"))));
   const promise = await page.$eval("#promise", (element) => element.textContent);
-  console.log(JSON.stringify({ version: await browser.version(), results, planted, promise, said }));
+  console.log(JSON.stringify({ version: await browser.version(), results, planted, promise, said: before }));
 } finally {
   await browser.close();
 }
