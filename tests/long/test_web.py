@@ -411,7 +411,7 @@ def test_it_asks_nobody_for_anything(chromium: Any, site: Site) -> None:
         page.choose(write("training"))
         page.prepare(to="cuda:0", suffix=".safetensors")
         page.save()
-        assert len(site.asked) == before
+        assert {*site.asked[before:]} <= {"/sw.js"}  # the browser's own question whether that has changed
         assert [url for url in asked if not url.startswith(("blob:", "about:"))] == []
         assert page.said == []
         for target in (other.url, site.url + "index.html?data", "data:,"):
@@ -419,7 +419,7 @@ def test_it_asks_nobody_for_anything(chromium: Any, site: Site) -> None:
             assert page.page.workers[0].evaluate(planted) == "blocked"
             assert page.page.evaluate(planted) == "blocked"
         assert page.page.evaluate(f"fetch('{site.url}page.css', {{method: 'POST', body: 'x'}}).catch(() => 0)") == 0
-        assert other.asked == [] and len(site.asked) == before
+        assert other.asked == [] and {*site.asked[before:]} <= {"/sw.js"}
 
 
 def test_it_works_offline(chromium: Any, site: Site) -> None:
@@ -505,32 +505,3 @@ def test_by_keyboard(page: Page) -> None:
     assert page.page.evaluate("document.activeElement.id") == "save"
     with page.page.expect_download():
         page.page.keyboard.press("Enter")
-
-
-def test_five_gibibytes(site: Site) -> None:
-    """Of a file that has 5 GiB of tensors, at most 300 kB are read to show it and to plan the copy. The memory of the
-    page stays small, and the copy is what the command line writes.
-    """
-    with torch.serialization.skip_data():
-        torch.save({f"layers.{i}.weight": torch.empty(32 << 20, 4) for i in range(10)}, "large.pt")
-    with browser() as chromium, opened_page(chromium, site) as page:
-        page.choose(Path("large.pt"))
-        page.prepare(to="cuda:0")
-        assert page.text("save") == "Save 5.37 GB" and "need not be read" in page.text("reads")
-        assert int(page.page.locator("#file").get_attribute("data-nread")) <= 300_000
-        assert largest_renderer(chromium) <= 350_000_000
-        saved = page.save(patience=600_000)
-        assert largest_renderer(chromium) <= 350_000_000
-        assert main([*shlex.split(page.text("command"))[1:], "-q"]) == 0
-        assert sum_of(saved) == sum_of(Path("large-new.pt"))
-    Path("large-new.pt").unlink()
-
-
-def largest_renderer(chromium: Any) -> int:
-    """The most memory that one of its processes for pages has had, in bytes."""
-    said = chromium.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
-    found = []
-    for pid in (each["id"] for each in said if each["type"] == "renderer"):
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        found.append(int(status["VmHWM"].split()[0]) * 1024)
-    return max(found)
