@@ -34,6 +34,7 @@ WINDOW = 8 << 20  # bytes of a write
 _AT_ONCE = 4  # writes on their way
 _SHARE = 2  # files of 1/2 of the available memory or more are large: the source does not fit in beside them
 _LEAST = 64 << 20  # bytes: less goes through the cache, and nobody asks how much memory there is
+_OLD_LIMIT = "memory.limit_in_bytes"  # of control groups, version 1
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 #: By the write; or by the mapping: of a filesystem without (FUSE's direct_io), of files that are too many, of memory.
 _REFUSED = (
@@ -116,9 +117,6 @@ def available_memory() -> int:
     return min(found)
 
 
-_OLD_LIMIT = "memory.limit_in_bytes"
-
-
 class DirectDestination(FileDestination):
     """The file `fd`, to which whole blocks of other files go around the page cache, some windows at once.
 
@@ -150,7 +148,7 @@ class DirectDestination(FileDestination):
             self._running.popleft().result()
         try:
             self._running.append(self._threads.submit(self._copy, at, span))
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # no more threads. It is queued all the same: done twice, it is the same
             self._copy(at, span)
 
     def settle(self) -> None:

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.http_server import in_background
+
 __all__ = ["Proxy", "certificate", "proxying"]
 
 
@@ -93,13 +95,8 @@ def proxying(who: str | None = None) -> Iterator[Proxy]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
         proxy.port = server.server_address[1]
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        try:
+        with in_background(server):
             yield proxy
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:

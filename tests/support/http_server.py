@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from zlib import crc32
 
-__all__ = ["LIES", "Exchange", "FileServer", "Seen", "serving"]
+__all__ = ["LIES", "Exchange", "FileServer", "Seen", "in_background", "serving"]
 
 _ENDS = 1 << 16  # bytes at each end that the ETag is made of: files can have gigabytes
 _TREE = re.compile(r"/api/(models|datasets|spaces)/([^/]+/[^/]+)/tree/([^/]+)(/.*)?")
@@ -168,13 +168,20 @@ def serving(files: dict[str, bytes] | None = None, **how: Any) -> Iterator[FileS
         server.port = running.server_address[1]
         if server.tls:
             running.socket = server.tls.wrap_socket(running.socket, server_side=True)
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        try:
+        with in_background(running):
             yield server
-        finally:
-            running.shutdown()
-            thread.join()
+
+
+@contextlib.contextmanager
+def in_background(server: ThreadingHTTPServer) -> Iterator[None]:
+    """Let `server` answer in a thread of its own."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
 
 
 # Lies

@@ -57,6 +57,15 @@ def on_direct(fds: list[int], call: Callable[..., Any], real: Callable[..., Any]
     return pwrite
 
 
+def failing(code: int) -> Callable[..., Any]:
+    """A stand-in for a call that fails with the error `code`."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 def assert_right(src: Path, dst: Path) -> None:
     there, wanted = torch.load(dst, weights_only=True, map_location="cpu"), torch.load(src, weights_only=True)
     assert torch.equal(there["w"], wanted["w"])
@@ -110,10 +119,7 @@ def test_where_a_write_is_refused(
 ) -> None:
     """It goes through the page cache."""
 
-    def refuse(*_: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, refuse))
+    monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, failing(code)))
     convert(src, tmp_path / "dst.pt", map_location="cuda:0")
     assert_right(src, tmp_path / "dst.pt")
 
@@ -124,10 +130,7 @@ def test_where_the_source_cannot_be_mapped(
 ) -> None:
     """There are filesystems without, and limits: it is read, as ever."""
 
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", failing(code))
     convert(src, tmp_path / "dst.pt", map_location="cuda:0")
     monkeypatch.undo()
     assert_right(src, tmp_path / "dst.pt")
@@ -148,10 +151,7 @@ def test_a_failing_write(
     """The old output stays, and nothing beside it."""
     (tmp_path / "dst.pt").write_bytes(b"old")
 
-    def fail(*_: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, fail))
+    monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, failing(code)))
     with pytest.raises(OutputError, match=os.strerror(code)):
         convert(src, tmp_path / "dst.pt", map_location="cuda:0", force=True)
     assert (tmp_path / "dst.pt").read_bytes() == b"old"
