@@ -18,9 +18,10 @@ from ckptconv.cli.options import PATH, debug_option, group, name_options, others
 from ckptconv.cli.terminal import progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.in_place import change_in_place, check_edits
+from ckptconv.conversion.items import is_there
 from ckptconv.conversion.options import ConvertOptions, OutputOptions
 from ckptconv.conversion.plan import Report
-from ckptconv.conversion.targets import is_there, list_in_place, list_items
+from ckptconv.conversion.targets import list_in_place, list_items
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import UsageError

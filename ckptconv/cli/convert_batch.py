@@ -18,9 +18,9 @@ from ckptconv.byteranges.spans import Progress
 from ckptconv.cli.terminal import PROGRESS_FROM, open_bar, show_error, show_report, style_of
 from ckptconv.conversion.batches import job_of, run_jobs
 from ckptconv.conversion.executors import processes
+from ckptconv.conversion.items import Listing, size_of
 from ckptconv.conversion.jobs import Outcome
 from ckptconv.conversion.options import JobOptions
-from ckptconv.conversion.targets import Listing, size_of
 from ckptconv.edits.changes import Changes
 from ckptconv.hints import option
 from ckptconv.render.batch import item_line, skipped_line, sum_lines

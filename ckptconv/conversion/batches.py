@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.byteranges.sources import SourceFolder, is_url
 from ckptconv.byteranges.spans import Progress
 from ckptconv.conversion.executors import GivenExecutor, processes
+from ckptconv.conversion.items import Item
 from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, stamp_of
 from ckptconv.conversion.options import JobOptions, OutputOptions, takes
-from ckptconv.conversion.targets import Item, list_in_place, list_items
+from ckptconv.conversion.targets import list_in_place, list_items
 from ckptconv.errors import CkptconvError, MissingInputError, OutputError, RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading, writing

@@ -791,7 +791,8 @@ CASES: dict[str, Case] = {
     ),
     "a part as the output": Case(
         lambda m: _sharded(m), "convert {m} {m}/model-00001-of-00002.safetensors --to cpu",
-        r"(ckptconv convert .*)", "loads", same(weights), "conversion/targets.py:_refuse_among_parts:command convert",
+        r"(ckptconv convert .*)", "loads", same(weights),
+        "conversion/target_conflicts.py:refuse_among_parts:command convert",
     ),
     "several models in one folder": Case(
         lambda m: (_sharded(m), torch.save(weights(), Path(m, "pytorch_model.bin"))), "convert {m} out.pt",
