@@ -1,4 +1,4 @@
-"""Inputs, read by position: files, opened once, and file objects that somebody else has open.
+"""Inputs, read by position: files, opened once, folders of them, and what is in memory.
 
 Never mapped into memory: a mapped file that is truncated by somebody else ends the reader with SIGBUS.
 """
@@ -7,57 +7,38 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import re
 import stat
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.locks import lock_shared
-from ckptconv.errors import (
-    ArgumentTypeError,
-    CkptconvError,
-    InputChangedError,
-    InputError,
-    MissingInputError,
-    UnsupportedError,
-    UsageError,
-)
-from ckptconv.hints import UNNAMED
+from ckptconv.errors import InputChangedError, InputError, MissingInputError, UnsupportedError
 from ckptconv.lazy_regex import regex
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
 __all__ = [
-    "BinaryFile",
+    "STEP",
     "BytesSource",
     "ComputedSource",
-    "FileObjectSource",
-    "Input",
     "Readable",
     "SliceSource",
     "Source",
     "SourceFolder",
     "first_bytes",
-    "is_file_object",
     "is_url",
     "list_folder",
-    "path_of",
-    "seeking",
 ]
 
 _R = TypeVar("_R", bound="Readable")
 
 _SPARE = 64  # open files that the rest of the process may need
 
-_STEP = 1 << 24  # bytes that are asked of a file object at once
+STEP = 1 << 24  # bytes that are asked at once of what fills no buffer by itself
 
 _URL = regex(r"[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
 
@@ -72,23 +53,6 @@ class _Far(Protocol):
 
     def listed(self) -> tuple[dict[str, bool], list[str]]:
         """As :func:`list_folder` has it."""
-
-
-class BinaryFile(Protocol):
-    """A file object as ``open(path, "rb")`` and ``io.BytesIO`` give them, as far as reading it goes."""
-
-    def read(self, size: int, /) -> bytes:
-        """At most `size` bytes from the position on, none at the end."""
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Go to `offset` from the start, from the position (1), or from the end (2)."""
-
-    def tell(self) -> int:
-        """The position."""
-
-
-#: What can be read: a path, or a file object.
-Input: TypeAlias = "str | os.PathLike[str] | BinaryFile"
 
 
 def check_system() -> None:
@@ -230,95 +194,12 @@ class ComputedSource(Readable):
         return bytes(data)
 
 
-class FileObjectSource(ComputedSource):
-    """`file`, which its caller has open and closes: all of it, from byte 0 on.
-
-    Its position is the caller's: it is put back behind each reading. Threads take turns.
-    """
-
-    def __init__(self, file: BinaryFile, faults: FaultSink = RAISED) -> None:
-        """Raises ArgumentTypeError for a file of text, UsageError where `file` cannot seek or cannot be read."""
-        self.path, self.fd, self.faults = path_of(file), -1, faults
-        self._file, self._lock = file, threading.Lock()
-        with seeking(file, "cannot be read", "io.BytesIO(f.read()) can"):
-            if isinstance(cast("object", file.read(0)), str):
-                raise ArgumentTypeError("the file is open as text", where=self.path, hint="open it with mode 'rb'")
-            self.size = self._size()
-
-    def _size(self) -> int:
-        with self._position(0, os.SEEK_END):
-            return self._file.tell()
-
-    @contextlib.contextmanager
-    def _position(self, offset: int, whence: int = os.SEEK_SET) -> Iterator[None]:
-        """Meanwhile the file's position is this one."""
-        with self._lock:
-            before = self._file.tell()
-            try:
-                self._file.seek(offset, whence)
-                yield
-            finally:
-                self._file.seek(before)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
-        end = offset + len(buffer)
-        try:
-            with self._position(offset):
-                while buffer and (part := self._file.read(min(len(buffer), _STEP))):
-                    buffer[: len(part)] = part
-                    buffer = buffer[len(part) :]
-        except (OSError, ValueError) as error:  # a ValueError: it was closed
-            raise InputError(f"cannot be read: {error}", where=f"{self.path} at byte {offset}") from error
-        if buffer:
-            raise self._too_short(end)
-
-    def check_unchanged(self) -> None:
-        """Raise InputChangedError if its size is not what it was."""
-        try:
-            size = self._size()
-        except (OSError, ValueError) as error:
-            raise InputError(f"cannot be read: {error}", where=self.path) from error
-        if size != self.size:
-            raise InputChangedError(
-                "the file changed while it was read: size", where=self.path, expected=self.size, got=size
-            )
-
-
-def is_file_object(given: object) -> TypeIs[BinaryFile]:
-    """Whether `given` is a file object and no path."""
-    return not isinstance(given, (str, bytes, os.PathLike)) and (hasattr(given, "read") or hasattr(given, "write"))
-
-
 def is_url(given: object) -> bool:
     """Whether `given` is a URL: pathlib has made one slash of two, and then no file may be called so."""
     if not isinstance(given, (str, os.PathLike)):
         return False
     text = os.fsdecode(given)
     return bool(_URL.match(text)) and ("://" in text or not os.path.lexists(text))
-
-
-def path_of(given: Input) -> Path:
-    """The path `given`, or what a file object is called in messages: its ``name`` where that is a text."""
-    if not is_file_object(given):
-        return Path(os.fsdecode(given))
-    name = getattr(given, "name", None)
-    return Path(name if isinstance(name, str) and name else UNNAMED)
-
-
-@contextlib.contextmanager
-def seeking(file: BinaryFile, otherwise: str, hint: str) -> Iterator[None]:
-    """Raise UsageError where `file` cannot seek, with the `hint`; and if it fails inside, which says `otherwise`."""
-    try:
-        has_both = hasattr(file, "seek") and hasattr(file, "tell")
-        if not has_both or not getattr(file, "seekable", lambda: True)():
-            raise UsageError("the file object cannot seek", where=path_of(file), hint=hint)
-        yield
-    except CkptconvError:  # some are ValueErrors
-        raise
-    except (AttributeError, OSError, ValueError) as error:
-        why = "it is not open for that" if isinstance(error, io.UnsupportedOperation) else error
-        raise UsageError(f"the file object {otherwise}: {why}", where=path_of(file)) from error
 
 
 class Source(Readable):
@@ -491,7 +372,7 @@ def _read_into(fd: int, buffer: memoryview, offset: int) -> int:
     """How many bytes were read into `buffer`."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [buffer], offset)
-    data = os.pread(fd, min(len(buffer), _STEP), offset)  # WebAssembly has no other
+    data = os.pread(fd, min(len(buffer), STEP), offset)  # WebAssembly has no other
     buffer[: len(data)] = data
     return len(data)
 

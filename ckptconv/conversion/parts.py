@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptconv.byteranges.checksums import check_crc32, checksum
+from ckptconv.byteranges.file_objects import Input
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import announce, located
-from ckptconv.byteranges.sources import Input, Readable, SourceFolder
+from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Deferred, Literal, OutFile, Piece, Progress
 from ckptconv.conversion.options import USUAL, OutputOptions, PlanOptions, takes
 from ckptconv.conversion.plan import Report, read_and_plan, report_of

@@ -11,16 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
+from ckptconv.byteranges.file_objects import FileObjectSource, Input, is_file_object
 from ckptconv.byteranges.given_paths import is_folder, path_at
-from ckptconv.byteranges.sources import (
-    FileObjectSource,
-    Input,
-    Readable,
-    Source,
-    SourceFolder,
-    is_file_object,
-    is_url,
-)
+from ckptconv.byteranges.sources import Readable, Source, SourceFolder, is_url
 from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint

@@ -9,7 +9,8 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from ckptconv.byteranges.sources import Input, Readable, SourceFolder
+from ckptconv.byteranges.file_objects import Input
+from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat

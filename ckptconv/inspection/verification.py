@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
+from ckptconv.byteranges.file_objects import Input
 from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.record_checks import check_records, length_of
-from ckptconv.byteranges.sources import Input, Readable, SourceFolder
+from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Meter
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.discovery import find

@@ -9,7 +9,7 @@ import os
 import threading
 from typing import Protocol, TypeAlias
 
-from ckptconv.byteranges.sources import BinaryFile, path_of, seeking
+from ckptconv.byteranges.file_objects import BinaryFile, path_of, seeking
 from ckptconv.errors import ArgumentTypeError, OutputError
 from ckptconv.output import linux
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.byteranges.file_objects import Input, is_file_object, path_of
 from ckptconv.byteranges.given_paths import path_at
-from ckptconv.byteranges.sources import Input, Readable, is_file_object, is_url, path_of
+from ckptconv.byteranges.sources import Readable, is_url
 from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.conversion.convert import write

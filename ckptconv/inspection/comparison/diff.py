@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptconv.byteranges.sources import Input
+from ckptconv.byteranges.file_objects import Input
 from ckptconv.byteranges.spans import Meter
 from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo

@@ -1,0 +1,121 @@
+"""File objects that somebody else has open: what they must offer, and reading them by position."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+
+from ckptconv.byteranges.fault_sink import RAISED, FaultSink
+from ckptconv.byteranges.sources import STEP, ComputedSource
+from ckptconv.errors import ArgumentTypeError, CkptconvError, InputChangedError, InputError, UsageError
+from ckptconv.hints import UNNAMED
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+__all__ = ["BinaryFile", "FileObjectSource", "Input", "is_file_object", "path_of", "seeking"]
+
+
+class BinaryFile(Protocol):
+    """A file object as ``open(path, "rb")`` and ``io.BytesIO`` give them, as far as reading it goes."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most `size` bytes from the position on, none at the end."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Go to `offset` from the start, from the position (1), or from the end (2)."""
+
+    def tell(self) -> int:
+        """The position."""
+
+
+#: What can be read: a path, or a file object.
+Input: TypeAlias = "str | os.PathLike[str] | BinaryFile"
+
+
+class FileObjectSource(ComputedSource):
+    """`file`, which its caller has open and closes: all of it, from byte 0 on.
+
+    Its position is the caller's: it is put back behind each reading. Threads take turns.
+    """
+
+    def __init__(self, file: BinaryFile, faults: FaultSink = RAISED) -> None:
+        """Raises ArgumentTypeError for a file of text, UsageError where `file` cannot seek or cannot be read."""
+        self.path, self.fd, self.faults = path_of(file), -1, faults
+        self._file, self._lock = file, threading.Lock()
+        with seeking(file, "cannot be read", "io.BytesIO(f.read()) can"):
+            if isinstance(cast("object", file.read(0)), str):
+                raise ArgumentTypeError("the file is open as text", where=self.path, hint="open it with mode 'rb'")
+            self.size = self._size()
+
+    def _size(self) -> int:
+        with self._position(0, os.SEEK_END):
+            return self._file.tell()
+
+    @contextlib.contextmanager
+    def _position(self, offset: int, whence: int = os.SEEK_SET) -> Iterator[None]:
+        """Meanwhile the file's position is this one."""
+        with self._lock:
+            before = self._file.tell()
+            try:
+                self._file.seek(offset, whence)
+                yield
+            finally:
+                self._file.seek(before)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
+        end = offset + len(buffer)
+        try:
+            with self._position(offset):
+                while buffer and (part := self._file.read(min(len(buffer), STEP))):
+                    buffer[: len(part)] = part
+                    buffer = buffer[len(part) :]
+        except (OSError, ValueError) as error:  # a ValueError: it was closed
+            raise InputError(f"cannot be read: {error}", where=f"{self.path} at byte {offset}") from error
+        if buffer:
+            raise self._too_short(end)
+
+    def check_unchanged(self) -> None:
+        """Raise InputChangedError if its size is not what it was."""
+        try:
+            size = self._size()
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot be read: {error}", where=self.path) from error
+        if size != self.size:
+            raise InputChangedError(
+                "the file changed while it was read: size", where=self.path, expected=self.size, got=size
+            )
+
+
+def is_file_object(given: object) -> TypeIs[BinaryFile]:
+    """Whether `given` is a file object and no path."""
+    return not isinstance(given, (str, bytes, os.PathLike)) and (hasattr(given, "read") or hasattr(given, "write"))
+
+
+def path_of(given: Input) -> Path:
+    """The path `given`, or what a file object is called in messages: its ``name`` where that is a text."""
+    if not is_file_object(given):
+        return Path(os.fsdecode(given))
+    name = getattr(given, "name", None)
+    return Path(name if isinstance(name, str) and name else UNNAMED)
+
+
+@contextlib.contextmanager
+def seeking(file: BinaryFile, otherwise: str, hint: str) -> Iterator[None]:
+    """Raise UsageError where `file` cannot seek, with the `hint`; and if it fails inside, which says `otherwise`."""
+    try:
+        has_both = hasattr(file, "seek") and hasattr(file, "tell")
+        if not has_both or not getattr(file, "seekable", lambda: True)():
+            raise UsageError("the file object cannot seek", where=path_of(file), hint=hint)
+        yield
+    except CkptconvError:  # some are ValueErrors
+        raise
+    except (AttributeError, OSError, ValueError) as error:
+        why = "it is not open for that" if isinstance(error, io.UnsupportedOperation) else error
+        raise UsageError(f"the file object {otherwise}: {why}", where=path_of(file)) from error
