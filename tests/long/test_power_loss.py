@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,16 +42,9 @@ FILESYSTEMS = {
 _NO_FSYNC = "import os\nos.fsync = lambda fd: None\nfrom ckptconv.cli.main import main\nimport sys\nsys.exit(main())\n"
 
 
-@contextmanager
-def through_a_loop(disk: Path, at: Path, options: str) -> Iterator[None]:
+def through_a_loop(disk: Path, at: Path, options: str) -> AbstractContextManager[Path]:
     """`disk`, through a loop device, at the folder `at`."""
-    found = subprocess.run(["losetup", "-f", "--show", str(disk)], capture_output=True, text=True, check=True)
-    loop = found.stdout.strip()
-    try:
-        with mounted(at, "-o", options, loop):
-            yield
-    finally:
-        subprocess.run(["losetup", "-d", loop], check=True)
+    return mounted(at, "-o", f"loop,{options}", disk)
 
 
 @contextmanager
@@ -85,8 +78,8 @@ def filesystem(request: pytest.FixtureRequest) -> str:
     """One that this machine has."""
     name: str = request.param
     make = FILESYSTEMS[name][0][0]
-    if os.geteuid() or not shutil.which(make) or not shutil.which("losetup") or not os.path.exists("/dev/fuse"):
-        pytest.skip(f"needs root, {make}, losetup and FUSE")
+    if os.geteuid() or not shutil.which(make) or not os.path.exists("/dev/fuse"):
+        pytest.skip(f"needs root, {make} and FUSE")
     return name
 
 
@@ -192,11 +185,10 @@ def test_a_loss_of_power(filesystem: str, in_shards: bool, command: list[str], t
     history, done = history_of(memory, srcs, filesystem, in_shards=in_shards, command=words)
     target = "dst" if in_shards else "dst.pt"
     moments = [end for end in history.ends if end >= done[0].began]
-    ends = random.Random(2147).sample(moments, min(CUTS, len(moments)))
+    ends = random.Random(2147).choices(moments, k=CUTS)
     cuts = list(judged(memory, history, ends, filesystem, lambda at, end: what_is_wrong(at, target, end, done)))
     wrong = [problem for _, problem in cuts if problem]
     seen = Counter(each.split(",")[0] for each in wrong)
     print(f"\n{filesystem}: {Counter(how for how, _ in cuts)} of {len(history.ends)} moments, {seen}")
     assert (wrong == []) == (command[0] == "-m"), wrong
-    assert len(cuts) == CUTS
     assert len({str(each.new) for each in done}) == 2

@@ -1,5 +1,5 @@
 """A disk that writes down all that it is told, in order: ``python recorded_disk.py FILE IMAGE LOG`` serves the file
-IMAGE as FILE, and ends when FILE is unmounted.
+IMAGE as FILE, and ends when FILE is unmounted, or its parent process is dead.
 
 A loop device on FILE hands every write and every flush of its filesystem to this process through the kernel's FUSE
 (linux/fuse.h), which takes them one after another, does them, and writes them down before it answers. So the log is the
@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import random
+import signal
 import stat
 import struct
 import sys
@@ -32,6 +33,7 @@ _MOST = 128 << 10  # bytes of one request
 _BUFFER = 1 << 20
 _FOPEN_DIRECT_IO = 1
 _BIG_WRITES = 1 << 5
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 #: What the log is made of: offset, length, then so many bytes; a flush has a length of 0.
 _RECORD = struct.Struct("<QQ")
@@ -124,12 +126,13 @@ class History:
     def cut(self, disk: Path, choice: random.Random) -> str:
         """Take the power away: `disk`, a copy of the image, gets some of what was not flushed.
 
-        How it was chosen: all of it, nothing, any of the writes, or any of their sectors.
+        How it was chosen: all of it, nothing, any of the writes, or any of their sectors. What begins at 0 is written
+        whole: there is the superblock, and ext4 refuses one of which a sector is old.
         """
         how = choice.choice(["all", "nothing", "writes", "sectors"])
         with disk.open("r+b") as file:
             for offset, data in self._pending:
-                step = _SECTOR if how == "sectors" else len(data)
+                step = _SECTOR if how == "sectors" and offset else len(data)
                 for at in range(0, len(data), step):
                     if how == "all" or (how != "nothing" and choice.random() < 0.5):
                         os.pwrite(file.fileno(), data[at : at + step], offset + at)
@@ -137,5 +140,6 @@ class History:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(sys.argv[2], "r+b", buffering=0) as image, open(sys.argv[3], "wb", buffering=0) as log:
         serve(sys.argv[1], image, log)
