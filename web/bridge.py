@@ -20,7 +20,8 @@ from ckptconv.errors import CkptconvError, MissingTorchError, UsageError, printa
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import Command, Option, Placeholder, command, command_in
-from ckptconv.inspection.comparison.diff import Compared, compare
+from ckptconv.inspection.comparison.diff import compare
+from ckptconv.inspection.comparison.options import Compared
 from ckptconv.inspection.summary import Summary, summary_of
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.render.difference import difference_lines

@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.hints import Command, Option
-from ckptconv.inspection.comparison.diff import Compared, are_same, compare
+from ckptconv.inspection.comparison.diff import are_same, compare
 from ckptconv.inspection.comparison.differences import Difference
 from ckptconv.inspection.comparison.folders import Pair, pairs_of
+from ckptconv.inspection.comparison.options import Compared
 from ckptconv.inspection.comparison.suggestions import options_of
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.json_views import SCHEMA_VERSION
@@ -87,7 +87,7 @@ def diff_command(
     compared with the file of its name in the folder.
     """
     style = style_of(sys.stdout)
-    compared = Compared(**{each.name: flags[each.name] for each in fields(Compared)})
+    compared = Compared.of(flags)
     edits = edits_from(**flags)
     brief = style.width is not None and not (verbose or as_json)
     progress = partial(progress_bar, quiet=quiet)

@@ -18,6 +18,7 @@ from ckptconv.light_dataclass import dataclass
 __all__ = [
     "USUAL",
     "ConvertOptions",
+    "FromKeywords",
     "JobOptions",
     "OutputOptions",
     "PlanOptions",
@@ -28,6 +29,7 @@ __all__ = [
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 _WIDTH = 112  # columns of a docstring
 _WORDS = ", ".join(f"``{word!r}``{writer.about and f' ({writer.about})'}" for word, writer in WRITERS.items())
@@ -93,8 +95,17 @@ class JobOptions(ConvertOptions, total=False):
     within: Annotated[str, "With `copy`: the folder out of which no link is followed."]
 
 
+class FromKeywords:
+    """A dataclass that is made of keywords that somebody gave."""
+
+    @classmethod
+    def of(cls: type[_T], options: Mapping[str, Any]) -> _T:
+        """Those of `options` that it has fields for."""
+        return cls(**{each.name: options[each.name] for each in fields(cls) if each.name in options})  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
-class OutputOptions:
+class OutputOptions(FromKeywords):
     """The keywords of :func:`ckptconv.convert` that are no edits, with their defaults."""
 
     format: str | None = None
@@ -114,11 +125,6 @@ class OutputOptions:
         """Raise TypeError where a flag is neither True nor False."""
         check_flags(self)
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> "OutputOptions":
-        """Those of `options` that say something about the output."""
-        return cls(**{each.name: options[each.name] for each in fields(cls) if each.name in options})
-
     @property
     def in_shards(self) -> bool:
         """Whether the output is dealt into shards."""
@@ -129,13 +135,16 @@ class OutputOptions:
 USUAL = OutputOptions()
 
 
-def takes(options: Any, **defaults: object) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def takes(
+    options: Any, data: type = OutputOptions, **defaults: object
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """For a function with ``**options: Unpack[...]`` of this TypedDict: it
     shows each option in its signature, and in its docstring in place of the entry ``**options``. That it has no others
     is what :func:`~ckptconv.hints.for_python` looks at.
 
     Args:
         options: What declares the keywords.
+        data: The dataclass that has the defaults of those that are no edits.
         **defaults: Those that are others here than for :func:`ckptconv.convert`.
     """
     declared: dict[str, tuple[Any, str]] = {name: get_args(each) for name, each in options.__annotations__.items()}
@@ -147,7 +156,7 @@ def takes(options: Any, **defaults: object) -> Callable[[Callable[_P, _R]], Call
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=defaults.get(name, getattr(OutputOptions, name, getattr(Edits, name, None))),
+                default=defaults.get(name, getattr(data, name, getattr(Edits, name, None))),
                 annotation=getattr(type_, "__forward_arg__", type_),
             )
             for name, (type_, _) in declared.items()

@@ -13,7 +13,7 @@ import click
 import ckptconv
 from ckptconv.cli.main import cli
 from ckptconv.conversion.options import ConvertOptions, JobOptions
-from ckptconv.inspection.comparison.diff import DiffOptions
+from ckptconv.inspection.comparison.options import DiffOptions
 
 _PACKAGE = Path(ckptconv.__file__).parent
 CONTEXT = click.Context(cli, **cli.context_settings)

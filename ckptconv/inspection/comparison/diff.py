@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from math import isfinite
-from numbers import Real
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,12 +17,12 @@ from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
 from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.conversion.options import takes
 from ckptconv.edits.apply import apply
-from ckptconv.edits.options import Edits, NameOptions, PartOptions, check_flags, edits_from
+from ckptconv.edits.options import Edits, edits_from
 from ckptconv.edits.selection import select
-from ckptconv.errors import ArgumentTypeError, CkptconvError, NoMatchError, RefusedError, UsageError, count, some
+from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, count, some
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
-from ckptconv.hints import Option, Placeholder, command, for_python, in_python, option, options_in
+from ckptconv.hints import Placeholder, command, for_python, in_python, option, options_in
 from ckptconv.inspection.comparison.differences import (
     Difference,
     OtherDifference,
@@ -32,19 +30,19 @@ from ckptconv.inspection.comparison.differences import (
     TensorFacts,
     ValueDifference,
 )
+from ckptconv.inspection.comparison.options import ALL, Compared, DiffOptions
 from ckptconv.inspection.comparison.pairing import Pairing
 from ckptconv.inspection.comparison.sides import Side
 from ckptconv.inspection.comparison.suggestions import command_that_fits, options_of
 from ckptconv.inspection.comparison.values import DifferenceFound, Key, Values, bytes_of
 from ckptconv.inspection.values import values_of
-from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
 from ckptconv.pickles.paths import Place
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Compared", "DiffOptions", "are_same", "compare", "diff"]
+__all__ = ["are_same", "compare", "diff"]
 
 _T = TypeVar("_T")
 
@@ -52,63 +50,9 @@ _SHOWN = 3  # paths in a brief note
 _ASKED = "left out as asked"
 
 
-@dataclass(frozen=True)
-class Compared:
-    """What is compared, and how exactly: keywords of :func:`diff`."""
-
-    rtol: float = 0.0
-    atol: float = 0.0
-    names_only: bool = False
-    full: bool = False
-    values: bool = False
-    histogram: bool = False
-    download: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise ArgumentTypeError or UsageError for what makes no sense."""
-        check_flags(self)
-        for name, tolerance in (("rtol", self.rtol), ("atol", self.atol)):
-            if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
-                raise ArgumentTypeError(f"{name} must be a number, such as 1e-5, not {tolerance!r}")
-            if not (isfinite(tolerance) and tolerance >= 0):
-                raise UsageError(
-                    option(name, tolerance) + " is no tolerance", expected="a finite number that is not negative"
-                )
-        if self.names_only and self.full:
-            raise UsageError(option("names_only") + " reads no tensor, and " + option("full") + " reads all")
-        for name in ("values", "histogram"):
-            if self.names_only and getattr(self, name):
-                raise UsageError(option("names_only") + " reads no tensor, and " + option(name) + " reads those")
-
-    def options(self) -> list[Option]:
-        """What of it is not as usual, for a command that is to be typed."""
-        said = (Option(each.name, getattr(self, each.name)) for each in fields(self))
-        return [each for each in said if each.value]
-
-
-class DiffOptions(PartOptions, NameOptions, total=False):
-    """The keywords of :func:`diff` that edit, as those of :func:`ckptconv.convert` do."""
-
-
-#: Everything, and to the last bit, but for what has one checksum on both sides.
-ALL = Compared()
-
-
 @for_python
-@takes(DiffOptions)
-def diff(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
-    *,
-    rtol: float = 0.0,
-    atol: float = 0.0,
-    names_only: bool = False,
-    full: bool = False,
-    values: bool = False,
-    histogram: bool = False,
-    download: bool = False,
-    **options: Unpack[DiffOptions],
-) -> Difference:
+@takes(DiffOptions, Compared)
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], **options: Unpack[DiffOptions]) -> Difference:
     """What the checkpoints `a` and `b`, in whatever containers, do not have in common.
 
     Neither is run, loaded or changed. What takes a part is for both, and where `b` has nothing such it is compared
@@ -117,14 +61,7 @@ def diff(
     Args:
         a: The one checkpoint.
         b: The other one.
-        rtol: Numbers are the same if ``|a - b| <= atol + rtol * |b|``, as for ``torch.allclose``.
-        atol: See `rtol`.
-        names_only: Compare the names of tensors and nothing else.
-        full: Read data with equal checksums too; without it, they count as equal.
-        values: Say of each tensor that differs what its elements are in both, as :func:`ckptconv.inspect` does.
-        histogram: The same, with histograms of what they are in both, and of ``|a - b|``.
-        download: Of a URL, as for :func:`ckptconv.convert`.
-        **options: The keys of :class:`DiffOptions`.
+        **options: The keys of :class:`~ckptconv.inspection.comparison.options.DiffOptions`.
 
     Returns:
         What differs; its ``.same`` says whether that is nothing.
@@ -133,8 +70,7 @@ def diff(
         CkptconvError: One of its subclasses, where one cannot be read or an edit cannot be made of `a`.
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
-    edits = edits_from(**options)
-    return in_python(compare(a, b, edits, Compared(rtol, atol, names_only, full, values, histogram, download)))
+    return in_python(compare(a, b, edits_from(**options), Compared.of(options)))
 
 
 def compare(

@@ -27,7 +27,8 @@ from ckptconv.errors import (
     TransferError,
     UnsupportedError,
 )
-from ckptconv.inspection.comparison.diff import Compared, compare
+from ckptconv.inspection.comparison.diff import compare
+from ckptconv.inspection.comparison.options import Compared
 from ckptconv.inspection.summary import summary_of
 from ckptconv.inspection.verification import verdict_on
 from tests.support.command import Command

@@ -1,0 +1,72 @@
+"""The keywords of ``diff``, each declared once, and how exactly they have two checkpoints compared as data."""
+
+# No annotations from __future__: what stands in Annotated is read when the package is imported.
+
+from dataclasses import fields
+from math import isfinite
+from numbers import Real
+from typing import Annotated, TypedDict
+
+from ckptconv.conversion.options import FromKeywords
+from ckptconv.edits.options import NameOptions, PartOptions, check_flags
+from ckptconv.errors import ArgumentTypeError, UsageError
+from ckptconv.hints import Option, option
+from ckptconv.light_dataclass import dataclass
+
+__all__ = ["ALL", "Compared", "DiffOptions"]
+
+
+class _ComparisonOptions(TypedDict, total=False):
+    """The keywords that say what is compared, and how exactly."""
+
+    rtol: Annotated[float, "Numbers are the same if ``|a - b| <= atol + rtol * |b|``, as for ``torch.allclose``."]
+    atol: Annotated[float, "See `rtol`."]
+    names_only: Annotated[bool, "Compare the names of tensors and nothing else."]
+    full: Annotated[bool, "Read data with equal checksums too; without it, they count as equal."]
+    values: Annotated[
+        bool, "Say of each tensor that differs what its elements are in both, as :func:`ckptconv.inspect` does."
+    ]
+    histogram: Annotated[bool, "The same, with histograms of what they are in both, and of ``|a - b|``."]
+    download: Annotated[bool, "Of a URL, as for :func:`ckptconv.convert`."]
+
+
+class DiffOptions(_ComparisonOptions, PartOptions, NameOptions, total=False):
+    """The keywords of :func:`ckptconv.diff`; those that edit are as in :func:`ckptconv.convert`."""
+
+
+@dataclass(frozen=True)
+class Compared(FromKeywords):
+    """What is compared, and how exactly: keywords of :func:`ckptconv.diff`, with their defaults."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    names_only: bool = False
+    full: bool = False
+    values: bool = False
+    histogram: bool = False
+    download: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentTypeError or UsageError for what makes no sense."""
+        check_flags(self)
+        for name, tolerance in (("rtol", self.rtol), ("atol", self.atol)):
+            if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
+                raise ArgumentTypeError(f"{name} must be a number, such as 1e-5, not {tolerance!r}")
+            if not (isfinite(tolerance) and tolerance >= 0):
+                raise UsageError(
+                    option(name, tolerance) + " is no tolerance", expected="a finite number that is not negative"
+                )
+        if self.names_only and self.full:
+            raise UsageError(option("names_only") + " reads no tensor, and " + option("full") + " reads all")
+        for name in ("values", "histogram"):
+            if self.names_only and getattr(self, name):
+                raise UsageError(option("names_only") + " reads no tensor, and " + option(name) + " reads those")
+
+    def options(self) -> list[Option]:
+        """What of it is not as usual, for a command that is to be typed."""
+        said = (Option(each.name, getattr(self, each.name)) for each in fields(self))
+        return [each for each in said if each.value]
+
+
+#: Everything, and to the last bit, but for what has one checksum on both sides.
+ALL = Compared()
