@@ -195,8 +195,11 @@ async function look(mine) {
     : "Leave the file as it is until the copy is saved. Chromium notices if it changes; other browsers may not.";
   $("file").hidden = false;
   $("file").dataset.nread = nread;
-  $("inside").srcdoc = found.page;
+  $("inside").replaceWith(frame(found.page));
 }
+
+// A new frame for each file: Chromium never lays out a page that is put into a frame which was hidden.
+const frame = (srcdoc) => make("iframe", { id: "inside", sandbox: "allow-scripts", title: "What is inside the file", srcdoc });
 
 const button = (text, fix) => make("button", { type: "button", title: fix.command, onclick: () => mend(fix) }, text);
 

@@ -242,10 +242,11 @@ def test_the_fixes_of_inspect_are_buttons(page: Page) -> None:
 
 
 def test_the_contents_are_the_page_of_inspect(page: Page) -> None:
-    """In a frame that can do nothing outside of itself."""
-    page.choose(write("training"))
-    frame = page.page.frame_locator("#inside")
-    frame.locator("#map div").nth(3).wait_for(state="attached")  # what is out of sight may not be drawn
+    """In a frame that can do nothing outside of itself; of the second file that is chosen too."""
+    for kind in ("zip", "training"):
+        page.choose(write(kind))
+        frame = page.page.frame_locator("#inside")
+        frame.locator("#map div").nth(3).wait_for(state="attached")  # what is out of sight may not be drawn
     assert "optimizer" in frame.locator("#tree").text_content() and frame.locator("#rows button").count() >= 9
     assert not frame.locator("#verdict").text_content()
 

@@ -6,8 +6,9 @@ import path from "node:path";
 
 const { default: puppeteer } = await import(createRequire(path.resolve("here.js")).resolve("puppeteer-core"));
 const [kind, executablePath, url, jobs] = process.argv.slice(2);
-const args = kind === "chrome" ? ["--no-sandbox", "--disable-gpu"] : [];
-const browser = await puppeteer.launch({ browser: kind, executablePath, args, headless: true });
+const usual = puppeteer.defaultArgs({ browser: kind, headless: true, args: kind === "chrome" ? ["--no-sandbox", "--disable-gpu"] : [] });
+const args = usual.map((each) => each.replace(",IsolateSandboxedIframes", "")); // frames are as users have them
+const browser = await puppeteer.launch({ browser: kind, executablePath, args, ignoreDefaultArgs: kind === "chrome", headless: true });
 const results = [];
 try {
   const page = await browser.newPage(), said = [];
@@ -23,6 +24,7 @@ try {
     await begin();
     await (await page.$("#choose")).uploadFile(...files);
     await done();
+    await (await (await page.$("#inside")).contentFrame()).waitForSelector(".map div"); // the map is drawn, for each file
     await begin();
     await page.evaluate((given) => {
       for (const [name, value] of Object.entries(given)) {
