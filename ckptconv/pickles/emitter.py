@@ -189,9 +189,9 @@ class _Plain(_Writer):
         order, key, tag = reference.order, reference.key, reference.tag
         if form is None or order is None or slot < len(_BINPUT) or reference in self.graph.shared:
             return False
-        if id(key) in memo or key is tag:
+        if key is tag:
             return False
-        known = memo.get(id(tag))
+        known, known_key = memo.get(id(tag)), memo.get(id(key))
         pieces = self.rows.get((id(form), tag if known is None else known))
         if pieces is None:
             if any(id(each) not in memo for each in (*form.functions, *form.values) if each is not form.tag):
@@ -201,15 +201,20 @@ class _Plain(_Writer):
         if order < self.order:
             raise _OutOfOrder
         self.order = call.order or order
-        text = key.encode("utf-8", "surrogatepass")
         start, pack, parts = pieces
+        if known_key is None:
+            text = key.encode("utf-8", "surrogatepass")
+            self.out += start + len(text).to_bytes(4, "little") + text
+            memo[id(key)] = slot
+        else:
+            self.out += start[: -len(_BINUNICODE)]
+            self.get(known_key)
+            slot -= 1  # of what follows the key, its put is left out
         parts[1::2] = range(slot, slot + len(parts) // 2)
-        self.out += start + len(text).to_bytes(4, "little") + text
-        self.out += pack(*parts)
-        memo[id(key)] = slot
+        self.out += pack(*parts)[0 if known_key is None else len(_LONG_BINPUT) + 4 :]
         if known is None:
             memo[id(tag)] = slot + 1
-        self.slots += len(parts) // 2
+        self.slots = slot + len(parts) // 2
         memo[id(call)] = self.slots - 1
         self.kept += (key, tag, call)
         return True

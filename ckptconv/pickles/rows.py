@@ -17,8 +17,8 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain, islice
-from operator import is_, itemgetter
+from itertools import accumulate, chain, islice, repeat
+from operator import is_, itemgetter, not_
 from typing import Any, TypeAlias, cast
 
 from ckptconv.errors import InputError
@@ -38,9 +38,9 @@ _LONG_PUT = rb"r.(?!\0\0\0)..."  # of four bytes: such rows begin behind the fir
 _MOST = 4096  # items at once
 _WORTH_IT = 6  # of which fewer take longer than rows one by one: then some rows pass before the next attempt
 # Of the groups in the pattern of a row: what comes behind it in a parameter, all puts, and what a form is known by.
-_AROUND = 17
-_puts_in = itemgetter(3, 5, 7, 10, 12, 14, 15, 16)
-_said_by = itemgetter(0, 4, 6, 8, 9, 11, 13, _AROUND)
+_AROUND = 18
+_puts_in = itemgetter(3, 6, 8, 11, 13, 15, 16, 17)
+_said_by = itemgetter(0, 5, 7, 9, 10, 12, 14, _AROUND)
 _EACH_GET = regex(_GET, re.DOTALL)
 _PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(13)]  # of one row
 _PATIENCE = 64  # attempts that may be in vain, and one more for each that is not
@@ -77,7 +77,7 @@ class _Spelling:
 
         # What follows the GETs of what is called. All lengths are in it but those of the two texts, which are compared.
         row = (
-            rb"(\(\(GETGET)TEXTLENGTH([0-9]{1,19})PUTTAGPERHAPS(INTt)PUT(QINT)INTSPERHAPSINTSPERHAPS"
+            rb"(\(\(GETGET)(?:TEXTLENGTH([0-9]{1,19})PUT|(GET))TAGPERHAPS(INTt)PUT(QINT)INTSPERHAPSINTSPERHAPS"
             rb"([\x88\x89]GET\)R)PUTtPUTRPUT((?:[\x88\x89]GET\)RSLOT\x87SLOTRSLOT)?)"
         )
         self.row = spelled(row)
@@ -100,10 +100,12 @@ _PUT_OPCODES = [CODES[name][0] for name in ("PUT", "BINPUT", "LONG_BINPUT")]
 class RowForm:
     """What some rows have in common: ``call`` and all that it is made of, as the machine has read the first of them.
 
-    ``word``, ``cls``, ``numel`` stand in the persistent id, around the key and the tag. ``tag`` is None where each row
-    has a text of its own. ``functions`` are called, the outermost first. ``parts`` are what is put into the memo, in
+    ``word``, ``cls``, ``numel`` stand in the persistent id, around the key and the tag. If it ``puts_key``, the key is
+    a text, and what the row puts first; else it is read from the memo. ``tag`` is None where each row has a text of its
+    own. ``functions`` are called, the outermost first. ``parts`` are what is put into the memo, in
     order; ``calls`` are the calls inside; ``orders`` counts all calls, and the reference. ``reads`` are the memo slots
-    that are read, of which ``tag_slot`` has the tag and nothing else, and ``values`` is what stood there.
+    that are read, but for that of a key, and ``values`` is what stood there; ``tag_slot`` of them has the tag and
+    nothing else.
     """
 
     functions: _Functions
@@ -117,6 +119,7 @@ class RowForm:
     calls: list[_Path]
     orders: int
     opcodes: int
+    puts_key: bool
     reads: tuple[int, ...]
     values: tuple[Value, ...]
     tag_slot: int | None
@@ -280,20 +283,22 @@ class RowItems:
 
 
 class _Memo(dict[Any, Value]):
-    """Takes what is put, `start` slots behind that of `outer` where nobody says where, and notes what is read there."""
+    """Takes what is put, `start` slots behind that of `outer` where nobody says where, and notes which slots are read
+    there, or in `key_slot`, which has the `key`.
+    """
 
-    def __init__(self, outer: dict[int | str, Value], start: int) -> None:
+    def __init__(self, outer: dict[int | str, Value], start: int, key_slot: int | None, key: str) -> None:
         self.outer = outer
         self.start = start
-        self.read: dict[Any, Value] = {}
-        self.reads = 0
+        self.key_slot, self.key = key_slot, key
+        self.reads: list[Any] = []
 
     def __len__(self) -> int:
         return self.start + super().__len__()
 
     def __missing__(self, slot: int | str) -> Value:
-        value = self.read[slot] = self.outer[slot]
-        self.reads += 1
+        value = self.key if slot == self.key_slot else self.outer[slot]
+        self.reads.append(slot)
         return value
 
 
@@ -306,7 +311,7 @@ class Rows:
         self._forms: dict[tuple[object, ...], RowForm] = {}
         self._starts: list[int] = []  # the first memo slots of the rows, ascending
         self._rows: list[RowCall] = []
-        self._parts: list[list[_Path]] = []
+        self._forms_read: list[RowForm] = []
         self._end = 0  # behind the last of these slots
         self._slots = 0  # how many they are
         self._patience = _PATIENCE
@@ -352,7 +357,7 @@ class Rows:
         if found is None:
             return False
         groups = found.groups(b"")
-        _, length, key, _, tag, *_ = groups
+        _, length, digits, _, get, tag, *_ = groups
         end, functions = found.end(), tuple(m.stack[-2:]) if groups[_AROUND] else (m.stack[-1],)
         puts = b"".join(_puts_in(groups))
         if len(functions) == 2 and type(functions[0]) is Global:
@@ -360,13 +365,14 @@ class Rows:
             groups, puts = (*groups[:_AROUND], around), puts + last
         elif groups[_AROUND]:  # it stands in no such call
             groups, end, functions = (*groups[:_AROUND], b""), found.start(_AROUND + 1), functions[-1:]
-        slots = self._new_slots(spelling, puts)
-        if length != spelling.lengths[len(key)] or not slots:
+        slots, key = self._new_slots(spelling, puts), self._key(spelling, length, digits, get)
+        if key is None or not slots:
             return False
-        told = functions, *_said_by(groups)
+        told = functions, not get, *_said_by(groups)
         form = self._forms.get(told)
         if form is None or not form.is_for(m.memo):
-            form = self._learn(spelling, cast("_Functions", functions), m.window[m.pos : end], tag, slots)
+            row = m.window[m.pos : end]
+            form = self._learn(spelling, cast("_Functions", functions), row, tag, slots, (get, key))
             if form is None:
                 return False
             self._forms[told] = form
@@ -376,8 +382,10 @@ class Rows:
             return False
         m.pos = end
         m.has_rows = True
+        if get:
+            m.used[get[0]] = 1
         text = tag[spelling.at :].decode() if form.tag is None else form.tag
-        reference = RowId(form, key.decode(), text, m.order + 1)
+        reference = RowId(form, key, text, m.order + 1)
         m.order += form.orders
         call = RowCall(form, reference, m.order)
         m.stack[-len(functions) :] = (call,)
@@ -385,7 +393,7 @@ class Rows:
         m.calls.append(call)
         self._starts.append(slots.start)
         self._rows.append(call)
-        self._parts.append(form.parts)
+        self._forms_read.append(form)
         self._slots += len(slots)
         self._end = slots.stop
         return True
@@ -396,25 +404,24 @@ class Rows:
         """
         m = self._machine
         lengths, texts, p0, gets, called, *columns = zip(*(each.groups(b"") for each in found), strict=True)
-        _, key_lengths, keys, _, tags, *_ = columns
+        _, key_lengths, digits, _, key_gets, tags, *_ = columns
         puts = p0, *_puts_in(columns)
         if any(columns[_AROUND]):
             columns[_AROUND], last = zip(*map(spelling.split, columns[_AROUND]), strict=True)
             puts = *puts, last
         slots = self._new_slots(spelling, b"".join(chain.from_iterable(zip(*puts, strict=True))))
         functions, slot_of = self._called({*called})
-        told = zip(map(functions.get, called), *_said_by(columns), strict=True)
+        told = zip(map(functions.get, called), map(not_, key_gets), *_said_by(columns), strict=True)
         forms = [form for form in map(self._forms.get, told) if form]
         names = self._names(spelling, lengths, texts, gets)
-        if not len(forms) == len(names) == len(keys) or not slots:
-            return False
-        if key_lengths != tuple(map(spelling.lengths.__getitem__, map(len, keys))):
+        keys = self._keys(spelling, key_lengths, digits, key_gets)
+        if not len(forms) == len(names) == len(keys) == len(found) or not slots:
             return False
         is_put = bool(p0[0])
         opcodes = sum(len(form.functions) + form.opcodes for form in forms) + (1 + is_put) * len(forms)
         if not all(form.is_for(m.memo) for form in {*forms}) or not m.count(opcodes):
             return False
-        for each in (*_EACH_GET.findall(b"".join({*called, *gets})), *((spelling.text, p0[0]) if is_put else ())):
+        for each in (*_EACH_GET.findall(b"".join({*called, *gets, *key_gets})), *((spelling.text, p0[0]) if is_put else ())):
             m.used[each[0]] = 1
         m.shared |= slot_of.keys()
         starts = [*accumulate((len(form.parts) + is_put for form in forms), initial=slots.start)]
@@ -423,7 +430,7 @@ class Rows:
         calls = self._made(spelling, forms, keys, tags, [start + is_put for start in starts[:-1]])
         self._end = slots.stop
         values: list[Value] = [each for item in zip(names, calls, strict=True) for each in item]
-        if is_put and spelling is _LONG:
+        if is_put and spelling is _LONG and not any(key_gets):
             m.items[m.stack[-1]] = RowItems(values, starts, slot_of, m.tell(), found[-1].end() - m.pos)
         m.stack += values
         m.pos = found[-1].end()
@@ -484,11 +491,31 @@ class Rows:
             return [text.decode("utf-8", "surrogatepass") for text in texts if len(text) <= LIMITS.inline_bytes]
         return []
 
+    def _key(self, spelling: _Spelling, length: bytes, digits: bytes, get: bytes) -> str | None:
+        """The key in a persistent id: `digits` of this `length`, or what the slot of `get` holds; None where it is
+        neither.
+        """
+        if not get:
+            return digits.decode() if length == spelling.lengths[len(digits)] else None
+        slot, memo = int.from_bytes(get[1:], "little"), self._machine.memo
+        key = memo[slot] if slot in memo else self.get(slot)
+        return key if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else None
+
+    def _keys(
+        self, spelling: _Spelling, lengths: Sequence[bytes], digits: Sequence[bytes], gets: Sequence[bytes]
+    ) -> list[str]:
+        """The same of many rows; fewer where one is neither."""
+        if any(gets):
+            found = map(self._key, repeat(spelling), lengths, digits, gets)
+            return [key for key in found if key is not None]
+        is_so = lengths == tuple(map(spelling.lengths.__getitem__, map(len, digits)))
+        return b" ".join(digits).decode().split(" ") if is_so else []
+
     def _made(
         self,
         spelling: _Spelling,
         forms: list[RowForm],
-        keys: Sequence[bytes],
+        keys: Sequence[str],
         tags: Sequence[bytes],
         starts: Sequence[int],
     ) -> list[RowCall]:
@@ -500,21 +527,29 @@ class Rows:
             tag[spelling.at :].decode() if form.tag is None else form.tag for form, tag in zip(forms, tags, strict=True)
         ]
         orders = [end + 1 for end in ends[:-1]]
-        references = [*map(RowId, forms, b" ".join(keys).decode().split(" "), told, orders)]
+        references = [*map(RowId, forms, keys, told, orders)]
         calls = [*map(RowCall, forms, references, ends[1:])]
         m.references += references
         m.calls += calls
         self._starts += starts
         self._rows += calls
-        parts = [form.parts for form in forms]
-        self._parts += parts
-        self._slots += sum(map(len, parts))
+        self._forms_read += forms
+        self._slots += sum([len(form.parts) for form in forms])
         return calls
 
     def _learn(
-        self, spelling: _Spelling, functions: _Functions, row: bytes, tag: bytes, slots: range
+        self,
+        spelling: _Spelling,
+        functions: _Functions,
+        row: bytes,
+        tag: bytes,
+        slots: range,
+        key_read: tuple[bytes, str],
     ) -> RowForm | None:
-        """The form of `row`, as a machine reads it; None where it is another call, or the machine would not read it."""
+        """The form of `row`, as a machine reads it; None where it is another call, or the machine would not read it.
+
+        `key_read` is the GET of its key, empty where that is a text, and the key.
+        """
         m = self._machine
         is_own = tag.startswith(spelling.text)
         if is_own and tag[1 : spelling.at] != spelling.lengths[len(tag) - spelling.at]:
@@ -522,7 +557,8 @@ class Rows:
         code = row + CODES["STOP"]
         machine = PickleMachine(lambda offset, length: code[offset : offset + length], len(code), m.where, 0)
         machine.stack += functions
-        machine.memo = memo = _Memo(m.memo, slots.start)
+        key_slot = int.from_bytes(key_read[0][1:], "little") if key_read[0] else None
+        machine.memo = memo = _Memo(m.memo, slots.start, key_slot, key_read[1])
         try:
             graph = machine.load(self._dispatch)
         except InputError:
@@ -534,8 +570,11 @@ class Rows:
             return None
         if not all(isinstance(each.callable, Global) for each in graph.calls):
             return None
-        if memo.reads != 2 + len(functions) + (not is_own) or len(memo) != slots.stop:
+        if len(memo.reads) != 2 + len(functions) + (not is_own) + (key_slot is not None) or len(memo) != slots.stop:
             return None
+        if memo.reads.count(key_slot) != (key_slot is not None):  # a row of this form can have another key
+            return None
+        reads = tuple(dict.fromkeys(slot for slot in memo.reads if slot != key_slot))
         paths = dict(_paths(call))
         paths[id(key)] = (*paths[id(reference.id)], 2)  # also where the tag of this one is the same text
         for opcode in graph.used:
@@ -553,23 +592,26 @@ class Rows:
             [paths[id(each)] for each in graph.calls[:-1]],
             1 + len(graph.calls),
             graph.opcodes - 1,
-            (*memo.read,),
-            (*memo.read.values(),),
+            key_slot is None,
+            reads,
+            tuple(map(m.memo.__getitem__, reads)),
             None if is_own or text is word else int.from_bytes(tag[1:], "little"),
         )
 
     def get(self, slot: int) -> Value:
         """What a row has put into the memo as `slot`; None where none did."""
         i = bisect_right(self._starts, slot) - 1
-        if i < 0 or slot - self._starts[i] >= len(parts := self._parts[i]):
+        if i < 0 or slot - self._starts[i] >= len((form := self._forms_read[i]).parts):
             return None
-        return self._rows[i].part(parts[slot - self._starts[i]])
+        if slot == self._starts[i] and form.puts_key:
+            return self._rows[i].reference.key  # without making anything
+        return self._rows[i].part(form.parts[slot - self._starts[i]])
 
     def stop(self) -> None:
         """Put into the memo what rows have put there, and read no more rows."""
         memo = self._machine.memo
-        for first, row, parts in zip(self._starts, self._rows, self._parts, strict=True):
-            for i, part in enumerate(parts):
+        for first, row, form in zip(self._starts, self._rows, self._forms_read, strict=True):
+            for i, part in enumerate(form.parts):
                 memo.setdefault(first + i, row.part(part))
         self._machine.rows = None
 

@@ -80,6 +80,8 @@ class _Maker:
         self.slots: list[int] = []
         self.keys: tuple[int, ...] = (7, 12, 345)  # a text of one character is the same wherever it stands
         self.calm = random.choice((1, 40) if self.slot else (40, 400))  # the larger, the less odd
+        self.given_keys: list[int] = []  # the slots of texts that rows have as the keys of storages
+        self.views = random.choice((0, 0, 0.2, 0.6))  # how many rows read theirs from there
         self.again = 0 if self.short else random.choice((0, 0, 0, 1 << 22))  # as what the function is put, and read
 
     def one_in(self, n: int) -> bool:
@@ -146,7 +148,7 @@ class _Maker:
         function, word, cls, cpu, made_by, parameter = words
         key = str(self.random.choice(self.keys)).encode()
         pieces = [self.get(parameter)] if wrapped else []
-        pieces += [self.get(function), b"((", self.get(word), self.get(cls), self.text(key), self.put()]
+        pieces += [self.get(function), b"((", self.get(word), self.get(cls), *self.storage_key(key)]
         given = self.slots[-1] if self.one_in(30) else cpu
         pieces += [self.get(given)] if tag is None else [self.text(tag), self.put()]
         pieces += [self.number(16), b"t", self.put(), b"Q", self.number(0), self.numbers(shape), self.numbers(shape)]
@@ -154,6 +156,13 @@ class _Maker:
         if wrapped != self.one_in(20):
             pieces += [*self.flag_and_call(made_by), b"\x87", self.put(), b"R", self.put()]
         return b"".join(pieces)
+
+    def storage_key(self, key: bytes) -> list[bytes]:
+        """A text, or what an earlier row has put: the key, mostly, or something beside it."""
+        if self.given_keys and self.random.random() < self.views:
+            return [self.get(self.random.choice(self.given_keys) + self.one_in(30))]
+        self.given_keys.append(self.slot)
+        return [self.text(key), self.put()]
 
     def flag_and_call(self, made_by: int) -> list[bytes]:
         """What a tensor and a parameter end with."""
@@ -246,7 +255,7 @@ def mapping(keys: Sequence[int], tag: int = 4, again: int = 0, wrapped: Sequence
     from there; `wrapped` says in turn which rows stand in parameters.
     """
     maker = _Maker(Random(5))
-    maker.slot, maker.calm, maker.again, maker.short = 0, 1 << 40, again, False
+    maker.slot, maker.calm, maker.again, maker.short, maker.views = 0, 1 << 40, again, False, 0
     out = CODES["PROTO"] + b"\2(" + maker.head()
     function, cls, made_by, word, _, parameter = maker.slots[:6]
     for i, key in enumerate(keys):
