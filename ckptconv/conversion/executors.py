@@ -11,17 +11,13 @@ import stat
 from collections import deque
 from concurrent.futures import Executor, Future
 from queue import Empty, SimpleQueue
-from threading import Lock
-from typing import TYPE_CHECKING
 
 from ckptconv.byteranges.sources import is_url
 from ckptconv.byteranges.spans import Progress
-from ckptconv.conversion.jobs import JobExecutor, Outcome, Task, work, working
+from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, work, working
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.steps import DiskWait, FolderSync, Steps
-
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
+from ckptconv.output.threads import Threads
 
 __all__ = ["GivenExecutor", "processes"]
 
@@ -45,15 +41,16 @@ class _ThisThread(JobExecutor):
         self._synced: SimpleQueue[tuple[list[_Begun], BaseException | None]] = SimpleQueue()
         #: Folders that are being synced, each with the jobs that wait for its next sync.
         self._folders: dict[FolderSync, list[_Begun]] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = Threads(self.most, "ckptconv-sync")
+        #: What the jobs that have begun have of paths, each alone, and of bytes; and what the next one will have.
+        self._paths: set[str] = set()
+        self._nbytes = 0
+        self._next: tuple[Job, set[str], int] | None = None
 
     def make_room(self, task: Task) -> None:
         """Finish waiting jobs until there is room for `task`, and none of them shares a path with it."""
-        paths, nbytes = _paths_and_size(task)
-        while self._begun and (
-            nbytes + sum(each.nbytes for each in self._begun) > _WAITING
-            or any(not paths.isdisjoint(each.paths) for each in self._begun)
-        ):
+        _, paths, nbytes = self._asked(task)
+        while self._begun and (self._nbytes + nbytes > _WAITING or not self._paths.isdisjoint(paths)):
             self.proceed()
         with contextlib.suppress(Empty):
             while True:
@@ -61,10 +58,20 @@ class _ThisThread(JobExecutor):
 
     def submit(self, task: Task) -> Future[Outcome]:
         """Do `task` up to its first wait for the disk."""
-        begun = _Begun(working(task, self.tick), Future(), *_paths_and_size(task))
+        _, paths, nbytes = self._asked(task)
+        self._next = None
+        begun = _Begun(working(task, self.tick), Future(), paths, nbytes)
         self._begun.append(begun)
+        self._paths |= paths
+        self._nbytes += nbytes
         self._go_on(begun, None)
         return begun.future
+
+    def _asked(self, task: Task) -> tuple[Job, set[str], int]:
+        """The job of `task`, with what it will have of paths and bytes, for which the filesystem is asked once."""
+        if self._next is None or self._next[0] is not task.job:
+            self._next = task.job, *_paths_and_size(task)
+        return self._next
 
     def proceed(self) -> None:
         """Go on with waiting jobs until the first of them has its outcome."""
@@ -86,7 +93,10 @@ class _ThisThread(JobExecutor):
         except StopIteration as end:
             begun.outcome, begun.wait = end.value, None
             while self._begun and (outcome := self._begun[0].outcome):
-                self._begun.popleft().future.set_result(outcome)
+                done = self._begun.popleft()
+                self._paths -= done.paths
+                self._nbytes -= done.nbytes
+                done.future.set_result(outcome)
             return
         if isinstance(begun.wait, FolderSync) and begun.wait in self._folders:
             self._folders[begun.wait].append(begun)
@@ -97,35 +107,23 @@ class _ThisThread(JobExecutor):
         """Have a thread call `wait`, once for all jobs of the `group`."""
         if isinstance(wait, FolderSync):
             self._folders[wait] = []
+        self._threads.submit(self._sync, wait, group)
 
-        once = Lock()
-
-        def sync() -> None:
-            if not once.acquire(blocking=False):
-                return
-            error: BaseException | None = None
-            try:
-                wait()
-            except BaseException as raised:
-                error = raised
-            self._synced.put((group, error))
-
-        if self._threads is None:
-            from concurrent.futures import ThreadPoolExecutor
-
-            self._threads = ThreadPoolExecutor(self.most, "ckptconv-sync")
+    def _sync(self, wait: DiskWait, group: list[_Begun]) -> None:
+        """Call `wait`, in a thread, and say so."""
+        error: BaseException | None = None
         try:
-            self._threads.submit(sync)
-        except RuntimeError:  # the system gives no more; those that there are have been handed it all the same
-            sync()
+            wait()
+        except BaseException as raised:
+            error = raised
+        self._synced.put((group, error))
 
     def close(self, *, failed: bool) -> None:  # noqa: ARG002 - where nothing failed, nothing waits
         """End the waiting jobs where they are: each deletes its temporary file, unless that has its name already."""
         with contextlib.ExitStack() as ending:  # each of them, also where Ctrl-C comes once more
             for begun in self._begun:
                 ending.callback(begun.steps.close)
-            if self._threads is not None:
-                self._threads.shutdown()
+            self._threads.shutdown()
 
 
 @dataclass

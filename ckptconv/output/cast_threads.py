@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 
@@ -17,6 +17,7 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Cast, Concat
 from ckptconv.dtypes import BY_NAME
 from ckptconv.light_dataclass import dataclass
+from ckptconv.output.threads import Threads
 
 __all__ = ["CastThreads"]
 
@@ -48,11 +49,8 @@ class CastThreads:
         """`pieces` makes the buffers; `write` puts bytes at a place."""
         self._pieces, self._write = pieces, write
         self._own = threading.local()  # what each thread keeps from block to block
-        self._stopped = False
-        self._active = 0  # blocks that are being cast
-        self._change = threading.Condition()
         self._tasks: list[tuple[Cast, list[Future[_Done]]]] = []
-        self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-cast")
+        self._threads = Threads(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-cast")
         #: By the id of a piece, the checksum of what was written for it.
         self.sums: dict[int, int] = {}
 
@@ -62,11 +60,7 @@ class CastThreads:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._change:
-            self._stopped = True
-        self._threads.shutdown(cancel_futures=True)
-        with self._change:  # if Ctrl-C came while a thread was started, the pool does not know it and waits for it not
-            self._change.wait_for(lambda: not self._active)
+        self._threads.shutdown()
 
     def begin(self, piece: Cast, at: int) -> None:
         """Have `piece`, which is made of what stands in the source as it is, written to `at`."""
@@ -74,18 +68,9 @@ class CastThreads:
         elements = piece.length // new
         step = CAST_BLOCK // max(old, new)
         blocks = [(start, min(step, elements - start)) for start in range(0, elements, step)]
-        self._tasks.append(
-            (piece, [self._submit(piece, start * old, n * old, at + start * new) for start, n in blocks])
-        )
-
-    def _submit(self, piece: Cast, offset: int, length: int, at: int) -> Future[_Done]:
-        """Have a block cast by one of the threads."""
-        try:
-            return self._threads.submit(self._cast, piece, offset, length, at)
-        except RuntimeError:  # no thread could be started. The task is queued all the same: done twice, it is the same
-            done: Future[_Done] = Future()
-            done.set_result(self._cast(piece, offset, length, at))
-            return done
+        submit = self._threads.submit
+        futures = [submit(self._cast, piece, start * old, n * old, at + start * new) for start, n in blocks]
+        self._tasks.append((piece, futures))
 
     def finish(self, progress: Callable[[int], None] | None) -> None:
         """Wait for everything that has begun. Raises what went wrong."""
@@ -105,21 +90,7 @@ class CastThreads:
         self._tasks.clear()
 
     def _cast(self, piece: Cast, offset: int, length: int, at: int) -> _Done:
-        """Cast `length` bytes at `offset` of what `piece` is made of, and write the result to
-        `at`, unless nobody waits for it any more.
-        """
-        with self._change:
-            if self._stopped:
-                return _Done(0, 0, 0, 0, 0)
-            self._active += 1
-        try:
-            return self._cast_block(piece, offset, length, at)
-        finally:
-            with self._change:
-                self._active -= 1
-                self._change.notify_all()
-
-    def _cast_block(self, piece: Cast, offset: int, length: int, at: int) -> _Done:
+        """Cast `length` bytes at `offset` of what `piece` is made of, and write the result to `at`."""
         buffer = self._buffer(piece)
         data = buffer.room[:length]
         reading.read_into(piece.of, offset, data)

@@ -126,9 +126,9 @@ class DirectDestination(FileDestination):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self._direct = _reopened(fd)
-        from concurrent.futures import ThreadPoolExecutor  # which costs every other conversion some milliseconds
+        from ckptconv.output.threads import Threads  # which costs every other conversion some milliseconds
 
-        self._threads = ThreadPoolExecutor(_AT_ONCE, "ckptconv-direct")
+        self._threads = Threads(_AT_ONCE, "ckptconv-direct")
         self._running: deque[Future[None]] = deque()
 
     def __enter__(self) -> DirectDestination:
@@ -138,7 +138,7 @@ class DirectDestination(FileDestination):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._threads.shutdown(cancel_futures=True)
+            self._threads.shutdown()
         finally:
             os.close(self._direct)
 
@@ -146,10 +146,7 @@ class DirectDestination(FileDestination):
         """Begin to copy `span`, at most a window of whole blocks, to `at`. Raises errors of copies begun before."""
         while len(self._running) >= _AT_ONCE:
             self._running.popleft().result()
-        try:
-            self._running.append(self._threads.submit(self._copy, at, span))
-        except RuntimeError:  # no more threads. It is queued all the same: done twice, it is the same
-            self._copy(at, span)
+        self._running.append(self._threads.submit(self._copy, at, span))
 
     def settle(self) -> None:
         """Wait for all copies that have begun. Raises their errors."""

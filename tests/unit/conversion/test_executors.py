@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from ckptconv.conversion import executors
 from ckptconv.conversion.batches import run_jobs
 from ckptconv.conversion.executors import processes
 from ckptconv.conversion.jobs import Job, Outcome, Task
+from ckptconv.output.threads import Threads
 
 AT_ONCE = 8
 
@@ -206,7 +206,7 @@ def test_ctrl_c_twice_leaves_no_temporary(jobs: list[Job], monkeypatch: pytest.M
         if len(os.listdir("out")) == 6:
             raise KeyboardInterrupt
 
-    def shutdown(self: ThreadPoolExecutor) -> None:
+    def shutdown(self: Threads) -> None:
         begun.set()
         raise KeyboardInterrupt
 
@@ -214,7 +214,7 @@ def test_ctrl_c_twice_leaves_no_temporary(jobs: list[Job], monkeypatch: pytest.M
         assert threading.current_thread() is threading.main_thread() or begun.wait(30)
 
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
+    monkeypatch.setattr(Threads, "shutdown", shutdown)
     with pytest.raises(KeyboardInterrupt):
         run_jobs(jobs, processes(1, interrupt), lambda outcome: outcome)
     assert os.listdir("out") == []

@@ -203,17 +203,19 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
 
 
 def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a thread is being started, which the pool then does not know: whoever leaves waits for what it has
-    begun, for the file is closed next.
+    """Ctrl-C while a second thread is being started: whoever leaves waits for what the first is writing, for the file is
+    closed next.
     """
-    start, block, close = threading.Thread.start, cast_threads.CastThreads._cast_block, os.close
+    start, block, close = threading.Thread.start, cast_threads.CastThreads._cast, os.close
     events: list[str] = []
+    started: list[str] = []
     begun = threading.Event()
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
-        if thread.name.startswith("ckptconv-cast"):
-            begun.wait()
+        started.append(thread.name)
+        if started.count("ckptconv-cast") == 2:
+            begun.wait(30)
             raise KeyboardInterrupt
 
     def slow(*args: Any) -> Any:
@@ -227,8 +229,10 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
         events.append("closed")
         close(fd)
 
+    monkeypatch.setattr(cast_threads, "CAST_BLOCK", 10_000)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    monkeypatch.setattr(cast_threads.CastThreads, "_cast_block", slow)
+    monkeypatch.setattr(cast_threads.CastThreads, "_cast", slow)
     monkeypatch.setattr(os, "close", closed)
     with untouched(target), pytest.raises(KeyboardInterrupt):
         ckptconv.convert(src, target, dtype=RULES, force=True)
