@@ -421,7 +421,8 @@ class Rows:
         opcodes = sum(len(form.functions) + form.opcodes for form in forms) + (1 + is_put) * len(forms)
         if not all(form.is_for(m.memo) for form in {*forms}) or not m.count(opcodes):
             return False
-        for each in (*_EACH_GET.findall(b"".join({*called, *gets, *key_gets})), *((spelling.text, p0[0]) if is_put else ())):
+        used = _EACH_GET.findall(b"".join({*called, *gets, *key_gets}))
+        for each in (*used, spelling.text, p0[0]) if is_put else used:
             m.used[each[0]] = 1
         m.shared |= slot_of.keys()
         starts = [*accumulate((len(form.parts) + is_put for form in forms), initial=slots.start)]

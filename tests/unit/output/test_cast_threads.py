@@ -203,8 +203,9 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
 
 
 def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a second thread is being started: whoever leaves waits for what the first is writing, for the file is
-    closed next.
+    """Ctrl-C while a second thread is being started: whoever leaves waits for what the first is writing.
+
+    The file is closed next.
     """
     start, block, close = threading.Thread.start, cast_threads.CastThreads._cast, os.close
     events: list[str] = []
