@@ -26,6 +26,7 @@ from ckptconv.errors import CkptconvError, NoMatchError, count, some
 from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.opening import open_input
+from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.formats.sharded.index import family_of
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
@@ -228,8 +229,10 @@ def _about_config(folder: Path, plan: Plan) -> list[str]:
 
 def _dtype_in(config: Path) -> str | None:
     """The dtype that a `config` of transformers says, if there is such a file and it says one."""
+    data = first_bytes(config, LIMITS.config_bytes)
     try:
-        found = json.loads(first_bytes(config, LIMITS.config_bytes))
+        check_nesting(data)
+        found = json.loads(data)
     except (ValueError, RecursionError):
         return None
     dtype = (found.get("dtype") or found.get("torch_dtype")) if isinstance(found, dict) else None

@@ -67,7 +67,7 @@ def check_nesting(data: bytes) -> None:
     if _may_be_deep(data):
         outside_of_texts = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
         if _may_be_deep(b"".join(outside_of_texts)):
-            raise RecursionError
+            raise RecursionError("nested too deeply")
 
 
 def _may_be_deep(data: bytes) -> bool:

@@ -390,10 +390,10 @@ def test_paths_cost_what_they_say(tmp_path: Path, assert_bound: Callable[..., No
 
 
 def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a longer one no dtype is taken; a FIFO in its place is not waited for."""
+    """Of a longer or deeper one no dtype is taken; a FIFO in its place is not waited for."""
     index({})(tmp_path)
     folder = tmp_path / "set"
-    content = json.dumps({"dtype": "float32", "x": "a" * 100})
+    content = json.dumps({"dtype": "float32", "x": "a" * 100, "y": [[[[[]]]]]})
     (folder / "config.json").write_text(content)
 
     def notes() -> str:
@@ -402,6 +402,8 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     set_limits(monkeypatch, dataclasses.replace(LIMITS, config_bytes=len(content)))
     assert "config.json says dtype float32" in notes()
     set_limits(monkeypatch, dataclasses.replace(LIMITS, config_bytes=len(content) - 1))
+    assert "config.json says" not in notes()
+    set_limits(monkeypatch, dataclasses.replace(LIMITS, nesting=5))
     assert "config.json says" not in notes()
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")

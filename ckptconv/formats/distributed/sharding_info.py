@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
-from ckptconv.formats.safetensors_header import Header
+from ckptconv.formats.safetensors_header import Header, check_nesting
 from ckptconv.hints import Placeholder, command
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import is_count
@@ -36,6 +36,7 @@ def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | No
     if text is None:
         return None
     try:
+        check_nesting(text.encode(errors="replace"))
         info = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"{SHARDING_INFO} is no JSON object", where=path, got=error) from error

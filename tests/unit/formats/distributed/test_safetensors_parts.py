@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckptconv
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
+from ckptconv.formats import safetensors_header
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO
+from ckptconv.limits import LIMITS
 from tests.support import dcp_ranks
 from tests.support.conversions import converted, loaded, metadata_of
 from tests.support.judge import assert_same
@@ -184,3 +187,12 @@ def test_bad_info(tmp_path: Path, kind: str, info: str) -> None:
     for each in (path, tmp_path):
         with pytest.raises(InputError if kind == "elements" else MalformedError, match=SHARDING_INFO):
             ckptconv.inspect(each)
+
+
+def test_info_is_no_deeper_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the stack is small, as in a browser, its parser would end the process."""
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"w": torch.ones(2)}, path, {SHARDING_INFO: '{"w": ' + "[" * 400 + "]" * 400 + "}"})
+    monkeypatch.setattr(safetensors_header, "LIMITS", replace(LIMITS, nesting=400))
+    with pytest.raises(MalformedError, match="nested too deeply"):
+        ckptconv.inspect(path)
