@@ -180,13 +180,12 @@ def error_text(error: BaseException) -> str:
 
 
 def _verdict(summary: Summary) -> str:
-    if summary.loads_here and summary.findings:
-        return "torch.load takes it as it is. What else was found:"
-    return {
+    said = {
         True: "torch.load takes it as it is.",
-        False: "torch.load does not take it as it is.",
-        None: "Whether torch.load takes it depends on the machine.",
+        False: "torch.load refuses it as it is.",
+        None: "torch.load may refuse it.",
     }[summary.loads_here]
+    return said + (" What was found:" if summary.findings else "")
 
 
 def _fix(message: str | None) -> dict[str, Any] | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import html.parser
 import json
 import os
+import re
 import shlex
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,9 @@ from ckptconv.cli.main import main
 from ckptconv.conversion.options import PlanOptions
 from ckptconv.errors import CkptconvError, MissingTorchError
 from ckptconv.hints import Option, command
+from ckptconv.inspection.summary import summary_of
 from tests.support.paths import ROOT
-from web.bridge import Bridge, _fix, error_text
+from web.bridge import Bridge, _fix, _verdict, error_text
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +155,53 @@ def test_fixes_are_what_the_form_is_filled_with(bridge: Bridge) -> None:
         "dst": "b.pt",
         "options": {"rename": [["^a", "b"], ["c", ""]]},
     }
+
+
+def test_the_verdict(bridge: Bridge) -> None:
+    """What torch.load does, and that there is a list of what was found."""
+    torch.save({"w": torch.ones(2)}, "plain.pt")
+    torch.save({"w": torch.ones(2), "hook": print}, "hook.pt")
+    assert bridge.inspect("plain.pt")["verdict"] == "torch.load takes it as it is."
+    assert bridge.inspect("ddp.pt")["verdict"] == "torch.load takes it as it is. What was found:"
+    assert bridge.inspect("hook.pt")["verdict"] == "torch.load refuses it as it is. What was found:"
+    seen = replace(summary_of("ddp.pt"), loads_here=None)
+    assert _verdict(seen) == "torch.load may refuse it. What was found:"
+
+
+def on_cuda(bridge: Bridge) -> None:
+    assert main(["convert", "ddp.pt", "x.pt", "--to", "cuda:0", "--strip-prefix", "module.", "-q"]) == 0
+
+
+def wrapped(bridge: Bridge) -> None:
+    torch.save(torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2))).state_dict(), "x.pt")
+
+
+def with_arguments(bridge: Bridge) -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=0.1)}, "x.pt")
+
+
+@pytest.mark.parametrize(("number", "write"), [*enumerate((on_cuda, wrapped, with_arguments))])
+def test_the_errors_on_the_page_are_ended(number: int, write: Any, bridge: Bridge, folder: Path) -> None:
+    """torch raises each error that the page lists; the first fix that the page has for it ends it."""
+    listed = re.findall("<dt><code>(.*)</code></dt>", (ROOT / "web" / "index.html").read_text("utf-8"))
+    assert len(listed) == 3
+    if number == 0 and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+
+    def use(path: str) -> None:
+        found = torch.load(path)
+        if number == 1:
+            torch.nn.Sequential(torch.nn.Linear(2, 2)).load_state_dict(found)
+
+    write(bridge)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the texts are what is compared
+        use("x.pt")
+    for part in listed[number].split(" … "):
+        assert part.partition(":")[0] in str(caught.value)
+    fix = bridge.inspect("x.pt")["findings"][0]["fix"]
+    bridge.plan(fix["dst"], fix["options"])
+    Path("copy.pt").write_bytes(*put_together(bridge, folder))
+    use("copy.pt")
 
 
 def test_two_files_are_compared(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:

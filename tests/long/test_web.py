@@ -162,6 +162,8 @@ def test_a_set_of_shards_is_one_checkpoint(suffix: str, way: str, page: Page) ->
     else:
         page.drop(Path("FOLDER"))
     assert not page.shows("error"), page.text("error")
+    assert page.shows("several") and "a folder of shards again" in page.text("several")
+    assert page.shows("stands")  # that FOLDER stands for another name
     rows = page.page.frame_locator("#inside").locator("#rows tr")
     rows.nth(2).wait_for(state="attached")
     assert rows.count() >= len(tensors)
@@ -234,7 +236,8 @@ def test_the_fixes_of_inspect_are_buttons(page: Page) -> None:
     """Each is what inspect would have one type."""
     torch.save({f"module.{name}": tensor for name, tensor in state("").items()}, "ddp.pt")
     page.choose(Path("ddp.pt"))
-    assert "module." in page.text("findings")
+    assert "module." in page.text("findings") and not page.shows("several") and not page.shows("stands")
+    assert page.text("verdict") == "torch.load takes it as it is. What was found:"
     page.press("#findings button >> nth=0")
     assert page.text("command") == "ckptconv convert ddp.pt ddp-plain.pt --strip-prefix module."
     saved = page.save()
@@ -488,6 +491,7 @@ def test_everybody_can_use_it(width: int, scheme: str, chromium: Any, site: Site
                 page.choose(write("training"))
             elif step == 2:
                 page.prepare(to="cuda:0")
+            assert page.shows("errors") == (step == 0)  # the list of errors, until a file is there
             run = "axe.run({iframes: false}).then((r) => r.violations.map((v) => [v.id, v.nodes.map((n) => n.html)]))"
             found = page.page.evaluate(run)
             assert found == []
