@@ -28,6 +28,7 @@ from ckptconv.render.difference import difference_lines
 from ckptconv.render.page.document import page_of
 from ckptconv.render.page.summary import NO_VERDICT, summary_data
 from ckptconv.render.report import report_lines
+from ckptconv.render.text import Style
 
 __all__ = ["Bridge", "error_text"]
 
@@ -108,7 +109,7 @@ class Bridge:
         report = replace(report, notes=(*report.notes, *item.notes))
         return {
             "command": str(line),
-            "report": "\n".join(report_lines(report)),
+            "report": "\n".join(report_lines(report, Style())),
             "folder": item.dst.name if item.is_folder else "",
             "files": [
                 {
@@ -136,7 +137,7 @@ class Bridge:
         except MissingTorchError:
             found = compare(a, b, Edits(), Compared(names_only=True))
             note = _by_checksums(*(_checksums(path) for path in (a, b)))
-        lines = ("names: " if note else "") + "\n".join(difference_lines(found, names_only=bool(note)))
+        lines = ("names: " if note else "") + "\n".join(difference_lines(found, Style(), names_only=bool(note)))
         return {"same": found.same and not note, "text": lines, "note": note, "command": line}
 
     def forget(self) -> None:

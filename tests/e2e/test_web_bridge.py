@@ -78,6 +78,17 @@ def test_a_plan_is_what_the_command_writes(options: dict[str, Any], bridge: Brid
     json.dumps(plan)
 
 
+def test_texts_are_those_of_the_command_line(bridge: Bridge, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which name flags, as the command does that can be copied."""
+    bridge.inspect("ddp.pt")
+    report = bridge.plan("out.pt", {"map_location": ["cpu"]})["report"]
+    assert main(["convert", "ddp.pt", "out.pt", "--to", "cpu", "--dry-run"]) == 0
+    assert report == capsys.readouterr().out.rstrip() and "so --to cpu changed nothing" in report
+    torch.save({"w": torch.ones(1)}, "other.pt")
+    assert main(["diff", "ddp.pt", "other.pt"]) == 1
+    assert bridge.diff("ddp.pt", "other.pt")["text"] == capsys.readouterr().out.rstrip()
+
+
 def write_set(folder: Path, suffix: str, *, index: bool = True) -> dict[str, torch.Tensor]:
     """A set of three shards, with its index, and a file beside it."""
     folder.mkdir(exist_ok=True)
