@@ -94,10 +94,12 @@ def _words(key: object) -> list[str]:
 
 def _rng_candidates(index: Index) -> list[Place]:
     """Contiguous 1-D uint8 tensors that have their storage to themselves, where they stand first."""
+    nodes, found = index.tensor_nodes, dict[int, Place]()
+    if not any(info.dtype == "uint8" for info in nodes.values()):
+        return []
     users: Counter[Storage] = Counter(index.storage_of.values())
-    found: dict[int, Place] = {}
     for place in index.places:
-        info = index.tensor_nodes.get(id(place.node))
+        info = nodes.get(id(place.node))
         if info is None or info.storage is None or info.dtype != "uint8" or len(info.shape) != 1 or not info.contiguous:
             continue
         if users[info.storage] == 1 and info.nbytes == info.storage.nbytes:

@@ -136,11 +136,11 @@ def read(source: Readable) -> Checkpoint:
 
     checkpoint = checkpoint_of(NAME, source, graph, archive, record, where)
     checkpoint.blobs = BytesSource(pickle, source.path) if pickle is not None else source
-    unused = names.keys() - {f"data/{key}" for key in checkpoint.storages}
+    storages = checkpoint.storages
     checkpoint.unused = [
         LeftBehind(name, member.size, "no tensor uses it")
         for name, member in names.items()
-        if name in unused and _is_storage(name)
+        if name.removeprefix("data/") not in storages and _is_storage(name)
     ]
     checkpoint.unused += [
         LeftBehind(name, names[name].size, SUPERSEDED) for name in _others(names) if _SUPERSEDED.fullmatch(name)

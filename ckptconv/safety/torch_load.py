@@ -116,8 +116,7 @@ def _of_zip(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     assert isinstance(archive, Archive)
     yield from _of_records(checkpoint, archive)
     yield from _of_deflated(checkpoint)
-    storages = {id(each.node): each.storage.data for each in checkpoint.references}
-    contents = Contents(storages, blobs, checkpoint.byteorder)
+    contents = Contents(checkpoint.index.storage_of, blobs, checkpoint.byteorder)
     yield from reasons(checkpoint.graph, contents)
 
 

@@ -7,7 +7,8 @@ from math import prod
 
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import ByteRange, Data, Inflate
+from ckptconv.byteranges.spans import ByteRange, Inflate
+from ckptconv.checkpoint.tensor_info import Storage
 from ckptconv.checkpoint.weights_only.answers import AfterUnknown, NotKnown, Refused
 from ckptconv.checkpoint.weights_only.values import (
     COUNTER,
@@ -50,7 +51,7 @@ class Contents:
     """The bytes that a graph refers to and does not hold.
 
     Attributes:
-        storages: Their bytes, by the id of the node that refers to them; what is not there cannot be read.
+        storages: By the id of the node that refers to them; what is not there cannot be read.
         blobs: Where the long texts stand; None where they cannot be read.
         byteorder: Of the storages' numbers.
         are_there: Whether the storages are filled while the pickle is read; in torch's older format they follow it.
@@ -58,7 +59,7 @@ class Contents:
 
     def __init__(
         self,
-        storages: Mapping[int, Data] | None = None,
+        storages: Mapping[int, Storage] | None = None,
         blobs: Readable | None = None,
         byteorder: str = "little",
         *,
@@ -214,7 +215,8 @@ class Objects:
         """The elements of `tensor`, which has 64-bit integers, in row-major order."""
         if not self.contents.are_there:
             raise NotKnown("it needs the values of a tensor before they are there")
-        data = self.contents.storages.get(id(tensor.storage.node)) if tensor.storage else None
+        storage = self.contents.storages.get(id(tensor.storage.node)) if tensor.storage else None
+        data = storage and storage.data
         if data is None or not isinstance(data, (ByteRange, Inflate)) or not tensor.is_plain:
             raise NotKnown("it needs the values of a tensor, which cannot be read here")
         self._bytes_left -= data.length + 8 * prod(tensor.shape)
