@@ -36,6 +36,8 @@ __all__ = [
 
 _R = TypeVar("_R", bound="Readable")
 
+_HELD = 1 << 15  # bytes of a file that is read at once: a small one is asked for some twenty parts
+
 _SPARE = 64  # open files that the rest of the process may need
 
 STEP = 1 << 24  # bytes that are asked at once of what fills no buffer by itself
@@ -216,7 +218,7 @@ class Source(Readable):
         self.faults = faults
         if not os.fspath(path):  # pathlib takes it for the folder that we are in
             raise InputError("no path given: it is empty")
-        self.path = Path(os.fsdecode(path))
+        self.path = path if isinstance(path, Path) else Path(os.fsdecode(path))
         try:
             mode = os.stat(self.path).st_mode  # before open: a FIFO waits for a writer, a device may do anything
             if not stat.S_ISREG(mode):
@@ -240,7 +242,21 @@ class Source(Readable):
             self.close()
             raise InputError(f"{_kind(self._stat.st_mode)} and not a file", where=self.path)
         self.size, self.mode = self._stat.st_size, self._stat.st_mode & 0o777
+        self._held: bytes | None = b"" if self.size > _HELD else None  # what was read at once: all of it, or nothing
         _leave_spare(self.fd)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes at `offset`, of a small file as it was when its first byte was read.
+
+        Raises InputChangedError where the file has become shorter.
+        """
+        if self._held is None:
+            try:
+                self._held = os.pread(self.fd, self.size, 0)
+            except OSError:  # a part of it may still be readable
+                self._held = b""
+        held = self._held[offset : offset + length]
+        return held if len(held) == length else super().read(offset, length)
 
     def close(self) -> None:
         """Let the file go."""

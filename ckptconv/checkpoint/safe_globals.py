@@ -151,4 +151,5 @@ def needed_import(name: str) -> str | None:
 
 def refused_opcodes(graph: Graph) -> list[str]:
     """The names of the opcodes in the pickle as it stands that the unpickler does not know."""
-    return sorted(name for name, code in CODES.items() if code[0] in graph.used - _TAKEN)
+    refused = graph.used - _TAKEN
+    return sorted(name for name, code in CODES.items() if code[0] in refused) if refused else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from contextlib import ExitStack, nullcontext
@@ -19,7 +20,7 @@ from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, ta
 from ckptconv.conversion.plan import Report, Verified, report_of
 from ckptconv.conversion.targets import find_item, format_of, through_link
 from ckptconv.edits.options import Edits, edits_from
-from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError, count, size
+from ckptconv.errors import ArgumentTypeError, RefusedError, TargetExistsError, UsageError, count, size
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python, option
 from ckptconv.output import far_targets
@@ -106,11 +107,11 @@ def running(
     started = time.monotonic()
     path, is_folder, output, about = _target(src, dst, output, is_folder)
     with ExitStack() as opened:
-        faults = CheckingSink(keep=_folder_for(path))
+        faults = CheckingSink(keep=_folder_for(path)) if output.verify else None
         if output.download and not is_folder:
             _check_target(None, path, force=output.force)
         download = output.download and _folder_for(path)
-        source = open_input(src, faults if output.verify else RAISED, download=download, progress=progress)
+        source = open_input(src, faults or RAISED, download=download, progress=progress)
         opened.enter_context(source)
         if not is_folder:
             _check_target(source, path, force=output.force)
@@ -124,15 +125,16 @@ def running(
                     nbytes = size(sum(other.size for other in others))
                     about += (f"{count(len(others), 'other file')} ({nbytes}) copied first, one after another",)
             about += far_targets.far_writer(path).about_upload(whole.plan.files, verify=output.verify) + whole.old.about
-        else:
-            whole.plan = replace(whole.plan, files=planned_directly(whole.plan.files, _folder_for(path)))
-        whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))
+        elif (files := planned_directly(whole.plan.files, path)) is not whole.plan.files:
+            whole.plan = replace(whole.plan, files=files)
+        if about:
+            whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))
         overflowed: Overflow = {}
         verified = None
         if not output.dry_run:
-            read = faults.waiting if source.is_far else 0  # here it takes no time to speak of
+            read = faults.waiting if faults and source.is_far else 0  # here it takes no time to speak of
             with progress(read + _work(whole, output)) if progress else nullcontext() as tick:
-                if output.verify:
+                if faults:
                     faults.check(tick if read else None)
                     verified = Verified(faults.checked, faults.nbytes, output=True)
                 overflowed = yield from _writing(whole, source, output, tick)
@@ -165,7 +167,8 @@ def _target(
         dst, is_folder, about = item.dst, item.is_folder, item.notes
     path = dst if isinstance(dst, Path) else Path(dst)
     if not is_folder:
-        output = replace(output, format=format_of(path, output.format))
+        if (format_ := format_of(path, output.format)) != output.format:
+            output = replace(output, format=format_)
         if output.force:
             path, link = through_link(src, path)
             about += link
@@ -212,11 +215,10 @@ def _check_target(source: Readable | None, path: Path, *, force: bool) -> None:
         far_targets.check_object(path, replace=force)
         return
     try:
-        same = source is not None and source.is_same_file(os.stat(path))
-    except OSError:
-        same = False
-    if same and not force:
-        raise RefusedError(
-            "the output is the input", where=path, hint=option("force") + " converts it in place, safely"
-        )
-    output_files.check_target(path, replace=force)
+        output_files.check_target(path, replace=force)
+    except TargetExistsError:
+        with contextlib.suppress(OSError):  # a link to nowhere, or it is gone by now
+            if source is not None and source.is_same_file(os.stat(path)):
+                hint = option("force") + " converts it in place, safely"
+                raise RefusedError("the output is the input", where=path, hint=hint) from None
+        raise

@@ -229,8 +229,8 @@ def _run_to(item: Item, dst: Path, task: Task, tick: Progress | None) -> Steps[R
     else:
         steps = running(item.src, dst, edits, output, is_folder=item.is_folder, progress=lambda _: nullcontext(tick))
         report = yield from steps
-    notes = [option_of(*each) + " means nothing here" for each in task.dropped]
-    return replace(report, notes=(*report.notes, *item.notes, *notes))
+    notes = [*item.notes, *(option_of(*each) + " means nothing here" for each in task.dropped)]
+    return replace(report, notes=(*report.notes, *notes)) if notes else report
 
 
 def _copying(src: Path, dst: Path, job: Job, tick: Progress | None) -> Steps[Report]:

@@ -275,6 +275,8 @@ def report_of(
 
 def _edits_for(writer: Writer, edits: Edits, *, in_shards: bool) -> Edits:
     """`edits` without those for which `writer` has no place; what it, or a shard, cannot hold is left out."""
+    if writer.objects and writer.devices and writer.views and not in_shards:
+        return edits
     return replace(
         edits,
         state_dict=edits.state_dict or in_shards or not writer.objects,

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, TypedDict
 
 from ckptconv.edits.devices import Devices, MapLocation, Rule, to_devices
@@ -134,12 +134,19 @@ def check_flags(options: Any) -> None:
     """Raise ArgumentTypeError where a field of the dataclass `options` that is declared as a bool, a number or a text
     holds something else.
     """
-    for each in fields(options):
-        type_ = each.type.__name__ if isinstance(each.type, type) else str(each.type)  # a text already, where postponed
-        flag, (wanted, said) = getattr(options, each.name), _WANTED.get(type_, (object, ""))
+    for name, wanted, said in _wanted(type(options)):
+        flag = getattr(options, name)
         if not isinstance(flag, wanted):
-            part = "; a part is taken with select=PATH" if each.name == "state_dict" else ""
-            raise ArgumentTypeError(f"{each.name} must be {said}, not {flag!r}{part}")
+            part = "; a part is taken with select=PATH" if name == "state_dict" else ""
+            raise ArgumentTypeError(f"{name} must be {said}, not {flag!r}{part}")
+
+
+@cache
+def _wanted(options: Any) -> list[tuple[str, Any, str]]:
+    """The fields of the class `options` that are checked: their names, and their types, in words too."""
+    types = {each.name: each.type for each in fields(options)}  # texts already, where postponed
+    said = {name: type_.__name__ if isinstance(type_, type) else str(type_) for name, type_ in types.items()}
+    return [(name, *_WANTED[type_]) for name, type_ in said.items() if type_ in _WANTED]
 
 
 #: The types of fields that are checked, in words.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -147,6 +148,7 @@ def suffix_of(name: str) -> str:
     return split_suffix(name)[1]
 
 
+@lru_cache(maxsize=16)  # one name is asked for some ten times while it is converted
 def split_suffix(name: str) -> tuple[str, str, str]:
     """The file `name` before, in, and behind the last suffix in it that stands for a format (``model.safetensors.bak``
     is one); all of it, and nothing, where there is none.

@@ -14,7 +14,6 @@ import errno
 import os
 import sys
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -43,14 +42,15 @@ _REFUSED = (
 )
 
 
-def planned_directly(files: Sequence[OutFile], folder: Path) -> tuple[OutFile, ...]:
-    """`files`, which will stand on the disk of `folder`; those to be written around the page cache are marked `direct`.
+def planned_directly(files: tuple[OutFile, ...], target: Path) -> tuple[OutFile, ...]:
+    """`files`, of the file or folder `target`; those to be written around the page cache are marked `direct`.
 
     If all files together are large, those that are mostly copied are marked.
     """
     total = sum(file.size for file in files)
     if total < _LEAST or total * _SHARE < available_memory():
-        return tuple(files)
+        return files
+    folder = target if target.is_dir() else target.parent
     return tuple(replace(file, direct=2 * _aligned(file) > file.size and _is_possible(file, folder)) for file in files)
 
 

@@ -243,7 +243,7 @@ def about_part(path: Path) -> str | None:
     """What the file at `path` is one rank's part of, and what merges all of them, where DeepSpeed or Megatron-LM saved
     it.
     """
-    here = _absolute(path).parent
+    here = Path(os.path.dirname(os.path.abspath(path)))
     if _ZERO.fullmatch(path.name):
         folder, run, row = _folder_at(here), _DEEPSPEED, _deepspeed
     elif _RANK.fullmatch(f"{here.name}/"):

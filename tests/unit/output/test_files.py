@@ -557,6 +557,7 @@ def deflated(source: Source, data: bytes, end: int = zlib.Z_FINISH) -> Inflate:
     stream = deflater.compress(data) + deflater.flush(end)
     with source.path.open("r+b") as file:
         file.write(bytes(10) + stream)
+    source._held = None  # of the file as it was before
     return Inflate(ByteRange(source, 10, len(stream)), len(data), zlib.crc32(data))
 
 
