@@ -29,7 +29,7 @@ from ckptconv.output.direct_writes import planned_directly
 from ckptconv.output.far_folders import old_set
 from ckptconv.output.folders import NewFolder, write_folder
 from ckptconv.output.other_files import OtherFile
-from ckptconv.output.steps import Steps, run_steps
+from ckptconv.output.steps import Steps, waited_for
 from ckptconv.pickles.graph import gc_paused
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def convert(
     return in_python(run(src, dst, edits, output))
 
 
-def run(
+def running(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     edits: Edits,
@@ -79,8 +79,8 @@ def run(
     *,
     is_folder: bool | None = None,
     progress: Meter | None = None,
-) -> Report:
-    """:func:`convert` with its options as data.
+) -> Steps[Report]:
+    """The steps of :func:`convert`, with its options as data.
 
     Args:
         src: As for :func:`convert`.
@@ -91,19 +91,6 @@ def run(
         progress: Called with how many bytes there will be: those written, and those of far files read to compare. What
             it gives is called with each number of them.
     """
-    return run_steps(running(src, dst, edits, output, is_folder=is_folder, progress=progress))
-
-
-def running(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    edits: Edits,
-    output: OutputOptions = USUAL,
-    *,
-    is_folder: bool | None = None,
-    progress: Meter | None = None,
-) -> Steps[Report]:
-    """The steps of :func:`run`."""
     started = time.monotonic()
     path, is_folder, output, about = _target(src, dst, output, is_folder)
     with ExitStack() as opened:
@@ -149,6 +136,10 @@ def running(
         )
 
 
+#: :func:`running` with all its waits.
+run = waited_for(running)
+
+
 def _work(whole: FolderPlan, output: OutputOptions) -> int:
     """How many bytes are written to carry out the plan `whole`, or read back from a store."""
     if not is_url(whole.plan.target):
@@ -177,16 +168,13 @@ def _target(
     return path, is_folder, output, about
 
 
-def write(whole: FolderPlan, source: Readable, output: OutputOptions, progress: Progress | None = None) -> Overflow:
-    """Carry out the plan `whole` on `source`; what overflowed. Raises what :func:`ckptconv.output.files.write` raises.
+def _writing(
+    whole: FolderPlan, source: Readable, output: OutputOptions, progress: Progress | None = None
+) -> Steps[Overflow]:
+    """The steps of carrying out the plan `whole` on `source`; what overflowed.
 
-    `progress` is called with each number of bytes written.
+    Raises what :func:`ckptconv.output.files.write` raises. `progress` is called with each number of bytes written.
     """
-    return run_steps(_writing(whole, source, output, progress))
-
-
-def _writing(whole: FolderPlan, source: Readable, output: OutputOptions, progress: Progress | None) -> Steps[Overflow]:
-    """The steps of :func:`write`."""
     plan = whole.plan
     if is_url(plan.target):
         how: dict[str, Any] = {"replace": output.force, "verify": output.verify, "progress": progress}
@@ -198,6 +186,10 @@ def _writing(whole: FolderPlan, source: Readable, output: OutputOptions, progres
         return (yield from output_files.writing(file, source, replace=force, verify=verify, progress=progress))
     new = NewFolder(plan.target, plan.files, plan.others, whole.may_go, whole.like)
     return write_folder(new, source, replace=output.force, verify=output.verify, jobs=output.jobs, progress=progress)
+
+
+#: :func:`_writing` with all its waits.
+write = waited_for(_writing)
 
 
 def _folder_for(path: Path) -> Path:

@@ -48,10 +48,11 @@ def others_uploaded(others: Iterable[OtherFile], *, replace: bool, **how: Any) -
                 with open_other(each.source) as source:
                     file = OutFile.copy_of(source, each.path)
                     far_writer(each.path).upload([file], source, replace=replace, **how)
-                done.append((each.path, far_writer(each.path).version(each.path)))
+                if not replace:
+                    done.append((each.path, far_writer(each.path).version(each.path)))
         yield
     except BaseException:
-        for path, version in () if replace else done:
+        for path, version in done:
             with contextlib.suppress(OutputError):  # what went wrong first matters more
                 if far_writer(path).version(path) == version:
                     far_writer(path).delete(path)

@@ -27,7 +27,7 @@ from ckptconv.lazy_regex import regex
 from ckptconv.output import linux
 from ckptconv.output.destinations import FileDestination, FileObjectDestination
 from ckptconv.output.direct_writes import DirectDestination, shares_blocks
-from ckptconv.output.steps import FileSync, FolderSync, Steps, run_steps, sync_folder
+from ckptconv.output.steps import FileSync, FolderSync, Steps, sync_folder, waited_for
 from ckptconv.output.transfer import Transfer
 
 __all__ = [
@@ -100,22 +100,15 @@ def mode_at(path: Path) -> int | None:
         raise OutputError(f"cannot be written: {error.strerror}", where=path) from error
 
 
-def write(
+def writing(
     file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
-) -> Overflow:
-    """Write `file`, whose ranges come from `source`; what overflowed.
+) -> Steps[Overflow]:
+    """The steps of writing `file`, whose ranges come from `source`; what overflowed.
 
     Raises OutputError, TargetExistsError, InputChangedError, MalformedError.
 
     `replace`: an old file may go. `verify`: read everything back and compare it before the target appears.
     """
-    return run_steps(writing(file, source, replace=replace, verify=verify, progress=progress))
-
-
-def writing(
-    file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
-) -> Steps[Overflow]:
-    """The steps of :func:`write`."""
     check_target(file.path, replace=replace)
     temporary = temporary_beside(file.path)
     ours = True
@@ -141,19 +134,18 @@ def writing(
     return overflowed
 
 
-def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
-    """Write `file` to `path`, which must not exist, and on to the disk, with the permissions that `cp` would give it:
-    those of the regular file that it replaces; else its own, less the umask, and its owner may write it.
-
-    What overflowed. Raises OSError, and what :func:`write` raises.
-    """
-    return run_steps(_filling(path, file, source, verify=verify, progress=progress))
+#: :func:`writing` with all its waits.
+write = waited_for(writing)
 
 
 def _filling(
     path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None
 ) -> Steps[Overflow]:
-    """The steps of :func:`fill`."""
+    """The steps of writing `file` to `path`, which must not exist, and on to the disk, with the permissions that `cp`
+    would give it: those of the regular file that it replaces; else its own, less the umask, and its owner may write it.
+
+    What overflowed. Raises OSError, and what :func:`write` raises.
+    """
     check_system()
     transfer = Transfer(file, path.parent, compared=verify)
     kept = _kept_mode(file.path)
@@ -173,6 +165,10 @@ def _filling(
     finally:
         os.close(fd)
     return transfer.overflowed
+
+
+#: :func:`_filling` with all its waits.
+fill = waited_for(_filling)
 
 
 def _destination(fd: int, *, direct: bool) -> AbstractContextManager[FileDestination]:

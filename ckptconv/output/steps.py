@@ -6,12 +6,14 @@ Such work is a generator. It yields each wait, and what the wait raises is throw
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
-__all__ = ["DiskWait", "FileSync", "FolderSync", "Steps", "run_steps", "sync_folder"]
+__all__ = ["DiskWait", "FileSync", "FolderSync", "Steps", "run_steps", "sync_folder", "waited_for"]
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -52,6 +54,16 @@ def run_steps(steps: Steps[_T]) -> _T:
     except StopIteration as end:
         result: _T = end.value
         return result
+
+
+def waited_for(steps: Callable[_P, Steps[_T]]) -> Callable[_P, _T]:
+    """The function that does in this thread, with all its waits, what `steps` gives the steps of."""
+
+    @wraps(steps)
+    def do(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return run_steps(steps(*args, **kwargs))
+
+    return do
 
 
 def sync_folder(folder: Path) -> None:
