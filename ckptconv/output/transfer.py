@@ -191,20 +191,16 @@ def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
     then the rest.
     """
     offset, left = span.offset, span.length
+    direct = out if isinstance(out, DirectDestination) and span.source.fd >= 0 else None
     by_kernel = out.fd >= 0 and span.source.fd >= 0 and hasattr(os, "copy_file_range")
     while left:
         until_block = -offset % FILESYSTEM_BLOCK
         length = min(left, until_block or _COPY)
         if length > FILESYSTEM_BLOCK:
             length -= length % FILESYSTEM_BLOCK
-        if (
-            isinstance(out, DirectDestination)
-            and by_kernel
-            and length >= WINDOW
-            and not (offset | at) % FILESYSTEM_BLOCK
-        ):
+        if direct and length >= WINDOW and not (offset | at) % FILESYSTEM_BLOCK:
             done = WINDOW
-            out.copy(at, ByteRange(span.source, offset, done))
+            direct.copy(at, ByteRange(span.source, offset, done))
         elif by_kernel:
             try:
                 done = os.copy_file_range(span.source.fd, out.fd, length, offset, at)

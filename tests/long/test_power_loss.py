@@ -1,4 +1,4 @@
-"""Power that is lost while conversions replace a file, or a folder, again and again: on a disk
+"""Power that is lost while conversions replace a file, a folder, or many files, again and again: on a disk
 that forgets whatever was not flushed.
 
 The disk is a recorded one (:mod:`tests.support.recorded_disk`) with a real filesystem on it. At many moments of its
@@ -39,7 +39,17 @@ FILESYSTEMS = {
     "ext4, no care for renames": (["mkfs.ext4", "-q", "-b", "4096"], "commit=1,noauto_da_alloc", 64 << 20),
     "xfs": (["mkfs.xfs", "-q"], "noatime", 320 << 20),
 }
-_NO_FSYNC = "import os\nos.fsync = lambda fd: None\nfrom ckptconv.cli.main import main\nimport sys\nsys.exit(main())\n"
+_MAIN = "from ckptconv.cli.main import main\nstatus = main()\n"
+_NO_FSYNC = "import os\nos.fsync = lambda fd: None\n"
+#: Each file counts as large beside the available memory.
+_DIRECTLY = """from ckptconv.output import direct_writes, transfer
+direct_writes.available_memory = lambda: 0
+direct_writes._LEAST, transfer.WINDOW = 0, 1 << 16
+written, write = [], direct_writes.DirectDestination._write_mapped
+direct_writes.DirectDestination._write_mapped = lambda self, *where: written.append(write(self, *where))
+"""
+#: Some bytes went around the page cache.
+_FAIL_IF_CACHED = "assert written\n"
 
 
 def through_a_loop(disk: Path, at: Path, options: str) -> AbstractContextManager[Path]:
@@ -65,12 +75,47 @@ def recorded(folder: Path, image: Path, log: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
+class Way:
+    """What is converted to `target`: `inputs`, of one checkpoint or many, twice. Each of `outputs` appears whole."""
+
+    inputs: Callable[[Path], list[Path]]
+    target: str
+    outputs: tuple[str, ...]
+    before: str = ""  #: what the program does first,
+    after: str = ""  #: and last
+
+
+def one_file(folder: Path) -> list[Path]:
+    torch.save({"w": torch.randn(100_000)}, folder / "src.pt")
+    return [folder / "src.pt"]
+
+
+def shards(folder: Path) -> list[Path]:
+    return [sharded(folder / "src", {"w1": torch.randn(50_000)}, {"w2": torch.randn(50_000)})]
+
+
+def many_files(folder: Path) -> list[Path]:
+    for name in _MANY:
+        torch.save({"w": torch.randn(10_000)}, folder / name)
+    return [folder / name for name in _MANY]
+
+
+_MANY = tuple(f"{number}.pt" for number in range(10))
+WAYS = {
+    "file": Way(one_file, "dst.pt", ("dst.pt",)),
+    "folder": Way(shards, "dst", ("dst",)),
+    "direct": Way(one_file, "dst.pt", ("dst.pt",), _DIRECTLY, _FAIL_IF_CACHED),
+    "batch": Way(many_files, "dst/", tuple(f"dst/{name}" for name in _MANY)),
+}
+
+
+@dataclass(frozen=True)
 class Done:
-    """A conversion: how long the log was when it began and when it had ended, and what it left at the target."""
+    """A conversion: how long the log was when it began and when it had ended, and what it left at each output."""
 
     began: int
     ended: int
-    new: Content
+    new: dict[str, Content]
 
 
 @pytest.fixture(params=list(FILESYSTEMS))
@@ -90,19 +135,6 @@ def memory(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def inputs(folder: Path, *, in_shards: bool) -> list[Path]:
-    """Two checkpoints of about 400 KB that have nothing in common, each a file or a set of shards."""
-    made = []
-    for number in range(2):
-        path = folder / f"src{number}"
-        if in_shards:
-            sharded(path, {"w1": torch.randn(50_000)}, {"w2": torch.randn(50_000)})
-        else:
-            torch.save({"w": torch.randn(100_000)}, path)
-        made.append(path)
-    return made
-
-
 def make_filesystem(name: str, image: Path) -> str:
     """Make this one in the file `image`; how it is mounted."""
     make, options, size = FILESYSTEMS[name]
@@ -112,49 +144,46 @@ def make_filesystem(name: str, image: Path) -> str:
     return options
 
 
-def history_of(
-    folder: Path, srcs: Sequence[Path], filesystem: str, *, in_shards: bool, command: Sequence[str]
-) -> tuple[History, list[Done]]:
-    """What a disk was told while `srcs` were converted in turn, again and again, to one target on it; and
+def history_of(folder: Path, filesystem: str, way: Way, *, synced: bool) -> tuple[History, list[Done]]:
+    """What a disk was told while two inputs were converted in turn, again and again, to one target on it; and
     what was done.
     """
     image, before, log, at = folder / "image", folder / "before", folder / "log", folder / "mounted"
     options = make_filesystem(filesystem, image)
     shutil.copyfile(image, before)
-    at.mkdir()
-    target = at / ("dst" if in_shards else "dst.pt")
+    srcs = []
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        srcs.append(way.inputs(folder / name))
+    program = f"{'' if synced else _NO_FSYNC}{way.before}{_MAIN}{way.after}raise SystemExit(status)\n"
+    command = [sys.executable, "-c", program, "convert", "-q", "--to", "cpu"]
     done = []
     with recorded(folder, image, log) as disk, through_a_loop(disk, at, options):
         for number in range(ROUNDS):
             began = log.stat().st_size
-            args = [
-                "convert",
-                "-q",
-                str(srcs[number % 2]),
-                str(target),
-                "--to",
-                "cpu",
-                *(["--force"] if number else []),
-            ]
-            subprocess.run([*command, *args], check=True, cwd=folder)
-            done.append(Done(began, log.stat().st_size, content_of(target)))
+            force = ["--force"] if number else []
+            subprocess.run([*command, *force, *srcs[number % 2], f"{at}/{way.target}"], check=True, cwd=folder)
+            done.append(Done(began, log.stat().st_size, {name: content_of(at / name) for name in way.outputs}))
     return History(before, log.read_bytes()), done
 
 
-def what_is_wrong(at: Path, target: str, end: int, done: Sequence[Done]) -> str | None:
-    """What must not be at `target`, of the disk that is mounted `at`, after the power was lost at `end` of the log."""
-    ended = [each.new for each in done if each.ended <= end]
-    may_be = [ended[-1] if ended else None]
-    may_be += [each.new for each in done if each.began <= end < each.ended]
-    found = content_of(at / target)
-    others = [name for name in os.listdir(at) if name not in (target, "lost+found") and not is_temporary(name)]
-    if others:
+def what_is_wrong(at: Path, end: int, done: Sequence[Done]) -> str | None:
+    """What must not be on the disk that is mounted `at`, after the power was lost at `end` of the log."""
+    outputs = {at / name for name in done[0].new}
+    folders = {output.parent for output in outputs} | {at}
+    found = {path for folder in folders if folder.exists() for path in folder.iterdir()}
+    known = outputs | folders | {at / "lost+found"}
+    if others := [path for path in found if path not in known and not is_temporary(path.name)]:
         return f"something is left: {others}"
-    if found in may_be:
-        return None
-    if found is None or found in [each.new for each in done]:
-        return "an older one, after success was told"
-    return "a mixture"
+    for name in done[0].new:
+        ended = [each.new[name] for each in done if each.ended <= end]
+        may_be = [ended[-1] if ended else None]
+        may_be += [each.new[name] for each in done if each.began <= end < each.ended]
+        there = content_of(at / name)
+        if there not in may_be:
+            older = there is None or there in [each.new[name] for each in done]
+            return "an older one, after success was told" if older else "a mixture"
+    return None
 
 
 def judged(
@@ -174,21 +203,18 @@ def judged(
         yield how, problem and f"{problem}, at {end} of the log, of what was not flushed: {how}"
 
 
-@pytest.mark.parametrize("in_shards", [False, True], ids=["file", "folder"])
-@pytest.mark.parametrize("command", [["-m", "ckptconv"], ["-c", _NO_FSYNC]], ids=["synced", "without fsync"])
-def test_a_loss_of_power(filesystem: str, in_shards: bool, command: list[str], tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("synced", [True, False], ids=["synced", "without fsync"])
+def test_a_loss_of_power(filesystem: str, way: str, synced: bool, memory: Path) -> None:
     """Whenever the power goes: the old one or the new one, whole; and once a conversion
     has said that it is done, the new one. Without fsync, and all else as it is, it is seen what is lost.
     """
-    srcs = inputs(tmp_path, in_shards=in_shards)
-    words = [sys.executable, *command]
-    history, done = history_of(memory, srcs, filesystem, in_shards=in_shards, command=words)
-    target = "dst" if in_shards else "dst.pt"
+    history, done = history_of(memory, filesystem, WAYS[way], synced=synced)
     moments = [end for end in history.ends if end >= done[0].began]
     ends = random.Random(2147).choices(moments, k=CUTS)
-    cuts = list(judged(memory, history, ends, filesystem, lambda at, end: what_is_wrong(at, target, end, done)))
+    cuts = list(judged(memory, history, ends, filesystem, lambda at, end: what_is_wrong(at, end, done)))
     wrong = [problem for _, problem in cuts if problem]
     seen = Counter(each.split(",")[0] for each in wrong)
-    print(f"\n{filesystem}: {Counter(how for how, _ in cuts)} of {len(history.ends)} moments, {seen}")
-    assert (wrong == []) == (command[0] == "-m"), wrong
+    print(f"\n{filesystem}, {way}: {Counter(how for how, _ in cuts)} of {len(history.ends)} moments, {seen}")
+    assert (wrong == []) == synced, wrong
     assert len({str(each.new) for each in done}) == 2

@@ -124,6 +124,24 @@ def test_where_a_write_is_refused(
     assert_right(src, tmp_path / "dst.pt")
 
 
+def test_from_another_filesystem(
+    src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel copies nothing between the files, whole blocks still go around the page cache."""
+    lengths: list[int] = []
+    real = os.pwrite
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        lengths.append(len(data))
+        return real(fd, data, at)
+
+    monkeypatch.setattr(os, "copy_file_range", failing(errno.EXDEV))
+    monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, pwrite))
+    convert(src, tmp_path / "dst.pt", map_location="cuda:0")
+    assert lengths == [WINDOW]
+    assert_right(src, tmp_path / "dst.pt")
+
+
 @pytest.mark.parametrize("code", [errno.ENODEV, errno.EMFILE, errno.ENOMEM])
 def test_where_the_source_cannot_be_mapped(
     src: Path, tmp_path: Path, direct_fds: list[int], code: int, monkeypatch: pytest.MonkeyPatch
