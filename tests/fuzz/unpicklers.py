@@ -18,7 +18,6 @@ import io
 import itertools
 import mmap
 import pickle
-import resource
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,7 +147,12 @@ def _register_codes() -> None:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Meanwhile, this process takes little more memory than it has."""
+    """Meanwhile, this process takes little more memory than it has; where there is no Unix, nothing holds it."""
+    try:
+        import resource
+    except ImportError:
+        yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + _MORE, hard))

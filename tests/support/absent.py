@@ -1,31 +1,65 @@
-"""Packages that are not there, for tests that run where there are none: whoever needs one is skipped."""
+"""Packages that are not there, for tests that run where there are none: whoever uses one is skipped."""
 
 from __future__ import annotations
 
+import copyreg
 import importlib.abc
 import importlib.machinery
+import os
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-__all__ = ["Absent"]
+__all__ = ["Absent", "uses"]
+
+
+uses: list[str] = []
+"""What was used while tests were collected."""
+
+
+def _used(cls: Any, *_: object, **__: object) -> Any:
+    """Skips the test that runs. While tests are collected, tables of them can be made."""
+    if "PYTEST_CURRENT_TEST" in os.environ:
+        pytest.skip(f"needs {cls.__name__}")
+    uses.append(cls.__name__)
+    return _named(f"{cls.__name__}(…)")
 
 
 class _Needed(type):
-    """What a package that is not there has: it can be named anywhere, in tables of tests too, and used nowhere."""
+    """What a package that is not there has: it can be named anywhere, and used by no test."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _named(f"{cls.__name__}.{name}")
 
-    def __call__(cls, *_: object, **__: object) -> Any:
-        pytest.skip(f"needs {cls.__name__}", allow_module_level=True)
+    def __repr__(cls) -> str:
+        return f"_Needed {cls.__name__}"
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter([_used(cls)])
+
+    def __int__(cls) -> int:
+        return len(repr(_used(cls)))
+
+    def __float__(cls) -> float:
+        return float(int(cls))
+
+    __call__ = __getitem__ = __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __matmul__ = __truediv__ = _used
+    __pow__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = _used
+
+
+def _pickled(cls: Any) -> tuple[Any, ...]:
+    return str, (_used(cls).__name__,)
+
+
+copyreg.pickle(_Needed, _pickled)
 
 
 def _named(name: str) -> Any:
-    return _Needed(name, (), {})
+    return _Needed(name, (Exception,), {})  # which ``except`` takes too
 
 
 class _Module(ModuleType):
