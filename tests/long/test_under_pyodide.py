@@ -82,6 +82,7 @@ def test_what_the_page_has_passes_there(name: str, engine: Path) -> None:
     assert printed(engine, engine / "wheels", "tests.support.lacking", *words)["passed"]
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, for the odd files that are made
 def test_it_answers_there_as_it_does_here(engine: Path, tmp_path: Path) -> None:
     """Hundreds of files, as programs write them, broken, hostile and of other programs: the verdict, the page of what
     is inside, plans and the bytes of copies are the same in both.
