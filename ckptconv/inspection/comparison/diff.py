@@ -238,8 +238,8 @@ class _Comparison:
         self.pairing.run()
         if self.compared.names_only:
             return
-        for place_a, place_b in self.pairing.tensors:
-            self.compare_tensors(place_a, place_b)
+        for pair in self.pairing.tensors:
+            self.compare_tensors(pair)
         for place_a, place_b in self.pairing.storages:
             self.compare_storages(place_a, place_b)
         if self.a.is_state_dict and self.b.is_state_dict:
@@ -250,7 +250,8 @@ class _Comparison:
                     words = [None if text is None else repr(text[:60]) for text in texts]
                     self.others.append((OtherDifference(f"__metadata__/{key}", *words), None))
 
-    def compare_tensors(self, place_a: Place, place_b: Place) -> None:
+    def compare_tensors(self, pair: tuple[Place, Place]) -> None:
+        place_a, place_b = pair
         side_a, side_b = self.pairing.a, self.pairing.b
         a, b = side_a.tensor(place_a.node), side_b.tensor(place_b.node)
         assert a and b and isinstance(place_a.node, Call) and isinstance(place_b.node, Call)
@@ -276,7 +277,7 @@ class _Comparison:
                 keys += [self.values.want(x, y) for x, y in alike]
         if keys or found != TensorDifference(""):
             self.found.append((replace(found, path=place_a.path), keys))
-            self.places[place_a.path] = place_a, place_b
+            self.places[place_a.path] = pair
 
     def compare_storages(self, place_a: Place, place_b: Place) -> None:
         """Two bare storages, which are compared as bytes."""
@@ -326,13 +327,14 @@ class _Comparison:
         others = [each for each, key in self.others if key is None or self.differs(key)]
         pairing = self.pairing
         infos = [info for place, _ in pairing.tensors if (info := pairing.a.tensor(place.node))]
-        distinct = {info.view if info.storage else (id(info),): info.nbytes for info in infos}
+        if not self.a.index.is_unshared:  # ties count once
+            infos = [*{info.view if info.storage else (id(info),): info for info in infos}.values()]
         near = [found.path for found, keys in self.found if any(key in self.values.near for key in keys)]
         return Difference(
             *self.paths,
             self.formats,
             len(pairing.tensors),
-            sum(distinct.values()),
+            sum(info.nbytes for info in infos),
             tuple(pairing.a.only),
             tuple(pairing.b.only),
             tuple(replace(found, rng_state=True) if found.path in states else found for found in differing),

@@ -135,8 +135,10 @@ class Pairing:
         """Note what the nodes at `a` and `b` do not have in common, and say whether to look into them."""
         left, right = a.node, b.node
         tensors = bool(self.a.tensor(left)), bool(self.b.tensor(right))
-        if all(tensors):
+        if isinstance(left, Call) and isinstance(right, Call) and all(tensors):
             self.tensors.append((a, b))
+            if not (self.a.leaf(left) or self.b.leaf(right)):
+                return False  # most tensors: nothing stands in them
         elif any(tensors):
             self._other(a, b)
             return False

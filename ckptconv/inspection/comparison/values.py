@@ -10,6 +10,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
@@ -86,7 +87,7 @@ class Values:
         key = a.view, b.view
         if key not in self.found and key not in self.wanted:
             if not a.nbytes or (not self.full and self.known_equal(a, b)):
-                self.found[key] = ValueDifference(prod(a.shape), 0)
+                self.found[key] = _equal(prod(a.shape))
                 if a.nbytes:
                     self._believed.add(_storages(a, b))
             elif get_dtype(a.dtype).packed != 1 or get_dtype(b.dtype).packed != 1:
@@ -159,7 +160,7 @@ class Values:
         return piece_of(infos[0], self.orders[0]), piece_of(infos[1], self.orders[1])
 
     def equal(self, key: Key) -> None:
-        self.found[key] = ValueDifference(prod(self.wanted[key][0].shape) * self._repeats[key], 0)
+        self.found[key] = _equal(prod(self.wanted[key][0].shape) * self._repeats[key])
 
     def spans(self, a: TensorInfo, b: TensorInfo) -> tuple[ByteRange, ByteRange] | None:
         """Ranges of the files which, if they are the same, say that `a` and `b` are: the elements,
@@ -349,6 +350,12 @@ def bytes_of(storage: Storage) -> TensorInfo:
         False,
         True,
     )
+
+
+@lru_cache(maxsize=64)  # most tensors have the shape of others
+def _equal(elements: int) -> ValueDifference:
+    """What tensors that are the same have."""
+    return ValueDifference(elements, 0)
 
 
 def _storages(a: TensorInfo, b: TensorInfo) -> tuple[int, int]:
