@@ -248,14 +248,16 @@ def _framed(data: bytes, random: Random) -> bytes:
     return data[:2] + b"".join(map(random.choice, zip(framed, framed, framed, pieces, strict=True)))
 
 
-def mapping(keys: Sequence[int], tag: int = 4, again: int = 0, wrapped: Sequence[bool] = (False,)) -> bytes:
+def mapping(
+    keys: Sequence[int], tag: int = 4, again: int = 0, wrapped: Sequence[bool] = (False,), *, views: bool = False
+) -> bytes:
     """A pickle, nothing odd in it, of a tuple: the words of rows, texts, a row, and items of a mapping.
 
     `keys` are those of the rows; `tag` is where among the words the tag stands; the function is put `again`, and read
-    from there; `wrapped` says in turn which rows stand in parameters.
+    from there; `wrapped` says in turn which rows stand in parameters; `views` all read their keys from the first.
     """
     maker = _Maker(Random(5))
-    maker.slot, maker.calm, maker.again, maker.short, maker.views = 0, 1 << 40, again, False, 0
+    maker.slot, maker.calm, maker.again, maker.short, maker.views = 0, 1 << 40, again, False, views
     out = CODES["PROTO"] + b"\2(" + maker.head()
     function, cls, made_by, word, _, parameter = maker.slots[:6]
     for i, key in enumerate(keys):

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Call, Graph, PersistentId, Tuple, args_of
 from ckptconv.pickles.rows import RowCall, type_of
@@ -36,6 +37,7 @@ def test_the_graph_is_the_machines() -> None:
         graph, said = read(data, rows=True, **bounds)
         plain, expected = read(data, rows=False, **bounds)
         met["rows"] += len(_rows(graph))
+        met["views"] += sum(bool(call.form and not call.form.puts_key) for call in _rows(graph))
         met["read"] += graph is not None
         met["refused"] += graph is None
         assert said == expected, (seed, data)
@@ -46,7 +48,7 @@ def test_the_graph_is_the_machines() -> None:
             assert written == emitted(plain, data, tag, splice=False), (seed, data)
         assert described(graph) == described(plain), (seed, data)
     assert met["rows"] > _COUNT / 2 and met["read"] > _COUNT / 5 and met["refused"] > _COUNT / 10, met
-    assert met["spliced"] > _COUNT / 80, met
+    assert met["spliced"] > _COUNT / 80 and met["views"] > _COUNT / 20, met
 
 
 def test_what_a_row_is_made_of() -> None:
@@ -109,6 +111,21 @@ def test_keys_of_one_character() -> None:
     data = mapping((*_KEYS[:9], 7, 7, *_KEYS[11:]))
     graph, plain = _both(data)
     assert emitted(graph, data, splice=True) == emitted(plain, data, splice=False)
+
+
+def test_views_of_a_storage_with_another_key() -> None:
+    """What they read from the memo is another text then, so they have to say it."""
+    data = mapping(_KEYS, views=True)
+    graphs = [read(data, rows=rows)[0] for rows in (True, False)]
+    assert all(graphs) and sum(call.form is not None and not call.form.puts_key for call in _rows(graphs[0])) == 16
+    assert described(graphs[0]) == described(graphs[1])
+    written = []
+    for rows in (True, False):
+        graph, _ = read(data, rows=rows)
+        assert graph
+        change_id(graph.references[0], key="98")
+        written.append(emitted(graph, data, splice=rows))
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize("slot", [2**32 - 1, 2**32, 2**60, 2**70])
