@@ -173,12 +173,11 @@ class _Plain(_Writer):
         todo = self.todo
         while todo:
             step = todo.pop()
-            kind = type(step)
-            if kind is _Do:
+            if isinstance(step, _Do):
                 self.do(step)
             elif (slot := self.memo.get(id(step))) is not None:
                 self.get(slot)
-            elif kind is RowCall and self.row(step):
+            elif type(step) is RowCall and self.row(step):
                 self.leave_items_behind(step)
             elif not self.atom(step):
                 self.start(step)
