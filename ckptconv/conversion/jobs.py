@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,12 +65,13 @@ class Job:
 
     def as_edits(self) -> Edits:
         """Those of the keywords that change something in the checkpoint."""
-        return self._said()[0]
+        return self._said[0]
 
     def as_output(self) -> OutputOptions:
         """Those of the keywords that say something about the output."""
-        return self._said()[1]
+        return self._said[1]
 
+    @cached_property
     def _said(self) -> tuple[Edits, OutputOptions]:
         """The keywords as data, which the jobs of one batch mostly share."""
         try:

@@ -261,7 +261,8 @@ def _kept_from_changes(path: Path) -> Iterator[None]:
         lock_shared(fd, path)
         yield
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):  # it was only read, and the file may have its name by now
+            os.close(fd)
 
 
 def _reserve(fd: int, file: OutFile, beside: int) -> None:
@@ -319,6 +320,8 @@ def make_folder(folder: Path, like: Path) -> None:
 
     Raises OutputError.
     """
+    if os.path.lexists(folder):
+        return
     above = zip_longest((folder, *folder.parents), (like, *like.parents), fillvalue=Path())
     missing = takewhile(lambda pair: not os.path.lexists(pair[0]), above)
     with as_output_error(folder):
