@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -120,6 +121,26 @@ def test_a_read_that_fails_is_an_input_error(source: Source, monkeypatch: pytest
     monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(InputError, match="at byte 4: cannot be read: Input/output error"):
         source.read(4, 2)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(100, [(100, 0)]), (50, [(100, 0), (10, 20), (5, 95)])])
+def test_a_small_file_is_read_at_once(
+    path: Path, most: int, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system is asked once for all of it; where that fails, for each part, of which some may be readable."""
+    path.write_bytes(bytes(range(100)))
+    real, asked = os.pread, []
+
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        asked.append((length, offset))
+        if length > most:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with Source(path) as source:
+        assert (source.read(20, 10), source.read(95, 5)) == (bytes(range(20, 30)), bytes(range(95, 100)))
+    assert asked == expected
 
 
 @pytest.mark.parametrize("size", [0, 9])

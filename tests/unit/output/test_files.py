@@ -551,6 +551,28 @@ def test_verify_finds_a_wrong_byte(source: Source, target: Path, call: str, monk
 # Inflating
 
 
+def test_a_lock_that_is_let_go_with_an_error(source: Source, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output has its name by then, so it is no fault of it."""
+    file, data = plan(source, target)
+    lock, close, locked = output_files.lock_shared, os.close, []
+
+    def note(fd: int, path: Path) -> None:
+        locked.append(fd)
+        lock(fd, path)
+
+    def fail(fd: int) -> None:
+        close(fd)
+        if fd in locked:
+            locked.remove(fd)
+            raise OSError(errno.EINTR, os.strerror(errno.EINTR))
+
+    monkeypatch.setattr(output_files, "lock_shared", note)
+    monkeypatch.setattr(os, "close", fail)
+    output_files.write(file, source, replace=True, verify=False)
+    assert target.read_bytes() == data
+    assert not locked
+
+
 def deflated(source: Source, data: bytes, end: int = zlib.Z_FINISH) -> Inflate:
     """`data`, deflated, as what `source` holds from byte 10 on."""
     deflater = zlib.compressobj(9, zlib.DEFLATED, -15)
