@@ -134,7 +134,8 @@ def check_flags(options: Any) -> None:
     """Raise ArgumentTypeError where a field of the dataclass `options` that is declared as a bool, a number or a text
     holds something else.
     """
-    for name, wanted, said in _wanted(type(options)):
+    kind: Any = type(options)
+    for name, wanted, said in _wanted(kind):
         flag = getattr(options, name)
         if not isinstance(flag, wanted):
             part = "; a part is taken with select=PATH" if name == "state_dict" else ""
@@ -142,9 +143,9 @@ def check_flags(options: Any) -> None:
 
 
 @cache
-def _wanted(options: Any) -> list[tuple[str, Any, str]]:
-    """The fields of the class `options` that are checked: their names, and their types, in words too."""
-    types = {each.name: each.type for each in fields(options)}  # texts already, where postponed
+def _wanted(kind: Any) -> list[tuple[str, Any, str]]:
+    """The fields of the class `kind` that are checked: their names, and their types, in words too."""
+    types = {each.name: each.type for each in fields(kind)}  # texts already, where postponed
     said = {name: type_.__name__ if isinstance(type_, type) else str(type_) for name, type_ in types.items()}
     return [(name, *_WANTED[type_]) for name, type_ in said.items() if type_ in _WANTED]
 
