@@ -14,7 +14,7 @@ from math import ceil, floor, log10
 from pathlib import Path
 
 from measuring import measure
-from programs import MAKE, MAKE_MANY, PEAK, ckptconv, make, python
+from programs import MAKE_MANY, PEAK, TENSORS, ckptconv, make, python
 
 TORCH_ONE = """
 import os, sys, torch
@@ -27,30 +27,42 @@ for name in sorted(os.listdir(sys.argv[1])):
     torch.save(torch.load(os.path.join(sys.argv[1], name), "cpu", mmap=True), os.path.join(sys.argv[2], name))
 os.sync()
 """
+#: All tensors have the bytes of one small file, so that what is larger than the memory can be made.
+MAKE_LARGE = f"""
+import sys, tempfile, torch
+torch.serialization.location_tag = lambda storage: "cuda:0"
+numel = int(sys.argv[2]) // 4 // {TENSORS}
+with tempfile.NamedTemporaryFile() as file:
+    torch.randn(numel).numpy().tofile(file.name)
+    names = [f"module.layers.{{i}}.weight" for i in range({TENSORS})]
+    torch.save({{name: torch.from_file(file.name, size=numel) for name in names}}, sys.argv[1])
+"""
 _COLOURS = {"inspect": "#1b6ca8", "convert": "#c0392b", "verify": "#2e8b57", "diff": "#8e44ad", "torch": "#7f8c8d"}
 _WIDTH, _HEIGHT, _LEFT, _TOP = 300, 220, 60, 40
 
-Points = dict[str, list[tuple[float, float, float]]]  # by command: how many, seconds, bytes
+Points = dict[str, list[tuple[float, float, float]]]  # by command: how many, seconds of processor time, bytes
 
 
 def main() -> None:
     """Measure what is asked for, print it, and draw it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="the SVG")
-    parser.add_argument("--tensors", type=int, default=100_000, help="at most so many")
+    parser.add_argument("--tensors", type=int, default=600_000, help="at most so many")
     parser.add_argument("--bytes", type=int, default=1 << 34, help="at most so many")
-    parser.add_argument("--files", type=int, default=1_000, help="at most so many")
-    parser.add_argument("--runs", type=int, default=3, help="of each command, of which the fastest counts")
+    parser.add_argument("--files", type=int, default=10_000, help="at most so many")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="of each command, of which the one with the least processor time counts"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.out.parent) as made:
         folder = Path(made)
         axes = {
             "tensors": measured(folder, MAKE_MANY, 100, args.tensors, 10, args.runs),
-            "bytes": measured(folder, MAKE, 1 << 20, args.bytes, 16, args.runs),
+            "bytes": measured(folder, MAKE_LARGE, 1 << 20, args.bytes, 16, args.runs),
             "files": of_files(folder, args.files, args.runs),
         }
     for axis, points in axes.items():
-        print(f"\n| {axis} | command | time | memory |\n| --- | --- | --- | --- |")
+        print(f"\n| {axis} | command | processor | memory |\n| --- | --- | --- | --- |")
         for name, found in points.items():
             for n, seconds, nbytes in found:
                 print(f"| {n:,.0f} | {name} | {seconds:.2f} s | {nbytes / 1e6:,.0f} MB |")
@@ -97,18 +109,19 @@ def of_files(folder: Path, most: int, runs: int) -> Points:
 
 
 def steps(least: int, most: int, step: int) -> Iterator[int]:
-    """`least`, `step` times as many, and so on up to `most`."""
-    while least <= most:
+    """`least`, `step` times as many, and so on; in the end `most`."""
+    while least < most:
         yield least
         least *= step
+    yield most
 
 
 def add(points: Points, n: int, commands: dict[str, list[str]], runs: int) -> None:
     """Run `commands`, and add what each takes to `points`, at `n`."""
     for name, command in commands.items():
-        seconds, _, kib = min(measure(command) for _ in range(runs))
-        points.setdefault(name, []).append((n, seconds, kib * 1024))
-        print(f"{n:,} {name}: {seconds:.2f} s, {kib / 1e3:,.0f} MB", flush=True)
+        seconds, cpu, kib = min((measure(command) for _ in range(runs)), key=lambda run: run.cpu)
+        points.setdefault(name, []).append((n, cpu, kib * 1024))
+        print(f"{n:,} {name}: {cpu:.2f} s of processor time in {seconds:.2f} s, {kib * 1024 / 1e6:,.0f} MB", flush=True)
 
 
 # Drawing
@@ -118,7 +131,7 @@ def drawn(axes: dict[str, Points]) -> str:
     """One picture for each axis and each of time and memory, on logarithmic scales."""
     parts = []
     for column, (axis, points) in enumerate(axes.items()):
-        for row, what in enumerate(("seconds", "bytes of memory")):
+        for row, what in enumerate(("seconds of processor time", "bytes of memory")):
             x, y = _LEFT + column * (_WIDTH + _LEFT), _TOP + row * (_HEIGHT + 2 * _TOP)
             lines = {name: [(each[0], each[row + 1]) for each in found] for name, found in points.items()}
             parts.append(f'<g transform="translate({x} {y})">{"".join(picture(axis, what, lines))}</g>')

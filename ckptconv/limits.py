@@ -17,7 +17,8 @@ class Limits:
     #: A checkpoint of 60,000 tensors has a pickle of 8 MB; this is thirty times that.
     #: Long texts inside it do not count.
     pickle_bytes: int = 256 * MIB
-    #: 60,000 tensors take 1.9 million opcodes; one of ours costs at most 300 bytes, so this bounds memory at 6 GB.
+    #: 60,000 tensors take 1.9 million opcodes, so some 600,000 fit; one of ours costs at most 300 bytes, so this bounds
+    #: memory at 6 GB.
     pickle_opcodes: int = 20_000_000
     #: Different classes and functions that one pickle names; Python, torch and numpy together have fewer.
     globals: int = 50_000
@@ -62,7 +63,7 @@ class Limits:
     #: many bytes in one of their lines.
     second_reading_opcodes: int = 10_000
     second_reading_bytes: int = 16 * MIB
-    #: A checkpoint has one member for each storage; 60,000 are a lot.
+    #: A checkpoint has one member for each storage; 60,000 are a lot, and the opcodes end at 600,000.
     zip_members: int = 1_000_000
     #: The zip format's own bound on a name.
     member_name: int = 64 * KIB
