@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from ckptconv.byteranges.spans import OutFile
 from ckptconv.errors import MissingInputError, OutputError, TargetExistsError, some
@@ -16,9 +17,15 @@ from ckptconv.output.other_files import OtherFile
 if TYPE_CHECKING:
     from ckptconv.byteranges.far.paths import FarPath
 
-__all__ = ["NO_OLD_SET", "REPLACES", "OldSet", "old_set", "refuse_existing"]
+__all__ = ["AGAIN", "ANOTHER", "NO_OLD_SET", "REPLACES", "OldSet", "old_set", "refuse_existing"]
 
 REPLACES = option("force") + " replaces it"
+#: What is wrong where two write to one folder, and what to do.
+ANOTHER = "somebody else has written to this folder meanwhile"
+AGAIN = "when nobody else writes there, convert it again"
+
+#: Deletes the file at a path if it has this ETag, or whatever is there where that is None; says whether it had.
+_Delete: TypeAlias = Callable[[Path, "str | None"], bool]
 
 
 def refuse_existing(path: Path, exists: Callable[[Path], bool], *, replace: bool) -> None:
@@ -31,8 +38,9 @@ def refuse_existing(path: Path, exists: Callable[[Path], bool], *, replace: bool
 class OldSet:
     """The files of an old set that are deleted when a new set appears in its far folder.
 
-    `first` are deleted before any new file appears, `last` when all have appeared. `taken` are the paths of new files
-    where something was.
+    `first` are deleted before any new file appears, `last` when all have appeared. `etags` are those of all that is
+    deleted or replaced, as they were listed before anything was written; None where the store lists none. What has
+    another one by then is somebody else's, and is not deleted.
 
     No index may name files of two sets. So the old index is deleted first if a new shard has the name of an old shard.
     Otherwise it stays until the new index replaces it, and the old shards are deleted afterwards.
@@ -40,7 +48,7 @@ class OldSet:
 
     first: tuple[Path, ...] = ()
     last: tuple[Path, ...] = ()
-    taken: frozenset[Path] = frozenset()
+    etags: Mapping[Path, str | None] = field(default_factory=dict)
 
     @property
     def about(self) -> tuple[str, ...]:
@@ -53,13 +61,16 @@ class OldSet:
         )
 
     @contextlib.contextmanager
-    def leaving(self, delete: Callable[[Path], None]) -> Iterator[Callable[[], None]]:
-        """Give a function that deletes the `first`. An OutputError after its call says that they are gone."""
+    def leaving(self, delete: _Delete) -> Iterator[Callable[[], None]]:
+        """Give a function that deletes the `first`; it raises OutputError where one is not what was listed. An
+        OutputError after its call says that they are gone.
+        """
         gone: list[Path] = []
 
         def leave() -> None:
             for path in self.first:
-                delete(path)
+                if not delete(path, self.etags[path]):
+                    raise OutputError(ANOTHER, where=path, hint=AGAIN)
                 gone.append(path)
 
         try:
@@ -69,11 +80,13 @@ class OldSet:
                 error.hint = "the old index is gone, and shards of both sets may be there: " + REPLACES
             raise
 
-    def leave_last(self, delete: Callable[[Path], None]) -> None:
-        """Delete the `last`. Raises OutputError, which says that the new set is there."""
+    def leave_last(self, delete: _Delete) -> None:
+        """Delete the `last`, as far as they are what was listed. Raises OutputError, which says that the new set is
+        there.
+        """
         try:
             for path in self.last:
-                delete(path)
+                delete(path, self.etags[path])
         except OutputError as error:
             what = f"the new set is there, but not all of the old one could be deleted: {error}"
             raise OutputError(what, where=path) from error
@@ -92,12 +105,12 @@ def old_set(
     Raises TargetExistsError where something is in the way and may not be replaced (`replace`).
     """
     try:
-        there = {*cast("FarPath", folder).below()}
+        there = cast("FarPath", folder).below()
     except MissingInputError:
         return NO_OLD_SET
     new = {str(file.path.relative_to(folder)) for file in files}
     old = {name for name in there if may_go(name)}
-    taken = new & there
+    taken = new & there.keys()
     if not replace and (old or taken):
         raise TargetExistsError(f"the output exists: {some(sorted(old | taken))}", where=folder, hint=REPLACES)
     indexes = {name for name in old if name.endswith(".json")}
@@ -107,5 +120,5 @@ def old_set(
     return OldSet(
         tuple(paths[name] for name in sorted(first)),
         tuple(paths[name] for name in last),
-        frozenset(paths[name] for name in taken),
+        {path: there[name].etag for name, path in paths.items()},
     )

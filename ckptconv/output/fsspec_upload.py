@@ -107,11 +107,12 @@ def upload(
     return dict(overflowed)
 
 
-def delete(path: Path) -> None:
-    """Delete the file at `path`. Raises OutputError."""
+def delete(path: Path, etag: str | None = None) -> bool:  # noqa: ARG001 - fsspec's listings have none
+    """Delete the file at `path`; True. Raises OutputError."""
     at = Location(far_path(path).url, path)
     with _as_output_error(at):
         at.files.rm_file(at.path)
+    return True
 
 
 _Send = Callable[[Path, Location], None]

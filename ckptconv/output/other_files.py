@@ -48,7 +48,7 @@ def others_in(
     found: list[OtherFile] = []
     left: list[tuple[Path, CkptconvError]] = []
     if is_url(folder):
-        names = {name: size for name, size in cast("FarPath", folder).below().items() if deep or "/" not in name}
+        names = {name: each.size for name, each in cast("FarPath", folder).below().items() if deep or "/" not in name}
         own = {name for name in names if is_own_file(name.rpartition("/")[2])}
         chosen = names.keys() - own.union(taken)
         return [OtherFile(target / name, folder / name, "file", names[name]) for name in sorted(chosen)], left

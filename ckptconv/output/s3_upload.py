@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace as changed
+from functools import partial
 from itertools import count as count_from
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from ckptconv.byteranges.far.source import FarSource
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
 from ckptconv.errors import OutputError, TargetExistsError, count, size
-from ckptconv.output.far_folders import NO_OLD_SET, REPLACES, OldSet
+from ckptconv.output.far_folders import AGAIN, ANOTHER, NO_OLD_SET, REPLACES, OldSet
 from ckptconv.output.files import fill
 from ckptconv.output.read_back import IS_THERE, Sent, digest, read_back
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
@@ -106,35 +107,57 @@ def upload(
     """
     overflowed: Counter[tuple[str, ...]] = Counter()
     begun: list[_Upload] = []
-    condition = {} if replace else {"IfNoneMatch": "*"}
-    with old.leaving(delete) as leave:
+    shared = client()
+    deleting = partial(delete, shared=shared)
+
+    def appear(each: _Upload) -> None:
+        try:
+            each.appear(_condition(each.path, old, is_free=replace and len(files) == 1))
+        except TargetExistsError as error:
+            if replace:
+                raise OutputError(ANOTHER, where=each.path, got=error.got, hint=AGAIN) from error
+            raise
+
+    with old.leaving(deleting) as leave:
         try:
             for file in files:
-                begun.append(_Upload(_Object(file.path), is_alone=len(files) == 1))
+                begun.append(_Upload(_Object(file.path, shared), is_alone=len(files) == 1))
                 overflowed.update(begun[-1].send(file, source, verify=verify, progress=progress))
             source.check_unchanged()
             leave()
             *others, last = begun
             for each in others:
-                each.appear(condition)
+                appear(each)
             for each in others if verify else ():
                 each.read_back(progress)
-            last.appear(condition)
+            appear(last)
         except BaseException:
             is_whole = bool(begun) and begun[-1].is_there  # Ctrl-C came right behind the last
             for each in () if is_whole else begun:
                 with contextlib.suppress(OutputError):  # what went wrong first matters more
-                    each.forget(is_new=not replace or each.path not in old.taken)
+                    each.forget(is_new=not replace or each.path not in old.etags)
             raise
     if verify:
         last.read_back(progress, hint=IS_THERE)
-    old.leave_last(delete)
+    old.leave_last(deleting)
     return dict(overflowed)
 
 
-def delete(path: Path) -> None:
-    """Delete the object at `path`. Raises OutputError."""
-    _Object(path).delete()
+def _condition(path: Path, old: OldSet, *, is_free: bool) -> dict[str, str]:
+    """On what the object at `path` appears: what was listed there still is, or nothing is, but where it `is_free`."""
+    if path in old.etags and path not in old.first:
+        etag = old.etags[path]
+        return {"IfMatch": etag} if etag else {}
+    return {} if is_free else {"IfNoneMatch": "*"}
+
+
+def delete(path: Path, etag: str | None = None, shared: Any = None) -> bool:
+    """Delete the object at `path`, if its ETag is `etag` or that is None; whether it was so. Raises OutputError."""
+    target = _Object(path, shared)
+    is_same = etag is None or target.etag() == etag
+    if is_same:
+        target.delete()
+    return is_same
 
 
 def _is_copied(source: ByteSource) -> bool:
@@ -229,10 +252,11 @@ class _Upload:
 class _Object:
     """The object at `path`, to be written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shared: Any = None) -> None:
+        """Ask with the `shared` client, if there is one: to make another takes longer than a request."""
         url = far_path(path).url
         self.path = path
-        self._client = client()
+        self._client = shared or client()
         self._at = {"Bucket": url.host, "Key": url.path}
 
     def head(self) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -411,6 +411,55 @@ def set_with_a_fault(number: int, sets: Sets) -> str | None:
         except CkptconvError as error:
             return str(error)
     return None
+
+
+@pytest.mark.parametrize("theirs", [170, 250], ids=["their shards are called like ours", "otherwise"])
+@pytest.mark.parametrize("old", [170, 250, 90], ids=["as ours", "as the other's", "otherwise"])
+def test_two_that_replace_one_set(old: int, theirs: int, store: Store, tmp_path: Path) -> None:
+    """Theirs stays whole and we say that it is there, or ours takes its place."""
+    two_that_replace_one_set(range(1, 100), old, theirs, store, tmp_path)
+
+
+def two_that_replace_one_set(numbers: Sequence[int], old: int, theirs: int, store: Store, tmp_path: Path) -> None:
+    """Convert to a set with shards of `old` bytes; before the request of ours that has one of the `numbers` somebody
+    else does the same, with shards of `theirs`. Not where we have just asked whether a file to be deleted is the old
+    one: the store has no answer to that.
+    """
+    ckptconv.save({f"module.{i}": torch.full((20,), float(i)) for i in range(6)}, tmp_path / "small.pt")
+    prefix = f"both/{old}-{theirs}/"
+    how: Any = {"format": "safetensors", "force": True}
+    one = {"max_shard_size": 170, "strip_prefix": "module.", **how}
+    two = {"max_shard_size": theirs, "add_prefix": "theirs.", **how}
+    ckptconv.convert(tmp_path / "small.pt", tmp_path / "one", **one)
+    ckptconv.convert(tmp_path / "small.pt", tmp_path / "two", **two)
+    ours, others = ({each.name: each.read_bytes() for each in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    said: list[str] = []
+    for number in numbers:
+        ckptconv.convert(tmp_path / "small.pt", url(prefix), max_shard_size=old, **how)
+        with pytest.MonkeyPatch.context() as patch:
+            came: list[int] = []
+
+            def come(name: str, at: int, number: int = number, came: list[int] = came) -> None:
+                if at >= number and not came and name != "DeleteObject":
+                    came.append(at)
+                    ckptconv.convert(tmp_path / "small.pt", url(prefix), **two)
+
+            made = calls(patch, come)
+            try:
+                ckptconv.convert(tmp_path / "small.pt", url(prefix), **one)
+                said.append("")
+            except OutputError as error:
+                said.append(str(error))
+        there = {key[len(prefix) :]: store.get(key) for key in store.keys(prefix)}
+        index = there["model.safetensors.index.json"]
+        whole = ours if index == ours["model.safetensors.index.json"] else others
+        assert whole.items() <= there.items(), (number, made, said[-1], sorted(there))
+        assert whole is others or not said[-1], (number, made, said[-1])
+        assert store.uploads() == []
+        if not came:
+            break
+    assert any("somebody else has written to this folder meanwhile" in each for each in said)
+    assert whole is ours and number > 15  # nobody came
 
 
 @pytest.mark.parametrize("kind", SETS)

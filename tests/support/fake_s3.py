@@ -91,7 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, {}, _xml("ListMultipartUploadsResult", (("Upload", {"Key": key}) for key in keys))
         found = [key for key in sorted(self.bucket.objects) if key.startswith(query.get("prefix", ""))]
         first = int(query.get("continuation-token", "0"))
-        sized = [("Contents", {"Key": key, "Size": len(self.bucket.objects[key])}) for key in found[first:][:_PAGE]]
+        sized = [
+            ("Contents", {"Key": key, "Size": len(self.bucket.objects[key]), "ETag": self.bucket.etags[key]})
+            for key in found[first:][:_PAGE]
+        ]
         is_cut = len(found) > first + _PAGE
         more = [("IsTruncated", str(is_cut).lower()), *([("NextContinuationToken", first + _PAGE)] if is_cut else [])]
         return 200, {}, _xml("ListBucketResult", [*more, *sized])
@@ -158,7 +161,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self._range(self.headers["x-amz-copy-source-range"], self.bucket.objects[key])[0]
 
     def _check_condition(self, key: str) -> None:
-        if self.headers.get("If-None-Match") == "*" and key in self.bucket.objects:
+        there, wanted = key in self.bucket.objects, self.headers.get("If-Match")
+        if wanted and not there:
+            raise _Refused(404, "NoSuchKey")
+        if (there and self.headers.get("If-None-Match") == "*") or (wanted and wanted != self.bucket.etags[key]):
             raise _Refused(412, "PreconditionFailed")
 
     def _complete(self, key: str, parts: dict[int, bytes], body: bytes) -> None:

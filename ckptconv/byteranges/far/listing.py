@@ -1,4 +1,4 @@
-"""What is in a far folder and below it, asked for once: names and sizes, none of which can lead out of it."""
+"""What is in a far folder and below it, asked for once: names, sizes and ETags, and no name can lead out of it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ class Listing:
 
     def __init__(self, entries: Iterable[Entry], where: object) -> None:
         """Raises InputError for a name that is no path."""
-        self.sizes: dict[str, int] = {}
+        self.files: dict[str, Entry] = {}
         self.folders: dict[str, tuple[set[str], list[str]]] = {"": (set(), [])}
-        for place, size in entries:
+        for entry in entries:
+            place = entry.place
             segments = place.split("/")
             if not {"", ".", ".."}.isdisjoint(segments) or "\0" in place:
                 raise InputError(
                     "the store lists a name that is no path", where=where, got=repr(place), hint="give a file in it"
                 )
-            self.sizes[place] = size
+            self.files[place] = entry
             self._add(segments)
 
     def _add(self, segments: list[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from ckptconv.byteranges.far.listing import Listing
-from ckptconv.byteranges.far.requests import Requests
+from ckptconv.byteranges.far.requests import Entry, Requests
 from ckptconv.byteranges.far.transports import entries_of, transport_for
 from ckptconv.byteranges.far.urls import Url, parse
 from ckptconv.errors import CkptconvError, MissingInputError
@@ -93,23 +93,23 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
         if self._listing is None:
             folder = self.url if self.url.says_folder else replace(self.url, path=f"{self.url.path}/")
             self._listing = Listing(entries_of(folder, self), self)
-        if self._place not in self._listing.folders or not self._listing.sizes:
+        if self._place not in self._listing.folders or not self._listing.files:
             raise MissingInputError("there is no such folder, or nothing in it", where=self)
         folders, files = self._listing.folders[self._place]
         return dict.fromkeys(sorted(folders), False), sorted(files)
 
-    def below(self) -> dict[str, int]:
-        """The files in it and in folders below, by their paths from here, and their sizes. Raises InputError."""
+    def below(self) -> dict[str, Entry]:
+        """What is listed of the files in it and in folders below, by their paths from here. Raises InputError."""
         self.listed()
         assert self._listing is not None
         root = f"{self._place}/" if self._place else ""
-        sizes = self._listing.sizes.items()
-        return {place[len(root) :]: size for place, size in sizes if place.startswith(root)}
+        files = self._listing.files.items()
+        return {place[len(root) :]: entry for place, entry in files if place.startswith(root)}
 
     def is_dir(self) -> bool:
         """Whether it is a folder; what cannot be listed is not."""
         if self._listing is not None:
-            return self._place in self._listing.folders and bool(self._listing.sizes)
+            return self._place in self._listing.folders and bool(self._listing.files)
         if self.url.says_folder:
             return True
         if self.suffix or self.url.is_http:
@@ -125,11 +125,11 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
         if self._listing is None:
             return None
         place = f"{self._place}/{name}" if self._place else name
-        return place in self._listing.sizes or place in self._listing.folders
+        return place in self._listing.files or place in self._listing.folders
 
     def first_bytes(self, most: int) -> bytes:
         """The first bytes of the file, at most so many; none where it cannot be read."""
-        if self._listing is not None and self._place not in self._listing.sizes:
+        if self._listing is not None and self._place not in self._listing.files:
             return b""
         try:
             requests = Requests(transport_for(self.url, self), self)

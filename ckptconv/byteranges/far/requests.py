@@ -52,10 +52,13 @@ class Answer:
 
 
 class Entry(NamedTuple):
-    """A file in a far folder: its path from there, and its size."""
+    """A file in a far folder: its path from there, its size, and the ETag that tells it from another one there, if the
+    store lists those.
+    """
 
     place: str
     size: int
+    etag: str | None = None
 
 
 class Transient(Exception):

@@ -87,7 +87,7 @@ class S3Transport:
         more = {"ContinuationToken": at} if at else {}
         with self._as_error(0):
             said = self._client.list_objects_v2(Bucket=self._object["Bucket"], Prefix=root, **more)
-        found = [Entry(each["Key"][len(root) :], each["Size"]) for each in said.get("Contents", ())]
+        found = [Entry(each["Key"][len(root) :], each["Size"], each.get("ETag")) for each in said.get("Contents", ())]
         after = said["NextContinuationToken"] if said.get("IsTruncated") else None
         return [each for each in found if each.place and not each.place.endswith("/")], after
 

@@ -84,6 +84,12 @@ def test_a_set_and_a_fault_at_every_request(store: Store, tmp_path: Path) -> Non
     test_far_s3.test_a_set_and_a_fault_at_every_request("same names", store, tmp_path)
 
 
+def test_two_that_replace_one_set(store: Store, tmp_path: Path) -> None:
+    """A whole set of one of them stays, and the other one says so."""
+    test_far_s3.two_that_replace_one_set([13, 14, 99], 250, 250, store, tmp_path)  # before our index, and behind it
+    test_far_s3.two_that_replace_one_set([10, 99], 90, 170, store, tmp_path)  # before our first shard
+
+
 def test_it_is_read_back(store: Store, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """Each byte of the output, when it is there. What differs is said, stays, and can be written again."""
     test_far_s3.test_it_is_read_back(("--to", "cuda:1"), store, monkeypatch, command)
