@@ -82,6 +82,7 @@ def test_every_part_is_right_in_sets_of_shards(edits: str, tmp_path: Path, monke
                         ckptconv.convert(folder, tmp_path / target, dry_run=True, **again, **EDITS[edits])
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", ["training", "module", "state_dict", "subclass", "objects", "cycles"])
 def test_every_part_is_right_where_files_are_looked_at(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -389,6 +389,7 @@ def test_names_of_a_module_are_changed_in_its_state_dict_alone(
         convert(tmp_path / "m.pt", tmp_path / "out.pt", "--state-dict", "-f", *flag)
 
 
+@pytest.mark.untraced
 def test_globs_mean_what_inspect_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command) -> None:
     """Every name and every path that inspect shows, of every row, leaves out or takes what inspect shows for it."""
     model = made("shared")

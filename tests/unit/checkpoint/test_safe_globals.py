@@ -194,6 +194,7 @@ def pickles(draw: st.DrawFn) -> bytes:
     return header + body + b"."
 
 
+@pytest.mark.untraced
 @given(data=pickles())
 @settings(max_examples=600)
 @example(data=b"\x80\x03c__builtin__\nset\n)R.")

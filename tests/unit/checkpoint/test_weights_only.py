@@ -149,6 +149,7 @@ def test_long_things_used_again_and_again(call: bytes, shared: bytes) -> None:
     assert found_in(repeated(call, shared, 3)) == []
 
 
+@pytest.mark.untraced
 def test_memory_of_many_reasons() -> None:
     """A reason for each of many unknown classes takes no more than a few hundred bytes."""
     body = b"(" + b"".join(b"cq\nA%d\n" % i for i in range(20_000)) + b"t"

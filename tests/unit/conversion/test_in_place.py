@@ -167,6 +167,7 @@ def test_a_stream_cannot_grow(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("protocol", range(6))
 def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
     """Where bytes are bytes, what stands between them changes; before protocol 3 they are texts."""

@@ -55,6 +55,7 @@ def test_a_change_that_ends_while_a_reader_opens_the_file(
     assert prefixes(checkpoint) == {LONG if change == "it grows" else "a"}
 
 
+@pytest.mark.untraced
 def test_readers_and_writers_at_once(checkpoint: Path) -> None:
     """Whoever reads finds one name for all tensors, or is told at once that the file is being changed."""
     said: Counter[str] = Counter()

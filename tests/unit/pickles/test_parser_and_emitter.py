@@ -762,6 +762,7 @@ def test_an_integer_is_at_most_as_long_as_what_is_held() -> None:
         graph_of(long_integer(longest + 1))
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("double", [b"2\x86", b"q\x00h\x00\x86"], ids=["DUP", "memo"])
 @pytest.mark.parametrize("frame", [b"%b", b"}%bNs", b"\x8f(%b\x90", b"(%b\x91", b"cm\nf\n%b\x85R", b"%bQ"])
 def test_doubling_stays_small(frame: bytes, double: bytes) -> None:

@@ -22,6 +22,7 @@ def _rows(graph: Graph | None) -> list[RowCall]:
     return [call for call in graph.outer_calls if isinstance(call, RowCall)] if graph else []
 
 
+@pytest.mark.untraced
 def test_the_graph_is_the_machines() -> None:
     """The same nodes, what is shared among them, orders, opcodes, errors and where they are; however little is read at
     once, and however few opcodes there may be.
@@ -51,6 +52,7 @@ def test_the_graph_is_the_machines() -> None:
     assert met["spliced"] > _COUNT / 80 and met["views"] > _COUNT / 20, met
 
 
+@pytest.mark.untraced
 def test_what_a_row_is_made_of() -> None:
     """It is made once, and then the row is a call like others: what is asked for can be changed."""
     graphs = (read(made(Random(seed)), rows=True)[0] for seed in range(1_500))
@@ -79,6 +81,7 @@ def _both(data: bytes) -> tuple[Graph, Graph]:
     return graph, plain
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("wrapped", [(False,), (True,), (True, True, False)])
 @pytest.mark.parametrize("again", [0, 1 << 22])
 def test_edited_items(again: int, wrapped: tuple[bool, ...]) -> None:

@@ -56,6 +56,7 @@ def data_in(html: str) -> Any:
     return json.loads(page.split('id="data">')[1].split("</script>")[0])
 
 
+@pytest.mark.untraced
 def test_what_is_too_large_has_the_largest(tmp_path: Path) -> None:
     """As many as there is room for, and how many there are; text where there is room for none."""
     torch.save({f"layers.{i}.weight": torch.ones(i % 1000) for i in range(5000)}, tmp_path / "m.pt")

@@ -86,6 +86,7 @@ def test_real_numbers_are_compared_as_torch_does(data: st.DataObject) -> None:
     assert compared(a, b, at_once=data.draw(st.integers(1, 9)), rtol=rtol, atol=atol) == by_torch(a, b, rtol, atol)
 
 
+@pytest.mark.untraced
 @given(st.data())
 def test_whole_numbers_are_exact(data: st.DataObject) -> None:
     """No pair of widths and signs overflows or loses a bit: Python's integers are the judge."""

@@ -249,6 +249,7 @@ def test_every_byte_changed_is_an_error_or_an_answer() -> None:
             raw[i] ^= change
 
 
+@pytest.mark.untraced
 def test_one_list_of_chunks_for_many() -> None:
     """A file in which one list of chunks stands for thousands of tensors would have more of them than can be made;
     lists of their own are as many as there are.

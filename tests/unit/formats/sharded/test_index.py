@@ -131,6 +131,7 @@ def test_a_bad_index_is_refused(raw: bytes, what: str) -> None:
     assert "fetch it again; or take it away" in (caught.value.hint or "")
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     ("raw", "what"),
     [

@@ -715,6 +715,7 @@ def test_every_command_mends_what_it_stands_for(name: str, protocol: int) -> Non
         check_every_command("zoo.pt")
 
 
+@pytest.mark.untraced
 def test_every_command_mends_the_corpus(corpus: Path) -> None:
     """All zips and safetensors files of the corpus: commands run, complaints go, and the verdict is torch's."""
     with (corpus / "manifest.csv").open(newline="") as file:
