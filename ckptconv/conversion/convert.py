@@ -104,16 +104,7 @@ def running(
             _check_target(source, path, force=output.force)
         with gc_paused():
             whole = plan_item(source, path, edits, output, is_folder=is_folder, opened=opened)
-        if is_url(path):
-            if is_folder:
-                new: list[OutFile | OtherFile] = [*whole.plan.files, *whole.plan.others]
-                whole.old = old_set(path, new, whole.may_go, replace=output.force)
-                if others := [other for other in whole.plan.others if other.kind != "folder"]:
-                    nbytes = size(sum(other.size for other in others))
-                    about += (f"{count(len(others), 'other file')} ({nbytes}) copied first, one after another",)
-            about += far_targets.far_writer(path).about_upload(whole.plan.files, verify=output.verify) + whole.old.about
-        elif (files := planned_directly(whole.plan.files, path)) is not whole.plan.files:
-            whole.plan = replace(whole.plan, files=files)
+        about += _placed(whole, path, output)
         if about:
             whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))
         overflowed: Overflow = {}
@@ -166,6 +157,25 @@ def _target(
     elif path.name in ("", "..") or os.path.islink(os.path.abspath(path)):  # a link to a folder is that folder
         path = Path(os.path.realpath(path))
     return path, is_folder, output, about
+
+
+def _placed(whole: FolderPlan, path: Path, output: OutputOptions) -> tuple[str, ...]:
+    """Plan how the files of `whole` get to `path`: around the page cache here, in the place of an old set in a store.
+    Notes about it.
+    """
+    if not is_url(path):
+        if (files := planned_directly(whole.plan.files, path)) is not whole.plan.files:
+            whole.plan = replace(whole.plan, files=files)
+        return ()
+    about: tuple[str, ...] = ()
+    if whole.plan.is_folder:
+        new: list[OutFile | OtherFile] = [*whole.plan.files, *whole.plan.others]
+        whole.old = old_set(path, new, whole.may_go, replace=output.force)
+        if others := [other for other in whole.plan.others if other.kind != "folder"]:
+            nbytes = size(sum(other.size for other in others))
+            about = (f"{count(len(others), 'other file')} ({nbytes}) copied first, one after another",)
+    upload: tuple[str, ...] = far_targets.far_writer(path).about_upload(whole.plan.files, verify=output.verify)
+    return about + upload + whole.old.about
 
 
 def _writing(

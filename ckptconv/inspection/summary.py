@@ -97,7 +97,7 @@ class ModuleSummary:
     trouble: str | None
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: that makes them seven times as slow
+@dataclass(frozen=True, slots=True)
 class TensorSummary:
     """One row of the tensor table; shape, stride and offset in elements.
 
