@@ -52,7 +52,7 @@ const guarded = (async () => {
 
 // The worker: one at a time, started again when it fails.
 
-let engine = null, worker = null, calls = new Map(), number = 0, nread = 0;
+let engine = null, worker = null, starting = null, calls = new Map(), number = 0, nread = 0;
 
 async function loaded() {
   await guarded;
@@ -74,7 +74,7 @@ async function loaded() {
 
 function stop(why) {
   worker?.terminate();
-  worker = null;
+  worker = starting = null;
   for (const call of calls.values()) call.reject(new Error(why));
   calls.clear();
 }
@@ -110,9 +110,8 @@ function spawn() {
   };
 }
 
-let starting = null;
 function ready() {
-  if (worker && starting) return starting;
+  if (starting) return starting; // also while it loads: the pointer, the keyboard and a file ask one after another
   starting = (async () => {
     engine ??= await loaded();
     say("Starting Python", null);
@@ -126,7 +125,7 @@ function ready() {
     say("Python is loaded.");
     return true;
   })();
-  starting.catch(() => { starting = null; stop("Python could not be started."); });
+  starting.catch(() => stop("Python could not be started."));
   return starting;
 }
 

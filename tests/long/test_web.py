@@ -441,6 +441,17 @@ def test_it_works_offline(chromium: Any, site: Site) -> None:
         assert {*site.asked[before:]} <= {"/sw.js"}  # which browsers ask for anew, in vain here
 
 
+def test_python_is_started_once(chromium: Any, site: Site) -> None:
+    """The keyboard, the pointer and a file ask for it one after another, while it still loads."""
+    script = """globalThis.started = 0;
+        globalThis.Worker = class extends Worker { constructor(...given) { super(...given); started++; } };"""
+    with opened_page(chromium, site, script=script) as page:
+        page.page.locator("#choose").focus()
+        page.page.locator("#drop").hover()
+        page.choose(write("zip"))
+        assert not page.shows("error") and page.page.evaluate("started") == 1
+
+
 def test_a_worker_that_hangs_is_ended(chromium: Any, site: Site) -> None:
     """After the deadline, which is shorter here; the page stays, and the next file is read by another one."""
     script = """const after = setTimeout, send = Worker.prototype.postMessage;
