@@ -1,7 +1,7 @@
 """How long the page that converts in the browser takes, beside the command line: ``python benchmarks/web.py``.
 
-Needs Chromium, node, npm and playwright. The page is built, served on the loopback and opened in headless Chromium, with
-a new profile for each run. Prints Markdown: the medians, and in brackets the least and the most.
+Needs Chromium, node, npm and playwright. The page is built, served on the loopback and opened in headless Chromium,
+with a new profile for each run. Prints Markdown: the medians, and in brackets the least and the most.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +28,10 @@ FILES = {"3 MB, 75 tensors": (75, 10_000), "1 GiB, 64 tensors": (64, 2**22), "5 
 #: Begins what an expression does, and gives the milliseconds until the page says that it is done.
 TIMED = """(done) => new Promise((resolve) => {
   const state = document.getElementById("state"), began = performance.now();
-  const look = () => { if (state.textContent === done) resolve(performance.now() - began); else requestAnimationFrame(look); };
+  const look = () => {
+    if (state.textContent === done) resolve(performance.now() - began);
+    else requestAnimationFrame(look);
+  };
   state.textContent = "";
   %s;
   look();
@@ -69,9 +71,9 @@ def main() -> None:
                 path = folder / "src.pt"
                 torch.save({f"layers.{i}.weight": torch.zeros(elements) for i in range(tensors)}, path)
                 shown, planned = zip(*(used(chromium, site, path) for _ in range(runs)), strict=True)
-                inspected = [seconds(lambda: typed("inspect", path)) for _ in range(runs)]
+                inspected = [typed("inspect", path) for _ in range(runs)]
                 dry = ["convert", path, folder / "dst.pt", "--to", "cuda:1", "--dry-run"]
-                converted = [seconds(lambda: typed(*dry)) for _ in range(runs)]
+                converted = [typed(*dry) for _ in range(runs)]
                 print(f"| {what} |", " | ".join(map(said, (shown, inspected, planned, converted))), "|", flush=True)
 
 
@@ -101,16 +103,11 @@ def check(opened: Page) -> None:
         sys.exit(opened.text("error"))
 
 
-def typed(*words: object) -> None:
-    """Run the command line."""
+def typed(*words: object) -> float:
+    """Seconds that the command line takes."""
     command = [sys.executable, "-m", "ckptconv", *map(str, words)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def seconds(work: Callable[[], None]) -> float:
-    """How long `work` takes."""
     began = time.perf_counter()
-    work()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return time.perf_counter() - began
 
 
