@@ -185,8 +185,9 @@ async function look(mine) {
   $("verdict").textContent = found.verdict;
   $("verdict").className = found.loads === false ? "bad" : found.loads && !found.findings.length ? "good" : "";
   $("host").hidden = found.loads !== undefined;
-  const fixes = found.findings.map((each) => make("li", {}, each.text, each.fix ? " " : "", each.fix ? button("Mend this", each.fix) : ""));
-  if (found.remedy && found.findings.length > 1) fixes.push(make("li", {}, "All of it at once: ", button("Mend all", found.remedy)));
+  const all = found.remedy && found.findings.length > 1, word = all ? "Mend only this" : "Mend this";
+  const fixes = found.findings.map((each) => make("li", {}, each.text, each.fix ? " " : "", each.fix ? button(word, each.fix) : ""));
+  if (all) fixes.unshift(make("li", { class: "all" }, button("Mend all", found.remedy)));
   $("findings").replaceChildren(...fixes);
   clear();
   $("change").textContent = source.dropped.every((each) => each.handle)
@@ -285,7 +286,7 @@ function show(plan) {
   $("reads").textContent = reads
     ? size(reads) + " of " + (source.dropped.length > 1 ? "the files" : "the file") + " will be read first, to compute or to compare checksums."
     : "The bytes of the tensors need not be read for it.";
-  $("save").textContent = plan.folder ? "Save " + counted(plan.files.length) + " files, " + total + ", in a folder" : "Save " + total;
+  $("save").textContent = plan.folder ? "Save " + counted(plan.files.length) + " files, " + total + ", in a folder" : "Save " + plan.files[0].name + ", " + total;
   $("save").hidden = Boolean(plan.folder) && !globalThis.showDirectoryPicker;
   $("save").disabled = false;
   $("outputs").replaceChildren(...(plan.folder ? plan.files.map((each, i) =>

@@ -244,6 +244,19 @@ def test_the_fixes_of_inspect_are_buttons(page: Page) -> None:
     assert main([*shlex.split(page.text("command"))[1:], "-q"]) == 0 and sum_of(saved) == sum_of(Path("ddp-plain.pt"))
 
 
+def test_all_faults_are_mended_before_one(page: Page) -> None:
+    """The button for all stands first; the button of one fault says that the others stay. The copy loads on a CPU."""
+    torch.save(state(), "cpu.pt")
+    assert main(["convert", "cpu.pt", "gpu.pt", "--map", "cpu=cuda:0", "-q"]) == 0
+    page.choose(Path("gpu.pt"))
+    first, *others = page.page.locator("#findings button").all_text_contents()
+    assert first == "Mend all" and {*others} == {"Mend only this"} and len(others) >= 2
+    page.press("#findings button >> nth=0")
+    assert page.text("save").startswith("Save gpu-fixed.pt, ")
+    loaded = torch.load(page.save(), weights_only=True)
+    assert loaded.keys() == state("").keys() and all(map(torch.equal, loaded.values(), state("").values()))
+
+
 def test_the_contents_are_the_page_of_inspect(page: Page) -> None:
     """In a frame that can do nothing outside of itself; of the second file that is chosen too."""
     for kind in ("zip", "training"):

@@ -23,7 +23,7 @@ def test_five_gibibytes(site: Site) -> None:  # noqa: F811 - the fixture
     with browser() as chromium, opened_page(chromium, site) as page:
         page.choose(Path("large.pt"))
         page.prepare(to="cuda:0")
-        assert page.text("save") == "Save 5.37 GB" and "need not be read" in page.text("reads")
+        assert page.text("save") == "Save large-new.pt, 5.37 GB" and "need not be read" in page.text("reads")
         assert int(page.page.locator("#file").get_attribute("data-nread")) <= 300_000
         assert largest_renderer(chromium) <= 350_000_000
         saved = page.save(patience=600_000)
