@@ -62,8 +62,11 @@ class Header:
 
 def check_nesting(data: bytes) -> None:
     """Raise RecursionError where the JSON `data` is nested deeper than anything may be: its parser needs a stack for
-    that, and where there is little of it, as in a browser, the whole process would end.
+    that, and where there is little of it, as in a browser, the whole process would end. Its parser takes UTF-16 and
+    UTF-32 too, in which bytes of a text look like its end. Raises UnicodeDecodeError where it is not what it begins as.
     """
+    if not (encoding := json.detect_encoding(data)).startswith("utf-8"):
+        data = data.decode(encoding, "surrogatepass").encode(errors="replace")
     if _may_be_deep(data):
         outside_of_texts = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
         if _may_be_deep(b"".join(outside_of_texts)):

@@ -228,6 +228,14 @@ def test_nesting_is_a_limit_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read(path, deep)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_nesting_in_each_encoding_of_json(encoding: str) -> None:
+    """A byte of U+2200 is a quotation mark in ASCII: what stands behind it is no text for that."""
+    safetensors_header.check_nesting(('["\u2200", "' + "[" * 5000 + '"]').encode(encoding))
+    with pytest.raises(RecursionError):
+        safetensors_header.check_nesting(('["\u2200", ' + "[" * 5000).encode(encoding))
+
+
 @pytest.mark.parametrize("rank", [64, 65])
 def test_more_dimensions_than_torch_has_are_a_limit(rank: int, path: Path) -> None:
     """The header is sound, and so says the library; the checkpoint is refused, by the tensor's name. 64 are read."""
