@@ -11,6 +11,10 @@ from typing import Any, TypeAlias, TypeVar
 
 __all__ = ["Threads"]
 
+#: Seconds after which a thread without a task looks again. With CPython 3.11 some slept on beside a task where signals
+#: came at random moments.
+_LOOK_AGAIN = 1.0
+
 _T = TypeVar("_T")
 _Task: TypeAlias = "tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]"
 
@@ -27,6 +31,7 @@ class Threads:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._unfinished = 0
+        self._ended = False
 
     def submit(self, call: Callable[..., _T], *args: object) -> Future[_T]:
         """Have `call` called with `args`. What it gives or raises is in the future."""
@@ -51,8 +56,10 @@ class Threads:
             self._threads.remove(thread)
 
     def _work(self) -> None:
-        while task := self._tasks.get():
-            self._do(*task)
+        while not self._ended:
+            with contextlib.suppress(Empty):
+                if task := self._tasks.get(timeout=_LOOK_AGAIN):
+                    self._do(*task)
 
     def _do(self, future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
@@ -66,6 +73,7 @@ class Threads:
 
     def shutdown(self) -> None:
         """End the threads behind what they are doing; what is still queued is cancelled."""
+        self._ended = True
         with contextlib.suppress(Empty):
             while task := self._tasks.get_nowait():
                 task[0].cancel()
