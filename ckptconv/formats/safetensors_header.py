@@ -14,6 +14,7 @@ object. The differences stand in a test, beside the library itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -63,10 +64,11 @@ class Header:
 def check_nesting(data: bytes) -> None:
     """Raise RecursionError where the JSON `data` is nested deeper than anything may be: its parser needs a stack for
     that, and where there is little of it, as in a browser, the whole process would end. Its parser takes UTF-16 and
-    UTF-32 too, in which bytes of a text look like its end. Raises UnicodeDecodeError where it is not what it begins as.
+    UTF-32 too, in which bytes of a text look like its end.
     """
     if not (encoding := json.detect_encoding(data)).startswith("utf-8"):
-        data = data.decode(encoding, "surrogatepass").encode(errors="replace")
+        with contextlib.suppress(UnicodeDecodeError):  # which its parser raises before it begins
+            data = data.decode(encoding, "surrogatepass").encode(errors="replace")
     if _may_be_deep(data):
         outside_of_texts = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
         if _may_be_deep(b"".join(outside_of_texts)):

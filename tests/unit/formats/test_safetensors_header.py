@@ -236,6 +236,12 @@ def test_nesting_in_each_encoding_of_json(encoding: str) -> None:
         safetensors_header.check_nesting(('["\u2200", ' + "[" * 5000).encode(encoding))
 
 
+@pytest.mark.parametrize("header", [b"{\0\0\0\xff\xff\xff\xff", b"{\0\0\0\0\0\x11\0"])
+def test_what_is_no_text_in_the_encoding_that_it_begins_in(header: bytes, path: Path) -> None:
+    with pytest.raises(MalformedError, match="it is no"):
+        read(path, file_of(header, b""))
+
+
 @pytest.mark.parametrize("rank", [64, 65])
 def test_more_dimensions_than_torch_has_are_a_limit(rank: int, path: Path) -> None:
     """The header is sound, and so says the library; the checkpoint is refused, by the tensor's name. 64 are read."""
