@@ -101,7 +101,8 @@ class FromKeywords:
     @classmethod
     def of(cls: type[_T], options: Mapping[str, Any]) -> _T:
         """Those of `options` that it has fields for."""
-        return cls(**{each.name: options[each.name] for each in fields(cls) if each.name in options})  # type: ignore[arg-type]
+        names = [each.name for each in fields(cls)]  # type: ignore[arg-type]  # a base class is no dataclass yet
+        return cls(**{name: options[name] for name in names if name in options})
 
 
 @dataclass(frozen=True)
