@@ -11,8 +11,8 @@ from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.edits.names import ancestors, modules_without, normal_prefix, prefixes_of
 from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
-from ckptconv.edits.wrappers import modules_unwrapped, unwrapped
-from ckptconv.errors import CollisionError, NoMatchError, UsageError
+from ckptconv.edits.wrappers import modules_unwrapped, unwrapped, wrapped_parts
+from ckptconv.errors import CollisionError, NoMatchError, UsageError, some
 from ckptconv.guesses import close_matches
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Dict, Effect, Object, Value
@@ -79,6 +79,25 @@ class NameEditor:
                 _replace(effect, i, known)
         if all(old == new for found, names in self.before for old, new in zip(names, found.names(), strict=True)):
             self.changes.notes.append(no_match("unwrap", NoMatchError("no wrapper is in the names, so " + changed)))
+        if inner := self.inner_module():
+            self.changes.notes.append(inner)
+
+    def inner_module(self, asked: str = "module.") -> str | None:
+        """Return how to remove an inner ``module.``, such as that of ``encoder.module.w``, from the names as they are.
+
+        Args:
+            asked: A prefix or pattern of names.
+
+        Returns:
+            The text; None if no such segment is in the names, or `asked` is about something else.
+        """
+        if "module" not in asked:
+            return None
+        found = wrapped_parts([found.names() for found in self.detected.state_dicts or self.detected.optimizers])
+        if not found or not found.is_safe:
+            return None
+        where = some(found.parents)
+        return f"all names under {where} go through module.; to remove only that: " + option("rename", (found.rename,))
 
     def model_of(self, names: list[str]) -> list[str]:
         """The names of the state dict that an optimizer of `names` is for: the one that has the most of them, a usual
@@ -102,10 +121,13 @@ class NameEditor:
                 f"no name starts with {prefix!r}",
                 where=self.where,
                 got=_prefixes(every),
-                hint=_near(prefix, every) or self.detected.hint_of_modules(),
+                hint=_near(prefix, every) or self.inner_module(prefix) or self.detected.hint_of_modules(),
                 unmatched=("strip_prefix", said),
             )
             no_match("strip_prefix P", error)  # which raises it
+        is_inner = len(having) < len(every) and prefix.endswith(".module.")
+        if is_inner and (inner := self.inner_module()):
+            self.changes.notes.append(f"{prefix!r} was removed as a whole; " + inner)
         self.changes.unprefixed += len(every) - len(having)
         for metadata, names in self.metadata(self.detected.state_dicts):
             stripped = [name.startswith(prefix) for name in names]
@@ -125,7 +147,7 @@ class NameEditor:
                 f"no name matches {pattern!r}",
                 where=self.where,
                 got=_prefixes(every),
-                hint=self.detected.hint_of_modules(),
+                hint=self.inner_module(pattern) or self.detected.hint_of_modules(),
                 unmatched=("rename", (pattern, replacement)),
             )
             no_match("rename REGEX REPL", error)  # which raises it

@@ -239,6 +239,14 @@ CASES: dict[str, Case] = {
         "loads, strict, no prefix", fits(Parts),
         f"{DIAGNOSIS}prefixes.py:inner_prefixes:issue inner-prefix {DIAGNOSIS}prefixes.py:inner_prefixes:option rename",
     ),
+    **{
+        f"DataParallel around a part, {option}": Case(
+            saved(lambda: _features().state_dict()), f"convert {{m}}.pt out.pt {option}",
+            r"remove only that: (--rename .*)", "loads, strict, no prefix", fits(Parts),
+            "edits/rename.py:inner_module:option rename", made="convert {m}.pt plain.pt",
+        )
+        for option in ("--unwrap", "--strip-prefix module.", "--strip-prefix features.module", "--rename ^module. x")
+    },
     "a module called module in DataParallel": Case(
         saved(lambda: nn.DataParallel(nn.DataParallel(net())).state_dict()), "inspect {m}.pt",
         r"own; (--strip-prefix module\.module\.)", "loads, strict, no prefix", fits(),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ckptconv.checkpoint.globs import glob_of
 from ckptconv.checkpoint.state_dicts import StateDict
-from ckptconv.edits.wrappers import WRAPPERS, unwrapped
+from ckptconv.edits.wrappers import WRAPPERS, keeps_apart, unwrapped, wrapped_parts
 from ckptconv.errors import count
 from ckptconv.hints import Option, literal, option
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
@@ -21,11 +21,6 @@ _MODULE, *_UNMISTAKABLE = WRAPPERS
 _LIGHTNING = "pytorch-lightning_version"
 _AVERAGES = "n_averaged"  # what torch's AveragedModel keeps beside the module that it wraps
 _WRAPPED_INSIDE = regex(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})")
-_LEADING = regex(rf"(?:{'|'.join(map(re.escape, WRAPPERS))})*")
-#: ``features.module.0.weight``: an attribute that is no number (an element of a list was hardly wrapped by itself), and
-#: more than a parameter inside.
-_INNER = regex(r"((?:[A-Za-z_]\w*\.)+?)module\.\w+\.")
-_MOST_PARENTS = 20
 
 
 def prefixes(scope: Scope) -> Iterator[Issue]:
@@ -47,7 +42,7 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
     is_more = inside or len(stripped) > 1
     if is_more and all(list(unwrapped(old).values()) == new for old, new in zip(every, after, strict=True)):
         options = [Option("unwrap")]
-    safe = all(_keeps_apart(old, new) for old, new in zip(every, after, strict=True)) and all(
+    safe = all(keeps_apart(old, new) for old, new in zip(every, after, strict=True)) and all(
         _is_for(stripped, chain, names) for chain, names in zip(chains, every, strict=True)
     )
     averaged = [_is_average(names) for names in every]
@@ -127,23 +122,14 @@ def inner_models(scope: Scope) -> Iterator[Issue]:
 
 def inner_prefixes(scope: Scope) -> Iterator[Issue]:
     """A ``module.`` that all names of one submodule go through: nn.DataParallel's, or the model's own."""
-    every = [found.names() for found in scope.named()]
-    parents = sorted({match[1] for names in every for name in names if (match := _inner(name))})
-    if len(parents) > _MOST_PARENTS:
-        return
-    below = {parent: [name for names in every for name in names if name.startswith(parent)] for parent in parents}
-    ways = [parent for parent in parents if all(name.startswith(parent + _MODULE) for name in below[parent])]
-    if not ways:
-        return
-    pattern = "|".join(re.escape(parent[:-1]) for parent in ways)
-    rename = (rf"^({pattern})\.module\.", r"\1.") if len(ways) > 1 else (rf"^{pattern}\.module\.", ways[0])
-    after = [[re.sub(*rename, name) for name in names] for names in every]
-    safe = all(_keeps_apart(old, new) for old, new in zip(every, after, strict=True))
-    text = (
-        f"all names under {first_few(ways)} go through module. there: if nn.DataParallel wrapped only that part, the"
-        " plain model has no such names"
-    )
-    yield Issue("inner-prefix", text, Fix("-inner", names=(Option("rename", (rename,)),)) if safe else None)
+    found = wrapped_parts([found.names() for found in scope.named()])
+    if found:
+        fix = Fix("-inner", names=(Option("rename", (found.rename,)),)) if found.is_safe else None
+        text = (
+            f"all names under {first_few(found.parents)} go through module. there: if nn.DataParallel wrapped only that"
+            " part, the plain model has no such names"
+        )
+        yield Issue("inner-prefix", text, fix)
 
 
 def _chain(names: list[str]) -> list[str]:
@@ -172,15 +158,6 @@ def _is_average(names: list[str]) -> bool:
     return _AVERAGES in names and _all_start(names, _MODULE)
 
 
-def _inner(name: str) -> re.Match[str] | None:
-    """The match of what stands before an inner ``module.`` of `name`."""
-    if ".module." not in name:
-        return None
-    leading = _LEADING.match(name)
-    match = _INNER.match(name)
-    return match if match and leading and not leading.end() else None
-
-
 def _is_for(stripped: list[str], chain: list[str], names: list[str]) -> bool:
     """Whether taking off `stripped`, in this order, does to `names` what their `chain` of wrappers asks for: no less,
     and nothing to a module of the model's own.
@@ -189,8 +166,3 @@ def _is_for(stripped: list[str], chain: list[str], names: list[str]) -> bool:
     return [w for w in stripped if w in chain] == list(dict.fromkeys(chain)) and not any(
         n.startswith(others) for n in names
     )
-
-
-def _keeps_apart(old: list[str], new: list[str]) -> bool:
-    """Whether different names stay different, and none becomes empty."""
-    return len(set(new)) == len(set(old)) and "" not in new
