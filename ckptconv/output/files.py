@@ -25,6 +25,7 @@ from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExis
 from ckptconv.hints import command, option, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.output import linux
+from ckptconv.output.attributes import take_over
 from ckptconv.output.destinations import FileDestination, FileObjectDestination
 from ckptconv.output.direct_writes import DirectDestination, shares_blocks
 from ckptconv.output.steps import FileSync, FolderSync, Steps, sync_folder, waited_for
@@ -142,18 +143,19 @@ def _filling(
     path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None
 ) -> Steps[Overflow]:
     """The steps of writing `file` to `path`, which must not exist, and on to the disk, with the permissions that `cp`
-    would give it: those of the regular file that it replaces; else its own, less the umask, and its owner may write it.
+    would give it: everything that the regular file has that it replaces; else its own mode, less the umask, and its
+    owner may write it.
 
     What overflowed. Raises OSError, and what :func:`write` raises.
     """
     check_system()
     transfer = Transfer(file, path.parent, compared=verify)
-    kept = _kept_mode(file.path)
-    mode = file.mode | stat.S_IWUSR if kept is None else kept
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode & 0o777)
+    replaces = os.path.isfile(file.path) and not os.path.islink(file.path)
+    mode = 0o600 if replaces else (file.mode | stat.S_IWUSR) & 0o777
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        if kept is not None:  # now without the umask
-            os.fchmod(fd, kept)
+        if replaces:
+            take_over(fd, file.path)
         _forget(file.path, source)
         _reserve(fd, file, beside=transfer.beside)
         with transfer, _destination(fd, direct=file.direct) as out:
@@ -221,14 +223,6 @@ def is_temporary(name: str) -> bool:
 def is_own_file(name: str) -> bool:
     """Whether what is called `name` is a temporary or an undo journal of ours, which no copy takes along."""
     return is_temporary(name) or target_of(name) is not None
-
-
-def _kept_mode(target: Path) -> int | None:
-    """The permissions of the regular file at `target`, which its successor gets; None where there is none."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        mode = os.lstat(target).st_mode
-        return stat.S_IMODE(mode) if stat.S_ISREG(mode) else None
-    return None
 
 
 def _forget(target: Path, source: Readable) -> None:

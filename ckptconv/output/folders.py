@@ -26,6 +26,7 @@ from ckptconv.errors import OutputError, RefusedError, TargetExistsError, some
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import linux
+from ckptconv.output.attributes import take_over
 from ckptconv.output.direct_writes import shares_blocks
 from ckptconv.output.files import (
     as_output_error,
@@ -122,7 +123,7 @@ def write_folder(
     try:
         with as_output_error(target):
             try:
-                os.mkdir(temporary, _mode_for(Path(), new))
+                _make_folder(temporary, Path(), new)
             except FileExistsError:  # another writer's, by the same random name
                 ours = False
                 raise
@@ -196,28 +197,33 @@ def _remove(folder: Path) -> bool:
 
 
 def _make_folders(temporary: Path, new: NewFolder) -> None:
-    """Make the folders in `new` below `temporary`, with the modes of those that they take the place of, or that are
-    like them in the source.
+    """Make the folders in `new` below `temporary`, with everything that those have that they take the place of, or the
+    modes of those that are like them in the source.
     """
     needed: set[Path] = set()
     for each in new.entries:
         place = each.path.relative_to(new.target)
         needed.update([place, *place.parents] if _is_folder(each) else place.parents)
     for place in sorted(needed - {Path()}, key=lambda each: each.parts):
-        os.mkdir(temporary / place, _mode_for(place, new))
-        if (new.target / place).is_dir():
-            os.chmod(temporary / place, folder_mode(new.target / place))
+        _make_folder(temporary / place, place, new)
 
 
 def _is_folder(entry: OutFile | OtherFile) -> bool:
     return isinstance(entry, OtherFile) and entry.kind == "folder"
 
 
-def _mode_for(place: Path, new: NewFolder) -> int:
-    """With which mode the folder at `place` in `new` is made, so that it is never more open than in the end."""
-    if (new.target / place).is_dir():
-        return folder_mode(new.target / place)
-    return folder_mode(new.like / place) if new.like else 0o777
+def _make_folder(path: Path, place: Path, new: NewFolder) -> None:
+    """Make the folder at `path` that will be at `place` in `new`, never more open than it will be. Its owner may write.
+
+    Raises OSError, RefusedError.
+    """
+    old = new.target / place
+    if not old.is_dir():
+        os.mkdir(path, folder_mode(new.like / place) if new.like else 0o777)
+        return
+    os.mkdir(path, stat.S_IRWXU)
+    take_over(path, old)
+    os.chmod(path, folder_mode(path))
 
 
 def _check_space(temporary: Path, new: NewFolder) -> None:
@@ -289,7 +295,7 @@ def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> No
     Raises TargetExistsError where another took the name meanwhile.
     """
     with contextlib.suppress(FileNotFoundError):
-        os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+        take_over(temporary, target)
         if os.listdir(target):
             check(target)  # again: filling the new one took a while
             _change_names(temporary, target)

@@ -320,7 +320,7 @@ def is_temporary(path: object, *_: object) -> bool:
 
 @pytest.mark.parametrize("code", FAULTS, ids=errno.errorcode.get)
 @pytest.mark.parametrize(
-    "call", ["open", "fchmod", "fallocate", "pwrite", "copy_file_range", "fsync", "close", "replace", "link"]
+    "call", ["open", "chmod", "fallocate", "pwrite", "copy_file_range", "fsync", "close", "replace", "link"]
 )
 def test_a_failing_call_costs_nothing(
     source: Source, target: Path, call: str, code: int, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,6 @@ CALLS = {
         "pwrite",
         "copy_file_range",
         "fsync",
-        "fchmod",
         "chmod",
         "rename",
         "replace",
