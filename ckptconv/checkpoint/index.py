@@ -51,8 +51,8 @@ class Index:
 
         `same_tensors`: calls that made tensors then make the same ones now. `same_places`: all stands where it stood.
         """
-        if same_places and "_found" in vars(old) and all(info.storage for info in old.tensor_nodes.values()):
-            self._found = old._found  # a tensor without a storage says its device itself, which may be another now
+        if same_places and "_found" in vars(old) and not any(map(_says_device, old.tensor_nodes.values())):
+            self._found = old._found
         elif same_tensors:
             self._before = old if "_found" in vars(old) else old._before
         old._graph = old._before = None
@@ -106,7 +106,7 @@ class Index:
     @cached_property
     def _found(self) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
         before = self._before.tensor_nodes if self._before else {}
-        known = {node: info for node, info in before.items() if info.storage}  # others say where they are themselves
+        known = {node: info for node, info in before.items() if not _says_device(info)}
         reader = TensorReader(self.storage_of, self._where, self._faults, known)
         places = []
         for place in find_places(self.root, leaf_of(reader.nodes), self._where, self.graph.opcodes):
@@ -164,6 +164,11 @@ class Index:
         for place in find_places(self.root, leaf, self._where, self.graph.opcodes):
             if id(place.node) not in opened:
                 yield place
+
+
+def _says_device(info: TensorInfo) -> bool:
+    """Return whether the call that makes the tensor names its device, which an edit may have changed."""
+    return info.storage is None or info.own_device is not None
 
 
 def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:

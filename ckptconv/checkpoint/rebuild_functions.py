@@ -36,12 +36,14 @@ from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowCall, RowForm
 
 __all__ = [
+    "FROM_CPU_TENSOR",
     "FROM_TYPE",
     "PARAMETER",
     "STRIDED",
     "OtherDType",
     "StridedPart",
     "TensorReader",
+    "cpu_tensor_in",
     "device_arguments",
     "ints_of",
     "is_spread",
@@ -51,10 +53,11 @@ __all__ = [
     "torch_device",
 ]
 
+FROM_CPU_TENSOR = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 #: The position of the device among the arguments of those rebuild functions that have one.
 _DEVICE_ARGUMENT = {
     "torch._utils._rebuild_device_tensor_from_numpy": 2,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": 2,
+    FROM_CPU_TENSOR: 2,
     "torch._utils._rebuild_xla_tensor": 2,
     "torch._utils._rebuild_wrapper_subclass": 6,
 }
@@ -152,6 +155,19 @@ def strided_part(call: Call) -> StridedPart | None:
     if is_global(function, *STRIDED) and isinstance(args, Tuple) and args.items:
         return StridedPart(str(function), function, args, nested)
     return None
+
+
+def cpu_tensor_in(call: Call) -> Call | None:
+    """Return the call that makes the CPU tensor which `call` copies to a device, or None.
+
+    A backend without storages (XLA) is saved so. None also if what is copied is no plain strided tensor.
+    """
+    args = args_of(call) if is_global(call.callable, FROM_CPU_TENSOR) else []
+    inner = args[0] if len(args) == 4 else None
+    if not isinstance(inner, Call) or inner.effects or not isinstance(args[3], bool):
+        return None
+    part = strided_part(inner)
+    return inner if part and not part.nested and len(part.args.items) > 4 and "qtensor" not in part.function else None
 
 
 class _Bad(Exception):
@@ -422,6 +438,8 @@ class TensorReader:
     def from_array(self, args: list[Value], inner: TensorInfo | None) -> TensorInfo:
         """``(data, dtype, device, requires_grad)``, where data is a CPU tensor or a numpy array."""
         device = torch_device(_at(args, 2))
+        if inner and inner.kind == "strided" and not inner.is_parameter and inner.dtype == _dtype(_at(args, 1)).name:
+            return replace(inner, own_device=device, requires_grad=_at(args, 3) is True)
         shape, nbytes = (inner.shape, inner.nbytes) if inner else ((), 0)
         name = _dtype(_at(args, 1)).name
         return TensorInfo(

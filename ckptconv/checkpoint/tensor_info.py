@@ -53,13 +53,14 @@ class TensorInfo:
         path: Where in the checkpoint it stands.
         name: Its key where it stands in a mapping.
         kind: ``strided``, ``quantized``, ``sparse``, ``nested``, ``jagged`` (both with the shape of the tensor that
-            holds their elements), ``meta``, ``device`` (rebuilt from an array), ``wrapper`` (a subclass around other
-            tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the whole).
+            holds their elements), ``meta``, ``device`` (rebuilt from a numpy array), ``wrapper`` (a subclass around
+            other tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the
+            whole).
         dtype: As torch calls it, without ``torch.``.
         shape: Its size in each dimension.
         stride: Its step in each dimension.
         offset: Where it begins in its storage.
-        own_device: Where it is if it has no storage and that is known.
+        own_device: Where it is if its storage does not say that and it is known.
         nbytes: The bytes of its elements.
         storage: None where it has none of its own.
         requires_grad: As in torch.
@@ -89,8 +90,8 @@ class TensorInfo:
 
     @property
     def device(self) -> str:
-        """Where it is: where its storage is, also when an edit has moved that."""
-        return self.storage.device if self.storage else self.own_device or "unknown"
+        """Where it is: where its storage is, also when an edit has moved that, unless a call copies it elsewhere."""
+        return self.own_device or (self.storage.device if self.storage else "unknown")
 
     @property
     def view(self) -> tuple[object, ...]:

@@ -293,7 +293,7 @@ def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[s
     if edits.devices and not writer.devices:
         unmatched_rules(checkpoint, edits.devices, tags_of(checkpoint))  # a typo is one for every format
         notes.append(f"no device was changed: {writer.name} stores none, and whoever loads it says where to")
-    elif not writer.devices and (tags := {storage.device for storage in checkpoint.storages.values()} - {"cpu"}):
+    elif not writer.devices and (tags := tags_of(checkpoint) - {"cpu"}):
         notes.append(f"{writer.name} stores no device ({', '.join(sorted(tags))} here): whoever loads it says where to")
     if (edits.loadable or edits.loadable_objects) and not writer.objects:
         notes.append(option("loadable") + f" has nothing to do for {writer.name}, which holds tensors alone")

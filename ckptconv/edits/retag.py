@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 
 from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, Storage
+from ckptconv.checkpoint.rebuild_functions import cpu_tensor_in
 from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import FAMILIES, Devices, near_device, user_devices
 from ckptconv.edits.no_match import no_match
 from ckptconv.errors import NoMatchError, UnknownDeviceError, some
 from ckptconv.hints import option
-from ckptconv.pickles.graph import Call, Global, Tuple, Value
+from ckptconv.pickles.graph import Call, Global, Tuple, Value, args_of, children
 
 __all__ = ["about_kept_devices", "retag", "tags_of", "unmatched_rules"]
 
@@ -21,6 +23,7 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
 
     `rng_storages` hold states of random generators.
     """
+    _unwrap(checkpoint, devices)
     tags: dict[str, str] = {}  # one string for each tag, as a pickle shares it
     new_tags: dict[Storage, str] = {}
     counts, arguments = checkpoint.index.tensor_counts, checkpoint.index.device_arguments
@@ -57,6 +60,34 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
             + " changed nothing"
         )
         changes.notes.append(no_match("to DEVICE", error))
+
+
+def _unwrap(checkpoint: Checkpoint, devices: Devices) -> None:
+    """Replace tensors that are copied from the CPU to a device by the CPU tensor, tagged with that device.
+
+    Only those that `devices` moves, and that share nothing: torch has no tag for the device of the others (XLA).
+    """
+    index = checkpoint.index
+    found = [
+        (call, inner, argument.device)
+        for argument in index.device_arguments
+        if devices.new_tag(argument.device) != argument.device
+        and (inner := cpu_tensor_in(call := argument.call))
+        and not call.effects
+    ]
+    if not found:
+        return
+    uses = Counter(id(child) for node in index.nodes for child in children(node))
+    references = Counter(reference.storage for reference in checkpoint.references)
+    for call, inner, device in found:
+        args = args_of(inner)
+        storage = index.storage_of[id(args[0])]
+        alone = max(uses[id(node)] for node in (call.args, inner, inner.args, args[0])) == 1
+        if not alone or references[storage] > 1:
+            continue
+        call.callable, call.args = inner.callable, Tuple([*args[:4], args_of(call)[3], *args[5:]])
+        storage.device = device
+    checkpoint.changed()
 
 
 def about_kept_devices(checkpoint: Checkpoint, devices: Devices) -> list[str]:

@@ -13,7 +13,14 @@ from itertools import accumulate, count
 
 from ckptconv.byteranges.spans import Cast, Concat, Data, Inflate, Piece
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
-from ckptconv.checkpoint.rebuild_functions import PARAMETER, StridedPart, TensorReader, strided_part
+from ckptconv.checkpoint.rebuild_functions import (
+    FROM_CPU_TENSOR,
+    PARAMETER,
+    StridedPart,
+    TensorReader,
+    cpu_tensor_in,
+    strided_part,
+)
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.checkpoint.tensor_bytes import extent
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
@@ -97,8 +104,9 @@ class Views:
         }
 
     def at(self, node: Node) -> View | None:
-        """The view that the tensor `node` is, or is a parameter of."""
-        while isinstance(node, Call) and id(node) not in self._of_call and str(node.callable) in PARAMETER:
+        """The view that the tensor `node` is, is a parameter of, or copies to a device."""
+        around = (*PARAMETER, FROM_CPU_TENSOR)
+        while isinstance(node, Call) and id(node) not in self._of_call and str(node.callable) in around:
             inner = args_of(node)[0] if args_of(node) else None
             if not isinstance(inner, Call):
                 return None
@@ -187,6 +195,11 @@ class Views:
     def conclude(self) -> None:
         """Let the checkpoint's references say what its graph says now."""
         checkpoint = self._checkpoint
+        for argument in checkpoint.index.device_arguments:
+            call, inner = argument.call, cpu_tensor_in(argument.call)
+            if view := self._of_call.get(id(inner)):  # such a call says the dtype as well
+                data, _, *others = args_of(call)
+                call.args = Tuple([data, self._word("torch", view.info.dtype), *others])
         for nodes in self._nodes.values():
             for node in nodes.values() if len(nodes) > 1 else ():  # each is made where it is needed first
                 node.order = None

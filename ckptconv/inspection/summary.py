@@ -464,7 +464,8 @@ def _dtypes(tensors: list[TensorInfo]) -> dict[str, Share]:
 
 
 def _devices(checkpoint: Checkpoint, tensors: list[TensorInfo]) -> dict[str, Share]:
-    stored = [(storage.device, 0, storage.nbytes) for storage in checkpoint.storages.values()]
+    own = {info.storage: info.own_device for info in tensors if info.storage and info.own_device}
+    stored = [(own.get(each) or each.device, 0, each.nbytes) for each in checkpoint.storages.values()]
     return _shares([*stored, *((info.device, 1, 0) for info in tensors)])
 
 
