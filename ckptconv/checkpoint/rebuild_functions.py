@@ -17,7 +17,7 @@ from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.checkpoint.storage_ids import storage_dtype
 from ckptconv.checkpoint.tensor_info import DeviceArgument, Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType
-from ckptconv.errors import LimitError, MalformedError, some
+from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedError, some
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
@@ -171,11 +171,15 @@ def cpu_tensor_in(call: Call) -> Call | None:
 
 
 class _Bad(Exception):
-    """The arguments of a rebuild call do not describe a tensor."""
+    """The arguments of a rebuild call do not describe a tensor, or, of the `kind` UnsupportedError, not one that this
+    version knows.
+    """
 
-    def __init__(self, what: str, expected: object = None, got: object = None) -> None:
+    def __init__(
+        self, what: str, expected: object = None, got: object = None, kind: type[InputError] = MalformedError
+    ) -> None:
         super().__init__(what)
-        self.what, self.expected, self.got = what, expected, got
+        self.what, self.expected, self.got, self.kind = what, expected, got, kind
 
 
 class TensorReader:
@@ -236,7 +240,7 @@ class TensorReader:
             error.where = f"{self.where}: at {place.path}"
             self.faults.found(error)
         except _Bad as bad:
-            fault = MalformedError(f"at {place.path}: {bad.what}", where=self.where, expected=bad.expected, got=bad.got)
+            fault = bad.kind(f"at {place.path}: {bad.what}", where=self.where, expected=bad.expected, got=bad.got)
             fault.__suppress_context__ = True
             self.faults.found(fault)
         return info
@@ -465,7 +469,9 @@ def _dtype(node: Value) -> DType:
         return BY_NAME[node.name]
     if isinstance(node, OtherDType):
         return BY_WORD[node.name]
-    raise _Bad("a tensor has no dtype that is known", got=node if isinstance(node, Global) else type(node).__name__)
+    if isinstance(node, Global) and node.module == "torch":
+        raise _Bad("a tensor has a dtype that is not known to this version", got=node, kind=UnsupportedError)
+    raise _Bad("a tensor has no dtype", got=node if isinstance(node, Global) else type(node).__name__)
 
 
 def _has_bit(metadata: Value, name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.dtypes import BY_STORAGE_CLASS, DType
-from ckptconv.errors import MalformedError
+from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.pickles.graph import Global, Graph, PersistentId, Tuple, Value, is_count
 from ckptconv.pickles.rows import RowId
 
@@ -23,6 +23,7 @@ __all__ = [
     "changed_id",
     "checked_storage_id",
     "new_id",
+    "no_class",
     "storage_dtype",
     "storage_id",
     "storage_sizes",
@@ -89,6 +90,7 @@ def checked_storage_id(node: PersistentId, where: str) -> StorageId:
 
     Raises:
         MalformedError: It names no storage.
+        UnsupportedError: It has more parts, or another class of torch's, than this version knows.
     """
     if isinstance(node, RowId) and (form := node.form) and node.tag and form.word == STORAGE:
         cls = form.cls
@@ -96,21 +98,27 @@ def checked_storage_id(node: PersistentId, where: str) -> StorageId:
             return StorageId(cls, node.key, node.tag, form.numel)
     expected = "('storage', class, key, location, elements)"
     items = node.id.items if isinstance(node.id, Tuple) else []
-    if len(items) != 5 or text_of(items[0]) != STORAGE:
-        raise MalformedError(
-            "a persistent id names no storage", where=where, expected=expected, got=f"{len(items)} parts"
+    parts = f"{len(items)} parts"
+    if len(items) < 5 or text_of(items[0]) != STORAGE:
+        raise MalformedError("a persistent id names no storage", where=where, expected=expected, got=parts)
+    if len(items) > 5:
+        raise UnsupportedError(
+            "a persistent id has parts that are not known to this version", where=where, expected=expected, got=parts
         )
     named, key, tag, numel = items[1], text_of(items[2]), text_of(items[3]), items[4]
     if not isinstance(named, Global) or named.module not in _MODULES or named.name not in BY_STORAGE_CLASS:
-        raise MalformedError(
-            "a persistent id names no storage class",
-            where=where,
-            expected=expected,
-            got=named if isinstance(named, Global) else type(named).__name__,
-        )
+        raise no_class(named, where)
     if key is None or not tag or not is_count(numel):
         raise MalformedError("a persistent id has parts of wrong types", where=where, expected=expected)
     return StorageId(named, key, tag, numel)
+
+
+def no_class(named: Value, where: str) -> InputError:
+    """Return the error for a persistent id whose class is `named`: unsupported if torch may have such a class."""
+    got = named if isinstance(named, Global) else type(named).__name__
+    if isinstance(named, Global) and named.module in _MODULES and named.name.endswith("Storage"):
+        return UnsupportedError("a storage class that is not known to this version", where=where, got=got)
+    return MalformedError("a persistent id names no storage class", where=where, got=got)
 
 
 def new_id(cls: Global, key: str, tag: str, numel: int) -> Tuple:
@@ -182,7 +190,7 @@ def storage_sizes(graph: Graph) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for node in graph.references:
         parts = node.id.items[:5] if isinstance(node.id, Tuple) else []  # the older format has a sixth
-        with suppress(MalformedError):
+        with suppress(InputError):
             said = checked_storage_id(PersistentId(Tuple(parts)), "")
             sizes[said.key] = said.numel * said.dtype.itemsize
     return sizes

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
-from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, storage_id
+from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, no_class, storage_id
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import MalformedError, UnsupportedError
 from ckptconv.lazy_regex import regex
@@ -96,8 +96,7 @@ def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], whe
 
     kind, cls, key, tag, numel, view = items
     if not isinstance(cls, Global) or cls.name not in BY_STORAGE_CLASS:
-        got = cls if isinstance(cls, Global) else type(cls).__name__.lower()
-        raise MalformedError("a persistent id names no storage class", where=where, got=got)
+        raise no_class(cls, where)
     key_text, tag_text = text(key), text(tag)
     if key_text is None or tag_text is None or not is_count(numel):
         raise MalformedError("a persistent id has parts of wrong types", where=where)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK
 from ckptconv.dtypes import BY_WORD
-from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError, count
+from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError, UnsupportedError, count, some
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
@@ -88,7 +88,7 @@ def _may_be_deep(data: bytes) -> bool:
 
 
 def read_header(source: Readable) -> Header:
-    """The header of `source`, checked against the file's size. Raises MalformedError, LimitError."""
+    """The header of `source`, checked against the file's size. Raises MalformedError, LimitError, UnsupportedError."""
     return _Reader(source).header()
 
 
@@ -107,6 +107,9 @@ class _Reader:
 
     def fail(self, what: str, *, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
         raise self.error(what, expected=expected, got=got, hint=hint)
+
+    def refuse(self, what: str, got: str) -> NoReturn:
+        raise UnsupportedError(what, where=f"{self.source.path}: safetensors header", got=got)
 
     def header(self) -> Header:
         """All of it."""
@@ -202,12 +205,17 @@ class _Reader:
         return value
 
     def entry(self, name: str, value: Any) -> Entry:
-        if not isinstance(value, dict) or sorted(value) != sorted(_FIELDS):
+        if not isinstance(value, dict) or not value.keys() >= {*_FIELDS}:
             got = ", ".join(value) if isinstance(value, dict) else type(value).__name__
             self.fail(f"{name!r} does not describe a tensor", expected=", ".join(_FIELDS), got=got)
+        if more := value.keys() - {*_FIELDS}:
+            self.refuse(f"{name!r} has fields that are not known to this version", some(sorted(more)))
         word, shape, offsets = (value[field] for field in _FIELDS)
-        if not isinstance(word, str) or word not in BY_WORD:
-            self.fail(f"{name!r} has an unknown dtype", got=word if isinstance(word, str) else type(word).__name__)
+        if not isinstance(word, str):
+            self.fail(f"{name!r} has an unknown dtype", got=type(word).__name__)
+        if word not in BY_WORD:
+            self.check_text(word)
+            self.refuse(f"{name!r} has an unknown dtype", word)
         if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             self.fail(f"{name!r} has no sound shape and data_offsets", expected="[n, ...] and [start, end]")
         entry = Entry(name, word, tuple(shape), *offsets)

@@ -139,7 +139,7 @@ class _Reader:
         self.folder = folder
         self.where = folder.folder / METADATA
         self.metadata = metadata
-        self.left = dict(metadata.stored)
+        self.left = {key: place for key, place in metadata.stored.items() if key[0] not in metadata.unread}
         self.gone: set[str] = set()  # files that are not there, or not whole
         self.empty: list[LeftBehind] = []  # of files, bytes that belong to nothing
         self.merger = Merger(folder)

@@ -1,6 +1,6 @@
 """Read ``.metadata`` of a torch.distributed.checkpoint folder: its items, the chunks of each tensor, where they are.
 
-The file is a plain pickle of these objects (torch 2.13; older versions have fewer fields):
+The file is a plain pickle of these objects (torch 2.15; older versions have fewer fields):
 
     Metadata                state_dict_metadata   {NAME: TensorStorageMetadata | BytesStorageMetadata}
                             planner_data          {NAME: (key or index, ...)}, the place of each item in nested dicts
@@ -13,7 +13,8 @@ The file is a plain pickle of these objects (torch 2.13; older versions have few
     _StorageInfo            relative_path, offset, length, transform_descriptors
 
 Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``. Read as a graph, of which only these classes
-are understood; whatever else is named in it is refused by name.
+are understood; whatever else is named in it is refused by name. An object that has more than this version knows, as a
+later torch may write it, is unsupported and not malformed.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ _KNOWN = frozenset(
 )
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 _VERSION = "1."  # CURRENT_DCP_VERSION is 1.0.0
+_STATE = 5, 6  # the lengths of a TensorProperties' state; the sixth item, strides, came with torch 2.15
 _EXTENSIONS = (
     "load it with torch.distributed.checkpoint and the extension that wrote it, and save it again without _extensions"
 )
@@ -104,19 +106,21 @@ class Stored(NamedTuple):
 class Metadata(NamedTuple):
     """Every item by its name, None for what is no tensor.
 
-    ``paths`` where it belongs; ``stored`` where it is, by name and first index of the chunk.
+    ``paths`` where it belongs; ``stored`` where it is, by name and first index of the chunk. ``unread`` has the names
+    of items that were found to be faults, and are not in ``items``.
     """
 
     items: dict[str, TensorItem | None]
     paths: dict[str, ItemPath]
     stored: dict[_Key, Stored]
+    unread: frozenset[str] = frozenset()
 
 
 def read_metadata(source: Readable) -> Metadata:
     """What the file `source` says. Raises MalformedError, UnsupportedError, LimitError."""
     source.faults.pickles(PickleSequence(str(source.path), source, 1, _KNOWN))
     graph, end = parse(source.read, source.size, where=str(source.path))
-    reader = _Reader(str(source.path), graph.opcodes // LIMITS.opcodes_of_a_chunk)
+    reader = _Reader(source, graph.opcodes // LIMITS.opcodes_of_a_chunk)
     if end != source.size or graph.references or graph.discarded:
         reader.fail("it is no plain pickle of Metadata")
     reader.refuse_unknown(graph)
@@ -156,8 +160,9 @@ class _Reader:
     `most`: so many chunks can be in it, unless one node is named again and again.
     """
 
-    def __init__(self, where: str, most: int) -> None:
-        self.where = where
+    def __init__(self, source: Readable, most: int) -> None:
+        self.source = source
+        self.where = str(source.path)
         self.most = most
         # By the id of the node. One node can stand for any number of values.
         self._sizes: dict[int, tuple[int, ...]] = {}
@@ -194,15 +199,16 @@ class _Reader:
                 expected=f"{_VERSION}x",
                 got=version if isinstance(version, str) else type(version).__name__,
             )
-        items = {
-            name: self.item(name, node)
-            for name, node in self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata")
-        }
+        items = {}
+        nodes = dict(self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata"))
+        for name, node in nodes.items():
+            with self.source.faults:
+                items[name] = self.item(name, node)
         paths = dict(self.paths(fields.get("planner_data")))
         stored = dict(self.stored(fields.get("storage_data")))
         self.check_container(items, stored)
         self.check_bytes(stored)
-        return Metadata(items, paths, stored)
+        return Metadata(items, paths, stored, frozenset(nodes.keys() - items.keys()))
 
     def item(self, name: str, node: Value) -> TensorItem | None:
         """The tensor that `node` describes, None for anything else."""
@@ -225,19 +231,31 @@ class _Reader:
         return TensorItem(dtype, shape, [self.chunk(name, shape, chunk) for chunk in chunks.elements()])
 
     def dtype(self, name: str, properties: Value) -> DType:
-        """The dtype in `properties`, whose state is a tuple: dtype, layout, and what torch no longer uses."""
+        """Return the dtype in `properties`, whose state is a tuple: dtype, layout, three items that torch no longer
+        uses, and strides.
+
+        The strides are not read: they are those of the part of one rank, and each chunk's own file has its strides.
+        """
         call = self.made(properties, *_PROPERTIES)
-        states = [effect.values[0] for effect in call.effects if effect.opcode == "BUILD"]
-        state = states[0].items if len(states) == 1 == len(call.effects) and isinstance(states[0], Tuple) else []
-        if len(state) != 5 or not isinstance(state[0], Global) or state[0].module != "torch":
+        state = self.state(call, _PROPERTIES[0])
+        if not isinstance(state, Tuple) or len(state.items) > _STATE[-1]:
+            got = f"{len(state.items)} items" if isinstance(state, Tuple) else type(state).__name__
+            self.refuse(
+                f"the properties of {name!r} have a state that is not known to this version",
+                expected=f"{_STATE[0]} or {_STATE[1]} items",
+                got=got,
+            )
+        if len(state.items) < _STATE[0] or not isinstance(state.items[0], Global):
             self.fail(f"the properties of {name!r} are no TensorProperties")
-        if state[0].name not in BY_NAME:
-            self.fail(f"{name!r} has no dtype", got=state[0])
-        layout = args_of(state[1]) if isinstance(state[1], Call) and is_global(state[1].callable, _LAYOUT) else []
-        if layout != ["torch.strided"]:
-            got = printable(layout[0]) if layout and isinstance(layout[0], str) else "something else"
+        dtype, layout = state.items[:2]
+        assert isinstance(dtype, Global)
+        if dtype.module != "torch" or dtype.name not in BY_NAME:
+            self.refuse(f"{name!r} has a dtype that is not known to this version", got=dtype)
+        words = args_of(layout) if isinstance(layout, Call) and is_global(layout.callable, _LAYOUT) else []
+        if words != ["torch.strided"]:
+            got = printable(words[0]) if words and isinstance(words[0], str) else "something else"
             self.refuse(f"{name!r} has a layout that is not torch.strided", got=got)
-        return BY_NAME[state[0].name]
+        return BY_NAME[dtype.name]
 
     def chunk(self, name: str, shape: tuple[int, ...], node: Value) -> Chunk:
         """A chunk of `name`, which must lie inside its `shape`."""
@@ -355,27 +373,29 @@ class _Reader:
 
     def made(self, node: Value, *classes: str) -> Call:
         """`node`, which must be an object of one of `classes`, made without arguments."""
-        if not isinstance(node, Call) or not is_global(node.callable, *classes) or node.kind != "NEWOBJ":
+        if not isinstance(node, Call) or not is_global(node.callable, *classes):
             got = node.callable if isinstance(node, Call) else type(node).__name__
             self.fail("an object of another class", expected=classes[0], got=got)
-        if args_of(node) or node.kwargs is not None or not isinstance(node.args, Tuple):
-            self.fail(f"a {classes[0]} is made with arguments")
+        if node.kind != "NEWOBJ" or args_of(node) or node.kwargs is not None or not isinstance(node.args, Tuple):
+            self.refuse(f"a {classes[0]} is made in a way that is not known to this version", got=node.kind)
         return node
+
+    def state(self, call: Call, cls: str) -> Value:
+        """Return the state that `call`, an object of the class `cls`, is given; None if it is given none."""
+        if len(call.effects) > 1 or any(effect.opcode != "BUILD" for effect in call.effects):
+            self.refuse(f"a {cls} is set up in a way that is not known to this version")
+        return call.effects[0].values[0] if call.effects else None
 
     def object(self, node: Value, cls: str) -> dict[str, Value]:
         """The attributes of `node`, an object of the class `cls`."""
-        call = self.made(node, cls)
-        states = [effect.values[0] for effect in call.effects if effect.opcode == "BUILD"]
-        if len(states) != len(call.effects) or len(states) > 1:
-            self.fail(f"a {cls} is set up in an unknown way")
-        if not states:
+        state = self.state(self.made(node, cls), cls)
+        if state is None:
             return {}
-        if (
-            isinstance(states[0], Dict)
-            and sum(1 + len(effect.values) for effect in states[0].effects) > LIMITS.metadata_state
-        ):
+        if not isinstance(state, Dict):
+            self.refuse(f"a {cls} has a state that is not known to this version", got=type(state).__name__)
+        if sum(1 + len(effect.values) for effect in state.effects) > LIMITS.metadata_state:
             self.fail(f"a {cls} has too many fields")
-        return dict(self.mapping(states[0], cls))
+        return dict(self.mapping(state, cls))
 
     def mapping(self, node: Value, what: str) -> Iterator[tuple[str, Value]]:
         """The items of `node`, a dict of texts, none of them twice."""

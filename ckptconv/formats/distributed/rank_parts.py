@@ -58,7 +58,7 @@ def spread_call(node: Value) -> Call | None:
         node = args_of(node)[0]
     if not isinstance(node, Call):
         return None
-    of_type = str(node.callable) in FROM_TYPE and len(args_of(node)) == 4
+    of_type = str(node.callable) in FROM_TYPE and len(args_of(node)) > 3
     return node if is_spread(args_of(node)[1] if of_type else node.callable) else None
 
 
@@ -212,8 +212,10 @@ class PartReader:
         states = properties.states() if isinstance(properties, Call) else []
         word = next(iter(states), None)
         said = word.items[0] if isinstance(word, Tuple) and word.items else None
-        if not isinstance(said, Global) or said.module != "torch" or said.name not in BY_NAME:
+        if not isinstance(said, Global):
             self._fail(place, "a ShardedTensor says no dtype")
+        if said.module != "torch" or said.name not in BY_NAME:
+            self._refuse(place, "a ShardedTensor has a dtype that is not known to this version", None, said)
         found: list[ChunkPlacement] = []
         device = None
         for shard in islice(shards.elements(), LIMITS.strips):
@@ -283,9 +285,10 @@ class PartReader:
         """The attributes of `node`, an object of a class of torch.distributed called `name`."""
         if id(node) not in self._fields:
             cls = node.callable if isinstance(node, Call) else None
-            if not isinstance(cls, Global) or cls.name != name or not cls.module.startswith(_HERE):
-                self._fail(place, "an object of another class", name, cls if isinstance(cls, Global) else None)
-            assert isinstance(node, Call)
+            if not isinstance(node, Call) or not isinstance(cls, Global):
+                self._fail(place, "an object of another class", name)
+            if cls.name != name or not cls.module.startswith(_HERE):
+                self._refuse(place, f"a class is not known to this version in place of {name}", None, cls)
             states = node.states()
             slots = states[0].items if states and isinstance(states[0], Tuple) else states  # a class with __slots__
             self._fields[id(node)] = {}
@@ -297,7 +300,9 @@ class PartReader:
     def _items(self, node: Value, place: Place) -> dict[str, Value]:
         """The items of `node`, a small dict of texts."""
         if not isinstance(node, Dict) or sum(1 + len(effect.values) for effect in node.effects) > LIMITS.metadata_state:
-            self._fail(place, "the state of a tensor that is spread over processes is not what torch writes")
+            self._refuse(
+                place, "the state of a tensor that is spread over processes is not known to this version", None
+            )
         return {key: effect.values[i + 1] for effect, i in node.pairs() if isinstance(key := effect.values[i], str)}
 
     def _counts(self, node: Value) -> tuple[int, ...] | None:

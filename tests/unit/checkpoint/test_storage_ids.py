@@ -17,7 +17,7 @@ from ckptconv.checkpoint.storage_ids import (
     storage_id,
     storage_sizes,
 )
-from ckptconv.errors import MalformedError
+from ckptconv.errors import MalformedError, UnsupportedError
 from ckptconv.pickles.graph import Global, Graph, PersistentId, Py2String, Tuple, Value
 from ckptconv.pickles.parser import parse
 
@@ -90,7 +90,6 @@ def test_changed_id_is_another_that_differs_in_what_is_given_alone(change: dict[
         ("storage", "names no storage"),
         (Tuple([]), "names no storage"),
         (Tuple(["module", HALF, "7", "cpu", 3]), "names no storage"),
-        (Tuple(["storage", HALF, "7", "cpu", 3, None]), "names no storage"),
         (Tuple(["storage", "HalfStorage", "7", "cpu", 3]), "names no storage class"),
         (Tuple(["storage", Global("numpy", "HalfStorage"), "7", "cpu", 3]), "names no storage class"),
         (Tuple(["storage", Global("torch", "Tensor"), "7", "cpu", 3]), "names no storage class"),
@@ -106,6 +105,20 @@ def test_id_of_something_else_is_refused(id_: Value, what: str) -> None:
         checked_storage_id(PersistentId(id_), "the file")
     assert info.value.what == f"a persistent id {what}"
     assert info.value.where == "the file"
+
+
+@pytest.mark.parametrize(
+    "id_",
+    [
+        Tuple(["storage", HALF, "7", "cpu", 3, None]),
+        Tuple(["storage", Global("torch", "Float6Storage"), "7", "cpu", 3]),
+    ],
+    ids=["six parts", "another class of torch's"],
+)
+def test_id_of_a_later_torch_is_not_damage(id_: Tuple) -> None:
+    """More parts, or a storage class that torch may have added, are unsupported and not malformed."""
+    with pytest.raises(UnsupportedError, match="not known to this version"):
+        checked_storage_id(PersistentId(id_), "the file")
 
 
 def test_sizes_are_those_of_what_is_a_storage() -> None:

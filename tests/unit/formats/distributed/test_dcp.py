@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp_of_torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import ckptconv
 from ckptconv.byteranges.sources import SourceFolder
@@ -94,6 +95,25 @@ def test_comes_out_as_torch_makes_it(ranks: Path, tmp_path: Path, dst: Path, nam
     assert report.formats == ("DCP", "torch zip") and not report.left_behind
     assert_same(torch.load(dst), by_torch(ranks / name, tmp_path))
     assert zipfile.ZipFile(dst).testzip() is None
+
+
+def test_what_torch_2_15_writes(tmp_path: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of TensorProperties has a sixth item, strides: the folder is sound, and converts as others do. Of a
+    seventh item ``verify`` says that it is not known, and checks the other items all the same.
+    """
+    five = TensorProperties.__getstate__
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorProperties, "__getstate__", lambda self: (*five(self), (1, 6)))
+        src = saved(tmp_path / "src", {"model": {"w": torch.arange(12.0).view(2, 6), "b": torch.ones(3)}})
+        more = {"w": torch.ones(3), "step": 7, "b": torch.ones(2, dtype=torch.float16)}
+        patch.setattr(TensorProperties, "__getstate__", lambda self: (*five(self), *[None] * self.dtype.itemsize))
+        later = saved(tmp_path / "later", more)
+    assert ckptconv.verify(src).ok
+    assert_same(converted(src, dst), {"model": {"w": torch.arange(12.0).view(2, 6), "b": torch.ones(3)}})
+    refused(UnsupportedError, "the properties of 'w' have a state that is not known", later, tmp_path / "later.pt")
+    verdict = ckptconv.verify(later)
+    assert [finding.level for finding in verdict.findings] == ["unknown"] * 2
+    assert verdict.checked and not verdict.ok
 
 
 def test_values_are_those_of_the_run(ranks: Path, dst: Path) -> None:

@@ -4,6 +4,7 @@ refused by name.
 
 from __future__ import annotations
 
+import copyreg
 import os
 import pickle
 import re
@@ -79,6 +80,14 @@ def test_what_torch_writes(protocol: int) -> None:
     assert read(pickle.dumps(good(), protocol)) == EXPECTED
 
 
+@pytest.mark.parametrize("strides", [None, (3, 1)])
+def test_what_torch_2_15_writes(strides: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sixth item in the state of TensorProperties, which are strides of one rank's part, changes nothing."""
+    five = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*five(self), strides))
+    assert read(pickle.dumps(good())) == EXPECTED
+
+
 def test_what_older_versions_wrote() -> None:
     """Before torch 2.3 there was no storage_meta and no version, and the properties stood in another module; transforms
     have no field where there are none.
@@ -138,6 +147,22 @@ def _chunk(metadata: Metadata) -> Any:
     return _tensor(metadata).chunks[1]
 
 
+class _New(Reduced):
+    """Pickled as an object that its class makes of arguments (NEWOBJ): the class, its arguments, and a state."""
+
+    def __init__(self, cls: type, args: tuple[Any, ...] = (), state: Any = None) -> None:
+        super().__init__(copyreg.__newobj__, (cls, *args), state)
+
+    @property
+    def __class__(self) -> Any:  # which the pickler compares
+        return self.reduced[1][0]
+
+
+def _properties(state: Any) -> Callable[[Metadata], None]:
+    """Let the properties of the tensor have another `state`."""
+    return _set(_tensor, "properties", _New(TensorProperties, state=state))
+
+
 def _size(*numbers: Any) -> Any:
     """A torch.Size of whatever `numbers` are, as a pickle can have it."""
     return Reduced(torch.Size, (numbers,))
@@ -152,6 +177,18 @@ UNSUPPORTED = {
     "a field of others": (_set(lambda m: m, "mcore_data", {}), "mcore_data"),
     "another version": (_set(lambda m: m, "version", "2.0.0"), "2.0.0"),
     "a transform": (_set(_info, "transform_descriptors", ["zstd"]), "'epoch' was stored through a transform"),
+    "properties with a seventh item": (
+        _properties((torch.float32, torch.strided, False, None, False, None, 1)),
+        "the properties of 'a.w' have a state that is not known to this version",
+    ),
+    "properties with a dict for their state": (
+        _properties({"dtype": torch.float32}),
+        "the properties of 'a.w' have a state that is not known to this version",
+    ),
+    "a chunk that is made with arguments": (
+        lambda m: _tensor(m).chunks.append(_New(ChunkStorageMetadata, (1,))),
+        "ChunkStorageMetadata is made in a way that is not known to this version",
+    ),
     "a sparse tensor": (_set(lambda m: _tensor(m).properties, "layout", torch.sparse_coo), "sparse_coo"),
 }
 MALFORMED = {
@@ -169,6 +206,10 @@ MALFORMED = {
     "no list of chunks": (_set(_tensor, "chunks", None), "the chunks of 'a.w' are no list"),
     "no properties": (_set(_tensor, "properties", None), "another class"),
     "a dtype that is none": (_set(lambda m: _tensor(m).properties, "dtype", torch.float32.__class__), None),
+    "properties with four items": (
+        _properties((torch.float32, torch.strided, False, None)),
+        "the properties of 'a.w' are no TensorProperties",
+    ),
     "no places": (_set(lambda m: m, "storage_data", None), "storage_data is no dict"),
     "a place twice": (
         lambda m: m.storage_data.update({_index(_size(2, 0)): _StorageInfo("x", 0, 1)}),
