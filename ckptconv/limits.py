@@ -107,6 +107,9 @@ class Limits:
     #: Pieces of one tensor that one process has; where tensor parallelism meets FSDP it has one for each of at most
     #: some tens of processes.
     strips: int = 10_000
+    #: For each opcode of a rank's pickle: steps of finding which elements of its tensors the process has. A tensor that
+    #: FSDP and tensor parallelism cut takes some thirty, for fifty opcodes.
+    spread_steps: int = 4
     #: Each chunk in that metadata takes more than three times as many opcodes, a list of them at least one; one list
     #: that many tensors share must not be read for each of them.
     opcodes_of_a_chunk: int = 4

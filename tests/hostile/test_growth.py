@@ -9,10 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptconv
 from ckptconv.checkpoint import dangerous_calls
-from ckptconv.errors import CkptconvError
+from ckptconv.errors import CkptconvError, LimitError
 from ckptconv.inspection.comparison import sides
 from ckptconv.pickles.machine import PickleMachine
 from tests.fuzz.budgets import SHAPES, file_of
@@ -96,3 +103,41 @@ def test_a_getter_is_nothing_else() -> None:
     function = dangerous_calls._Ref("m", "f")
     made = [dangerous_calls._Made(function, of_class) for of_class in (False, True)]
     assert not {function, *made} & {dangerous_calls._Getter(calls, ("m", "f")) for calls in (False, True)}
+
+
+def rank_files(folder: Path, world: int, shape: tuple[int, ...], more: Placement) -> Path:
+    """The files of a run in which tensors share one spec: rows over `world` processes, and 63 dimensions of one."""
+    folder.mkdir()
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", (world, *[1] * 63))
+            meta = TensorMeta(torch.Size(shape), (1,) * len(shape), torch.float32)
+            spec = DTensorSpec(mesh, (Shard(0), *[more] * 63), meta)
+            local = torch.zeros(shape[0] // world, *shape[1:])
+            state = {f"t{i}": DTensor(local, spec, requires_grad=False) for i in range(10)}
+            torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
+        finally:
+            dist.destroy_process_group()
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about itself
+def test_placements_of_rank_files(tmp_path: Path) -> None:
+    """Tensors that share one spec cost the same whatever it says: it is followed once, and pieces that one process has
+    all of are none.
+    """
+    plain = rank_files(tmp_path / "plain", 8, (8, 1), Replicate())
+    calls_of(ckptconv.inspect, plain)
+    pieces = rank_files(tmp_path / "pieces", 8, (8, 1), _StridedShard(0, split_factor=8))
+    assert len(ckptconv.inspect(pieces).tensors) == 10
+    assert calls_of(ckptconv.inspect, pieces) < 1.2 * calls_of(ckptconv.inspect, plain)
+
+
+def test_what_the_first_rank_alone_has(tmp_path: Path) -> None:
+    """Items that the first of many files has and the others have not are not looked at for each of them."""
+    for rank in range(40):
+        more = {f"item {i}": i for i in range(0 if rank else 2000)}
+        torch.save({"epoch": 1, **more}, tmp_path / f"model_world_size_40_rank_{rank}.pt")
+    with pytest.raises(LimitError, match="meet in too many places"):
+        ckptconv.inspect(tmp_path)

@@ -302,6 +302,7 @@ ELSEWHERE = {
     "metadata_state": "test_limits.py::test_bounds_of_distributed_metadata",
     "opcodes_of_a_chunk": "test_limits.py::test_bounds_of_distributed_metadata",
     "ranks": "formats/distributed/test_rank_files.py::test_bounds",
+    "spread_steps": "formats/distributed/test_rank_files.py::test_bounds",
     "strips": "formats/distributed/test_rank_files.py::test_bounds",
     "undo_journal": "conversion/test_in_place.py::test_a_journal_that_is_too_large",
     "nested_pickles": "safety/test_scan.py::test_depth",

@@ -8,13 +8,13 @@ of each piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
 from ckptconv.formats.distributed.chunks import Chunk
 
-__all__ = ["Cut", "Strip", "held_sizes", "strips_of"]
+__all__ = ["Cut", "Strip", "held_sizes", "steps_of", "strips_of"]
 
 
 class Cut(NamedTuple):
@@ -40,19 +40,24 @@ _Stretches = list[tuple[int, int]]
 
 
 def held_sizes(shape: tuple[int, ...], cuts: Sequence[Cut]) -> list[_Stretches]:
-    """What the process has of each dimension of a tensor of `shape`."""
+    """Return the stretches that the process has of each dimension of a tensor of `shape`.
+
+    This takes at most :func:`steps_of` steps for these cuts.
+    """
     held: list[_Stretches] = [[(0, size)] for size in shape]
     for cut in cuts:
-        if cut.dim is None:
-            continue
-        before, after = held[cut.dim], _Taken()
-        total = sum(count for _, count in before)
-        for piece in range(cut.split):
-            start, count = _share(total, cut.split, piece)
-            inner, size = _share(count, cut.parts, cut.at)
-            after.take(before, start + inner, size)
-        held[cut.dim] = after.stretches
+        if cut.dim is not None and cut.parts > 1:
+            total = sum(count for _, count in held[cut.dim])
+            held[cut.dim] = _taken(held[cut.dim], _shares(total, cut))
     return held
+
+
+def steps_of(cuts: Sequence[Cut]) -> int:
+    """Return a bound on the steps that :func:`held_sizes` takes: each cut looks at all stretches that earlier ones
+    made, and each piece makes one more.
+    """
+    splits = [cut.split for cut in cuts if cut.dim is not None and cut.parts > 1]
+    return len(splits) * (1 + sum(splits))
 
 
 def strips_of(held: Sequence[_Stretches]) -> Iterator[Strip]:
@@ -70,24 +75,29 @@ def _share(total: int, parts: int, at: int) -> tuple[int, int]:
     return first, min(most, total - first)
 
 
-class _Taken:
-    """Stretches that are taken one behind another."""
+def _shares(total: int, cut: Cut) -> Iterator[tuple[int, int]]:
+    """Yield the share of this process in each piece that `cut` makes of `total` indices. They ascend."""
+    for piece in range(min(cut.split, total)):  # the pieces after these are empty
+        start, count = _share(total, cut.split, piece)
+        inner, size = _share(count, cut.parts, cut.at)
+        yield start + inner, size
 
-    def __init__(self) -> None:
-        self.stretches: _Stretches = []
 
-    def take(self, of: _Stretches, start: int, count: int) -> None:
-        """Take `count` indices of the stretches `of`, from the one that is number `start` among all of theirs."""
-        for first, size in of:
-            if not count:
-                return
-            taken = min(size - start, count)
-            if taken <= 0:  # it begins in a later stretch
-                start -= size
-                continue
-            last = self.stretches[-1] if self.stretches else None
-            if last and sum(last) == first + start:  # right behind it: one stretch
-                self.stretches[-1] = (last[0], last[1] + taken)
+def _taken(of: _Stretches, shares: Iterable[tuple[int, int]]) -> _Stretches:
+    """Return the stretches of those indices of `of`, counted from its first one, that are in `shares`."""
+    taken: _Stretches = []
+    rest = iter(of)
+    first, size, before = 0, 0, 0  # a stretch, and how many indices stand in earlier ones
+    for start, count in shares:
+        while count:
+            while before + size <= start:
+                before += size
+                first, size = next(rest)
+            here = min(before + size - start, count)
+            at = first + start - before
+            if taken and sum(taken[-1]) == at:  # it continues the last one
+                taken[-1] = taken[-1][0], taken[-1][1] + here
             else:
-                self.stretches.append((first + start, taken))
-            start, count = 0, count - taken
+                taken.append((at, here))
+            start, count = start + here, count - here
+    return taken

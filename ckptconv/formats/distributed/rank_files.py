@@ -9,6 +9,7 @@ every process has a copy of: the first one's is taken, and what must be the same
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -69,7 +70,8 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
     if not ranks:
         raise UnsupportedError("no file has such a name", where=folder.path, got=found.pattern)
     if len({*ranks}) != len(ranks):
-        twice = [name for rank, name in found.names if ranks.count(rank) > 1]
+        times = Counter(ranks)
+        twice = [name for rank, name in found.names if times[rank] > 1]
         raise MalformedError("two files are of one rank", where=folder.folder, got=some(twice), hint=_COPY)
     world = found.world or ranks[-1] + 1
     if ranks[-1] >= world:
@@ -133,6 +135,8 @@ class _Reader:
         self.keys = map(str, count())
         self.tied: dict[object, str] = {}  # the key of a storage, by what it is made of
         self.tags: dict[str, str] = {}
+        #: Places that may still be looked at: the first file is compared with each other one, which is much the same.
+        self.left = 4 * sum(part.graph.opcodes for part in parts)
 
     def checkpoint(self) -> Checkpoint:
         """All of it."""
@@ -215,7 +219,7 @@ class _Comparison:
     """Compares what the rank `k` has with what the first one has, node by node."""
 
     def __init__(self, whole: _Reader, k: int) -> None:
-        self.whole = whole
+        self.whole, self.rank = whole, k
         self.a, self.b = whole.parts[0], whole.parts[k]
         self.readers = whole.readers[0], whole.readers[k]
         self.files = whole.files[0], whole.files[k]
@@ -226,13 +230,9 @@ class _Comparison:
     def run(self) -> None:
         """Compare all; what the first has that is spread over ranks gains this one's part."""
         self.todo.append((Place(None, "", self.a.graph.root, 0), Place(None, "", self.b.graph.root, 0)))
-        left = 2 * (self.a.graph.opcodes + self.b.graph.opcodes) + len(self.todo)
         seen: set[tuple[int, int]] = set()
         while self.todo:
             a, b = self.todo.pop()
-            left -= 1
-            if left < 0:
-                raise LimitError("the files meet in too many places", where=self.b.source.path)
             pair = id(a.node), id(b.node)
             if not (isinstance(a.node, Node) and pair in seen):
                 seen.add(pair)
@@ -265,7 +265,7 @@ class _Comparison:
                 got=f"{part.dtype.name} of shape {part.shape}, {part.layout}",
             )
         _, parts = self.spread.setdefault(id(place.node), (place, [first]))
-        if len(parts) == self.whole.parts.index(self.b):  # else it stands at another place too, and has this part
+        if len(parts) == self.rank:  # else it stands at another place too, and has this part
             parts.append(part)
 
     def same_bytes(self, place: Place, a: TensorInfo, b: TensorInfo) -> None:
@@ -296,6 +296,9 @@ class _Comparison:
 
     def inside(self, ours: list[Place], theirs: list[Place], place: Place) -> None:
         """What stands in `place`, in both files, is to be compared: the items of mappings by their keys."""
+        self.whole.left -= 1 + len(ours) + len(theirs)
+        if self.whole.left < 0:
+            raise LimitError("the files meet in too many places", where=self.b.source.path)
         by_segment = {each.segment: each for each in theirs}
         if isinstance(place.node, (Dict, Call)):
             more = by_segment.keys() - {each.segment for each in ours}

@@ -18,9 +18,9 @@ from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, PARAMETER, TensorReader, ints_of, is_spread
 from ckptconv.dtypes import BY_NAME, DType
-from ckptconv.errors import MalformedError, UnsupportedError
+from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed.chunks import Chunk
-from ckptconv.formats.distributed.placements import Cut, Strip, held_sizes, strips_of
+from ckptconv.formats.distributed.placements import Cut, Strip, held_sizes, steps_of, strips_of
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, Global, List, Tuple, Value, args_of, is_count
 from ckptconv.pickles.paths import Place
@@ -80,6 +80,9 @@ class PartReader:
         self._parts: dict[int, Part | None] = {}
         self._fields: dict[int, dict[str, Value]] = {}
         self._meshes: dict[int, _Mesh] = {}
+        self._cuts: dict[tuple[int, int, int], tuple[tuple[Cut, ...], str]] = {}
+        self._strips: dict[tuple[object, ...], tuple[tuple[int, ...], tuple[Strip, ...]]] = {}
+        self._left = LIMITS.spread_steps * checkpoint.graph.opcodes
 
     def part(self, place: Place) -> Part | None:
         """The part that stands at `place`; None where that is no tensor spread over processes."""
@@ -106,33 +109,50 @@ class PartReader:
     def _dtensor(self, state: dict[str, Value], shape: tuple[int, ...], place: Place, requires_grad: bool) -> Part:
         spec = self._object(state.get("_spec"), place, "DTensorSpec")
         mesh = self._mesh(spec.get("mesh"), place)
-        placements = spec.get("placements")
-        words = placements.items if isinstance(placements, Tuple) else []
-        if len(words) != len(mesh.sizes):
-            self._fail(place, "a DTensor has another number of placements than its mesh has dimensions")
         if self._shape_of(spec.get("tensor_meta"), shape) != shape:
             self._fail(place, "a DTensor says two shapes", shape, self._shape_of(spec.get("tensor_meta"), shape))
-        cuts = [
-            self._cut(word, parts, at, len(shape), place)
-            for word, parts, at in zip(words, mesh.sizes, mesh.coordinate, strict=True)
-        ]
-        held = held_sizes(shape, cuts)
-        sizes = tuple(sum(count for _, count in each) for each in held)
-        if prod(map(len, held)) > LIMITS.strips:
-            self._refuse(place, "a DTensor is cut into too many strips", None)
+        key = id(spec.get("placements")), id(spec.get("mesh")), len(shape)  # any number of tensors can have the same
+        if key not in self._cuts:
+            self._cuts[key] = self._read_cuts(spec.get("placements"), mesh, len(shape), place)
+        cuts, layout = self._cuts[key]
+        if (shape, cuts) not in self._strips:
+            self._strips[shape, cuts] = self._strips_of(shape, cuts, place)
+        sizes, strips = self._strips[shape, cuts]
+        self._spend(len(strips) * (2 + len(shape)), place)
         local = self._tensor(state.get("_local_tensor"), place)
         if local.shape != sizes and (0 not in local.shape or 0 not in sizes):
             self._fail(place, "the part of a DTensor has another shape than its placements say", sizes, local.shape)
         if local.dtype != (said := self.checkpoint.tensor_nodes[id(place.node)].dtype):
             self._fail(place, "the part of a DTensor has another dtype than the whole", said, local.dtype)
+        found = tuple(self._placement(strip, local, place) for strip in strips)
+        dtype = self._dtype(local, place)
+        return Part(shape, dtype, layout, found, _device(local), requires_grad)
+
+    def _read_cuts(self, placements: Value, mesh: _Mesh, dims: int, place: Place) -> tuple[tuple[Cut, ...], str]:
+        """Return the cuts that `placements` make of a tensor of so many `dims`, and all of its layout in words."""
+        words = placements.items if isinstance(placements, Tuple) else []
+        if len(words) != len(mesh.sizes):
+            self._fail(place, "a DTensor has another number of placements than its mesh has dimensions")
+        cuts = [
+            self._cut(word, parts, at, dims, place)
+            for word, parts, at in zip(words, mesh.sizes, mesh.coordinate, strict=True)
+        ]
         layout = ", ".join(
             f"{_said(cut)} over {cut.parts}" + (f" ({name})" if isinstance(name, str) else "")
             for cut, name in zip(cuts, mesh.names, strict=True)
         )
-        strips = () if 0 in sizes else strips_of(held)
-        found = tuple(self._placement(strip, local, place) for strip in strips)
-        dtype = self._dtype(local, place)
-        return Part(shape, dtype, layout, found, _device(local), requires_grad)
+        return tuple(cut for cut in cuts if cut.dim is not None and cut.parts > 1), layout
+
+    def _strips_of(
+        self, shape: tuple[int, ...], cuts: tuple[Cut, ...], place: Place
+    ) -> tuple[tuple[int, ...], tuple[Strip, ...]]:
+        """Return the shape of what this process has of a tensor of `shape`, and its strips."""
+        self._spend(steps_of(cuts), place)
+        held = held_sizes(shape, cuts)
+        sizes = tuple(sum(count for _, count in each) for each in held)
+        if prod(map(len, held)) > LIMITS.strips:
+            self._refuse(place, "a DTensor is cut into too many strips", None)
+        return sizes, () if 0 in sizes else tuple(strips_of(held))
 
     def _cut(self, word: Value, parts: int, at: int, dims: int, place: Place) -> Cut:
         """What the placement `word` says of one dimension of the mesh, of `parts`, in which this process is `at`."""
@@ -164,7 +184,7 @@ class PartReader:
         if rank != self.rank or type(rank) is not int:
             self._fail(place, "the file is of another rank than its name says", self.rank, _plain(rank))
         said = fields.get("_flatten_rank_map", fields.get("_flatten_mesh_list"))
-        ranks = self._counts(said) or ()
+        ranks = self._counts(said, place) or ()
         if said is not None and (self.rank not in ranks or max(ranks) >= self.world):
             self._fail(
                 place,
@@ -173,7 +193,7 @@ class PartReader:
                 f"{len(ranks):,} ranks up to {max(ranks, default=0):,}",
             )
         sizes = self._mesh_sizes(fields, place)
-        coordinate = self._counts(fields.get("_coordinate_on_dim"))
+        coordinate = self._counts(fields.get("_coordinate_on_dim"), place)
         if sizes is None or coordinate is None:
             self._refuse(place, "its DeviceMesh does not say how large it is, or where in it this rank is", None)
         if (
@@ -197,7 +217,7 @@ class PartReader:
         else:
             shape = layout.get("shape")
             shapes = shape.items[: LIMITS.rank] if isinstance(shape, Tuple) else [shape]
-        sizes = [(one,) if is_count(one) else self._counts(one) for one in shapes]
+        sizes = [(one,) if is_count(one) else self._counts(one, place) for one in shapes]
         return tuple(prod(size) for size in sizes if size is not None) if None not in sizes else None
 
     # ShardedTensor
@@ -219,6 +239,7 @@ class PartReader:
         found: list[ChunkPlacement] = []
         device = None
         for shard in islice(shards.elements(), LIMITS.strips):
+            self._spend(2 + len(shape), place)
             fields = self._object(shard, place, "Shard")
             where = self._object(fields.get("metadata"), place, "ShardMetadata")
             chunk = Chunk(self._ints(where.get("shard_offsets"), place), self._ints(where.get("shard_sizes"), place))
@@ -305,17 +326,26 @@ class PartReader:
             )
         return {key: effect.values[i + 1] for effect, i in node.pairs() if isinstance(key := effect.values[i], str)}
 
-    def _counts(self, node: Value) -> tuple[int, ...] | None:
+    def _spend(self, steps: int, place: Place) -> None:
+        """Count `steps` of work; raise LimitError if the file asks for more than its size justifies."""
+        self._left -= steps
+        if self._left < 0:
+            raise LimitError(
+                f"at {place.path}: the tensors are spread in too many pieces for a file of this size", where=self.where
+            )
+
+    def _counts(self, node: Value, place: Place) -> tuple[int, ...] | None:
         """The counts in `node`, a tuple or a list; None where it has others, or more than there are ranks."""
         if isinstance(node, List):
             items = [*islice(node.elements(), LIMITS.ranks + 1)]
         else:
             items = node.items if isinstance(node, Tuple) else [None]
+        self._spend(len(items), place)
         counts = tuple(item for item in items if is_count(item)) if len(items) <= LIMITS.ranks else ()
         return counts if len(counts) == len(items) else None
 
     def _ints(self, node: Value, place: Place) -> tuple[int, ...]:
-        counts = self._counts(node)
+        counts = self._counts(node, place)
         if counts is None or len(counts) > LIMITS.rank:
             self._fail(place, "a shard has no sound offsets and sizes")
         return counts

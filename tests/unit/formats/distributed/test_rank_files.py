@@ -346,10 +346,14 @@ def test_ties_and_devices_stay(runs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("bound", "most", "words"),
-    [("strips", 3, "cut into too many strips"), ("ranks", 4, "not one of this run")],
+    [
+        ("strips", 3, "cut into too many strips"),
+        ("ranks", 4, "not one of this run"),
+        ("spread_steps", 1, "too many pieces for a file of this size"),
+    ],
 )
 def test_bounds(bound: str, most: int, words: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor has strips, and a mesh has ranks, up to a bound."""
+    """A tensor has strips, a mesh has ranks, and a file asks for steps for each opcode, up to a bound."""
     monkeypatch.setattr(rank_parts, "LIMITS", dataclasses.replace(LIMITS, **{bound: most}))
     ckptconv.convert(runs / "spread", tmp_path / "out.pt")
     monkeypatch.setattr(rank_parts, "LIMITS", dataclasses.replace(LIMITS, **{bound: most - 1}))
