@@ -86,7 +86,8 @@ def plan_item(
         return _plan_folder(source, path, edits, plan_one, output, opened)
     plan = plan_one(source, path, is_folder, edits)
     if not is_folder:
-        return FolderPlan(plan)
+        about = _about_config(source.path.parent, plan) if source.is_stored and not source.is_far else []
+        return FolderPlan(replace(plan, notes=(*plan.notes, *about)))
     return FolderPlan(
         plan,
         may_go=_successor(plan),

@@ -2,11 +2,16 @@
 
 Ties stay ties: what is one tensor under several names gets one dtype, by the most
 particular rule that names it under any of them.
+
+A weight that was quantized (float8, or packed integers) means nothing without its scales, which are other tensors of
+the same module, often in more precision: ``weight_scale_inv`` (DeepSeek), ``weight_scale`` (compressed-tensors,
+ModelOpt), ``scale_weight`` (ComfyUI), ``scales`` (GPTQ, AWQ). So scales keep their dtype, and a float8 weight that has
+scales is not cast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
 
@@ -18,8 +23,9 @@ from ckptconv.edits.changes import CastCount, Changes
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule
 from ckptconv.edits.no_match import no_match
 from ckptconv.edits.views import Group, View, Views
-from ckptconv.errors import NoMatchError, UsageError, some
+from ckptconv.errors import NoMatchError, RefusedError, UsageError, some
 from ckptconv.hints import option, quoted
+from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Node
 from ckptconv.pickles.paths import Place
@@ -33,17 +39,24 @@ _COMPLEX = frozenset({"complex32", "complex64", "complex128"})
 _MEANT = FLOATS | _COMPLEX | {name for name in BY_NAME if name.startswith("q")}
 _FROM = FLOATS | INTEGERS | {"bool"}
 _WEIGHTS, _GLOB, _EXACT = 1, 2, 3  # how particular a rule is
+_PACKED = ("int8", "uint8", "int32", "float4_e2m1fn_x2")
+#: Names that are given to nothing else; the weight may be in another file of the set.
+_SCALE = regex(r".*(weight_scale(_inv|_2)?|_scale_inv|scale_weight)")
+_SHARD = regex(r".*-\d{5}-of-\d{5}\..*")
 
 
 @dataclass(eq=False)
 class _Tie:
-    """What is one tensor: `info`, whether it `counts` an optimizer's steps, where it stands, what is
-    `offered` for it (a rule, how particular that is, and the path that it means); then the `rule`, its
-    `rank`, and those of the paths that it means.
+    """What is one tensor: `info`, whether it `counts` an optimizer's steps, whether it `is_scale` of quantized
+    weights, the `scale` that is its own, where it stands, what is `offered` for it (a rule,
+    how particular that is, and the path that it means); then the `rule`, its `rank`, and those of the paths that it
+    means.
     """
 
     info: TensorInfo
     counts: bool = False
+    is_scale: bool = False
+    scale: str | None = None
     places: list[Place] = field(default_factory=list)
     offered: list[tuple[DTypeRule, int, str]] = field(default_factory=list)
     rule: DTypeRule | None = None
@@ -98,6 +111,8 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
             continue
         is_part = tie.info.kind == "strided" and tie.info.view in jagged
         why = "part of a jagged tensor" if is_part else _obstacle(tie, [view for view, _ in found], views)
+        if tie.scale and not why:
+            raise _scaled(checkpoint, tie)
         if why:
             changes.not_cast.setdefault(why, []).extend(tie.paths)
         else:
@@ -105,10 +120,26 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
     for storage, dtypes in new.items():
         _cast_storage(storage, views, dtypes, paths, changes)
     views.conclude()
+    from_float8 = any(old.startswith("float8") for old, _ in changes.dtypes)
+    if from_float8 and _SHARD.fullmatch(checkpoint.source.path.name):
+        changes.notes.append("the float8 weights may have scales in another shard: to be sure, convert the whole set")
     if not (changes.dtypes or changes.not_cast):
         why = "all that was to be cast has its dtype already" if any(tie.rule for tie in ties) else _NO_WEIGHTS
         error = NoMatchError(why + ", so " + option("dtype", None) + " changed nothing")
         changes.notes.append(no_match("dtype D", error))
+
+
+def _scaled(checkpoint: Checkpoint, tie: _Tie) -> RefusedError:
+    """Return the error for a float8 weight, which is cast without the scale that the checkpoint has for it."""
+    return RefusedError(
+        f"{tie.named[0]} is {tie.info.dtype} and has a scale, {tie.scale}, by which a cast does not multiply it",
+        where=checkpoint.source.path,
+        got=str(tie.rule),
+        hint=(
+            "compressed-tensors dequantizes such checkpoints (convert_checkpoint with its FP8BlockDequantizer);"
+            " a bare dtype casts what is not quantized"
+        ),
+    )
 
 
 def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
@@ -122,6 +153,8 @@ def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
         return dtype
     if dtype.startswith("float8") and tie.rank == _WEIGHTS:
         return f"{dtype} goes with scales, so only a GLOB casts it"
+    if tie.is_scale and tie.rank < _EXACT:
+        return "scales of quantized weights: only the whole name casts them"
     if tie.counts and tie.rank < _EXACT:
         return "an optimizer's steps, of which fewer bits lose count: only the whole path casts them"
     storage = found[0].storage
@@ -172,6 +205,11 @@ def _cast_storage(
         )
 
 
+def _scale_names(weight: str) -> tuple[str, ...]:
+    """Return what the scale of a module's tensor `weight` is called."""
+    return f"{weight}_scale_inv", f"{weight}_scale", f"scale_{weight}", "scale", "scales", "scale_inv"
+
+
 class _Chooser:
     """Finds the rule for each tensor, by its path and names after all edits of those."""
 
@@ -210,10 +248,34 @@ class _Chooser:
         for rule in self.globs:
             if rule not in self.useful:
                 no_match("dtype GLOB=D", self.unmatched(rule, places))  # which raises it
+        self.find_scales(ties.values())
         for tie in ties.values():
             tie.decide()
         self.say(list(ties.values()), [path for tie, path in others if tie.rule is None])
         return list(ties.values())
+
+    def find_scales(self, ties: Iterable[_Tie]) -> None:
+        """Find the scales among `ties`, and the quantized weights that have one."""
+        named: dict[tuple[int, str], dict[str, _Tie]] = {}  # what each module has, by the last part of the name
+        for tie in ties:
+            for place in tie.places:
+                for name in self.names_at(place):
+                    module, _, last = name.rpartition(".")
+                    is_key = name == place.key and place.parent is not None
+                    named.setdefault((id(place.parent.node) if is_key and place.parent else 0, module), {})[last] = tie
+        for tensors in named.values():
+            quantized = {
+                last: tie
+                for last, tie in tensors.items()
+                if tie.info.dtype.startswith("float8") or (tie.info.dtype in _PACKED and "weight" in last)
+            }
+            for last, tie in tensors.items():
+                if "scale" not in last or tie.info.dtype not in FLOATS or not (quantized or _SCALE.fullmatch(last)):
+                    continue
+                tie.is_scale = True
+                for weight, other in quantized.items():
+                    if other is not tie and last in _scale_names(weight) and other.info.dtype in FLOATS:
+                        other.scale = tie.paths[0]
 
     def offer(self, rule: DTypeRule, rank: int, tie: _Tie, path: str) -> None:
         """`rule`, which has a glob, means `tie` at `path` if `rank` says so."""

@@ -417,6 +417,16 @@ def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path:
     assert not has_note(convert(model, tmp_path / "right", dtype="bf16"), said)
 
 
+def test_a_configuration_beside_one_file(tmp_path: Path) -> None:
+    """It is named for a model that is one file as well."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.bin")
+    for key in ("dtype", "torch_dtype"):
+        (tmp_path / "config.json").write_text(json.dumps({key: "float32"}))
+        report = convert(tmp_path / "model.bin", tmp_path / "half.bin", dtype="bf16", force=True)
+        assert has_note(report, "config.json says dtype float32")
+    assert not has_note(convert(tmp_path / "model.bin", tmp_path / "same.bin"), "config.json")
+
+
 def test_many_checkpoints_beside_a_set(model: Path, tmp_path: Path) -> None:
     """More of them than files may be open: the soft limit is raised, and what is copied is opened one at a time."""
     for i in range(150):

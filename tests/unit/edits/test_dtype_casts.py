@@ -1112,3 +1112,86 @@ def test_one_tensor_under_very_many_names(tmp_path: Path) -> None:
     _, report = round_trip(tmp_path, {f"w{i}": weight for i in range(20_000)}, dtype="w0=bf16")
     assert report.changes.dtypes["float32", "bfloat16"].tensors == 1
     assert "and 19,996 more go too" in report.notes[0]
+
+
+# Quantized weights
+
+
+def quantized() -> dict[str, torch.Tensor]:
+    """Weights as DeepSeek, compressed-tensors, ComfyUI and GPTQ quantize them, and others."""
+    f8 = torch.arange(16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return {
+        "block.weight": f8,
+        "block.weight_scale_inv": torch.rand(2),
+        "experts.up": f8.clone(),
+        "experts.up_scale": torch.rand(2),
+        "comfy.weight": f8.clone(),
+        "comfy.scale_weight": torch.rand(1),
+        "gptq.qweight": torch.ones(2, dtype=torch.int32),
+        "gptq.scales": torch.rand(3),
+        "elsewhere.weight_scale_inv": torch.rand(2),
+        "bare.weight": f8.clone(),
+        "norm.weight": torch.rand(3),
+        "norm.scale": torch.rand(3),
+    }
+
+
+SCALES = [
+    "block.weight_scale_inv",
+    "comfy.scale_weight",
+    "elsewhere.weight_scale_inv",
+    "experts.up_scale",
+    "gptq.scales",
+]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("dtype", ["bf16", "*scale*=bf16"])
+def test_scales_keep_their_dtype(dtype: str, suffix: str, tmp_path: Path) -> None:
+    """No bare dtype and no glob rounds the scales of quantized weights, also of those in another file of the set; what
+    is called a scale and belongs to no such weight is cast.
+    """
+    model, dst = quantized(), tmp_path / f"dst{suffix}"
+    torch.save(model, tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", dst, dtype=dtype)
+    found = ckptconv.load(dst)
+    for name in SCALES:
+        assert_same(model[name], found[name])
+    assert found["norm.scale"].dtype == torch.bfloat16
+    assert sorted(next(paths for why, paths in report.changes.not_cast.items() if why.startswith("scales"))) == SCALES
+
+
+def test_a_scale_is_cast_by_its_whole_name(tmp_path: Path) -> None:
+    """Who names a scale in full wants it cast."""
+    name = "block.weight_scale_inv"
+    found, _ = round_trip(tmp_path, quantized(), dtype=f"{name}=bf16")
+    assert_same(quantized()["gptq.qweight"], found["gptq.qweight"])
+    assert found[name].dtype == torch.bfloat16 and found["experts.up_scale"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["block.weight", "experts.up", "comfy.weight"])
+@pytest.mark.parametrize("glob", ["{}", "*{}", "*"])
+def test_a_weight_is_not_cast_without_its_scale(glob: str, name: str, tmp_path: Path) -> None:
+    """A float8 weight that has a scale is refused, and the error names who dequantizes; one without is cast."""
+    model = {key: value for key, value in quantized().items() if key.split(".")[0] in (name.split(".")[0], "bare")}
+    torch.save(model, tmp_path / "src.pt")
+    with pytest.raises(ckptconv.RefusedError, match=f"{name} is float8_e4m3fn and has a scale.*compressed-tensors"):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=f"{glob.format(name)}=bf16")
+    assert not (tmp_path / "dst.pt").exists()
+    ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype="bare.*=bf16")
+    assert_same(model["bare.weight"].to(torch.bfloat16), torch.load(tmp_path / "dst.pt")["bare.weight"])
+
+
+def test_scales_in_another_shard(tmp_path: Path) -> None:
+    """The set is one checkpoint, so a weight is not cast without a scale in another shard; of one shard by itself a
+    note says that there may be scales elsewhere.
+    """
+    model, shard = quantized(), "model-0000{}-of-00002.safetensors"
+    names = {1: ["block.weight"], 2: ["block.weight_scale_inv", "norm.weight"]}
+    for i, each in names.items():
+        save_file({name: model[name] for name in each}, tmp_path / shard.format(i), {"format": "pt"})
+    ckptconv.write_index(tmp_path)
+    with pytest.raises(ckptconv.RefusedError, match=r"has a scale, block\.weight_scale_inv"):
+        ckptconv.convert(tmp_path / "model.safetensors.index.json", tmp_path / "dst.pt", dtype="*.weight=bf16")
+    report = ckptconv.convert(tmp_path / shard.format(1), tmp_path / "dst.safetensors", dtype="*.weight=bf16")
+    assert any("scales in another shard" in note for note in report.notes)
