@@ -64,20 +64,20 @@ class _Storages:
         self._where = where
         self._known: dict[str, Storage] = {}
         self._dtypes: dict[str, DType] = {}  # of the first reference to each: torch has one for each storage
-        self._like: dict[int, tuple[RowForm, DType, int]] = {}  # of rows of one form: dtype and size, by its id
+        self._like: dict[RowForm | None, tuple[DType, int]] = {}  # of rows of one form: dtype and size
 
     def of(self, node: PersistentId) -> Storage:
         """The storage that `node` names."""
         form = node.form if isinstance(node, RowId) else None
-        if isinstance(node, RowId) and id(form) in self._like:
+        if isinstance(node, RowId) and form in self._like:
             key, tag = node.key, node.tag
-            _, dtype, nbytes = self._like[id(form)]
+            dtype, nbytes = self._like[form]
         else:
             _, key, tag, numel = said = checked_storage_id(node, self._where)
             dtype = said.dtype
             nbytes = numel * dtype.itemsize
             if form:
-                self._like[id(form)] = form, dtype, nbytes
+                self._like[form] = dtype, nbytes
         first = self._dtypes.setdefault(key, dtype)
         if first is not dtype and first.name != dtype.name and nbytes:
             raise self._bad(key, "is described in two ways", first.storage_class, dtype.storage_class)

@@ -204,9 +204,8 @@ class TensorReader:
         self.same: dict[tuple[object, ...], str] = {}
         self.first: dict[int, TensorInfo] = {}  # with bytes on each storage, by its id
         self.inside: dict[int, TensorInfo | None] = {}  # tensors that are arguments of calls
-        self.alike: dict[
-            int, tuple[RowForm, Sequence[Any], int]
-        ] = {}  # what rows of one form have in common, by its id
+        #: For each form of rows: the fields of its tensors, and how many bytes of a storage they reach over.
+        self.alike: dict[RowForm | None, tuple[Sequence[Any], int]] = {}
         self.rebuilders: dict[int, str | None] = {}  # what all calls share is asked once for its name
         self.depth = 0
 
@@ -254,17 +253,17 @@ class TensorReader:
             if form and info and info.kind == "strided":
                 reach = _layout(info.shape, info.stride)[1]
                 end = BY_NAME[info.dtype].bytes_of(info.offset + reach if reach else 0)
-                self.alike[id(form)] = form, _facts_of(info), end
+                self.alike[form] = _facts_of(info), end
         return info
 
     def of_row(self, call: Call) -> TensorInfo | None:
         """The tensor that `call` says, if it is a row of a form that was read before; None where that is not sound."""
-        if not isinstance(call, RowCall) or (like := self.alike.get(id(call.row))) is None:
+        if not isinstance(call, RowCall) or (like := self.alike.get(call.row)) is None:
             return None
         storage = self.storages.get(id(call.reference))
-        if storage is None or like[2] > storage.nbytes:
+        if storage is None or like[1] > storage.nbytes:
             return None
-        info = TensorInfo(*like[1])
+        info = TensorInfo(*like[0])
         info.storage = storage
         return info
 

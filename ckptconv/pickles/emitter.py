@@ -69,7 +69,7 @@ def emit(graph: Graph, *, loadable: bool, short: bool = False, splice: bool = Fa
     """
     if not graph.discarded:
         try:
-            return _written(_Splicing if splice and graph.row_items else _Plain, graph, loadable, short)
+            return _written(_Splicing if splice else _Plain, graph, loadable, short)
         except _OutOfOrder:
             pass
     return _written(_Replayed, graph, False, short)
@@ -167,7 +167,7 @@ class _Plain(_Writer):
         self.todo: list[_Step] = [graph.root]
         self.open: set[int] = set()  # what is being made: its parts are written, it is not
         self.order = 0
-        self.rows: dict[tuple[int, str | int], tuple[bytes, Callable[..., bytes], list[bytes | int]]] = {}
+        self.rows: dict[tuple[RowForm, str | int], tuple[bytes, Callable[..., bytes], list[bytes | int]]] = {}
 
     def pickle(self) -> list[bytes | Blob]:
         todo = self.todo
@@ -192,12 +192,11 @@ class _Plain(_Writer):
         if key is tag:
             return False
         known, known_key = memo.get(id(tag)), memo.get(id(key))
-        pieces = self.rows.get((id(form), tag if known is None else known))
+        pieces = self.rows.get((form, tag if known is None else known))
         if pieces is None:
             if any(id(each) not in memo for each in (*form.functions, *form.values) if each is not form.tag):
                 return False
-            self.kept.append(form)
-            pieces = self.rows[id(form), tag if known is None else known] = self.row_pieces(form, tag)
+            pieces = self.rows[form, tag if known is None else known] = self.row_pieces(form, tag)
         if order < self.order:
             raise _OutOfOrder
         self.order = call.order or order
@@ -341,11 +340,10 @@ class _Splicing(_Plain):
     """Leaves the items of mappings that are rows where the source has them, if it would write the same bytes."""
 
     def leave_items_behind(self, row: RowCall) -> None:
-        last: Value = row
-        while (items := self.graph.row_items.get(last)) and self.follow(items):
+        while (items := row.next_items) and self.follow(items):
             self.pieces += (bytes(self.out), Blob("str", items.offset, items.length))
             self.out = bytearray()
-            last = items.values[-1]
+            row = items.rows()[-1]
 
     def follow(self, items: RowItems) -> bool:
         """Do as if `items` were written, if they come next and would be what they are in the source."""
@@ -363,8 +361,8 @@ class _Splicing(_Plain):
             return False
         if not self.graph.shared.isdisjoint(row.reference for row in rows):
             return False
-        tags = {(id(row.form), id(row.reference.tag)): (row.form, row.reference.tag) for row in rows}
-        for form, tag in tags.values():
+        tags = {(row.form, id(row.reference.tag)): row.reference.tag for row in rows}
+        for (form, _), tag in tags.items():
             if form is None or form.tag_slot is None:
                 return False
             for slot, value in zip(form.reads, form.values, strict=True):

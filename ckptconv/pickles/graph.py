@@ -16,13 +16,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard, TypeVar
+from typing import TypeAlias, TypeGuard, TypeVar
 
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-
-if TYPE_CHECKING:
-    from ckptconv.pickles.rows import RowItems
 
 __all__ = [
     "AT_ONCE",
@@ -276,9 +273,8 @@ class Graph:
     """One parsed pickle. ``protocol`` is what its header says, ``used`` the codes of the opcodes in it.
 
     ``globals``, ``calls`` and ``references`` (persistent ids) are all that the source has, in its order, so that nobody
-    has to walk the graph for them; edits do not keep them up to date. If it ``has_rows``, ``outer_calls`` leaves out
-    the calls inside rows (:mod:`ckptconv.pickles.rows`), each of a global, without arguments, just before its row, and
-    ``row_items`` are items of mappings that follow a row, as the source has them.
+    has to walk the graph for them; edits do not keep them up to date. If it ``has_inner_calls``, ``outer_calls``
+    leaves out calls that ``Call.calls()`` gives: each of a global, without arguments, just before the outer call.
     ``discarded`` holds what the pickle made and threw away again, where it had effects (a call whose result is popped
     is still a call). ``shared`` are the nodes that the pickle names more than once. ``byte_strings`` and ``extensions``
     are all of these that the source has, those that it throws away too. ``changed`` are the objects to which the source
@@ -300,20 +296,19 @@ class Graph:
     changed: list[Object] = field(default_factory=list)
     written: dict[Call, Call] = field(default_factory=dict)
     left_out: list[Value] = field(default_factory=list)
-    has_rows: bool = False
-    row_items: Mapping[Value, RowItems] = field(default_factory=dict)
+    has_inner_calls: bool = False
 
     @property
     def calls(self) -> list[Call]:
-        """All calls, those inside rows too, which become nodes for that."""
-        if self.has_rows:
+        """All calls, those inside ``outer_calls`` too, which become nodes for that."""
+        if self.has_inner_calls:
             self.calls = [each for call in self.outer_calls for each in call.calls()]
         return self.outer_calls
 
     @calls.setter
     def calls(self, calls: list[Call]) -> None:
         self.outer_calls = calls
-        self.has_rows = False
+        self.has_inner_calls = False
 
 
 @contextmanager
@@ -373,7 +368,7 @@ def subgraph(graph: Graph, root: Value) -> Graph:
         root=root,
         globals=[node for node in reached if isinstance(node, Global)],
         outer_calls=[node for node in reached if isinstance(node, Call)],
-        has_rows=False,
+        has_inner_calls=False,
         references=[node for node in reached if isinstance(node, PersistentId)],
         discarded=[],
         left_out=[],

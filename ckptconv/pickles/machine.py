@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from itertools import compress, islice, repeat
 from operator import length_hint
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 from ckptconv.errors import LimitError, MalformedError
 from ckptconv.limits import LIMITS
@@ -30,9 +30,6 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.opcodes import CODES
-
-if TYPE_CHECKING:
-    from ckptconv.pickles.rows import RowItems, Rows
 
 __all__ = ["HASHED_AS_IT_IS", "Operation", "PickleMachine", "kind_of"]
 
@@ -79,15 +76,12 @@ class PickleMachine:
         self.popped: list[Value] = []
         self.order = 0
         self.used = bytearray(256)
-        self.rows: Rows | None = None  # reads what is alike at once, where that is wanted
-        self.has_rows = False
-        self.items: dict[Value, RowItems] = {}
 
     def load(self, dispatch: Sequence[Operation | None], most: int | None = None) -> Graph:
         """Execute opcodes up to STOP, at most `most` where that is less than the limit,
         each as `dispatch` says for its code.
         """
-        stop, used = CODES["STOP"][0], self.used
+        stop, used, self.dispatch = CODES["STOP"][0], self.used, dispatch
         most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)
         self.steps = steps = repeat(None, most)
         for _ in steps:
@@ -139,8 +133,6 @@ class PickleMachine:
             self.byte_strings,
             [*self.codes.values()],
             self.changed,
-            has_rows=self.has_rows,
-            row_items=self.items,
         )
 
     def count(self, opcodes: int) -> bool:
@@ -279,14 +271,13 @@ class PickleMachine:
         try:
             value = self.memo[slot if slot < HASHED_AS_IT_IS else hex(slot)]
         except KeyError:
-            value = self.rows.get(slot) if self.rows else None
-            if value is None:
-                self.fail("the memo has no such slot", got=slot)
+            value = self.not_in_memo(slot)
         if isinstance(value, Node):
             self.shared.add(value)
         self.stack.append(value)
-        if self.rows is not None and type(value) is Global and self.window.startswith(b"((", self.pos):
-            self.rows.read()
+
+    def not_in_memo(self, slot: int) -> Value:
+        self.fail("the memo has no such slot", got=slot)
 
     def put(self, slot: int) -> None:
         if slot < 0:
@@ -295,7 +286,7 @@ class PickleMachine:
 
     def memoize(self) -> None:
         """Put as the slot that is the number of those there are."""
-        self.put(len(self.memo) if self.rows is None else self.rows.count())
+        self.put(len(self.memo))
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
         """Do `opcode` to the object on top of the stack, which must be one of `kinds` or a call's result."""

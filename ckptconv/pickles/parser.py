@@ -30,7 +30,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.machine import Operation, PickleMachine, kind_of
 from ckptconv.pickles.opcodes import CODES
-from ckptconv.pickles.rows import Rows
+from ckptconv.pickles.rows import RowMachine
 
 __all__ = ["DISPATCH", "OPERATIONS", "in_dispatch", "parse"]
 
@@ -52,12 +52,8 @@ def parse(
     objects and texts that start with one of `leave` stay where they are, short ones too. Raises
     MalformedError, LimitError, UnsupportedError.
     """
-    machine = PickleMachine(read, size, where, offset, leave)
-    if not leave:
-        machine.rows = Rows(machine, DISPATCH)
-    graph = machine.load(DISPATCH)
-    machine.rows = None  # which has the machine, and the machine the memo: nothing else would free it
-    return graph, machine.tell()
+    machine = PickleMachine(read, size, where, offset, leave) if leave else RowMachine(read, size, where, offset)
+    return machine.load(DISPATCH), machine.tell()
 
 
 # Opcodes

@@ -15,7 +15,7 @@ import re
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain, islice, repeat
 from operator import is_, itemgetter, not_
@@ -25,11 +25,11 @@ from ckptconv.errors import InputError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, PersistentId, Tuple, Value
-from ckptconv.pickles.machine import Operation, PickleMachine
+from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, Graph, PersistentId, Tuple, Value
+from ckptconv.pickles.machine import PickleMachine
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["RowCall", "RowForm", "RowId", "RowItems", "Rows", "type_of"]
+__all__ = ["RowCall", "RowForm", "RowId", "RowItems", "RowMachine", "type_of"]
 
 # Each number in the shortest opcode, as the emitter writes it.
 _INT = rb"(?:K.|M.[^\0]|J..(?!\0\0)..)"
@@ -168,9 +168,13 @@ class RowId(PersistentId):
 
 
 class RowCall(Call):
-    """The call that is a row. ``form`` is None once its ``args`` were asked for: they can be anything then."""
+    """The call that is a row.
 
-    __slots__ = ("_args", "_inside", "form", "reference")
+    ``form`` is None once its ``args`` were asked for: they can be anything then. ``next_items`` are the items that
+    follow the row in its mapping, if they were read at once.
+    """
+
+    __slots__ = ("_args", "_inside", "form", "next_items", "reference")
 
     def __init__(self, form: RowForm, reference: RowId, order: int) -> None:
         self.effects = NO_EFFECTS
@@ -180,6 +184,7 @@ class RowCall(Call):
         self.order = order
         self.form: RowForm | None = form
         self.reference = reference
+        self.next_items: RowItems | None = None
 
     @property
     def args(self) -> Value:
@@ -302,29 +307,46 @@ class _Memo(dict[Any, Value]):
         return value
 
 
-class Rows:
-    """The rows that `machine` has read; `dispatch` is what it does for each opcode."""
+class RowMachine(PickleMachine):
+    """A machine that reads each row, and the items after it, in one step."""
 
-    def __init__(self, machine: PickleMachine, dispatch: Sequence[Operation | None]) -> None:
-        self._machine = machine
-        self._dispatch = dispatch
+    def __init__(self, read: Callable[[int, int], bytes], size: int, where: str, offset: int) -> None:
+        super().__init__(read, size, where, offset)
         self._forms: dict[tuple[object, ...], RowForm] = {}
         self._starts: list[int] = []  # the first memo slots of the rows, ascending
         self._rows: list[RowCall] = []
         self._forms_read: list[RowForm] = []
         self._end = 0  # behind the last of these slots
-        self._slots = 0  # how many they are
+        self._slots = 0  # how many there are, none of which is in the memo
         self._patience = _PATIENCE
         self._pause = self._wait = 0
         self._at_once = 1  # items; twice as many where all could be read, so that nothing is looked at again and again
 
-    def read(self) -> None:
+    def get(self, slot: int) -> None:
+        super().get(slot)
+        if type(self.stack[-1]) is Global and self.window.startswith(b"((", self.pos):
+            self._read_rows()
+
+    def not_in_memo(self, slot: int) -> Value:
+        value = self._in_row(slot)
+        return super().not_in_memo(slot) if value is None else value
+
+    def memoize(self) -> None:
+        if self._slots and self._has_puts():
+            self._stop()
+        self.put(len(self.memo) + self._slots)
+
+    def finish(self, opcodes: int) -> Graph:
+        graph = super().finish(opcodes)
+        graph.has_inner_calls = bool(self._rows)
+        return graph
+
+    def _read_rows(self) -> None:
         """Do what the row says that begins at the next opcode, with a global on the stack, if there is one; and what
         the items behind it say, if their values are rows of known forms.
         """
-        m = self._machine
-        spelling = _SHORT if m.protocol >= 4 else _LONG
-        if spelling is _LONG and not m.used[_PUT_OPCODES[-1]]:
+        spelling = _SHORT if self.protocol >= 4 else _LONG
+        if spelling is _LONG and not self.used[_PUT_OPCODES[-1]]:
             return  # of a small file no pattern is compiled
         if not self._read_one(spelling):
             return
@@ -334,7 +356,7 @@ class Rows:
         before = len(self._rows)
         # The method of a scanner, which re.Scanner uses, finds one match right behind the other.
         scan = cast("Any", spelling.item).scanner
-        while found := [*islice(iter(scan(m.window, m.pos, self._room()).match, None), self._at_once)]:
+        while found := [*islice(iter(scan(self.window, self.pos, self._room()).match, None), self._at_once)]:
             if not self._read_items(spelling, found):
                 self._at_once = 1
                 break
@@ -344,21 +366,19 @@ class Rows:
 
     def _room(self) -> int:
         """Where the frame ends, in the window, or the window itself."""
-        m = self._machine
-        return len(m.window) if m.frame_end is None else min(len(m.window), m.frame_end - m.base)
+        return len(self.window) if self.frame_end is None else min(len(self.window), self.frame_end - self.base)
 
     def _read_one(self, spelling: _Spelling) -> bool:
         """Do what the row says; False, and nothing, where there is none."""
-        m = self._machine
         if self._patience < 0:
             return False
         self._patience -= 1
-        found = spelling.row.match(m.window, m.pos, self._room())
+        found = spelling.row.match(self.window, self.pos, self._room())
         if found is None:
             return False
         groups = found.groups(b"")
         _, length, digits, _, get, tag, *_ = groups
-        end, functions = found.end(), tuple(m.stack[-2:]) if groups[_AROUND] else (m.stack[-1],)
+        end, functions = found.end(), tuple(self.stack[-2:]) if groups[_AROUND] else (self.stack[-1],)
         puts = b"".join(_puts_in(groups))
         if len(functions) == 2 and type(functions[0]) is Global:
             around, last = spelling.split(groups[_AROUND])
@@ -370,27 +390,26 @@ class Rows:
             return False
         told = functions, not get, *_said_by(groups)
         form = self._forms.get(told)
-        if form is None or not form.is_for(m.memo):
-            row = m.window[m.pos : end]
+        if form is None or not form.is_for(self.memo):
+            row = self.window[self.pos : end]
             form = self._learn(spelling, cast("_Functions", functions), row, tag, slots, (get, key))
             if form is None:
                 return False
             self._forms[told] = form
         else:
             self._patience += 2
-        if not m.count(form.opcodes):
+        if not self.count(form.opcodes):
             return False
-        m.pos = end
-        m.has_rows = True
+        self.pos = end
         if get:
-            m.used[get[0]] = 1
+            self.used[get[0]] = 1
         text = tag[spelling.at :].decode() if form.tag is None else form.tag
-        reference = RowId(form, key, text, m.order + 1)
-        m.order += form.orders
-        call = RowCall(form, reference, m.order)
-        m.stack[-len(functions) :] = (call,)
-        m.references.append(reference)
-        m.calls.append(call)
+        reference = RowId(form, key, text, self.order + 1)
+        self.order += form.orders
+        call = RowCall(form, reference, self.order)
+        self.stack[-len(functions) :] = (call,)
+        self.references.append(reference)
+        self.calls.append(call)
         self._starts.append(slots.start)
         self._rows.append(call)
         self._forms_read.append(form)
@@ -402,7 +421,6 @@ class Rows:
         """Do what the items say that the pattern `found`; False, and nothing, where one is anything but a key and a row
         of a known form.
         """
-        m = self._machine
         lengths, texts, p0, gets, called, *columns = zip(*(each.groups(b"") for each in found), strict=True)
         _, key_lengths, digits, _, key_gets, tags, *_ = columns
         puts = p0, *_puts_in(columns)
@@ -419,47 +437,39 @@ class Rows:
             return False
         is_put = bool(p0[0])
         opcodes = sum(len(form.functions) + form.opcodes for form in forms) + (1 + is_put) * len(forms)
-        if not all(form.is_for(m.memo) for form in {*forms}) or not m.count(opcodes):
+        if not all(form.is_for(self.memo) for form in {*forms}) or not self.count(opcodes):
             return False
         used = _EACH_GET.findall(b"".join({*called, *gets, *key_gets}))
         for each in (*used, spelling.text, p0[0]) if is_put else used:
-            m.used[each[0]] = 1
-        m.shared |= slot_of.keys()
+            self.used[each[0]] = 1
+        self.shared |= slot_of.keys()
         starts = [*accumulate((len(form.parts) + is_put for form in forms), initial=slots.start)]
         if is_put:
-            m.memo.update(zip(starts, names, strict=False))
-        calls = self._made(spelling, forms, keys, tags, [start + is_put for start in starts[:-1]])
+            self.memo.update(zip(starts, names, strict=False))
+        row, calls = self._rows[-1], self._made(spelling, forms, keys, tags, [start + is_put for start in starts[:-1]])
         self._end = slots.stop
         values: list[Value] = [each for item in zip(names, calls, strict=True) for each in item]
         if is_put and spelling is _LONG and not any(key_gets):
-            m.items[m.stack[-1]] = RowItems(values, starts, slot_of, m.tell(), found[-1].end() - m.pos)
-        m.stack += values
-        m.pos = found[-1].end()
+            row.next_items = RowItems(values, starts, slot_of, self.tell(), found[-1].end() - self.pos)
+        self.stack += values
+        self.pos = found[-1].end()
         self._patience += len(calls)
         return True
 
     def _new_slots(self, spelling: _Spelling, puts: bytes) -> range | None:
         """The memo slots of `puts`; None where they do not follow one another, or something is in them."""
-        m = self._machine
         if spelling is _SHORT:
-            if self.has_puts():
+            if self._has_puts():
                 return None
-            first = len(m.memo) + self._slots
+            first = len(self.memo) + self._slots
             return range(first, first + len(puts))
         slots = _slots_of(puts)
         own = range(slots[0], slots[0] + len(slots))
-        return own if own.start >= self._end and slots == (*own,) and m.memo.keys().isdisjoint(own) else None
+        return own if own.start >= self._end and slots == (*own,) and self.memo.keys().isdisjoint(own) else None
 
-    def has_puts(self) -> bool:
+    def _has_puts(self) -> bool:
         """Whether a slot was said by its number: then there can be two values for one slot."""
-        return any(map(self._machine.used.__getitem__, _PUT_OPCODES))
-
-    def count(self) -> int:
-        """How many memo slots there are, those of rows too."""
-        if self._slots and self.has_puts():
-            self.stop()
-            return len(self._machine.memo)
-        return len(self._machine.memo) + self._slots
+        return any(map(self.used.__getitem__, _PUT_OPCODES))
 
     def _called(self, called: set[bytes]) -> tuple[dict[bytes, _Functions], dict[Global, int]]:
         """What the GETs of rows in `called` read from the memo, and the slot of each; nothing where one is no global,
@@ -469,7 +479,7 @@ class Rows:
         pairs: set[tuple[Global, int]] = set()
         for gets in called:
             slots = [int.from_bytes(get[1:], "little") for get in _EACH_GET.findall(gets)]
-            found = tuple(map(self._machine.memo.get, slots))
+            found = tuple(map(self.memo.get, slots))
             if not all(isinstance(each, Global) for each in found):
                 return {}, {}
             functions[gets] = cast("_Functions", found)
@@ -484,7 +494,7 @@ class Rows:
         some are this and some that.
         """
         if all(gets):
-            named = (self._machine.memo.get(int.from_bytes(get[1:], "little")) for get in gets)
+            named = (self.memo.get(int.from_bytes(get[1:], "little")) for get in gets)
             return [name for name in named if isinstance(name, str)]
         if any(gets) or lengths != tuple(len(text).to_bytes(spelling.width, "little") for text in texts):
             return []
@@ -498,8 +508,8 @@ class Rows:
         """
         if not get:
             return digits.decode() if length == spelling.lengths[len(digits)] else None
-        slot, memo = int.from_bytes(get[1:], "little"), self._machine.memo
-        key = memo[slot] if slot in memo else self.get(slot)
+        slot, memo = int.from_bytes(get[1:], "little"), self.memo
+        key = memo[slot] if slot in memo else self._in_row(slot)
         return key if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else None
 
     def _keys(
@@ -521,17 +531,16 @@ class Rows:
         starts: Sequence[int],
     ) -> list[RowCall]:
         """The calls of rows, one for each of the columns, whose memo slots begin at `starts`."""
-        m = self._machine
-        ends = [*accumulate([form.orders for form in forms], initial=m.order)]
-        m.order = ends[-1]
+        ends = [*accumulate([form.orders for form in forms], initial=self.order)]
+        self.order = ends[-1]
         told = [
             tag[spelling.at :].decode() if form.tag is None else form.tag for form, tag in zip(forms, tags, strict=True)
         ]
         orders = [end + 1 for end in ends[:-1]]
         references = [*map(RowId, forms, keys, told, orders)]
         calls = [*map(RowCall, forms, references, ends[1:])]
-        m.references += references
-        m.calls += calls
+        self.references += references
+        self.calls += calls
         self._starts += starts
         self._rows += calls
         self._forms_read += forms
@@ -551,17 +560,16 @@ class Rows:
 
         `key_read` is the GET of its key, empty where that is a text, and the key.
         """
-        m = self._machine
         is_own = tag.startswith(spelling.text)
         if is_own and tag[1 : spelling.at] != spelling.lengths[len(tag) - spelling.at]:
             return None
         code = row + CODES["STOP"]
-        machine = PickleMachine(lambda offset, length: code[offset : offset + length], len(code), m.where, 0)
+        machine = PickleMachine(lambda offset, length: code[offset : offset + length], len(code), self.where, 0)
         machine.stack += functions
         key_slot = int.from_bytes(key_read[0][1:], "little") if key_read[0] else None
-        machine.memo = memo = _Memo(m.memo, slots.start, key_slot, key_read[1])
+        machine.memo = memo = _Memo(self.memo, slots.start, key_slot, key_read[1])
         try:
-            graph = machine.load(self._dispatch)
+            graph = machine.load(self.dispatch)
         except InputError:
             return None
         (reference,), call = graph.references, graph.calls[-1]
@@ -579,8 +587,8 @@ class Rows:
         paths = dict(_paths(call))
         paths[id(key)] = (*paths[id(reference.id)], 2)  # also where the tag of this one is the same text
         for opcode in graph.used:
-            m.used[opcode] = 1
-        m.shared |= graph.shared
+            self.used[opcode] = 1
+        self.shared |= graph.shared
         return RowForm(
             functions,
             call,
@@ -595,11 +603,11 @@ class Rows:
             graph.opcodes - 1,
             key_slot is None,
             reads,
-            tuple(map(m.memo.__getitem__, reads)),
+            tuple(map(self.memo.__getitem__, reads)),
             None if is_own or text is word else int.from_bytes(tag[1:], "little"),
         )
 
-    def get(self, slot: int) -> Value:
+    def _in_row(self, slot: int) -> Value:
         """What a row has put into the memo as `slot`; None where none did."""
         i = bisect_right(self._starts, slot) - 1
         if i < 0 or slot - self._starts[i] >= len((form := self._forms_read[i]).parts):
@@ -608,13 +616,13 @@ class Rows:
             return self._rows[i].reference.key  # without making anything
         return self._rows[i].part(form.parts[slot - self._starts[i]])
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Put into the memo what rows have put there, and read no more rows."""
-        memo = self._machine.memo
+        memo = self.memo
         for first, row, form in zip(self._starts, self._rows, self._forms_read, strict=True):
             for i, part in enumerate(form.parts):
                 memo.setdefault(first + i, row.part(part))
-        self._machine.rows = None
+        self._slots, self._patience = 0, -1
 
 
 def _slots_of(puts: bytes) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from ckptconv import convert, inspect
 from ckptconv.errors import CkptconvError
 from ckptconv.inspection.verification import verify
 from ckptconv.pickles import parser, rows
+from ckptconv.pickles.machine import PickleMachine
 from tests.support.archives import records_of, rezipped
 from tests.support.writers import sharded
 
@@ -85,7 +86,7 @@ def _both(
     """The result, which is the same without rows."""
     found = _result(data, folder, edits, suffix)
     with monkeypatch.context() as patch:
-        patch.setattr(parser, "Rows", lambda *_: None)
+        patch.setattr(parser, "RowMachine", PickleMachine)
         expected = _result(data, folder, edits, suffix)
     assert found == expected
     return found
@@ -96,10 +97,10 @@ def _both(
 def test_rows_change_nothing(tags: str, edits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a checkpoint whose tensors are rows."""
     met: Counter[str] = Counter()
-    one, items = rows.Rows._read_one, rows.Rows._read_items
-    monkeypatch.setattr(rows.Rows, "_read_one", lambda *args: met.update(row=(is_so := one(*args))) or is_so)
+    one, items = rows.RowMachine._read_one, rows.RowMachine._read_items
+    monkeypatch.setattr(rows.RowMachine, "_read_one", lambda *args: met.update(row=(is_so := one(*args))) or is_so)
     monkeypatch.setattr(
-        rows.Rows, "_read_items", lambda *args: met.update(row=len(args[-1]) * (is_so := items(*args))) or is_so
+        rows.RowMachine, "_read_items", lambda *args: met.update(row=len(args[-1]) * (is_so := items(*args))) or is_so
     )
     suffix = ".safetensors" if edits == "safetensors" else ".pt"
     _, _, written = _both(_CHECKPOINTS[tags], tmp_path, _EDITS[edits], monkeypatch, suffix)
@@ -131,6 +132,6 @@ def test_rows_of_shards_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyP
     convert(folder, written)
     assert [*torch.load(written, weights_only=True)] == [*weight_map]
     found = written.read_bytes()
-    monkeypatch.setattr(parser, "Rows", lambda *_: None)
+    monkeypatch.setattr(parser, "RowMachine", PickleMachine)
     convert(folder, written, force=True)
     assert found == written.read_bytes()

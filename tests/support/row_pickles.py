@@ -17,7 +17,7 @@ from ckptconv.pickles.graph import Call, Effect, Graph, Node, PersistentId, Tupl
 from ckptconv.pickles.machine import PickleMachine
 from ckptconv.pickles.opcodes import CODES
 from ckptconv.pickles.parser import DISPATCH
-from ckptconv.pickles.rows import RowId, Rows
+from ckptconv.pickles.rows import RowId, RowMachine
 
 __all__ = ["described", "edit", "emitted", "made", "mapping", "read"]
 
@@ -27,9 +27,10 @@ _TAGS = (b"cpu", b"cuda:0", b"cudar", b"privateuseone:1", b"x")
 
 def read(data: bytes, *, rows: bool, most: int | None = None, ahead: int = 4096) -> tuple[Graph | None, str]:
     """The graph of `data`, or the error; `most` opcodes, and `ahead` bytes at first."""
-    machine = PickleMachine(lambda offset, length: data[offset : offset + length], len(data), "here", 0)
+    machine = (RowMachine if rows else PickleMachine)(
+        lambda offset, length: data[offset : offset + length], len(data), "here", 0
+    )
     machine.ahead = ahead
-    machine.rows = Rows(machine, DISPATCH) if rows else None
     try:
         return machine.load(DISPATCH, most), str(machine.tell())
     except CkptconvError as error:

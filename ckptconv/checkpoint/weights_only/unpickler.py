@@ -210,7 +210,7 @@ class _Run:
         self.objects = Objects(contents, self.make, 10 * graph.opcodes + _MORE_STEPS)
         self.found: list[Reason] = []
         self.callables: dict[int, tuple[str, Maker | None]] = {}
-        self.like: dict[int, tuple[RowForm, TensorValue]] = {}  # what a row made, by the id of its form
+        self.like: dict[RowForm, TensorValue] = {}  # what the first row of each form made
         self.depth = 0
         self.is_unknown = False
         self.has_foreign = False
@@ -253,7 +253,7 @@ class _Run:
         for call in calls:
             if not isinstance(call, RowCall):
                 yield call
-            elif (form := call.row) is None or id(form) not in self.like:
+            elif (form := call.row) is None or form not in self.like:
                 is_new = id(call) not in self.objects.made  # nothing has been done to what it makes
                 yield from call.calls()
                 if form is not None and is_new:
@@ -267,7 +267,7 @@ class _Run:
         is_row = {imported_name(each, 2) for each in form.functions} <= _IN_ROWS and not self.written
         is_known = all(each is ORDERED_DICT or isinstance(each, TensorValue) for each in inside)
         if is_row and is_known and isinstance(tensor, TensorValue):
-            self.like[id(form)] = form, replace(tensor)  # which stays as it is
+            self.like[form] = replace(tensor)  # which stays as it is
 
     def form(self, target: _AnObject) -> _AnObject:
         """`target` in the words of the source."""
@@ -276,8 +276,7 @@ class _Run:
     def make(self, call: Call) -> Held:
         """The value of `call`; unknown where it is refused."""
         made = self.objects.made
-        if isinstance(call, RowCall) and (form := call.row) and id(form) in self.like:
-            like = self.like[id(form)][1]
+        if isinstance(call, RowCall) and (form := call.row) and (like := self.like.get(form)):
             assert like.storage is not None
             storage = StorageValue(like.storage.dtype, like.storage.nbytes, call.reference)
             made[id(call)] = value = replace(like, storage=storage)
