@@ -1,8 +1,9 @@
 """Write planned files, whole or not at all.
 
 A unique temporary beside the target, filled (:mod:`ckptconv.output.transfer`), fsynced, renamed, the folder fsynced:
-whatever happens before the rename, the target is as it was; afterwards it is whole. Several files are built in a
-temporary folder (:mod:`ckptconv.output.folders`).
+whatever happens before the rename, the target is as it was; afterwards it is whole. The file stays open meanwhile, and
+what stands at the target is compared with it: others who may write in the folder can exchange the temporary. Several
+files are built in a temporary folder (:mod:`ckptconv.output.folders`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from ckptconv.output import linux
 from ckptconv.output.attributes import take_over
 from ckptconv.output.destinations import FileDestination, FileObjectDestination
 from ckptconv.output.direct_writes import DirectDestination, shares_blocks
-from ckptconv.output.steps import FileSync, FolderSync, Steps, sync_folder, waited_for
+from ckptconv.output.steps import FileSync, FolderSync, Steps, run_steps, sync_folder, waited_for
 from ckptconv.output.transfer import Transfer
 
 __all__ = [
     "as_output_error",
+    "check_is_at",
     "check_target",
     "fill",
     "folder_mode",
+    "is_at",
     "is_own_file",
     "is_temporary",
     "make_folder",
@@ -50,6 +53,7 @@ __all__ = [
 ]
 
 _TEMPORARY = regex(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
+_ALONE = "choose a folder in which nobody else may write"
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
@@ -114,16 +118,19 @@ def writing(
     temporary = temporary_beside(file.path)
     ours = True
     try:
-        with as_output_error(file.path):
+        with as_output_error(file.path), contextlib.ExitStack() as opened:
             try:
-                overflowed = yield from _filling(temporary, file, source, verify=verify, progress=progress)
+                fd = opened.enter_context(_new_file(temporary, file))
             except FileExistsError:  # another writer's, by the same random name
                 ours = False
                 raise
+            overflowed = yield from _filling(fd, temporary.parent, file, source, verify=verify, progress=progress)
             source.check_unchanged()
             with _kept_from_changes(file.path), _kept_from_changes(temporary):
                 refuse_interrupted(file.path)  # again: filling the new one took a while
+                check_is_at(temporary, fd, file.path)
                 _publish(temporary, file.path, replace)
+                check_is_at(file.path, fd, file.path)
                 with contextlib.suppress(OSError):  # of the file that was replaced: one that stays restores nothing
                     os.unlink(journal_path(file.path))
     finally:
@@ -139,38 +146,68 @@ def writing(
 write = waited_for(writing)
 
 
-def _filling(
-    path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None
-) -> Steps[Overflow]:
-    """The steps of writing `file` to `path`, which must not exist, and on to the disk, with the permissions that `cp`
-    would give it: everything that the regular file has that it replaces; else its own mode, less the umask, and its
-    owner may write it.
+@contextlib.contextmanager
+def _new_file(path: Path, file: OutFile) -> Iterator[int]:
+    """The open file at `path`, which must not exist, for `file`. It has the permissions that `cp` would give it:
+    everything that the regular file has that it replaces; else its own mode, less the umask, and its owner may write
+    it.
 
-    What overflowed. Raises OSError, and what :func:`write` raises.
+    Raises OSError, RefusedError.
     """
     check_system()
-    transfer = Transfer(file, path.parent, compared=verify)
     replaces = os.path.isfile(file.path) and not os.path.islink(file.path)
     mode = 0o600 if replaces else (file.mode | stat.S_IWUSR) & 0o777
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         if replaces:
             take_over(fd, file.path)
-        _forget(file.path, source)
-        _reserve(fd, file, beside=transfer.beside)
-        with transfer, _destination(fd, direct=file.direct) as out:
-            transfer.fill(out, progress)
-            out.settle()
-            yield FileSync(fd)
-            if verify:
-                transfer.compare(out)
+        yield fd
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):  # what a close can find out is asked before
+            os.close(fd)
+
+
+def _filling(
+    fd: int, folder: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None
+) -> Steps[Overflow]:
+    """The steps of writing `file` to the open file `fd` in `folder`, and on to the disk; what overflowed.
+
+    Raises OSError, and what :func:`write` raises.
+    """
+    transfer = Transfer(file, folder, compared=verify)
+    _forget(file.path, source)
+    _reserve(fd, file, beside=transfer.beside)
+    with transfer, _destination(fd, direct=file.direct) as out:
+        transfer.fill(out, progress)
+        out.settle()
+        yield FileSync(fd)
+        if verify:
+            transfer.compare(out)
+    os.close(os.dup(fd))  # which some filesystems tell of faults
     return transfer.overflowed
 
 
-#: :func:`_filling` with all its waits.
-fill = waited_for(_filling)
+def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
+    """Write `file` to `path`, which must not exist, and on to the disk; return what overflowed.
+
+    Raises OSError, and what :func:`write` raises.
+    """
+    with _new_file(path, file) as fd:
+        return run_steps(_filling(fd, path.parent, file, source, verify=verify, progress=progress))
+
+
+def is_at(path: Path, fd: int) -> bool:
+    """Return whether the open file or folder `fd` is what stands at `path`, links not followed."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def check_is_at(path: Path, fd: int, where: object, hint: str = _ALONE) -> None:
+    """Raise OutputError about `where` unless the open file or folder `fd` is what stands at `path`."""
+    if not is_at(path, fd):
+        raise OutputError("another process put something else in the place of the output", where=where, hint=hint)
 
 
 def _destination(fd: int, *, direct: bool) -> AbstractContextManager[FileDestination]:

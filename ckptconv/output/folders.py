@@ -30,8 +30,10 @@ from ckptconv.output.attributes import take_over
 from ckptconv.output.direct_writes import shares_blocks
 from ckptconv.output.files import (
     as_output_error,
+    check_is_at,
     fill,
     folder_mode,
+    is_at,
     mode_at,
     no_space,
     refuse_interrupted,
@@ -119,25 +121,31 @@ def write_folder(
     target = new.target
     _check_target(target, new, replace=replace)
     temporary = temporary_beside(target)
-    ours = True
-    try:
-        with as_output_error(target):
-            try:
-                _make_folder(temporary, Path(), new)
-            except FileExistsError:  # another writer's, by the same random name
-                ours = False
-                raise
-            _check_space(temporary, new)
-            _make_folders(temporary, new)
-            overflowed = _fill_all(temporary, new, source, verify=verify, jobs=jobs, progress=progress)
-            for path, _, _ in os.walk(temporary, topdown=False):
-                sync_folder(Path(path))
-            source.check_unchanged()
-            _publish(temporary, target, partial(_check_target, new=new, replace=replace))
-    except BaseException:
-        if ours:
-            _remove(temporary)
-        raise
+    with contextlib.ExitStack() as opened:
+        fd = None
+        ours = True
+        try:
+            with as_output_error(target):
+                try:
+                    _make_folder(temporary, Path(), new)
+                except FileExistsError:  # another writer's, by the same random name
+                    ours = False
+                    raise
+                fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                opened.callback(os.close, fd)
+                _check_space(temporary, new)
+                _make_folders(temporary, new)
+                overflowed = _fill_all(temporary, new, source, verify=verify, jobs=jobs, progress=progress)
+                for path, _, _ in os.walk(temporary, topdown=False):
+                    sync_folder(Path(path))
+                source.check_unchanged()
+                check_is_at(temporary, fd, target)
+                _publish(temporary, target, partial(_check_target, new=new, replace=replace))
+                check_is_at(target, fd, target, f"the old folder, if there was one, is now {temporary}")
+        except BaseException:
+            if ours and (fd is None or is_at(temporary, fd)):
+                _remove(temporary)
+            raise
     try:
         sync_name(target)
     finally:

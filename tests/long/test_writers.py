@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -108,8 +109,9 @@ class Watcher(threading.Thread):
 
 
 def test_two_hundred_writers_that_may_replace(inputs: tuple[list[Path], list[Content]], tmp_path: Path) -> None:
-    """With --force each has its turn: whoever looks sees one of the outputs, all say that they are done, and nothing is
-    left but the last one's.
+    """With --force each has its turn: whoever looks sees one of the outputs, and nothing is left but the last one's.
+
+    All say that they are done, unless another one replaced their output before they looked at it.
     """
     srcs, outputs = inputs
     is_folder = isinstance(outputs[0], dict)
@@ -123,9 +125,14 @@ def test_two_hundred_writers_that_may_replace(inputs: tuple[list[Path], list[Con
         for begin in range(0, WRITERS, AT_ONCE):
             some = srcs[begin : begin + AT_ONCE]
             done = crowd([["convert", "-q", "-f", str(src), str(target), "--to", "cuda:0"] for src in some])
-            assert done == [(0, "")] * AT_ONCE
+            replaced = [said for status, said in done if (status, said) != (0, "")]
+            assert len(replaced) < AT_ONCE / 2
+            assert all("another process put something else in the place" in said for said in replaced)
             assert content_of(target) in outputs[begin : begin + AT_ONCE]
-            assert os.listdir(out) == [target.name]
+            assert len(os.listdir(out)) <= 1 + is_folder * len(replaced)
+            for path in out.iterdir():  # the old folder of one whose new one was replaced at once
+                if path != target:
+                    shutil.rmtree(path)
     finally:
         watcher.ended.set()
         watcher.join()

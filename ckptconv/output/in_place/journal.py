@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from ckptconv.byteranges.undo_journal import MAGIC, Journal, journal_path
-from ckptconv.output.files import temporary_beside
+from ckptconv.output.files import is_at, temporary_beside
 from ckptconv.output.steps import sync_folder
 
 __all__ = ["discard", "mark", "write"]
@@ -25,18 +25,19 @@ def write(target: Path, journal: Journal) -> None:
     temporary = temporary_beside(path)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            data = memoryview(journal.packed())
-            while data:
-                data = data[os.write(fd, data) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        data = memoryview(journal.packed())
+        while data:
+            data = data[os.write(fd, data) :]
+        os.fsync(fd)
         os.replace(temporary, path)
-    except OSError:
+        if not is_at(path, fd):
+            raise OSError(errno.ESTALE, "another process put something else in its place")
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+    finally:
+        os.close(fd)
     sync_folder(path.parent)
 
 

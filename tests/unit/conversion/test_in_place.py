@@ -392,6 +392,27 @@ def test_no_room_for_the_journal(checkpoint: Path, call: str, monkeypatch: pytes
     assert checkpoint.read_bytes() == before and os.listdir(checkpoint.parent) == [checkpoint.name]
 
 
+def test_a_journal_that_somebody_exchanges(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would give back other bytes, or none: nothing is changed."""
+    before = checkpoint.read_bytes()
+    real = os.replace
+
+    def late(temporary: Path, path: Path) -> None:
+        data = temporary.read_bytes()
+        temporary.unlink()
+        temporary.write_bytes(data)
+        real(temporary, path)
+
+    monkeypatch.setattr(os, "replace", late)
+    refused_in_place(
+        ckptconv.OutputError,
+        "nothing was changed: another process put something else",
+        checkpoint,
+        map_location="cuda:1",
+    )
+    assert checkpoint.read_bytes() == before
+
+
 def test_a_file_that_was_written_anew_is_not_restored(checkpoint: Path) -> None:
     """torch.save over a file keeps the inode and often the size: two epochs of one run."""
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")

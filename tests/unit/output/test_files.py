@@ -300,6 +300,58 @@ def test_a_long_name_leaves_room_for_the_temporary(source: Source, target: Path)
     assert write(source, path, replace=False) == path.read_bytes()
 
 
+# Somebody else who may write in the folder
+
+
+def swapped(temporary: Path, kind: str) -> None:
+    """Put something of the attacker's in the place of the `temporary`."""
+    other = temporary.with_name("of somebody else")
+    temporary.rename(temporary.with_name("moved away"))
+    if kind == "link":
+        other.write_bytes(b"theirs")
+        temporary.symlink_to(other.name)
+    else:
+        temporary.write_bytes(b"theirs")
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_temporary_that_somebody_exchanges(
+    source: Source, target: Path, kind: str, replace: bool, verify: bool
+) -> None:
+    """While it is written: that is found out before it gets the name, and an old output stays."""
+    if not replace:
+        target.unlink()
+
+    def tick(_: int) -> None:
+        if not target.with_name("moved away").exists():
+            (temporary,) = (each for each in target.parent.iterdir() if is_temporary(each))
+            swapped(temporary, kind)
+
+    failure(OutputError, "something else in the place", source, target, replace=replace, verify=verify, progress=tick)
+    assert target.read_bytes() == OLD if replace else not os.path.lexists(target)
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+@pytest.mark.parametrize("call", ["replace", "link"])
+def test_a_temporary_that_somebody_exchanges_at_the_last_moment(
+    source: Source, target: Path, kind: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands at the target is compared with what was written: theirs is no success."""
+    if call == "link":
+        target.unlink()
+    real = getattr(os, call)
+
+    def late(temporary: Path, target: Path) -> None:
+        swapped(temporary, kind)
+        real(temporary, target)
+
+    monkeypatch.setattr(os, call, late)
+    failure(OutputError, "something else in the place", source, target, monkeypatch, replace=call == "replace")
+    assert target.read_bytes() == b"theirs"
+
+
 # Faults
 
 

@@ -152,6 +152,59 @@ def test_the_temporary_is_never_more_open_than_the_folder(
     assert {oct(each.stat().st_mode & 0o077) for each in (target, target / "inner")} == {"0o0"}
 
 
+def swapped(temporary: Path) -> None:
+    """Put a folder of somebody else's in the place of the `temporary`."""
+    temporary.rename(temporary.with_name("moved away"))
+    fill(temporary, {"theirs": b"theirs"})
+
+
+def test_a_temporary_that_somebody_exchanges(old: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write in the folder above can do that. The old folder stays, and theirs, which may be anything, is
+    not deleted.
+    """
+    sync = output_folders.sync_folder
+
+    def sync_and_swap(path: Path) -> None:
+        sync(path)
+        if not old.with_name("moved away").exists() and path.parent == old.parent:
+            swapped(path)
+
+    monkeypatch.setattr(output_folders, "sync_folder", sync_and_swap)
+    with pytest.raises(OutputError, match="something else in the place"):
+        convert_to(old, source)
+    assert tree(old) == OLD
+    (left,) = (path for path in old.parent.iterdir() if path.name not in ("model", "moved away"))
+    assert tree(left) == {"theirs": b"theirs"}
+
+
+@pytest.mark.parametrize("before", ["old", "absent"])
+def test_a_temporary_that_somebody_exchanges_at_the_last_moment(
+    target: Path, source: Source, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theirs is no success, and the message says where the old folder is."""
+    if before == "old":
+        fill(target, OLD)
+    rename, exchange = os.rename, linux.exchange
+
+    def late(old: Any, new: Any) -> None:
+        monkeypatch.undo()
+        swapped(Path(old))
+        (exchange if before == "old" else rename)(old, new)
+
+    def late_exchange(old: str, new: str) -> bool:
+        late(old, new)
+        return True
+
+    monkeypatch.setattr(os, "rename", late)
+    monkeypatch.setattr(linux, "exchange", late_exchange)
+    with pytest.raises(OutputError, match="something else in the place") as caught:
+        convert_to(target, source)
+    assert tree(target) == {"theirs": b"theirs"}
+    others = {path for path in target.parent.iterdir() if path.name not in ("model", "moved away")}
+    assert [tree(path) for path in others] == ([OLD] if before == "old" else [])
+    assert all(str(path) in str(caught.value) for path in others)
+
+
 class Dead(BaseException):
     """The process is no more."""
 
