@@ -9,20 +9,21 @@ __all__ = ["ALWAYS", "OPTIONS", "PATHS", "PLACES", "USUAL_VALUES", "close_matche
 #: Keywords, their values (None: what is given; it also stands for {}), and what they are taken for. Of several with one
 #: guess, that is meant which the command or function has.
 OPTIONS: tuple[tuple[str, str | bool | None, str], ...] = (
-    ("map_location", None, "device target to-device dev"),
+    ("map_location", None, "device devices target to-device dev d t"),
     ("map_location", "cpu", "cpu to-cpu no-cuda no-gpu"),
     ("map_location", "cuda", "gpu cuda to-cuda to-gpu"),
     ("map_location", "mps", "mps to-mps mac"),
     ("strip_prefix", None, "strip remove-prefix no-prefix drop-prefix prefix strip-module remove-module no-module"),
-    ("dtype", None, "precision type cast"),
+    ("dtype", None, "precision type cast bits torch-dtype"),
     ("dtype", "fp16", "half fp16 float16"),
     ("dtype", "bf16", "bf16 bfloat16"),
     ("dtype", "fp32", "float fp32 float32 full"),
+    ("dtype", "float8_e4m3fn", "fp8 float8"),
     ("dtype", "{}=fp32", "keep-fp32 keep-float32 keep-in-fp32 skip-dtype"),
     ("format", None, "out-format output-format to-format out-type save-format"),
     ("format", "pt", "pth bin torch pytorch zip"),
     ("format", "pickle", "pkl pickled"),
-    ("format", "safetensors", "safetensors safe to-safetensors st hf hub"),
+    ("format", "safetensors", "safetensors safe to-safetensors st hf hub safe-serialization"),
     ("format", "legacy", "legacy old-format"),
     ("max_shard_size", None, "shard-size shard shards num-shards split"),
     ("select", None, "key subkey root extract part"),
@@ -43,6 +44,8 @@ OPTIONS: tuple[tuple[str, str | bool | None, str], ...] = (
     ("all", True, "verbose v full a"),
     ("rtol", None, "tolerance tol eps"),
     ("names_only", True, "keys keys-only"),
+    ("values", True, "stats statistics"),
+    ("fail_on", "nan", "nan nans check-nan isnan has-nan"),
     ("expect_sha256", None, "sha256 sha hash checksum"),
 )
 #: Options that others have for what stands here first or last, as a path.
@@ -57,7 +60,7 @@ PATHS = {
 #: The value where none is given, or a number, as in --shards 4.
 USUAL_VALUES = {"strip_prefix": "module.", "max_shard_size": "5GB"}
 #: Options that others have for what is always done here.
-ALWAYS = ("recursive", "r", "backup", "tensors", "list-tensors")
+ALWAYS = ("recursive", "r", "backup", "tensors", "list-tensors", "shapes", "params", "q", "quiet", "silent", "s")
 #: The same for keywords alone: what the command line calls them, and what torch does.
 _KEYWORDS = (
     ("map_location", None, "to map maps"),

@@ -60,17 +60,29 @@ class Command(click.Command):
         option = getattr(error, "param", None) or next((each for each in self.params if flag in each.opts), None)
         ours = UsageError(error.format_message().rstrip("."))
         if isinstance(error, click.MissingParameter):
-            ours.expected = " ".join([f"ckptconv {self.name}", *self.collect_usage_pieces(click.Context(self))[1:]])
+            ours.expected = self._usage()
         elif option and option.metavar:
             flag, word = option.opts[-1], _value_of(option, typed)
             ours.expected = f"{flag} {option.metavar}"
+            if word and isinstance(option.type, (click.types.IntParamType, click.types.FloatParamType)):
+                least = f" of at least {low}" if (low := getattr(option.type, "min", None)) is not None else ""
+                kind = "number" if isinstance(option.type, click.types.FloatParamType) else "whole number"
+                ours = UsageError(f"{flag} {word!r} is no {kind}{least}", expected=ours.expected)
             if option.nargs == 2 and (pair := re.fullmatch(r"(.+?)[=:](.+)|s/(.+?)/(.*?)/g?", word)):
                 ours.hint = "is this meant: " + shell(flag, *(each for each in pair.groups() if each is not None))
         elif option and isinstance(option.type, click.Choice) and (word := _value_of(option, typed)):
-            _, meant = keyword_for(word, True, (option.name or "",)) or ("", None)
+            plain = word.lower().lstrip(".")
+            known = keyword_for(plain, True, (option.name or "",)) or ("", None)
+            meant = plain if plain in option.type.choices else known[1]
             ours = UsageError(f"{option.opts[-1]} has no {word}", expected=", ".join(option.type.choices))
             ours.hint = "is this meant: " + shell(option.opts[-1], meant) if isinstance(meant, str) else None
+        elif not option:
+            ours.expected = self._usage()
         return ours
+
+    def _usage(self) -> str:
+        """Return the command with its arguments and without its options."""
+        return " ".join([f"ckptconv {self.name}", *self.collect_usage_pieces(click.Context(self))[1:]])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by their groups, each with an example; those in none last."""
@@ -148,9 +160,11 @@ def _commands_of(group: click.Command, ctx: click.Context) -> dict[str, click.Co
 
 def _value_of(option: click.Parameter, typed: list[str]) -> str:
     """What stands behind `option` in the words `typed`."""
-    flag = option.opts[-1]
-    inline = next((word.removeprefix(f"{flag}=") for word in typed if word.startswith(f"{flag}=")), "")
-    return typed[typed.index(flag) + 1] if flag in typed[:-1] else inline
+    for flag in option.opts:
+        if flag in typed[:-1]:
+            return typed[typed.index(flag) + 1]
+    long = f"{option.opts[-1]}="
+    return next((word.removeprefix(long) for word in typed if word.startswith(long)), "")
 
 
 def _one_value(_: click.Context, option: click.Parameter, values: tuple[Any, ...]) -> Any:

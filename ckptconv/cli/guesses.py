@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import click
 
+from ckptconv.edits.devices import FAMILIES, near_device, parse_target
+from ckptconv.edits.dtype_rules import near_dtype, to_dtypes
 from ckptconv.errors import UsageError
+from ckptconv.formats.writers import WRITERS, admitted, split_suffix
 from ckptconv.guesses import ALWAYS, PATHS, USUAL_VALUES, close_matches, normal
 from ckptconv.guesses import OPTIONS as GUESSED
 from ckptconv.hints import Option, Placeholder, shell
@@ -46,6 +50,12 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
 }
 _ASKED = {"help": "-h", "man": "-h", "usage": "-h", "version": "--version", "v": "--version"}
 _MOST = 8  # guesses in one command line
+#: The line that makes a shell complete our commands; it goes into the file of the shell.
+_COMPLETION = {
+    "bash": ('eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"', "~/.bashrc"),
+    "zsh": ('eval "$(_CKPTCONV_COMPLETE=zsh_source ckptconv)"', "~/.zshrc"),
+    "fish": ("_CKPTCONV_COMPLETE=fish_source ckptconv | source", "~/.config/fish/config.fish"),
+}
 _Commands = Mapping[str, click.Command]
 
 
@@ -75,7 +85,16 @@ def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> Usage
             "ckptconv", *(each for each in args[:1] if each in commands), _ASKED[asked]
         )
         return error
-    if not name and (guess.startswith("-") or os.path.lexists(guess)):
+    if "completion" in asked:
+        shells = [*args, os.path.basename(os.environ.get("SHELL", "")), "bash"]
+        line, file = next(_COMPLETION[each] for each in shells if each in _COMPLETION)
+        error.hint = f"Tab completes commands after this line in {file}: {line}"
+        return error
+    typed = next((n for n, each in enumerate(args) if each in commands), None) if guess.startswith("-") else None
+    if typed is not None:
+        error.what = "the command comes before its options"
+        name, words = args[typed], [guess, *args[:typed], *args[typed + 1 :]]
+    elif not name and (guess.startswith("-") or os.path.lexists(guess)):
         error.what = "there is no command"
         words.insert(0, guess)
         fitting = [each for each in commands if len(_parsed(commands[each], words)) > (each == "convert")]
@@ -96,12 +115,13 @@ def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple
     before, behind = words[:at], [*([inline] if equals else []), *words[at + 1 :]]
     guess = normal(flag.lstrip("-"))
     known = _flags(commands[name])
-    if guess in PATHS and behind:
-        path = behind.pop(0)
+    if guess in PATHS:
+        path = behind.pop(0) if behind else "OUT"
         return name, [path, *before, *behind] if PATHS[guess] == 0 else [*before, *behind, path]
-    for option, guesses in OPTIONS:
-        if guess in guesses.split() and option.words()[0][0] in known:
-            return name, [*before, *_typed(option, behind), *behind]
+    option = _option_for(guess, known)
+    if option:
+        now = _typed(option, behind)
+        return (name, [*before, *now, *behind]) if now else None
     if guess in ALWAYS:
         return name, [*before, *behind]
     spelled = f"--{guess}" if len(guess) > 1 else flag
@@ -111,13 +131,47 @@ def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple
         return owner, [*(each for each in before if each not in outputs), spelled, *behind]
     if guess in COMMANDS:
         return COMMANDS[guess][0], [each for each in (*before, *behind) if os.path.lexists(each)]
-    near = close_matches(f"--{guess}", known, n=1, cutoff=0.75)
-    return (name, [*before, *near, *behind]) if near else None
+    started = [each for each in known if each.startswith(spelled)]
+    near = started if len(started) == 1 else close_matches(spelled, known, n=1, cutoff=0.75)
+    if near:
+        return name, [*before, *near, *behind]
+    guesses = [each for _, row in OPTIONS for each in row.split() if _option_for(each, known)]
+    return next(
+        (
+            _without(at, name, [*before, f"--{each}{equals}{inline}", *words[at + 1 :]], commands)
+            for each in close_matches(guess, guesses, n=1, cutoff=0.8)
+        ),
+        None,
+    )
+
+
+def _option_for(guess: str, known: Sequence[str]) -> Option | None:
+    """Return the option, one of the flags `known`, that `guess` is taken for, or None."""
+    return next((each for each, row in OPTIONS if guess in row.split() and each.words()[0][0] in known), None)
+
+
+def _value(flag: str, value: str) -> tuple[str, ...]:
+    """Return what is typed for `flag` with the `value` of a guess; nothing if the option would refuse it."""
+    try:
+        if flag == "--to" and "=" in value:
+            return "--map", value
+        if flag == "--to":
+            parse_target(value)
+        if flag == "--dtype":
+            to_dtypes(value)
+        return flag, value
+    except UsageError:
+        near = near_device(value, ("gpu", *FAMILIES)) if flag == "--to" else near_dtype(value)
+        return (flag, near) if near else ()
 
 
 def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
-    """What is typed for `option`, whose value, if it is open, is taken from what stands `behind`."""
+    """What is typed for `option`, whose value, if it is open, is taken from what stands `behind`; nothing for a value
+    of which nobody knows what it means.
+    """
     flag, *value = option.words()[0]
+    if option.value is True and behind and behind[0].lower() == "true":
+        behind.pop(0)
     if value == ["cuda"] and behind and behind[0].isdecimal():
         return flag, f"cuda:{behind.pop(0)}"
     template = "{}" if option.value is _VALUE else str(option.value)
@@ -129,13 +183,22 @@ def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
         return flag, usual
     if not behind or behind[0].startswith("-") or (usual and os.path.lexists(behind[0])):
         return flag, usual or template.format(_VALUE)
-    return flag, template.format(behind.pop(0))
+    said = behind.pop(0)
+    if flag == "--to" and said in ("cuda", "gpu") and behind and behind[0].isdecimal():
+        said += ":" + behind.pop(0)
+    return _value(flag, said) if option.value is _VALUE else (flag, template.format(said))
 
 
 def _meant(name: str, words: list[str], commands: _Commands) -> str:
     """The hint with this command line, and a word for the output of ``convert`` where there is none."""
     if name == "convert" and len(_parsed(commands[name], words)) == 1 and not _in_place(words):
         words = [words[0], "OUT", *words[1:]] if not words[0].startswith("-") else [*words, "OUT"]
+    paths = _parsed(commands[name], words)
+    asked = next((word for flag, word in pairwise(words) if flag == "--format" and word in WRITERS), None)
+    if name == "convert" and len(paths) == 2 and asked and WRITERS[asked] not in admitted(paths[1]):
+        stem, _, behind = split_suffix(paths[1])
+        at = len(words) - 1 - words[::-1].index(paths[1])
+        words = [*words[:at], stem + WRITERS[asked].new_suffix + behind, *words[at + 1 :]]
     return "is this meant: " + shell("ckptconv", name, *words)
 
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import ArgumentTypeError, UsageError
+from ckptconv.guesses import close_matches
+from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FLOATS", "INTEGERS", "DTypeLike", "DTypeRule", "to_dtypes"]
+__all__ = ["FLOATS", "INTEGERS", "DTypeLike", "DTypeRule", "near_dtype", "to_dtypes"]
 
 DTypeLike: TypeAlias = "str | torch.dtype | Mapping[str, str | torch.dtype] | Iterable[str | torch.dtype]"
 
@@ -34,6 +36,15 @@ _CALLED = {
     "f8_e4m3fn": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e4m3fn": "float8_e4m3fn",
     "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
 }  # a table  # fmt: skip
+#: What people write that is not exact enough to be taken without a question.
+_LOOSELY = {
+    "16": "fp16",
+    "32": "fp32",
+    "64": "fp64",
+    "fp8": "float8_e4m3fn",
+    "float8": "float8_e4m3fn",
+    "bfp16": "bf16",
+}
 _NAMES = {
     **{name: name for name in _TARGETS | INTEGERS},
     **{dtype.word.lower(): name for name, dtype in BY_NAME.items() if dtype.word and name in _TARGETS | INTEGERS},
@@ -61,6 +72,22 @@ class DTypeRule:
 
     def __str__(self) -> str:
         return self.dtype if self.glob is None else f"{self.glob}={self.dtype}"
+
+
+def near_dtype(word: str) -> str | None:
+    """Return the dtype for weights that somebody means by `word`, or None.
+
+    The digits must be right but for their order: ``float61`` is float16, and ``fp4`` is not fp64.
+    """
+    plain = word.strip().lower().removesuffix("-mixed").removesuffix("-true")
+    if plain in _NAMES or plain in _LOOSELY:
+        return _LOOSELY.get(plain, plain)
+    same = [each for each, name in _NAMES.items() if name in FLOATS and _digits(each) == _digits(plain)]
+    return next(iter(close_matches(plain, same, n=1, cutoff=0.7)), None)
+
+
+def _digits(word: str) -> list[str]:
+    return sorted(filter(str.isdigit, word))
 
 
 def to_dtypes(dtype: DTypeLike | None) -> tuple[DTypeRule, ...]:
@@ -106,8 +133,11 @@ def _rule(glob: str | None, word: str) -> DTypeRule:
         expected = "a dtype like fp32, fp16, bf16, float8_e4m3fn, float8_e5m2" + (
             ", after a glob like '*.norm.*'" if glob == "" else ""
         )
+        near = near_dtype(word) if glob != "" else None
         raise UsageError(
-            f"{word!r} is no dtype to convert to" if glob != "" else f"'={word}' has no glob", expected=expected
+            f"{word!r} is no dtype to convert to" if glob != "" else f"'={word}' has no glob",
+            expected=expected,
+            hint="is this meant: " + option("dtype", near if glob is None else f"{glob}={near}") if near else None,
         )
     rule = DTypeRule(glob, name)
     if name in INTEGERS and (glob is None or re.search("[*?]", glob)):  # a path can have a bracket

@@ -15,11 +15,14 @@ from ckptconv.edits.wrappers import modules_unwrapped, unwrapped, wrapped_parts
 from ckptconv.errors import CollisionError, NoMatchError, UsageError, some
 from ckptconv.guesses import close_matches
 from ckptconv.hints import option
+from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Dict, Effect, Object, Value
 
 __all__ = ["NameEditor"]
+_KEEP = "to keep a part of each name, put ( ) around it in the pattern and write '\\1' in the replacement"
 _SHOWN = 5  # names or prefixes in an error
 _LOOKED_AT = 1000  # prefixes, where a near one is looked for
+_DOLLAR = regex(r"\$(?:\{(\w{1,99})\}|(\d{1,2}|[^\W\d]\w{0,99}))")  # as Perl, JavaScript and sed's users write a group
 
 
 class NameEditor:
@@ -47,8 +50,9 @@ class NameEditor:
             self.rename(pattern, replacement)
         for said in edits.add_prefix:
             self.add(said)
+        keeps_nothing = any("\\" not in replacement for _, replacement in edits.rename)
         for found, names in self.before:
-            self.report(found, names)
+            self.report(found, names, _KEEP if keeps_nothing else None)
         self.checkpoint.renamed()
 
     def names(self) -> list[str]:
@@ -136,13 +140,9 @@ class NameEditor:
         self.each_name(self.detected.state_dicts, self.detected.optimizers, lambda name: name.removeprefix(prefix))
 
     def rename(self, pattern: str, replacement: str) -> None:
-        try:
-            regex = re.compile(pattern)
-            regex.sub(replacement, "")
-        except (re.error, IndexError) as why:
-            raise UsageError(f"{pattern!r} → {replacement!r} is no regular expression and replacement: {why}") from None
+        compiled = _compiled(pattern, replacement)
         every = self.names()
-        if not any(regex.search(name) for name in every):
+        if not any(compiled.search(name) for name in every):
             error = NoMatchError(
                 f"no name matches {pattern!r}",
                 where=self.where,
@@ -157,12 +157,14 @@ class NameEditor:
 
             `path` itself where that ends at no dot any more, and is no module's path.
             """
-            inside, end, _ = regex.sub(replacement, f"{path}.\0" if path else "\0").partition("\0")
+            inside, end, _ = compiled.sub(replacement, f"{path}.\0" if path else "\0").partition("\0")
             return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
 
         for metadata, _ in self.metadata(self.detected.state_dicts):
             _rename_keys(metadata, of_module)
-        self.each_name(self.detected.state_dicts, self.detected.optimizers, lambda name: regex.sub(replacement, name))
+        self.each_name(
+            self.detected.state_dicts, self.detected.optimizers, lambda name: compiled.sub(replacement, name)
+        )
 
     def add(self, said: str) -> None:
         prefix = normal_prefix(said)
@@ -202,18 +204,49 @@ class NameEditor:
             for effect, i in optimizer.places:
                 _replace(effect, i, known)
 
-    def report(self, found: StateDict | NamedOptimizer, before: list[str]) -> None:
-        """Report what became of `found`'s names; refuse where two became one."""
+    def report(self, found: StateDict | NamedOptimizer, before: list[str], hint: str | None) -> None:
+        """Report what became of `found`'s names; refuse, with `hint`, where two became one."""
         origin: dict[str, str] = {}
         is_reported = isinstance(found, StateDict) or not self.detected.state_dicts
         for old, new in dict.fromkeys(zip(before, found.names(), strict=True)):
             other = origin.setdefault(new, old)
             if other != old:
                 raise CollisionError(
-                    f"two names would become {new!r}", where=f"{self.where}: {found.path}", got=f"{other!r} and {old!r}"
+                    f"two names would become {new!r}",
+                    where=f"{self.where}: {found.path}",
+                    got=f"{other!r} and {old!r}",
+                    hint=hint,
                 )
             if old != new and is_reported:
                 self.changes.names.append(NameChange(found.path, old, new))
+
+
+def _compiled(pattern: str, replacement: str) -> re.Pattern[str]:
+    """Return the compiled `pattern`. Raises UsageError for one that is none, or that `replacement` does not fit."""
+    try:
+        found = re.compile(pattern)
+        found.sub(replacement, "")
+    except (re.error, IndexError) as why:
+        hint = None
+        if "group reference" in str(why):
+            hint = "put ( ) around what it stands for in the pattern"
+        elif "repeat" in str(why):
+            hint = "in a regular expression .* stands for what a glob's * does"
+        text = f"{pattern!r} → {replacement!r} is no regular expression and replacement: {why}"
+        raise UsageError(text, hint=hint) from None
+
+    def of_group(match: re.Match[str]) -> str:
+        group = match[1] or match[2]
+        is_number = group.isdecimal() and 0 < int(group) <= found.groups
+        return rf"\g<{group}>" if is_number or group in found.groupindex else match[0]
+
+    meant = _DOLLAR.sub(of_group, replacement)
+    if meant != replacement:  # it would be written into the names as it stands
+        raise UsageError(
+            f"{replacement!r}: a group of the pattern is written as \\1 here, and not as $1",
+            hint="is this meant: " + option("rename", ((pattern, re.sub(r"\\g<(\d+)>(?!\d)", r"\\\1", meant)),)),
+        )
+    return found
 
 
 def _replace(effect: Effect, i: int, known: dict[str, str]) -> None:

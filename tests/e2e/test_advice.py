@@ -247,6 +247,19 @@ CASES: dict[str, Case] = {
         )
         for option in ("--unwrap", "--strip-prefix module.", "--strip-prefix features.module", "--rename ^module. x")
     },
+    "a group of a pattern, as sed's users write it": Case(
+        saved(weights), "convert {m}.pt out.pt --rename ([ab])\\.w w.$1", r"is this meant: (--rename .*)", "the names",
+        has("w.a", "w.b"), "edits/rename.py:_compiled:option rename", made="convert {m}.pt out.pt",
+    ),
+    "a dtype by its bits": Case(
+        saved(weights), "convert {m}.pt out.pt --dtype *.w=16", r"is this meant: (--dtype .*)", "loads",
+        lambda made: _equal({each.dtype for each in loads(made).values()}, {torch.float16}),
+        "edits/dtype_rules.py:_rule:option dtype", made="convert {m}.pt out.pt",
+    ),
+    "a size in a unit that is not known": Case(
+        saved(weights), "convert {m}.pt out --max-shard-size 5GiBB", r"is this meant: (--max-shard-size .*)", "loads",
+        same(weights), "formats/sharded/planning.py:parse_size:option max_shard_size", made="convert {m}.pt out",
+    ),
     "a module called module in DataParallel": Case(
         saved(lambda: nn.DataParallel(nn.DataParallel(net())).state_dict()), "inspect {m}.pt",
         r"own; (--strip-prefix module\.module\.)", "loads, strict, no prefix", fits(),
@@ -1153,7 +1166,6 @@ NOT_TYPED: dict[Site, str] = {
     "conversion/targets.py:format_of:option format": _NAMED,
     "conversion/targets.py:list_items:option copy_others": _NAMED,
     "formats/sharded/planning.py:deal:option max_shard_size": _NAMED,
-    "formats/sharded/planning.py:parse_size:option max_shard_size": _NAMED,
     "formats/sharded/writing.py:layout:option format": _NAMED,
     "formats/sharded/writing.py:_about_size:option max_shard_size": _NAMED,
     "inspection/comparison/options.py:__post_init__:option *": _NAMED,

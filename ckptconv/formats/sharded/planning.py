@@ -57,7 +57,13 @@ def parse_size(size: int | str) -> int:
     found = _SIZE.fullmatch(str(size))
     unit = found["unit"] if found else None
     if found is None or (unit is None and "." in found["number"]):
-        raise UsageError(option("max_shard_size", None) + " is no size that is known", expected=_EXAMPLES, got=size)
+        near = re.match(r"\s*([0-9]{1,18})\s*([KMGT])", str(size), re.IGNORECASE)
+        raise UsageError(
+            option("max_shard_size", None) + " is no size that is known",
+            expected=_EXAMPLES,
+            got=size,
+            hint="is this meant: " + option("max_shard_size", f"{near[1]}{near[2].upper()}B") if near else None,
+        )
     nbytes = int(float(found["number"]) * _UNITS[unit.upper()]) if unit else int(found["number"])
     if nbytes == 0:
         raise UsageError(option("max_shard_size", None) + " is no size of a file", expected=_EXAMPLES, got=size)

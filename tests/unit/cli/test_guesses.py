@@ -45,6 +45,36 @@ MEANT = {
     "convert run.pt o.pt --extract model": "convert run.pt o.pt --select model",
     "convert ddp.pt o.pt --dtype bf16 --keep-fp32 *.w": "convert ddp.pt o.pt --dtype bf16 --dtype '*.w=fp32'",
     "convert ddp.pt o --shards 4": "convert ddp.pt o --max-shard-size 5GB",
+    # values
+    "convert ddp.pt o.pt --precision 16": "convert ddp.pt o.pt --dtype fp16",
+    "convert ddp.pt o.pt --precision bf16-mixed": "convert ddp.pt o.pt --dtype bf16",
+    "convert ddp.pt o.pt --precision=32-true": "convert ddp.pt o.pt --dtype fp32",
+    "convert ddp.pt o.pt --bits 16": "convert ddp.pt o.pt --dtype fp16",
+    "convert ddp.pt o.pt --torch-dtype float61": "convert ddp.pt o.pt --dtype float16",
+    "convert ddp.pt o.pt --fp8": "convert ddp.pt o.pt --dtype float8_e4m3fn",
+    "convert ddp.pt o.pt --devices cpu": "convert ddp.pt o.pt --to cpu",
+    "convert ddp.pt o.pt --devices 1": "convert ddp.pt o.pt --to cuda:1",
+    "convert ddp.pt o.pt --device CPU": "convert ddp.pt o.pt --to cpu",
+    "convert ddp.pt o.pt --device cuda 1": "convert ddp.pt o.pt --to cuda:1",
+    "convert ddp.pt o.pt --device cuda0": "convert ddp.pt o.pt --to cuda:0",
+    "convert ddp.pt o.pt --device cuda:0=cpu": "convert ddp.pt o.pt --map cuda:0=cpu",
+    "convert ddp.pt o.pt -d cpu": "convert ddp.pt o.pt --to cpu",
+    "convert ddp.pt o.pt --safetensors": "convert ddp.pt o.safetensors --format safetensors",
+    "convert ddp.pt o.pt --safe_serialization": "convert ddp.pt o.safetensors --format safetensors",
+    "convert ddp.pt o.pt --weights-only True": "convert ddp.pt o.pt --state-dict",
+    "inspect ddp.pt --stats": "inspect ddp.pt --values",
+    "inspect ddp.pt --check-nan": "inspect ddp.pt --fail-on nan",
+    "inspect ddp.pt --shapes": "inspect ddp.pt",
+    # nearly a guess, the start of an option, an option that is of no use, one before the command, an output without one
+    "convert ddp.pt o.pt --devise cpu": "convert ddp.pt o.pt --to cpu",
+    "convert ddp.pt o.pt --precison bf16": "convert ddp.pt o.pt --dtype bf16",
+    "convert ddp.pt o.pt --dry": "convert ddp.pt o.pt --dry-run",
+    "inspect -q ddp.pt": "inspect ddp.pt",
+    "inspect ddp.pt --silent": "inspect ddp.pt",
+    "-q inspect ddp.pt": "inspect ddp.pt",
+    "-f convert ddp.pt o.pt": "convert -f ddp.pt o.pt",
+    "--quiet verify ddp.pt": "verify --quiet ddp.pt",
+    "convert ddp.pt --to cpu -o": "convert ddp.pt --to cpu OUT",
     # several at once, other commands' options, and what is nearly right
     "convert --input ddp.pt --output o.pt --cpu -y": "convert ddp.pt --to cpu --force o.pt",
     "convert ddp.pt o.pt --dtpye bf16": "convert ddp.pt o.pt --dtype bf16",
@@ -84,6 +114,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"module.w": torch.ones(3)}, "ddp.pt")
     torch.save({"model": {"w": torch.ones(3)}, "ema": {"w": torch.ones(3)}, "optimizer": {}}, "run.pt")
+    torch.save({"a.w": torch.ones(3), "a.b": torch.ones(3)}, "two.pt")
 
 
 @pytest.mark.parametrize("typed", MEANT)
@@ -93,7 +124,7 @@ def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
     assert said.err.count("\n") == 1 and said.out == ""
     meant = said.err.strip().rpartition("is this meant: ckptconv ")[2]
     assert meant == MEANT[typed]
-    assert sorted(each.name for each in Path().iterdir()) == ["ddp.pt", "run.pt"]
+    assert sorted(each.name for each in Path().iterdir()) == ["ddp.pt", "run.pt", "two.pt"]
     command(*shlex.split(meant), status=1 if meant.startswith("diff") else 0)
 
 
@@ -113,6 +144,27 @@ def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
         ("frobnicate ddp.pt", "no command is called frobnicate (expected convert, diff"),
         ("convert ddp.pt o.pt --device", "ckptconv convert ddp.pt o.pt --to VALUE"),
         ("convert 'a b.pt' o.pt --cpu", "ckptconv convert 'a b.pt' o.pt --to cpu"),
+        ("convert ddp.pt o.pt --bits 8", "convert has no option --bits; ckptconv convert -h lists"),
+        ("convert ddp.pt o.pt --device auto", "convert has no option --device; ckptconv convert -h lists"),
+        ("convert ddp.pt o.pt -p module.", "convert has no option -p; ckptconv convert -h lists"),
+        ("convert ddp.pt o.pt --dtype fp4", "float8_e5m2)\n"),
+        ("convert ddp.pt o.pt --dtype '*.w=16'", "is this meant: --dtype '*.w=fp16'"),
+        ("convert ddp.pt o --max-shard-size 5GiBB", "got 5GiBB); is this meant: --max-shard-size 5GB"),
+        ("convert ddp.pt o --max-shard-size big", "got big)\n"),
+        ("convert ddp.pt o --format .PTH", "--format has no .PTH (expected pt, legacy, pickle, safetensors)"),
+        ("convert ddp.pt o --format PT", "is this meant: --format pt"),
+        ("convert ddp.pt o.pt --jobs two", "--jobs 'two' is no whole number of at least 1 (expected --jobs N)"),
+        ("convert ddp.pt o.pt -j 0", "--jobs '0' is no whole number of at least 1"),
+        ("diff ddp.pt run.pt --rtol=1e-3x", "--rtol '1e-3x' is no number (expected --rtol X)"),
+        ("diff ddp.pt run.pt ddp.pt", "Got unexpected extra argument (ddp.pt) (expected ckptconv diff A B)"),
+        (r"convert ddp.pt o.pt --rename '(\w+)\.' '$1_'", r"is this meant: --rename '(\w+)\.' '\1_'"),
+        (r"convert ddp.pt o.pt --rename '(?P<a>\w+)' '${a}1'", r"--rename '(?P<a>\w+)' '\g<a>1'"),
+        (r"convert ddp.pt o.pt --rename '(\w+)' '${1}0'", r"is this meant: --rename '(\w+)' '\g<1>0'"),
+        (r"convert ddp.pt o.pt --rename '\w+' '\1'", "put ( ) around what it stands for in the pattern"),
+        ("convert ddp.pt o.pt --rename '*.w' w", "in a regular expression .* stands for what a glob's * does"),
+        ("completion", "Tab completes commands after this line in ~/."),
+        ("completion fish", "~/.config/fish/config.fish: _CKPTCONV_COMPLETE=fish_source ckptconv | source"),
+        ("--install-completion zsh", 'in ~/.zshrc: eval "$(_CKPTCONV_COMPLETE=zsh_source ckptconv)"'),
     ],
 )
 def test_what_nobody_knows(typed: str, words: str, command: Command) -> None:
@@ -124,6 +176,10 @@ def test_what_nobody_knows(typed: str, words: str, command: Command) -> None:
     ("typed", "words"),
     [
         ("convert run.pt o.pt --drop optimizer_state_dict", "is optimizer meant?"),
+        (
+            r"convert two.pt o.pt --rename '\w+$' w",
+            r"put ( ) around it in the pattern and write '\1' in the replacement",
+        ),
         ("inspect '*.pt'", "type the pattern without quotes: the shell then gives the names of the files"),
     ],
 )
