@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +50,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     for guess in guesses.split()
 }
 _ASKED = {"help": "-h", "man": "-h", "usage": "-h", "version": "--version", "v": "--version"}
+_FORMAT = Option("format", None).words()[0][0]
 _MOST = 8  # guesses in one command line
 #: The line that makes a shell complete our commands; it goes into the file of the shell.
 _COMPLETION = {
@@ -150,19 +152,20 @@ def _option_for(guess: str, known: Sequence[str]) -> Option | None:
     return next((each for each, row in OPTIONS if guess in row.split() and each.words()[0][0] in known), None)
 
 
-def _value(flag: str, value: str) -> tuple[str, ...]:
-    """Return what is typed for `flag` with the `value` of a guess; nothing if the option would refuse it."""
+def _value(option: Option, value: str) -> tuple[str, ...]:
+    """Return what is typed for `option` with the `value` of a guess. It is empty if the option would refuse it."""
+    is_device, is_dtype = option.keyword == "map_location", option.keyword == "dtype"
+    said: object = value
     try:
-        if flag == "--to" and "=" in value:
-            return "--map", value
-        if flag == "--to":
+        if is_device and "=" in value:
+            said = (tuple(value.split("=", 1)),)
+        elif is_device:
             parse_target(value)
-        if flag == "--dtype":
+        elif is_dtype:
             to_dtypes(value)
-        return flag, value
     except UsageError:
-        near = near_device(value, ("gpu", *FAMILIES)) if flag == "--to" else near_dtype(value)
-        return (flag, near) if near else ()
+        said = near_dtype(value) if is_dtype else near_device(value, ("gpu", *FAMILIES))
+    return replace(option, value=said).words()[0] if said else ()
 
 
 def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
@@ -184,9 +187,9 @@ def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
     if not behind or behind[0].startswith("-") or (usual and os.path.lexists(behind[0])):
         return flag, usual or template.format(_VALUE)
     said = behind.pop(0)
-    if flag == "--to" and said in ("cuda", "gpu") and behind and behind[0].isdecimal():
+    if option.keyword == "map_location" and said in ("cuda", "gpu") and behind and behind[0].isdecimal():
         said += ":" + behind.pop(0)
-    return _value(flag, said) if option.value is _VALUE else (flag, template.format(said))
+    return _value(option, said) if option.value is _VALUE else (flag, template.format(said))
 
 
 def _meant(name: str, words: list[str], commands: _Commands) -> str:
@@ -194,7 +197,7 @@ def _meant(name: str, words: list[str], commands: _Commands) -> str:
     if name == "convert" and len(_parsed(commands[name], words)) == 1 and not _in_place(words):
         words = [words[0], "OUT", *words[1:]] if not words[0].startswith("-") else [*words, "OUT"]
     paths = _parsed(commands[name], words)
-    asked = next((word for flag, word in pairwise(words) if flag == "--format" and word in WRITERS), None)
+    asked = next((word for flag, word in pairwise(words) if flag == _FORMAT and word in WRITERS), None)
     if name == "convert" and len(paths) == 2 and asked and WRITERS[asked] not in admitted(paths[1]):
         stem, _, behind = split_suffix(paths[1])
         at = len(words) - 1 - words[::-1].index(paths[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -107,7 +108,7 @@ def inspect_command(
             show_error(error)
             status = 1
             if lines is not None:
-                lines.append(unread_line(path))
+                lines.append(unread_line(path, os.path.getsize(path) if os.path.isfile(path) else None))
             continue
         status = max(status, bool(kinds and not_finite(selected, kinds)))
         if page:
@@ -124,7 +125,7 @@ def inspect_command(
         _show(summary_lines(summary, style, tensors=selected, by_size=view["sort"] == "size", **shown), style)
     if lines is not None:
         if view["sort"]:
-            lines.sort(key=lambda line: (-line.nbytes,) if view["sort"] == "size" else natural(line.path))
+            lines.sort(key=lambda line: (-(line.nbytes or 0),) if view["sort"] == "size" else natural(line.path))
         _show(listing_lines(lines, style, limit=view["limit"], everything=view["everything"]), style)
     return status
 

@@ -64,10 +64,10 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
         else:
             left += _take(checkpoint, next(place for place in checkpoint.places if place.node is found.node))
     if edits.drop:
-        unwanted = [place for path in edits.drop for place in _places_at(checkpoint, path)]
+        unwanted = [place for path in edits.drop for place in _places_at(checkpoint, path, before)]
         left += _drop(checkpoint, unwanted, "items, attributes and elements of lists")
     if edits.include or edits.exclude:
-        left += _filter(checkpoint, edits.include, edits.exclude, paths)
+        left += _filter(checkpoint, edits.include, edits.exclude, paths, before)
     if is_emitted and checkpoint.index is not before:
         drop_effect_order(checkpoint)
     return left
@@ -243,13 +243,18 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
 
 
 def _filter(
-    checkpoint: Checkpoint, include: tuple[str, ...], exclude: tuple[str, ...], paths: Mapping[str, str]
+    checkpoint: Checkpoint,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    paths: Mapping[str, str],
+    before: Index,
 ) -> list[LeftBehind]:
     """Take the tensors that are not wanted out of their mappings.
 
     A glob without a slash speaks of tensors in state dicts alone.
 
-    `paths` say where in the source the names of a module's state dict stood.
+    `paths` say where in the source the names of a module's state dict stood. `before` is the index of the whole source:
+    what a glob with a slash excludes may be left behind already.
     """
     detected = checkpoint.detected
     state_dicts = {id(found.node) for found in detected.state_dicts}
@@ -267,6 +272,9 @@ def _filter(
         for glob in globs:
             searched = places if "/" in glob else named
             hits = {id(place) for place in searched if is_meant(place, glob)}
+            is_gone = field == "exclude" and "/" in glob and before is not checkpoint.index
+            if not hits and is_gone and any(matches(glob, path, None) for path in before.tensors):
+                continue
             if not hits:
                 what = "tensor" if "/" in glob else "name in a state dict"
                 error = NoMatchError(
@@ -302,14 +310,17 @@ def _near_glob(checkpoint: Checkpoint, field: str, glob: str, named: Sequence[Pl
     return "try: " + option(field, meant) if meant else None
 
 
-def _places_at(checkpoint: Checkpoint, path: str) -> list[Place]:
-    """What `path` means, which is written out, or a glob with a slash; but for what is in another such place."""
-    known = [(place.path, place) for place in checkpoint.index.every_place]
-    found = [place for written, place in known if path in (written, printable(written))][:1]
-    if not found and "/" in path:
-        found = [place for written, place in known if matches(path, written, None)]
+def _places_at(checkpoint: Checkpoint, path: str, before: Index) -> list[Place]:
+    """Return the places that `path` means, which is written out, or a glob with a slash.
+
+    A place inside another one of them is left out. The list is empty if they are left behind already: only `before`,
+    the index of the whole source, has them.
+    """
+    found = _meant_places(checkpoint.index, path)
+    if not found and before is not checkpoint.index and _meant_places(before, path):
+        return []
     if not found:
-        every = [written for written, _ in known[:_LOOKED_AT]]
+        every = [place.path for place in before.every_place[:_LOOKED_AT]]
         parts = [written for written in every if "/" not in written]  # which are what people mean by one word
         near = close_matches(path, parts, n=1) or close_matches(path, every, n=1)
         error = NoMatchError(
@@ -321,6 +332,15 @@ def _places_at(checkpoint: Checkpoint, path: str) -> list[Place]:
         no_match("drop PATH", error)  # which raises it
     inside = {id(place) for place in found}
     return [place for place in found if inside.isdisjoint(id(above) for above in [*place.upwards()][1:])]
+
+
+def _meant_places(index: Index, path: str) -> list[Place]:
+    """Return the first place in `index` that is called `path`, or else all places that the glob `path` matches."""
+    known = [(place.path, place) for place in index.every_place]
+    found = [place for written, place in known if path in (written, printable(written))][:1]
+    if not found and "/" in path:
+        found = [place for written, place in known if matches(path, written, None)]
+    return found
 
 
 def holder_of(place: Place) -> tuple[Object, str] | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Line", "line_of", "listing_lines", "unread_line"]
 
 _GAP = "  "
+_UNKNOWN = "–"
 _HEADINGS = ("checkpoint", "format", "size", "tensors", "devices", "loads here")
 #: What is said of one, and of several.
 _ANSWERS = {
@@ -31,11 +32,13 @@ _LINES = 23  # on a terminal, which has 24 and shows a prompt
 
 
 class Line(NamedTuple):
-    """A checkpoint in the table: its path, what is said of it, its bytes, and what it counts as in the sum."""
+    """A checkpoint in the table: its path, what is said of it, its bytes (None: not known), and what it counts as in
+    the sum.
+    """
 
     path: str
     texts: tuple[str, ...]
-    nbytes: int
+    nbytes: int | None
     answer: str
 
 
@@ -50,9 +53,9 @@ def line_of(summary: Summary) -> Line:
     return Line(summary.path, (summary.format, f"{len(summary.tensors):,}", devices, loads), summary.size, answer)
 
 
-def unread_line(path: str) -> Line:
-    """The line of what could not be read, for which an error says why."""
-    return Line(path, ("–", "–", "–", "not readable"), 0, "not readable")
+def unread_line(path: str, nbytes: int | None) -> Line:
+    """Return the line of a path that could not be read, for which an error says why. `nbytes`: its size, if known."""
+    return Line(path, (_UNKNOWN, _UNKNOWN, _UNKNOWN, "not readable"), nbytes, "not readable")
 
 
 def listing_lines(
@@ -65,7 +68,9 @@ def listing_lines(
     if style.width is None:
         for line in shown:
             form, *others = (style.text(text) for text in line.texts)
-            yield "\t".join((style.text(line.path), form, str(line.nbytes), *others))
+            yield "\t".join(
+                (style.text(line.path), form, _UNKNOWN if line.nbytes is None else str(line.nbytes), *others)
+            )
     else:
         yield from _drawn(shown, style)
     if len(shown) < len(lines):
@@ -74,13 +79,14 @@ def listing_lines(
     answers = Counter(line.answer for line in lines)
     said = ", ".join(f"{n:,} {_ANSWERS[answer][n > 1]}" for answer, n in answers.items())
     why = "; each by itself says why" if answers.keys() - {"yes"} else ""
-    total = f"{count(len(lines), 'checkpoint')}, {size(sum(line.nbytes for line in lines))}: {said}{why}"
+    total = f"{count(len(lines), 'checkpoint')}, {size(sum(line.nbytes or 0 for line in lines))}: {said}{why}"
     yield from wrapped(style.text(total), style.columns) if style.width else [style.text(total)]
 
 
 def _drawn(lines: Sequence[Line], style: Style) -> Iterator[str]:
     """`lines` under headings, none wider than the terminal: of a path that is too long stands the end."""
-    rows = [(line.path, line.texts[0], size(line.nbytes), *line.texts[1:]) for line in lines]
+    sizes = [_UNKNOWN if line.nbytes is None else size(line.nbytes) for line in lines]
+    rows = [(line.path, line.texts[0], nbytes, *line.texts[1:]) for line, nbytes in zip(lines, sizes, strict=True)]
     table = [_HEADINGS, *([style.text(text) for text in row] for row in rows)]
     widths = [max(map(cells, column)) for column in zip(*table, strict=True)]
     room = style.columns - sum(widths[1:]) - len(_GAP) * (len(widths) - 1)

@@ -80,7 +80,14 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
         for reason, node in refused:
             for each in placed(node, referrers, making.old_of, known) or {id(places[0].node)}:
                 why.setdefault(each, making.failed.get(each, reason))
-        raise refusal(checkpoint, places, why, is_described=objects)
+
+        def helps() -> bool:  # asked last: the graph is changed by it
+            again = _Making(checkpoint, objects=True)
+            again.run()
+            _refresh(checkpoint, list(walk([*checkpoint.graph.discarded, checkpoint.graph.root])))
+            return not (again.troubles or checkpoint.index.obstacles)
+
+        raise refusal(checkpoint, places, why, objects_help=None if objects else helps)
     drop_effect_order(checkpoint)
     changes.made_plain = making.said(places, nodes)
     if not changes.made_plain:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.checkpoint.model import Checkpoint
@@ -43,11 +43,16 @@ def placed(node: Value, referrers: Referrers, old_of: Mapping[int, Value], place
 
 
 def refusal(
-    checkpoint: Checkpoint, places: Sequence[Place], why: Mapping[int, str], *, is_described: bool
+    checkpoint: Checkpoint,
+    places: Sequence[Place],
+    why: Mapping[int, str],
+    *,
+    objects_help: Callable[[], bool] | None,
 ) -> RefusedError:
     """The error for the nodes of which `why` says by their ids what they are.
 
-    `places` are those of the source. `is_described`: what is in no table became a dict where it could.
+    `places` are those of the source. `objects_help`: Whether ``loadable_objects`` would refuse nothing; None where it
+    was asked for.
     """
     inside: dict[int, list[Place]] = {}
     for place in places:
@@ -64,7 +69,7 @@ def refusal(
         f"torch.load(weights_only=True) takes what is torch's own after `import {imports}`" if imports else None,
         _without(checkpoint, tuple(dict.fromkeys(place.path for place in drops))) if None in needed else None,
         option("loadable_objects") + " makes dicts of objects that are in no table"
-        if None in needed and not is_described
+        if None in needed and objects_help and objects_help()
         else None,
     ]
     return RefusedError(

@@ -126,6 +126,7 @@ def test_a_folder_and_more_than_two_files_are_a_table(
     convert(fixtures / "cpu.pt", tmp_path / "npu.pt", map_location="npu:0")
     convert(fixtures / "resnet18.pt", tmp_path / "hub/", format="safetensors", max_shard_size="1kB")
     (tmp_path / "empty.pt").touch()
+    (tmp_path / "damaged.pt").write_bytes((fixtures / "cpu.pt").read_bytes()[:600])
     (tmp_path / "notes.txt").write_text("none")
     printed = command("inspect", tmp_path, status=1, err="empty.pt: the file is empty").out.splitlines()
     table = {Path(row[0]).name: row[1:] for row in (line.split("\t") for line in printed) if len(row) > 1}
@@ -134,16 +135,17 @@ def test_a_folder_and_more_than_two_files_are_a_table(
     assert table["cuda0.pt"][-2:] == ["cuda:0", "yes" if torch.cuda.is_available() else "no: device"]
     assert table["npu.pt"][-2:] == ["npu:0", "not known"]
     assert table["empty.pt"] == ["–", "0", "–", "–", "not readable"]
-    (shards,) = set(table) - {"cpu.pt", "cuda0.pt", "npu.pt", "empty.pt"}
+    assert table["damaged.pt"][1] == "600"
+    (shards,) = set(table) - {"cpu.pt", "cuda0.pt", "npu.pt", "empty.pt", "damaged.pt"}
     assert table[shards][0] == "sharded safetensors" and table[shards][2:] == ["122", "–", "yes"]
-    assert printed[-1].startswith("5 checkpoints, ")
-    assert "1 cannot be read" in printed[-1]
+    assert printed[-1].startswith("6 checkpoints, ")
+    assert "2 cannot be read" in printed[-1]
     some = [tmp_path / name for name in ("cpu.pt", "npu.pt", "cuda0.pt")]
     assert len(command("inspect", *some).out.splitlines()) == 4
     largest = command("inspect", *some, "--sort", "size", "--limit", "1").out.splitlines()
     assert largest[1:-1] == ["  … 2 more checkpoints (--all shows them)"]
     found = command("inspect", tmp_path, "--json", status=1).out.splitlines()
-    assert {Path(json.loads(each)["path"]).name for each in found} == table.keys() - {"empty.pt"}
+    assert {Path(json.loads(each)["path"]).name for each in found} == table.keys() - {"empty.pt", "damaged.pt"}
     assert command("inspect", *some, "--tree").out.count("\n  loads here ") == 3
     terminal(80)
     drawn = command("inspect", *some * 8).out.splitlines()

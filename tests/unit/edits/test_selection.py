@@ -127,3 +127,24 @@ def test_drop_comes_behind_select_and_before_globs(tmp_path: Path) -> None:
     assert torch.load(dst).keys() == {"m.w"}
     refused(NoMatchError, "no name", src, tmp_path / "c.pt", select="model", drop="model/b", exclude="b")
     refused_in_place(ckptconv.UsageError, "drop", src, drop="epoch")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drop": "optimizer"},
+        {"drop": ["args/.lr", "optimizer/*"]},
+        {"drop": "optimizer", "select": "model", "state_dict": False},
+        {"exclude": "optimizer/*"},
+    ],
+)
+def test_what_is_left_behind_already_is_no_typo(tmp_path: Path, options: Any) -> None:
+    """``--drop optimizer --state-dict`` is fulfilled by the second option; a word that is nowhere is an error still."""
+    torch.save(training(), tmp_path / "a.pt")
+    made = ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", **{"state_dict": True, **options})
+    assert_same(torch.load(tmp_path / "b.pt"), training()["model"])
+    assert "optimizer" in {left.path for left in made.left_behind}
+    field = "exclude" if "exclude" in options else "drop"
+    refused(NoMatchError, None, tmp_path / "a.pt", tmp_path / "c.pt", **{**options, field: "optimizr/*"})
+    error = refused(NoMatchError, None, tmp_path / "a.pt", tmp_path / "c.pt", state_dict=True, drop="optimizr")
+    assert error.hint == "is optimizer meant?"

@@ -311,6 +311,18 @@ def test_what_is_dangerous_is_no_data(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_dicts_of_objects_are_advised_only_where_they_help(tmp_path: Path) -> None:
+    """``--loadable`` names ``--loadable-objects`` where that would refuse nothing, and not for a dangerous call."""
+    bad = Made(os.system, (f"touch {tmp_path / 'mark'}",))
+    for obj, helps in (({"o": Odd()}, True), ({"b": bad}, False), ({"o": Odd(), "b": bad}, False)):
+        torch.save({"w": torch.ones(1), **obj}, tmp_path / "a.pt")
+        error = refused(RefusedError, None, tmp_path / "a.pt", tmp_path / "b.pt", loadable=True)
+        assert ("loadable_objects" in str(error)) is helps
+        if helps:
+            ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", loadable_objects=True)
+    assert not (tmp_path / "mark").exists()
+
+
 def test_a_dict_with_what_it_is_made_of(tmp_path: Path) -> None:
     """Items that a defaultdict is called with are not lost."""
     made = Made(collections.defaultdict, (list, {"a": 1}))
