@@ -11,7 +11,6 @@ import atexit
 import gc
 import io
 import os
-import signal
 import sys
 from importlib import import_module
 
@@ -22,6 +21,7 @@ from ckptconv.cli.commands import ClosedPipeError, Group
 from ckptconv.cli.terminal import show_error
 from ckptconv.errors import CkptconvError, UsageError
 from ckptconv.pickles.graph import gc_paused
+from ckptconv.signals import handled_by
 
 __all__ = ["cli", "main"]
 _EXAMPLES = """\b
@@ -42,9 +42,11 @@ atexit.register(gc.freeze)
 def main(args: list[str] | None = None) -> int:
     """Run the command line; its exit status. The console script's entry point."""
     _open_closed_streams()
-    for number in (getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    with handled_by(lambda number, frame: sys.exit(128 + number)):
+        return _run(args)
+
+
+def _run(args: list[str] | None) -> int:
     words = sys.argv[1:] if args is None else args
     debug = "--debug" in words
     failed = 2 if words[:1] == ["diff"] else 1  # as cmp has it: 1 says that they differ

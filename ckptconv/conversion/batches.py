@@ -53,8 +53,8 @@ def convert_many(
     Args:
         jobs: What to convert, and how.
         executor: Where they are done, anything with the interface of :class:`concurrent.futures.Executor`; it is left
-            open. None: processes, one for each core, that end with this call; the program that calls must then be
-            guarded by ``if __name__ == "__main__"``, as for every process pool.
+            open. None: processes, one for each core, that end with this call. If `jobs` contain a function of the main
+            module, that module must be guarded by ``if __name__ == "__main__"``.
         done: Called with each outcome as soon as there is one.
 
     Returns:

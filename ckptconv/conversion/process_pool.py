@@ -1,158 +1,167 @@
-"""Spawned workers that ignore SIGINT and exit with their parent.
+"""Worker processes that ignore SIGINT and exit with their parent.
 
 A module of its own because what it imports costs every start of the command, and most commands need no second process.
+
+:mod:`multiprocessing` starts its processes as ``python -c``, with the current folder first on ``sys.path``: a file
+``signal.py`` in a folder of checkpoints would run. Workers get the ``sys.path`` of this process before they import
+anything, and need no process of multiprocessing's own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnContext, SpawnProcess
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.spawn import get_executable, get_preparation_data
+from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from typing import Any
 
-from ckptconv.conversion.jobs import JobExecutor, Outcome, Task, finished, work
+from ckptconv.conversion.jobs import JobExecutor, Outcome, Task, finished
+from ckptconv.conversion.worker import in_worker
 from ckptconv.errors import UsageError
+from ckptconv.output.threads import Threads
 
 __all__ = ["Processes"]
 
-_PLACES = 4096  # for processes, by their numbers: two in one would only make the bar wrong
 _PATIENCE = 10.0  # seconds that a process has for putting its temporary file away
+#: ``-P``, which Python has from 3.11 on, keeps the current folder off ``sys.path``. 3.13 imports modules before it
+#: begins the program; 3.10 does not, and the module ``sys`` is part of the interpreter.
+_FLAGS = ["-P"] if sys.version_info >= (3, 11) else []
+_PROGRAM = "import sys; sys.path[:] = {path}; from ckptconv.conversion.worker import main; main({fd})"
 
 
-class _Spawning(SpawnContext):
-    """Starts processes from nothing, because a fork copies the locks of other threads, and knows which."""
+class _Process:
+    """A worker and our end of the socket to it."""
 
     def __init__(self) -> None:
-        self.started: list[SpawnProcess] = []
+        self.connection, theirs = Pipe()
+        with theirs, _without_interrupts():
+            self.process = subprocess.Popen(
+                _command_line(theirs),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={name: value for name, value in os.environ.items() if name != "PYTHONINSPECT"},
+            )
 
-    def Process(self, *args: Any, **keywords: Any) -> SpawnProcess:  # type: ignore[override]
-        """A process that is not started yet."""
-        self.started.append(SpawnProcess(*args, **keywords))
-        return self.started[-1]
+    def end(self) -> int:
+        """Wait for the end of the worker, which has nothing to do."""
+        self.connection.close()
+        return self.process.wait()
 
 
 class Processes(JobExecutor):
-    """Processes of our own, so many `workers`, and new ones where one of them was killed."""
+    """So many `workers`, each a process with a thread that talks to it. A new one replaces one that was killed."""
 
     alone = True
 
     def __init__(self, workers: int) -> None:
-        self.workers = workers
+        if in_worker():
+            what = "a worker process cannot start processes of its own"
+            raise UsageError(what, hint='guard the main program by if __name__ == "__main__"')
         self.most = 2 * workers  # so that none of them waits for work
-        self.context = _Spawning()
-        self.bytes = self.context.RawArray("q", _PLACES)  # no lock: whoever is killed holding it would stop all
-        self.pool: ProcessPoolExecutor | None = None
+        self._threads = Threads(workers, "ckptconv-worker")
+        self._lock = threading.Lock()
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        self._written = 0
+        self._closed = False
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Hand `task` over, to processes that are started if there are none."""
+        """Hand `task` over, to processes that are started as they are needed."""
         try:
-            pickle.dumps(task)
+            message = _message(task)
         except Exception as error:
-            said = UsageError(f"it cannot be handed to another process: {error}", where=task.job.src)
-            return finished(Outcome(task.job, error=said))
-        with _without_interrupts():
-            try:
-                return self._pool().submit(_in_process, task)
-            except RuntimeError:  # a process was killed
-                self._end(failed=True)
-                return self._pool().submit(_in_process, task)
+            return finished(_not_sent(task, error))
+        future: Future[Outcome] = Future()
+        self._threads.submit(self._run, task, message, future)
+        return future
 
-    def _pool(self) -> ProcessPoolExecutor:
-        if self.pool is None:
-            self.pool = ProcessPoolExecutor(
-                self.workers, mp_context=self.context, initializer=_begin_process, initargs=(self.bytes,)
-            )
-        return self.pool
+    def _run(self, task: Task, message: bytes, future: Future[Outcome]) -> None:
+        """Have a worker do `task`. If it ends before it has, `future` has a ChildProcessError."""
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(self._outcome(task, message))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _outcome(self, task: Task, message: bytes) -> Outcome:
+        with self._lock:
+            if self._closed:
+                raise ChildProcessError("the batch has ended")
+            process = self._idle.pop() if self._idle else _Process()
+            self._all.add(process)
+        outcome = error = None
+        try:
+            process.connection.send_bytes(message)
+            while outcome is None and error is None:
+                nbytes, outcome, error = process.connection.recv()
+                with self._lock:
+                    self._written += nbytes
+        except (EOFError, OSError):
+            raise ChildProcessError(f"exit status {process.end()}") from None
+        with self._lock:
+            self._idle.append(process)
+        return outcome or _not_sent(task, error)
 
     def written(self) -> int:
         """What all processes have written."""
-        return sum(self.bytes)
+        return self._written
 
     def close(self, *, failed: bool) -> None:
         """Let the processes end; where something `failed`, now."""
-        self._end(failed=failed)
+        with self._lock:
+            self._closed = True
+        if failed:
+            self._kill()
+        self._threads.shutdown()
+        for process in self._all:
+            process.end()
 
-    def _end(self, *, failed: bool) -> None:
-        pool, self.pool = self.pool, None
-        if pool is None:
-            return
-        pool.shutdown(wait=not failed, cancel_futures=True)
-        started, self.context.started = self.context.started, []
-        ours = [process for process in started if failed and process.pid is not None]
+    def _kill(self) -> None:
+        """End all processes, and kill those that do not end in time."""
         try:
-            for process in ours:
-                process.terminate()
-            for process in ours:
-                process.join(_PATIENCE)
+            for process in self._all:
+                process.process.terminate()
+            for process in self._all:
+                with suppress(subprocess.TimeoutExpired):
+                    process.process.wait(_PATIENCE)
         finally:
-            for process in ours:
-                process.kill()
+            for process in self._all:
+                process.process.kill()
 
 
-@contextlib.contextmanager
+def _command_line(connection: Connection) -> list[str]:
+    path = [each for each in sys.path if isinstance(each, str)]
+    program = _PROGRAM.format(path=ascii(path), fd=connection.fileno())
+    return [os.fsdecode(get_executable()), *_args_from_interpreter_flags(), *_FLAGS, "-c", program]
+
+
+def _message(task: Task) -> bytes:
+    """`task` for a worker, with the main module of this program if the task names it."""
+    pickled = pickle.dumps(task)
+    main: dict[str, Any] = {}
+    if b"__main__" in pickled:
+        main = {name: value for name, value in get_preparation_data("").items() if name.startswith("init_main")}
+    return pickle.dumps((main, pickled))
+
+
+def _not_sent(task: Task, why: object) -> Outcome:
+    return Outcome(task.job, error=UsageError(f"it cannot be handed to another process: {why}", where=task.job.src))
+
+
+@contextmanager
 def _without_interrupts() -> Iterator[None]:
     """Hold Ctrl-C back in this thread, and for good in processes that are started inside."""
-    resource_tracker.ensure_running()  # which would let Ctrl-C through again where it is started inside
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class _Process:
-    """What a process knows of itself: whether it is `busy` with a job, and where it says how many `bytes` it wrote."""
-
-    busy = False
-    bytes: Any = None
-
-
-def _begin_process(written: Any) -> None:
-    """What each process does first.
-
-    Ctrl-C it never hears of: that is for the one that has started it, which says what is to end, or ends itself.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
-            signal.signal(number, _end_process)
-    _Process.bytes = written
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_process(*_: object) -> None:
-    if _Process.busy:
-        for number in (signal.SIGTERM, signal.SIGHUP):  # a second one would end the clean-up
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt  # so that the temporary file goes
-    os._exit(1)
-
-
-def _end_with_parent() -> None:
-    """Wait for the end of the process that has started this one, which may be killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _in_process(task: Task) -> Outcome:
-    """:func:`work` in a process of ours."""
-    place = os.getpid() % _PLACES
-
-    def tick(nbytes: int) -> None:
-        _Process.bytes[place] += nbytes
-
-    _Process.busy = True
-    try:
-        return work(task, tick)
-    except KeyboardInterrupt:
-        os._exit(1)
-    finally:
-        _Process.busy = False

@@ -168,19 +168,43 @@ def test_interrupt(ddp: Path, monkeypatch: pytest.MonkeyPatch, command: Command)
     assert command("convert", ddp, ddp.with_name("o.pt"), status=130).err.strip() == "ckptconv: interrupted"
 
 
-def test_nohup_stays_nohup(fixtures: Path, command: Command) -> None:
-    """A signal that the caller ignores stays ignored; others end the process by way of the clean-up."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGTERM)}
+def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM and SIGHUP end a command by way of the clean-up, but not a signal that the caller ignores (nohup). After
+    the command they do what they did before.
+    """
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        command("inspect", fixtures / "cpu.pt")
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        command("inspect", fixtures / "cpu.pt")
+        monkeypatch.setattr(cli, "main", lambda *_, **__: signal.raise_signal(signal.SIGHUP))
+        assert main([]) == 0
+        monkeypatch.setattr(cli, "main", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(SystemExit, match="143"):
-            os.kill(os.getpid(), signal.SIGTERM)
+            main([])
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_a_callback_of_the_interpreter(number: signal.Signals) -> None:
+    """Where Python would print the exception and go on, as in callbacks of imports, the command ends all the same."""
+    code = f"""
+import signal, sys, time
+from ckptconv.cli import main as module
+class Callback:
+    def __del__(self):
+        signal.raise_signal({int(number)})
+def run(*args, **keywords):
+    Callback()
+    time.sleep(50)
+module.cli.main = run
+sys.exit(module.main([]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40, check=False)
+    said = "ckptconv: interrupted\n" if number == signal.SIGINT else ""
+    assert (done.returncode, done.stderr) == (128 + number, said)
 
 
 def run_python(*args: str, **environment: str) -> None:
@@ -207,7 +231,7 @@ assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 #: What ``inspect`` of a small file imports: more would be felt in each call.
 _NEEDED = {
     "": "byteranges checkpoint cli conversion dtypes edits errors formats guesses hints inspection lazy_regex"
-    " light_dataclass limits pickles render safety",
+    " light_dataclass limits pickles render safety signals",
     "byteranges": "checksums crc32 fault_sink file_objects given_paths latin1 locks patches reading sources spans"
     " undo_journal",
     "checkpoint": "danger_table dangerous_calls dangerous_globals describe globs index legacy_python model"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import pickle
 import re
@@ -34,6 +33,7 @@ from tests.support.command import Command
 from tests.support.deadly_maps import die, stall
 from tests.support.reduced import Reduced
 from tests.support.waiting import wait_for
+from tests.support.worker_processes import our_workers, processes_with
 
 LARGE = 12 << 20  # bytes of a file that takes a while
 
@@ -454,16 +454,6 @@ def started(*args: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def processes_with(mark: str) -> list[int]:
-    """The processes that have `mark` in their environment, but for those that ended already."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
-
-
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
 
 
@@ -526,22 +516,6 @@ def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
     assert 0 < len(assert_whole_or_absent(temporaries=False)) < 8
 
 
-_HEARS = """
-import signal
-from ckptconv.conversion.process_pool import _Spawning, _without_interrupts
-with _without_interrupts():
-    process = _Spawning().Process(target=signal.raise_signal, args=(signal.SIGINT,))
-    process.start()
-process.join()
-raise SystemExit(process.exitcode)
-"""
-
-
-def test_no_process_hears_ctrl_c() -> None:
-    """Neither the first one, with which Python starts one of its own that lets Ctrl-C through."""
-    assert subprocess.run([sys.executable, "-c", _HEARS], timeout=60, check=False).returncode == 0
-
-
 def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch, convert: Command) -> None:
     """How far it came, and not that --skip-existing goes on, which would skip everything."""
 
@@ -552,6 +526,7 @@ def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch,
     assert convert("run", "run", "--force", status=130).err == "ckptconv: 0 of 8 are done\n\nckptconv: interrupted\n"
 
 
+@needs_proc
 def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
     """What was lost is done again; a job that kills whoever does it ends in an error, three times being enough, and
     takes no other with it.
@@ -562,7 +537,7 @@ def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
 
     def kill_one(outcome: Outcome) -> Outcome:
         if not killed:
-            killed.append(multiprocessing.active_children()[0].pid)
+            killed.append(our_workers()[0])
             os.kill(killed[0], signal.SIGKILL)
         return outcome
 
@@ -574,7 +549,7 @@ def test_a_worker_that_is_killed_is_survived(run_folder: Path) -> None:
     assert "its process ended too early, 3 times" in str(error)
     assert all(outcome.report and outcome.report.written for outcome in outcomes)
     assert sum(not Path(name).name.startswith(".") for name in files_in(Path("new"))) == 8
-    assert not multiprocessing.active_children()
+    assert not our_workers()
 
 
 # Executors
@@ -655,6 +630,7 @@ def test_processes_of_our_own(run_folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert convert_many([]) == []
 
 
+@needs_proc
 def test_a_callback_that_fails_ends_it(run_folder: Path) -> None:
     """Its error comes through at once, and no process stays, whatever it is at."""
 
@@ -667,8 +643,7 @@ def test_a_callback_that_fails_ends_it(run_folder: Path) -> None:
             [Job("run/step-0/model.pt", "slow.pt", {"map_location": stall}), *jobs_in("run", "new")], processes(2), fail
         )
     assert time.monotonic() - started < 30
-    # the pool's own thread may still be at it that has seen them end
-    wait_for(lambda: not multiprocessing.active_children())
+    assert not our_workers()
 
 
 def test_a_job_is_checked_when_it_is_made() -> None:

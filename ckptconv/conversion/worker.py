@@ -1,0 +1,104 @@
+"""The main loop of a worker process, which :mod:`ckptconv.conversion.process_pool` starts.
+
+It imports little: a worker must notice the end of its parent as soon as it has begun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
+
+from ckptconv.signals import handled_by
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ckptconv.conversion.jobs import Outcome
+
+__all__ = ["in_worker", "main"]
+
+_TELL = 0.1  # seconds between two messages about the bytes that were written
+
+_worker: _Worker | None = None
+
+
+class _Worker:
+    """A process that does one task after another, and tells its parent through `connection` what it wrote.
+
+    Each message of the parent is a pair: where its main module is, or None if the task does not need it; and the
+    pickled task. The end of the connection is the end of the parent.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.messages: SimpleQueue[bytes | None] = SimpleQueue()
+        self.busy = False
+        self._written, self._told = 0, 0.0
+
+    def receive(self) -> None:
+        """Queue messages until the parent ends. Then end this process."""
+        try:
+            while True:
+                message = self.connection.recv_bytes()
+                self.busy = True
+                self.messages.put(message)
+        except (EOFError, OSError):
+            self.messages.put(None)
+            if self.busy:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def serve(self) -> None:
+        """Do the tasks, each of which ends in a message: (bytes written, outcome, why there is no outcome)."""
+        threading.Thread(target=self.receive, daemon=True).start()
+        while message := self.messages.get():
+            outcome, error = self._do(message)
+            written, self._written, self.busy = self._written, 0, False
+            self.connection.send((written, outcome, error))
+
+    def _do(self, message: bytes) -> tuple[Outcome | None, str | None]:
+        from ckptconv.conversion.jobs import work
+
+        try:
+            main_module, pickled = ForkingPickler.loads(message)  # of the parent, never of a file
+            if main_module:
+                from multiprocessing.spawn import prepare
+
+                prepare(main_module)
+            task = ForkingPickler.loads(pickled)
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}"
+        return work(task, self._tick), None
+
+    def _tick(self, nbytes: int) -> None:
+        self._written += nbytes
+        if (now := time.monotonic()) - self._told > _TELL:
+            self.connection.send((self._written, None, None))
+            self._written, self._told = 0, now
+
+    def end(self, *_: object) -> None:
+        """End this process on a signal. A task under way deletes its temporary file first."""
+        if self.busy:
+            for number in (signal.SIGTERM, signal.SIGHUP):  # a second one would end the clean-up
+                signal.signal(number, signal.SIG_IGN)
+            raise KeyboardInterrupt
+        os._exit(1)
+
+
+def main(fd: int) -> None:
+    """Serve the parent at the other end of the socket `fd`, until it ends. SIGINT is blocked from the start."""
+    global _worker
+    _worker = _Worker(Connection(fd))
+    try:
+        with handled_by(_worker.end):
+            _worker.serve()
+    except (KeyboardInterrupt, BrokenPipeError):
+        os._exit(1)
+
+
+def in_worker() -> bool:
+    """Return whether this process is a worker."""
+    return _worker is not None
