@@ -24,8 +24,11 @@ CkptconvError
 from __future__ import annotations
 
 import errno
+import re
 import sys
 from collections.abc import Sequence
+
+from ckptconv.lazy_regex import regex
 
 __all__ = [
     "DOWNLOAD_AGAIN",
@@ -50,6 +53,7 @@ __all__ = [
     "UsageError",
     "count",
     "printable",
+    "redacted",
     "require_torch",
     "size",
     "some",
@@ -61,6 +65,11 @@ DOWNLOAD_AGAIN = "download or copy it again"
 _LONGEST_FACT = 400  # characters; several names and their numbers
 _LONGEST_NUMBER = 1000  # bits
 _LONGEST_PART = 8000  # characters; a list of some hundred names, and no more than a terminal keeps
+_SCHEME = regex(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{1,30}:/+)", re.IGNORECASE)
+_AFTER_SCHEME = regex(r"([^/?#\s]*)([^?#\s]*)(\S*)")
+_NO_PORT = regex(r"\[[^\]]*|(?:\[[^\]]*\]|[^:\[]*):[0-9]*[^0-9'\"<>),;.].*")
+_CLOSING = "'\"<>),;."  # ends a URL in a sentence
+_KEYED = ("s3:", "hf:", "file:")  # a question mark is a letter there
 
 
 def printable(text: object) -> str:
@@ -69,6 +78,35 @@ def printable(text: object) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def redacted(text: str) -> str:
+    """Return `text` without the names, passwords, queries and fragments of the URLs in it, also of malformed ones."""
+    if ":/" not in text:
+        return text
+    before, *found = _SCHEME.split(text)
+    parts, in_query = [before], False
+    for scheme, rest in zip(found[::2], found[1::2], strict=True):
+        kept, ends_in_query = _without_secrets(scheme, f"?{rest}" if in_query else rest)
+        parts.append(kept if in_query else scheme + kept)
+        in_query = ends_in_query
+    return text if (result := "".join(parts)) == text else result  # a message that has parts keeps them
+
+
+def _without_secrets(scheme: str, rest: str) -> tuple[str, bool]:
+    """Return `rest`, the text after the `scheme` of a URL, without that URL's secrets; and whether all of it is URL, up
+    to a query that the next scheme can be in.
+    """
+    found = _AFTER_SCHEME.match(rest)
+    assert found
+    host, path, query = found.groups()
+    if "@" not in host and _NO_PORT.fullmatch(host):  # a password with a slash, a question mark or a space in it
+        return _without_secrets(scheme, rest.rpartition("@")[2] if "@" in rest else "…" + rest[len(host) :])
+    if query and not scheme.lower().startswith(_KEYED):
+        is_open = found.end() == len(rest)
+        query = query[len(query.rstrip(_CLOSING)) :]
+        return host.rpartition("@")[2] + path + query + rest[found.end() :], is_open
+    return host.rpartition("@")[2] + path + query + rest[found.end() :], False
 
 
 def size(nbytes: int) -> str:
@@ -100,13 +138,14 @@ def _sayable(fact: object) -> object:
     """`fact`, or what to say of it: integers in files can have more digits than Python prints."""
     if isinstance(fact, int) and fact.bit_length() > _LONGEST_NUMBER:
         return f"an integer of {fact.bit_length():,} bits"
-    return fact
+    return redacted(fact) if isinstance(fact, str) else fact
 
 
 class CkptconvError(Exception):
     """What went wrong, where, what was expected, what was found, and what to type next.
 
-    ``str(error)`` is one printable line. The parts stay apart as attributes, so that no program has to read the line.
+    No part contains the password or the query of a URL. ``str(error)`` is one printable line. The parts stay apart as
+    attributes, so that no program has to read the line.
     """
 
     def __init__(
@@ -118,12 +157,12 @@ class CkptconvError(Exception):
         got: object = None,
         hint: str | None = None,
     ) -> None:
-        self.what = what
-        self.where = where
+        self.what = redacted(what)
+        self.where = redacted(where) if isinstance(where, str) else where
         self.expected = _sayable(expected)
         self.got = _sayable(got)
-        self.hint = hint
-        super().__init__(what)
+        self.hint = redacted(hint) if hint else hint
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         line = _fact(self.what, _LONGEST_PART)

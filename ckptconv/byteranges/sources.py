@@ -42,7 +42,7 @@ _SPARE = 64  # open files that the rest of the process may need
 
 STEP = 1 << 24  # bytes that are asked at once of what fills no buffer by itself
 
-_URL = regex(r"[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
+_URL = regex(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ckptconv.byteranges.given_paths import is_folder
+from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option, download_option
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
@@ -79,7 +79,7 @@ def verify_command(
             failed += 1
             show_error(error)
             if as_json:
-                click.echo(json.dumps(_cannot_verify(path, error)))
+                click.echo(json.dumps(_cannot_verify(str(path_at(path)), error)))
             continue
         passed, failed = (passed + 1, failed) if verdict.ok else (passed, failed + 1)
         if as_json:

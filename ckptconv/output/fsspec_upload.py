@@ -186,9 +186,10 @@ def _beside(at: Location) -> str:
 @contextlib.contextmanager
 def _as_output_error(at: Location) -> Iterator[None]:
     """Raise whatever a filesystem raises as an OutputError."""
-    try:
-        yield
-    except CkptconvError:
-        raise
-    except Exception as error:
-        raise OutputError(f"could not be written: {at.said(error)}", where=at.shown) from error
+    with at.secrets.kept():
+        try:
+            yield
+        except CkptconvError:
+            raise
+        except Exception as error:
+            raise OutputError(f"could not be written: {at.said(error)}", where=at.shown) from error

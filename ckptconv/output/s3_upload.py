@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import Sums
 from ckptconv.byteranges.far.paths import far_path
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.byteranges.far.s3 import client, is_transient
+from ckptconv.byteranges.far.secrets import Secrets
 from ckptconv.byteranges.far.source import FarSource
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
@@ -107,7 +109,7 @@ def upload(
     """
     overflowed: Counter[tuple[str, ...]] = Counter()
     begun: list[_Upload] = []
-    shared = client()
+    shared = _Object(files[0].path).client
     deleting = partial(delete, shared=shared)
 
     def appear(each: _Upload) -> None:
@@ -255,15 +257,20 @@ class _Object:
     def __init__(self, path: Path, shared: Any = None) -> None:
         """Ask with the `shared` client, if there is one: to make another takes longer than a request."""
         url = far_path(path).url
-        self.path = path
-        self._client = shared or client()
+        self.path, self._secrets = path, Secrets(url)
+        with self._as_output_error():
+            try:
+                self.client = shared or client()
+            except ValueError as error:  # of an endpoint that is no URL
+                what = f"S3 cannot be asked: {self._secrets.hidden(str(error))}"
+                raise OutputError(what, where=path) from error
         self._at = {"Bucket": url.host, "Key": url.path}
 
     def head(self) -> dict[str, Any] | None:
         """What the store says of the object; None where it has none."""
         with self._as_output_error():
             try:
-                return self._asked(self._client.head_object)
+                return self._asked(self.client.head_object)
             except ClientError as error:
                 if _status(error) == 404:
                     return None
@@ -278,22 +285,22 @@ class _Object:
         with self._as_output_error():
             sum_ = digest([data])
             more = {"Body": data, "ContentMD5": _base64(sum_), **condition}
-            return self._appeared(lambda: f'"{sum_.hex()}"', self._client.put_object, **more)
+            return self._appeared(lambda: f'"{sum_.hex()}"', self.client.put_object, **more)
 
     def delete(self) -> None:
         """Delete it, whether it is there or not."""
         with self._as_output_error():
-            self._asked(self._client.delete_object)
+            self._asked(self.client.delete_object)
 
     def begin(self) -> str:
         """Begin an upload, of which nobody sees anything; its id."""
         with self._as_output_error():
-            return str(self._asked(self._client.create_multipart_upload)["UploadId"])
+            return str(self._asked(self.client.create_multipart_upload)["UploadId"])
 
     def abort(self, upload: str) -> None:
         """Abort an upload, which deletes its parts."""
         with self._as_output_error():
-            self._asked(self._client.abort_multipart_upload, UploadId=upload)
+            self._asked(self.client.abort_multipart_upload, UploadId=upload)
 
     def send(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
         """Send or copy `parts`, several at once; for each its ETag, and what is remembered of it."""
@@ -327,14 +334,14 @@ class _Object:
         if not part.copied:
             data = _bytes_of(part)
             sum_ = digest([data])
-            said = self._asked(self._client.upload_part, Body=data, ContentMD5=_base64(sum_), **more)
+            said = self._asked(self.client.upload_part, Body=data, ContentMD5=_base64(sum_), **more)
             return str(said["ETag"]), (len(data), sum_)
         (span,) = part.pieces
         assert isinstance(span, ByteRange) and isinstance(span.source, FarSource)
         version, url = span.source.requests.version, span.source.url
         match = {"CopySourceIfMatch": version.etag} if version and version.etag else {}
         done = self._asked(
-            self._client.upload_part_copy,
+            self.client.upload_part_copy,
             CopySource={"Bucket": url.host, "Key": url.path},
             CopySourceRange=f"bytes={span.offset}-{span.offset + span.length - 1}",
             **match,
@@ -351,7 +358,7 @@ class _Object:
             digests = [bytes.fromhex(etag.strip('"')) for etag in etags if len(etag.strip('"')) == 32]
             return f'"{digest(digests).hex()}-{len(etags)}"'
 
-        return self._appeared(whole, self._client.complete_multipart_upload, **more)
+        return self._appeared(whole, self.client.complete_multipart_upload, **more)
 
     def _appeared(self, etag: Callable[[], str], call: Callable[..., dict[str, Any]], **more: Any) -> str:
         """Let the object appear; its ETag. An answer that was lost is no fault where the next one says that there is no
@@ -387,10 +394,11 @@ class _Object:
 
     @contextlib.contextmanager
     def _as_output_error(self) -> Iterator[None]:
-        try:
-            yield
-        except (ClientError, BotoCoreError) as error:
-            raise self._failed(error) from error
+        with self._secrets.kept():
+            try:
+                yield
+            except (ClientError, BotoCoreError, ResponseParserError) as error:
+                raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> OutputError | TargetExistsError:
         """`error` in our words."""

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
+from itertools import count as count_from
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from zlib import crc32
 
-__all__ = ["LIES", "Exchange", "FileServer", "Seen", "in_background", "serving"]
+__all__ = ["LIES", "SLOW_DOWNLOADS", "Exchange", "FileServer", "Seen", "in_background", "serving"]
 
 _ENDS = 1 << 16  # bytes at each end that the ETag is made of: files can have gigabytes
 _TREE = re.compile(r"/api/(models|datasets|spaces)/([^/]+/[^/]+)/tree/([^/]+)(/.*)?")
@@ -225,6 +227,42 @@ def _range(it: Exchange, text: str) -> None:
     it.send(206, it.headers(Content_Range=text), it.part)
 
 
+def _length(it: Exchange, text: str) -> None:
+    it.handler.close_connection = True
+    it.send(206, it.headers(Content_Length=text), it.part)
+
+
+def _again(it: Exchange, after: str) -> None:
+    it.send(503, {"Retry-After": after, "Content-Length": "0"}, b"")
+
+
+def _chunked(it: Exchange, chunks: Iterator[bytes]) -> None:
+    """Send all of the file in `chunks`, or as much of it as whoever listens waits for."""
+    it.handler.files.seen.append(Seen(it.handler.path, {}, 200, 0))
+    it.handler.close_connection = True
+    said = it.headers(Content_Range="", Content_Length="", Transfer_Encoding="chunked")
+    head = "".join(f"{name}: {text}\r\n" for name, text in said.items())
+    it.handler.wfile.write(f"HTTP/1.1 200 OK\r\n{head}\r\n".encode())
+    ends = time.monotonic() + 20
+    for chunk in chunks:
+        it.handler.wfile.write(chunk)
+        it.handler.wfile.flush()
+        if time.monotonic() > ends:
+            return
+
+
+def _slowly(data: bytes) -> Iterator[bytes]:
+    """A byte of `data` at a time, over and over."""
+    for i in count_from():
+        time.sleep(0.05)
+        yield data[i % len(data) :][:1]
+
+
+def _endless_trailers(it: Exchange) -> None:
+    body = b"%x\r\n%s\r\n0\r\n" % (len(it.data), it.data)
+    _chunked(it, chain([body], repeat(b"X: y\r\n" * 100)))
+
+
 def _redirect(it: Exchange, place: str) -> None:
     it.send(302, {"Location": place, "Content-Length": "0"}, b"")
 
@@ -245,6 +283,28 @@ LIES: dict[str, tuple[Callable[[Exchange], None], str]] = {
     "fewer bytes": (lambda it: _range(it, f"bytes {it.start}-{it.stop - 2}/{len(it.data)}"), "TransferError"),
     "no Content-Range": (lambda it: _range(it, ""), "TransferError"),
     "garbage in Content-Range": (lambda it: _range(it, "bytes -5-x/٣"), "TransferError"),
+    "a size of 5,000 digits": (lambda it: _range(it, f"bytes {it.start}-{it.stop - 1}/{'9' * 5000}"), "TransferError"),
+    "a superscript in Content-Range": (lambda it: _range(it, "bytes 0-\u00b2/9"), "TransferError"),
+    "a Content-Range that breaks off": (lambda it: _range(it, f"bytes {it.start}-{it.stop - 1}/"), "TransferError"),
+    "a length of 5,000 digits": (lambda it: _length(it, "9" * 5000), "TransferError"),
+    "a length that is none": (lambda it: _length(it, "\u00b2"), "TransferError"),
+    "a chunk of 2^999 bytes": (
+        lambda it: it.send(
+            206, it.headers(Content_Length="", Transfer_Encoding="chunked"), b"8" + b"0" * 250 + b"\r\nx"
+        ),
+        "TransferError",
+    ),
+    "Retry-After: a superscript": (lambda it: _again(it, "\u00b2"), "TransferError"),
+    "Retry-After: 5,000 digits": (lambda it: _again(it, "9" * 5000), "TransferError"),
+    "Retry-After: a far year": (
+        lambda it: _again(it, "Mon, 02 Nov 99999999999999999999 10:00:00 GMT"),
+        "TransferError",
+    ),
+    "Retry-After: the year 1": (lambda it: _again(it, "Mon, 01 Jan 0001 00:00:00 -0000"), "TransferError"),
+    "redirect to half an address": (lambda it: _redirect(it, "http://["), "TransferError"),
+    "redirect to a port that is none": (lambda it: _redirect(it, "http://127.0.0.1:99999/"), "TransferError"),
+    "redirect with a backslash": (lambda it: _redirect(it, "http://127.0.0.1:1\\@127.0.0.1:2/"), "TransferError"),
+    "redirect to no port": (lambda it: _redirect(it, "http://127.0.0.1:\u00b2/"), "TransferError"),
     "no size": (lambda it: _range(it, f"bytes {it.start}-{it.stop - 1}/*"), "TransferError"),
     "another size each time": (
         lambda it: _range(it, f"bytes {it.start}-{it.stop - 1}/{len(it.data) + it.number}"),
@@ -283,6 +343,18 @@ LIES: dict[str, tuple[Callable[[Exchange], None], str]] = {
     "not let in": (lambda it: it.send(403, {"Content-Length": "0"}, b""), "InputError"),
     "gone": (lambda it: it.send(410, {"Content-Length": "0"}, b""), "MissingInputError"),
     "a size of exabytes": (lambda it: _range(it, f"bytes {it.start}-{it.stop - 1}/{1 << 60}"), "InputError"),
+}
+
+
+#: What a server can send in place of all of a file, and never end.
+SLOW_DOWNLOADS: dict[str, Callable[[Exchange], None]] = {
+    "head": lambda it: _dribble(it, b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 90),
+    "length of a chunk": lambda it: _chunked(it, _slowly(b"0")),
+    "extension of a chunk": lambda it: _chunked(it, chain([b"5;"], _slowly(b"x"))),
+    "body": lambda it: _chunked(it, chain([b"%x\r\n" % len(it.data)], _slowly(it.data))),
+    "end of a chunk": lambda it: _chunked(it, chain([b"1\r\nx"], _slowly(b"\r"))),
+    "trailers without an end": _endless_trailers,
+    "trailers, slowly": lambda it: _chunked(it, chain([b"1\r\nx\r\n0\r\n"], _slowly(b"X: y\r\n"))),
 }
 
 

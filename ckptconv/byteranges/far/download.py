@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from ckptconv.byteranges.far.paths import FarPath
 from ckptconv.byteranges.far.planning import POLICY
-from ckptconv.byteranges.far.requests import Transient, retried
+from ckptconv.byteranges.far.requests import Deadline, Transient, retried
 from ckptconv.byteranges.far.source import FarSource
 from ckptconv.byteranges.far.transports import transport_for
 from ckptconv.byteranges.far.urls import HTTP
@@ -64,21 +64,22 @@ class _Downloaded(Readable):
             self.close()
             raise
 
-    def _received(self, _: float) -> int:
+    def _received(self, deadline: float) -> int:
         """How many bytes came, all of which are in our file now. Raises Transient, InputError, OutputError.
 
         Every ``POLICY.part`` bytes must come within ``POLICY.deadline`` seconds.
         """
         done = due = 0
+        limit = Deadline(deadline)
         transport = cast("HttpTransport", transport_for(self.url, self.path))
-        with contextlib.closing(transport), self._as_error(), transport.whole() as (length, chunks):
+        with contextlib.closing(transport), self._as_error(), transport.whole(limit) as (length, chunks):
             self._check_room(length)
             self._file.seek(0)
             with self._progress(length) as tick:
                 for chunk in chunks:
                     if done >= due:
-                        due, deadline = done + POLICY.part, time.monotonic() + POLICY.deadline
-                    if time.monotonic() > deadline:
+                        due, limit.at = done + POLICY.part, time.monotonic() + POLICY.deadline
+                    if time.monotonic() > limit.at:
                         raise Transient(f"the server is too slow: {done:,} bytes came")
                     done += self._file.write(chunk)
                     if tick:

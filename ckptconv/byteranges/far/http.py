@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import email.utils
+import http.client
 import json
 import netrc
 import os
 import re
 import time
-import urllib.request
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -22,16 +22,28 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import urllib3
 
+from ckptconv.byteranges.far.connections import pool, proxy_for, until
 from ckptconv.byteranges.far.planning import KIB, POLICY
-from ckptconv.byteranges.far.requests import Answer, Entry, Transient, Version, check_range, paged, received
-from ckptconv.byteranges.far.urls import HTTP, Url, parse
+from ckptconv.byteranges.far.requests import (
+    Answer,
+    Deadline,
+    Entry,
+    Transient,
+    Version,
+    check_range,
+    number,
+    paged,
+    received,
+)
+from ckptconv.byteranges.far.secrets import Secrets
+from ckptconv.byteranges.far.urls import HTTP, Url, is_readable_host, parse
 from ckptconv.errors import (
+    CkptconvError,
     InputChangedError,
     InputError,
     MissingInputError,
     TransferError,
     UnsupportedError,
-    UsageError,
 )
 from ckptconv.hints import option
 
@@ -43,6 +55,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _HUB = "https://huggingface.co"
 _PAGE = 16 << 20  # bytes of a page of a list: the Hub's have 1,000 entries
+_PLAINLY = {"Accept-Encoding": "identity", "User-Agent": "ckptconv"}
 _DOWNLOADS = option("download") + " downloads all of it first"
 _LONGEST_WAIT = 3600.0  # seconds that a server can ask for; more is a lie, and no deadline is that long
 
@@ -53,36 +66,47 @@ class HttpTransport:
     def __init__(self, url: Url, shown: object, token: str | None = None) -> None:
         self._start, self._shown = url, shown
         self._at = url.full  # where redirects have led
-        self._authorization = f"Bearer {token}" if token else _basic(url)
+        who = _who(url)
+        self._authorization = f"Bearer {token}" if token else who and f"Basic {base64.b64encode(who.encode()).decode()}"
+        self.secrets = Secrets(url, token or "", who or "")
         self._pools: dict[str | None, urllib3.PoolManager] = {}  # by the proxy
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
         """As :class:`~ckptconv.byteranges.far.requests.Transport` has it."""
-        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", "User-Agent": "ckptconv"}
+        headers = {"Range": f"bytes={start}-{stop - 1}", **_PLAINLY}
         if expected and expected.strong_etag:
             headers |= {"If-Match": expected.strong_etag, "If-Range": expected.strong_etag}
         elif expected and expected.modified:
             headers |= {"If-Unmodified-Since": expected.modified}
-        with self._as_error(), self._followed(headers) as response:
+        with self._as_error(), until(Deadline(deadline)), self._followed(headers) as response:
             return self._answer(response, start, stop, expected, deadline)
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[tuple[int, Iterator[bytes]]]:
+    def whole(self, deadline: Deadline) -> Iterator[tuple[int, Iterator[bytes]]]:
         """How many bytes the server says that it will send, or 0, and all bytes of the file, a piece at a time.
 
-        Raises Transient, InputError, also where pieces are asked for.
+        Raises Transient, InputError, also where pieces are asked for, and where `deadline` is over.
         """
-        with self._as_error(), self._followed({"Accept-Encoding": "identity", "User-Agent": "ckptconv"}) as response:
-            if response.status != 200:
-                raise self._refused(response, 0, None)
-            chunks = iter(lambda: response.read1(_CHUNK), b"")
-            if (coding := _coding(response)) == "gzip":
-                chunks = self._unzipped(chunks)
-            elif coding != "identity":
-                what, hint = "the server compresses what it sends, unasked", "download the file first"
-                raise UnsupportedError(what, where=self._shown, expected="none, or gzip", got=coding, hint=hint)
-            length = response.headers.get("Content-Length", "")
-            yield int(length) if length.isascii() and length.isdigit() else 0, chunks
+        with contextlib.ExitStack() as stack:
+            with self._as_error(), until(deadline):
+                response = stack.enter_context(self._followed(_PLAINLY))
+                if response.status != 200:
+                    raise self._refused(response, 0, None)
+                chunks = self._chunks(response)
+                if (coding := _coding(response)) == "gzip":
+                    chunks = self._unzipped(chunks)
+                elif coding != "identity":
+                    what, hint = "the server compresses what it sends, unasked", "download the file first"
+                    raise UnsupportedError(what, where=self._shown, expected="none, or gzip", got=coding, hint=hint)
+            yield number(response.headers.get("Content-Length")) or 0, chunks
+
+    def _chunks(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+        """The bytes of `response`. Raises Transient, TransferError."""
+        while True:
+            with self._as_error():
+                if not (chunk := response.read1(_CHUNK)):
+                    return
+            yield chunk
 
     def _unzipped(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         """What the gzip'd `chunks` are of, in pieces no larger than a chunk. Raises TransferError."""
@@ -106,11 +130,10 @@ class HttpTransport:
 
         Raises Transient, InputError.
         """
-        with self._as_error(), self._followed({"Accept-Encoding": "identity", "User-Agent": "ckptconv"}) as response:
+        with self._as_error(), until(Deadline(deadline)), self._followed(_PLAINLY) as response:
             if response.status != 200:
                 raise self._refused(response, 0, None)
-            chunks = iter(lambda: response.read1(_CHUNK), b"")
-            found = _parsed(received(chunks, None, deadline, most=_PAGE), self._shown)
+            found = _parsed(received(self._chunks(response), None, deadline, most=_PAGE), self._shown)
             return found, self._next_page(response.headers.get("Link", ""))
 
     def _next_page(self, link: str) -> str | None:
@@ -118,29 +141,35 @@ class HttpTransport:
         found = re.search(r'<([^>]+)>\s*;\s*rel="?next"?', link)
         if not found:
             return None
-        before, after = urlsplit(self._start.full), urlsplit(urljoin(self._start.full, str(found[1])))
+        before, after = urlsplit(self._start.full), urlsplit(self._joined(self._start.full, str(found[1])))
         if (before.scheme, before.netloc) != (after.scheme, after.netloc):
-            raise TransferError("the list goes on at another server", where=self._shown, got=after.netloc)
+            raise TransferError("the list goes on at another server", where=self._shown, got=after.hostname)
         base = urlsplit(os.environ.get("HF_ENDPOINT", _HUB)).path.rstrip("/")
         return f"{after.path[len(base) :].lstrip('/')}?{after.query}"
 
     def close(self) -> None:
         """Let connections go."""
-        for pool in self._pools.values():
-            pool.clear()
+        for each in self._pools.values():
+            each.clear()
 
     @contextlib.contextmanager
     def _as_error(self) -> Iterator[None]:
-        """Raise in our words what urllib3 raises meanwhile."""
-        try:
-            yield
-        except urllib3.exceptions.SSLError as error:
-            hint = "if you trust the server, SSL_CERT_FILE names the file that its certificate is in"
-            raise TransferError(f"no secure connection: {error}", where=self._shown, hint=hint) from error
-        except (urllib3.exceptions.LocationValueError, UnicodeError) as error:
-            raise UsageError(f"no URL: {error}", where=self._shown) from error
-        except urllib3.exceptions.HTTPError as error:
-            raise Transient(_reason(error)) from error
+        """Raise in our words what urllib3, and Python's parsers of what a server says, raise meanwhile."""
+        with self.secrets.kept():
+            try:
+                yield
+            except CkptconvError:
+                raise
+            except urllib3.exceptions.SSLError as error:
+                hint = "if you trust the server, SSL_CERT_FILE names the file that its certificate is in"
+                what = f"no secure connection: {self.secrets.hidden(str(error))}"
+                raise TransferError(what, where=self._shown, hint=hint) from error
+            except urllib3.exceptions.LocationValueError as error:
+                raise TransferError("the server leads to what is no URL", where=self._shown) from error
+            except urllib3.exceptions.HTTPError as error:
+                raise Transient(_reason(error)) from error
+            except (ValueError, OverflowError, http.client.HTTPException) as error:
+                raise TransferError("the server's answer makes no sense", where=self._shown) from error
 
     @contextlib.contextmanager
     def _followed(self, headers: dict[str, str]) -> Iterator[urllib3.BaseHTTPResponse]:
@@ -157,7 +186,7 @@ class HttpTransport:
             if response.status not in _REDIRECTS:
                 break
             response.close()  # its body can be endless
-            at = self._checked(at, urljoin(at, response.headers.get("Location", "")))
+            at = self._checked(at, self._joined(at, response.headers.get("Location", "")))
             response = self._request(at, headers)
         try:
             if response.status in _REDIRECTS:
@@ -173,9 +202,17 @@ class HttpTransport:
     def _request(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         if self._authorization and urlsplit(url).netloc == urlsplit(self._start.full).netloc:
             headers = {**headers, "Authorization": self._authorization}
-        proxy = _proxy(url)  # which a redirect can change
-        pool = self._pools.get(proxy) or self._pools.setdefault(proxy, _pool(proxy))
-        return pool.request("GET", url, headers=headers, redirect=False, preload_content=False, decode_content=False)
+        proxy = proxy_for(url)  # which a redirect can change
+        manager = self._pools.get(proxy) or self._pools.setdefault(proxy, pool(proxy))
+        return manager.request("GET", url, headers=headers, redirect=False, preload_content=False, decode_content=False)
+
+    def _joined(self, base: str, place: str) -> str:
+        """The URL of `place`, as a header says it, seen from `base`. Raises TransferError."""
+        with contextlib.suppress(ValueError):
+            joined = urljoin(base, place)
+            if is_readable_host(urlsplit(joined).netloc):
+                return joined
+        raise TransferError("the server leads to what is no URL", where=self._shown)
 
     def _checked(self, before: str, after: str) -> str:
         """`after`, to which a server leads from `before`. Raises TransferError where nobody should follow."""
@@ -200,13 +237,11 @@ class HttpTransport:
             raise UnsupportedError(what, where=self._shown, got=coding, hint=hint)
         end, size = check_range(said.get("Content-Range"), start, stop, self._shown)
         length = said.get("Content-Length")
-        if length is not None and length != str(end - start):
+        if length is not None and number(length) != end - start:
             raise TransferError(
                 "the server says two lengths", where=self._shown, expected=f"{end - start} bytes", got=length
             )
-        return Answer(
-            received(iter(lambda: response.read1(_CHUNK), b""), end - start, deadline), Version(size, etag, modified)
-        )
+        return Answer(received(self._chunks(response), end - start, deadline), Version(size, etag, modified))
 
     def _refused(self, response: urllib3.BaseHTTPResponse, start: int, expected: Version | None) -> Exception:
         """Why an answer without the bytes has none."""
@@ -215,6 +250,8 @@ class HttpTransport:
         if status == 200 and expected is None:
             what = "the server sends whole files alone, and no ranges of them"
             return UnsupportedError(what, where=where, hint=_DOWNLOADS)
+        if status == 200 and _is_same(response.headers, expected):
+            return Transient("the server sends all of the file instead of a range")
         if status in (200, 412, 416):  # 200 because of If-Range
             return InputChangedError("the file changed while it was read", where=f"{where} at byte {start}", got=got)
         if status in (404, 410):
@@ -250,7 +287,7 @@ def hub_entries(url: Url, shown: object) -> Iterator[Entry]:
         with contextlib.closing(_on_hub(at, shown)) as transport:
             page, after = transport.page(deadline)
         files = [each for each in page if each.get("type") == "file" and str(each.get("path")).startswith(root)]
-        sizes = [size if isinstance(size := each.get("size"), int) else 0 for each in files]
+        sizes = [number(str(each.get("size"))) or 0 for each in files]
         return [Entry(str(each["path"])[len(root) :], size) for each, size in zip(files, sizes, strict=True)], after
 
     first = f"api/{kind}/{repo}/tree/{revision}{f'/{quote(path)}' if path else ''}?recursive=true"
@@ -260,6 +297,14 @@ def hub_entries(url: Url, shown: object) -> Iterator[Entry]:
 def _on_hub(path: str, shown: object) -> HttpTransport:
     endpoint = os.environ.get("HF_ENDPOINT", _HUB).rstrip("/")
     return HttpTransport(parse(f"{endpoint}/{path}"), shown, _hub_token())
+
+
+def _is_same(headers: Any, version: Version | None) -> bool:
+    """Return whether an answer with these `headers` and all of a file is of this `version`, as far as it says."""
+    said = headers.get("ETag"), headers.get("Last-Modified")
+    if version is None or said != (version.etag, version.modified) or said == (None, None):
+        return False
+    return number(headers.get("Content-Length")) in (None, version.size)
 
 
 def _parsed(data: bytes, where: object) -> list[dict[str, Any]]:
@@ -287,37 +332,15 @@ def _hub_token() -> str | None:
     return get_token()
 
 
-def _basic(url: Url) -> str | None:
-    """What the URL, or ~/.netrc, says who we are."""
+def _who(url: Url) -> str | None:
+    """Return the name and password for `url`, which it has itself, or ~/.netrc for its host."""
     if url.userinfo:
-        return "Basic " + base64.b64encode(unquote(url.userinfo).encode()).decode()
+        return unquote(url.userinfo)
     try:
         found = netrc.netrc().authenticators(urlsplit(url.full).hostname or "")
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, UnicodeError, netrc.NetrcParseError):
         return None
-    return "Basic " + base64.b64encode(f"{found[0]}:{found[2]}".encode()).decode() if found else None
-
-
-def _proxy(url: str) -> str | None:
-    """The proxy for `url`, by the variables that all programs read."""
-    at = urlsplit(url)
-    if urllib.request.proxy_bypass(at.netloc.rpartition("@")[2]):
-        return None
-    proxies = urllib.request.getproxies()
-    proxy = proxies.get(at.scheme) or proxies.get("all")
-    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
-
-
-def _pool(proxy: str | None) -> urllib3.PoolManager:
-    """What keeps connections, by way of `proxy` if there is one, whose URL can say who we are there."""
-    timeout = urllib3.Timeout(connect=POLICY.silence, read=POLICY.silence)
-    kept: dict[str, Any] = {"maxsize": POLICY.concurrency, "timeout": timeout, "retries": False}
-    if proxy is None:
-        return urllib3.PoolManager(**kept)
-    who = urllib3.util.parse_url(proxy).auth
-    return urllib3.ProxyManager(
-        proxy, proxy_headers=urllib3.make_headers(proxy_basic_auth=unquote(who)) if who else None, **kept
-    )
+    return f"{found[0]}:{found[2]}" if found else None
 
 
 def _reason(error: Exception) -> str:
@@ -336,11 +359,8 @@ def _reason(error: Exception) -> str:
 
 def _seconds(after: str | None) -> float | None:
     """What a Retry-After says, which is a number of seconds or a date."""
-    if after is None:
-        return None
-    if after.strip().isdigit():
-        return min(float(after), _LONGEST_WAIT)
-    try:
-        return email.utils.parsedate_to_datetime(after).timestamp() - time.time()
-    except ValueError:
-        return None
+    seconds: float | None = number(after)
+    if seconds is None and after:
+        with contextlib.suppress(ValueError, OverflowError, TypeError, OSError):  # of a year that no clock has
+            seconds = email.utils.parsedate_to_datetime(after).timestamp() - time.time()
+    return None if seconds is None else min(seconds, _LONGEST_WAIT)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
 
 import fsspec
 
 from ckptconv.byteranges.far.requests import Answer, Entry, Transient, Version
+from ckptconv.byteranges.far.secrets import Secrets
 from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import CkptconvError, InputError, MissingInputError, UnsupportedError, UsageError
 
@@ -23,39 +23,30 @@ class Location:
         """Raises UsageError where there is no such filesystem, or a package for it is missing."""
         if url.scheme not in (*fsspec.registry, *fsspec.available_protocols()):
             raise UsageError(f"cannot be read: neither ckptconv nor fsspec knows {url.scheme}://", where=shown)
-        self.shown, self._secrets = shown, _secrets(url)
+        self.shown, self.secrets = shown, Secrets(url)
         who = f"{url.userinfo}@" if url.userinfo else ""
         text = f"{url.scheme}://{who}{url.shown.partition('://')[2]}" + (f"?{url.query}" if url.query else "")
         with self.as_error(url):
             self.files, self.path = fsspec.core.url_to_fs(text)
 
     def said(self, error: Exception) -> str:
-        """What `error` says, which can repeat the URL, without the secrets in that."""
-        text = f"{type(error).__name__}: {error}"
-        for secret in self._secrets:
-            text = text.replace(secret, "…")
-        return text
+        """Return what `error` is and says, without secrets."""
+        return self.secrets.hidden(f"{type(error).__name__}: {error}")
 
     @contextlib.contextmanager
     def as_error(self, url: Url) -> Iterator[None]:
         """Raise in our words what a filesystem raises meanwhile that nobody here knows."""
-        try:
-            yield
-        except ImportError as error:
-            raise UsageError(f"{url.scheme} needs a package: {self.said(error)}", where=self.shown) from error
-        except FileNotFoundError as error:
-            raise MissingInputError("cannot be read: there is no such file", where=self.shown) from error
-        except CkptconvError:
-            raise
-        except Exception as error:
-            raise InputError(f"cannot be read: {self.said(error)}", where=self.shown) from error
-
-
-def _secrets(url: Url) -> list[str]:
-    """The parts of `url` that no message may repeat, the longest first: also a password by itself, however encoded."""
-    parts = [url.userinfo, url.userinfo.partition(":")[2], url.query]
-    parts += [each.partition("=")[2] for each in url.query.split("&")]
-    return sorted({each for part in parts for each in (part, unquote(part)) if len(each) > 2}, key=len, reverse=True)
+        with self.secrets.kept():
+            try:
+                yield
+            except ImportError as error:
+                raise UsageError(f"{url.scheme} needs a package: {self.said(error)}", where=self.shown) from error
+            except FileNotFoundError as error:
+                raise MissingInputError("cannot be read: there is no such file", where=self.shown) from error
+            except CkptconvError:
+                raise
+            except Exception as error:
+                raise InputError(f"cannot be read: {self.said(error)}", where=self.shown) from error
 
 
 class FsspecTransport(Location):

@@ -9,24 +9,28 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from ckptconv.byteranges.far.planning import POLICY
+from ckptconv.byteranges.far.secrets import Secrets
 from ckptconv.errors import InputChangedError, LimitError, TransferError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
 __all__ = [
     "Answer",
+    "Deadline",
     "Entry",
     "Requests",
     "Transient",
     "Transport",
     "Version",
     "check_range",
+    "number",
     "paged",
     "received",
     "retried",
 ]
 
 _T = TypeVar("_T")
+_LARGEST = (1 << 63) - 1  # bytes of a file, and of no header's number more
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,17 @@ class Transient(Exception):
         self.after = after
 
 
+class Deadline:
+    """A time of :func:`time.monotonic`, `at`, which can be put off."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+
 class Transport(Protocol):
-    """How ranges of one file come."""
+    """How ranges of one file come, and the secrets that are sent for them."""
+
+    secrets: Secrets
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
         """The bytes from `start` to `stop`, or to the end if that comes first, of the version `expected`.
@@ -104,8 +117,9 @@ class Requests:
                 raise TransferError("the file was closed while it was read", where=where)
             return self._transport.get(start, stop, self.version, deadline)
 
-        answer = retried(ask, where, self._closed.wait)
-        self._check(answer, where)
+        with self._transport.secrets.kept():
+            answer = retried(ask, where, self._closed.wait)
+            self._check(answer, where)
         return answer.data
 
     def _check(self, answer: Answer, where: str) -> None:
@@ -158,6 +172,13 @@ def paged(ask: Callable[[str, float], tuple[list[Entry], str | None]], first: st
         yield from page
 
 
+def number(text: str | None) -> int | None:
+    """Return the number in a header: ASCII digits, and no more than a file has bytes. None for anything else."""
+    text = (text or "").strip(" \t")
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_LARGEST))
+    return int(text) if is_number and int(text) <= _LARGEST else None
+
+
 def check_range(said: str | None, start: int, stop: int, where: object) -> tuple[int, int]:
     """Where the range ends that a Content-Range says, and how large the file is.
 
@@ -166,16 +187,15 @@ def check_range(said: str | None, start: int, stop: int, where: object) -> tuple
     unit, _, rest = (said or "").strip().partition(" ")
     span, _, total = rest.partition("/")
     first, _, last = span.partition("-")
-    numbers = [first, last, total]
-    if unit.lower() != "bytes" or not all(number.isascii() and number.isdigit() for number in numbers):
+    at, end, size = number(first), number(last), number(total)
+    if unit.lower() != "bytes" or at is None or end is None or size is None:
         what = "the server does not say which bytes it sends"
         raise TransferError(what, where=where, expected="bytes A-B/SIZE", got=said)
-    at, end, size = int(first), int(last) + 1, int(total)
-    if at != start or end != min(stop, size):
+    if at != start or end + 1 != min(stop, size):
         raise TransferError(
             "the server sends other bytes than were asked for", where=where, expected=f"{start}-{stop - 1}", got=said
         )
-    return end, size
+    return end + 1, size
 
 
 def received(chunks: Iterator[bytes], length: int | None, deadline: float, most: int = 0) -> bytes:

@@ -16,11 +16,13 @@ from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError, SSLError
 from botocore.loaders import create_loader
+from botocore.parsers import ResponseParserError
 
 from ckptconv.byteranges.far.planning import KIB, POLICY
 from ckptconv.byteranges.far.requests import Answer, Entry, Transient, Version, check_range, paged, received
+from ckptconv.byteranges.far.secrets import Secrets
 from ckptconv.byteranges.far.urls import Url
-from ckptconv.errors import InputChangedError, InputError, MissingInputError, TransferError
+from ckptconv.errors import CkptconvError, InputChangedError, InputError, MissingInputError, TransferError
 
 __all__ = ["S3Transport", "client", "entries", "is_transient"]
 
@@ -74,12 +76,13 @@ class S3Transport:
     """The object at `url`."""
 
     def __init__(self, url: Url, shown: object) -> None:
-        self._where = shown
+        self._where, self.secrets = shown, Secrets(url)
         self._object = {"Bucket": url.host, "Key": url.path}
-        try:
-            self._client = client()
-        except (BotoCoreError, ValueError) as error:
-            raise InputError(f"S3 cannot be asked: {error}", where=shown) from error
+        with self.secrets.kept():
+            try:
+                self._client = client()
+            except (BotoCoreError, ValueError) as error:
+                raise self._unaskable(error) from error
 
     def page(self, at: str, deadline: float) -> tuple[list[Entry], str | None]:  # noqa: ARG002 - the client has one
         """The page `at` of a listing, from their first on, and the next one's. Raises Transient, InputError."""
@@ -87,8 +90,9 @@ class S3Transport:
         more = {"ContinuationToken": at} if at else {}
         with self._as_error(0):
             said = self._client.list_objects_v2(Bucket=self._object["Bucket"], Prefix=root, **more)
-        found = [Entry(each["Key"][len(root) :], each["Size"], each.get("ETag")) for each in said.get("Contents", ())]
-        after = said["NextContinuationToken"] if said.get("IsTruncated") else None
+            listed = said.get("Contents", ())
+            found = [Entry(each["Key"][len(root) :], max(0, each["Size"]), each.get("ETag")) for each in listed]
+            after = said["NextContinuationToken"] if said.get("IsTruncated") else None
         return [each for each in found if each.place and not each.place.endswith("/")], after
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
@@ -116,17 +120,25 @@ class S3Transport:
     @contextlib.contextmanager
     def _as_error(self, start: int) -> Iterator[None]:
         """Raise in our words what botocore raises meanwhile."""
-        try:
-            yield
-        except ClientError as error:
-            raise self._refused(error, start) from error
-        except SSLError as error:
-            hint = "if you trust the store, AWS_CA_BUNDLE names the file that its certificate is in"
-            raise TransferError("no secure connection", where=self._where, hint=hint) from error
-        except (HTTPClientError, IncompleteReadError, OSError) as error:
-            raise Transient(f"the connection failed: {type(error).__name__}") from error
-        except BotoCoreError as error:
-            raise InputError(f"S3 cannot be asked: {error}", where=self._where) from error
+        with self.secrets.kept():
+            try:
+                yield
+            except CkptconvError:
+                raise
+            except ClientError as error:
+                raise self._refused(error, start) from error
+            except SSLError as error:
+                hint = "if you trust the store, AWS_CA_BUNDLE names the file that its certificate is in"
+                raise TransferError("no secure connection", where=self._where, hint=hint) from error
+            except (HTTPClientError, IncompleteReadError, OSError) as error:
+                raise Transient(f"the connection failed: {type(error).__name__}") from error
+            except BotoCoreError as error:
+                raise self._unaskable(error) from error
+            except (ResponseParserError, ValueError, OverflowError, LookupError, TypeError) as error:
+                raise TransferError("the store's answer makes no sense", where=self._where) from error
+
+    def _unaskable(self, error: Exception) -> InputError:
+        return InputError(f"S3 cannot be asked: {self.secrets.hidden(str(error))}", where=self._where)
 
     def _empty(self, error: ClientError) -> Answer:
         """The answer for an object that has no bytes."""

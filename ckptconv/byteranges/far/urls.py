@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import field, replace
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from ckptconv.errors import UsageError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["HTTP", "Url", "local_path", "parse"]
+__all__ = ["HTTP", "Url", "is_readable_host", "local_path", "parse"]
 
 _URL = regex(r"([a-z][a-z0-9+.-]+):/+([^/?#]*)/*([^?#]*)(?:\?([^#]*))?", re.IGNORECASE | re.DOTALL)
 _KEYED = regex(r"(s3|hf):/+([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)  # in a key, ? and # are letters
+_CHAINED = regex(r"::[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 _HUB_KINDS = ("datasets", "spaces", "models")
 HTTP = ("http", "https")
 
@@ -80,11 +81,20 @@ class Url:
 
 
 def parse(text: str) -> Url:
-    """`text` as a URL; pathlib may have made one slash of two. Raises UsageError where it names nothing."""
-    found = _KEYED.fullmatch(text) or _URL.match(text)
+    """Return `text` as a URL; pathlib may have made one slash of two.
+
+    Raises UsageError for a URL that names nothing, is chained, or has a host part that programs read in several ways.
+    """
+    keyed = _KEYED.fullmatch(text)
+    if not keyed and _CHAINED.search(text):
+        raise UsageError("a chained URL, which ckptconv does not read", where=text, hint="copy the file here first")
+    found = keyed or _URL.match(text)
     if found is None:
         raise UsageError("no URL", where=text, expected="SCHEME://HOST/PATH")
     scheme, host, path, *query = found.groups()
+    if not keyed and scheme.lower() != "file" and not is_readable_host(host):
+        hint = "in a name or password, write / as %2F, ? as %3F, @ as %40 and \\ as %5C"
+        raise UsageError("a URL without a valid host", where=text, expected="SCHEME://HOST[:PORT]/PATH", hint=hint)
     userinfo, _, host = host.rpartition("@")
     url = Url(scheme.lower(), host, path, (query[0] if query else None) or "", userinfo)
     has_path = url.on_hub[1] if url.scheme == "hf" else path or not url.is_http
@@ -92,6 +102,16 @@ def parse(text: str) -> Url:
         expected = "hf://OWNER/REPO/PATH" if url.scheme == "hf" else "SCHEME://HOST/PATH"
         raise UsageError("a URL that names no file", where=f"{url.scheme}://{url.host}/{url.path}", expected=expected)
     return url
+
+
+def is_readable_host(netloc: str) -> bool:
+    r"""Return whether all programs read the same host and port in `netloc`: there is no backslash (browsers see the
+    host before it, and urllib3 the one after the ``@``), no space, and a port is a number.
+    """
+    try:
+        return "\\" not in netloc and netloc.isprintable() and " " not in netloc and urlsplit(f"//{netloc}").port != -1
+    except ValueError:
+        return False
 
 
 def local_path(url: Url) -> Path | None:

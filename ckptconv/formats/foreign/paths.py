@@ -6,15 +6,14 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ckptconv.byteranges.given_paths import path_at
 from ckptconv.byteranges.sources import is_url
 from ckptconv.errors import UsageError
 from ckptconv.guesses import close_matches
 from ckptconv.hints import option, shell
-from ckptconv.lazy_regex import regex
 
 __all__ = ["no_path_error", "odd_suffix_error", "refuse_url"]
 
-_URL = regex(r"([a-z][a-z0-9+.-]+):/+(?=[^/])")  # pathlib has made one slash of two
 _DOWNLOADS = {
     "http": ("curl", "-LO"),
     "https": ("curl", "-LO"),
@@ -51,16 +50,19 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
         stream = "standard output" if is_output else "standard input"
         why = "an output takes its name when it is whole" if is_output else "a checkpoint is not read in one go"
         return UsageError(f"{stream} is no file: {why}", where=text, expected="a path (./- for a file called so)")
-    url = _URL.match(text)
-    if url is None:
+    if not is_url(path):
         return None
-    text = f"{url[1]}://{text[url.end() :]}"
+    try:
+        shown = str(path_at(path))
+    except UsageError as error:
+        return error
     if is_output:
-        return UsageError("a URL and not a path", where=text, hint="write a file here, and copy it there")
-    download = _DOWNLOADS.get(url[1])
+        return UsageError("a URL and not a path", where=shown, hint="write a file here, and copy it there")
+    download = _DOWNLOADS.get(shown.partition(":")[0])
     behind = ["."] if download and download[0] != "curl" else []
-    command = f": {shell(*download, text, *behind)}" if download else ""
-    return UsageError("a URL and not a path", where=text, hint=f"download it first{command}")
+    is_known = shown == text  # without a name, a password or a query, which nobody prints
+    command = f": {shell(*download, shown, *behind)}" if download and is_known else ""
+    return UsageError("a URL and not a path", where=shown, hint=f"download it first{command}")
 
 
 def refuse_url(path: str | os.PathLike[str]) -> None:

@@ -194,6 +194,24 @@ def test_faults_that_pass(server: FileServer, tmp_path: Path) -> None:
 
 @needs_urllib3
 @pytest.mark.parametrize("etags", [True, False])
+def test_a_range_that_is_ignored_once(etags: bool, server: FileServer, tmp_path: Path) -> None:
+    """All of the same version in place of a range: it is asked for again. Each time: an error that says so."""
+
+    def ignore(it: Exchange) -> None:
+        it.send(200, it.headers(Content_Range="", Content_Length=str(len(it.data))), it.data)
+
+    server.etags = etags
+    server.lie = lambda it: ignore(it) if it.number == 1 else it.answer()
+    ckptconv.convert(server.url("zip.pt"), tmp_path / "a.pt")
+    assert ckptconv.verify(tmp_path / "a.pt").ok
+    assert {each.status for each in server.seen} == {200, 206}
+    server.lie, server.honest = ignore, len(server.seen) + 1
+    with pytest.raises(TransferError, match="all of the file instead of a range"):
+        ckptconv.convert(server.url("zip.pt"), tmp_path / "b.pt")
+
+
+@needs_urllib3
+@pytest.mark.parametrize("etags", [True, False])
 def test_a_file_that_changes_meanwhile(etags: bool, server: FileServer, tmp_path: Path) -> None:
     """Also to one of the same size: the ETag is sent along, and the server says so."""
     server.etags = etags
