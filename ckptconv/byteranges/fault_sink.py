@@ -67,7 +67,7 @@ class FaultSink:
         return self
 
     def again(self) -> FaultSink:
-        """The sink for what was read before and is put together with others now."""
+        """The sink for parts that were read before and are now put together."""
         return self
 
 
@@ -111,8 +111,10 @@ class CollectingSink(FaultSink):
         return _About(self, part)
 
     def again(self) -> FaultSink:
-        """One that keeps nothing: what is wrong with the parts is known, and the whole has it again."""
-        return CollectingSink()
+        """Return one that keeps nothing if there are faults: the whole has those of its parts again. Else return this
+        one, for faults that only the whole has.
+        """
+        return CollectingSink() if self.errors else self
 
 
 class _About(FaultSink):

@@ -20,7 +20,6 @@ from ckptconv.cli.options import PATH, debug_option, download_option
 from ckptconv.cli.pages import PageFile, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError
-from ckptconv.formats.distributed.rank_names import as_sets
 from ckptconv.hints import option
 from ckptconv.inspection.summary import Summary, TensorSummary, ValuesWanted, summary_of
 from ckptconv.render.listing import Line, line_of, listing_lines, unread_line
@@ -156,7 +155,7 @@ def _checkpoints(path: str) -> list[str]:
             return [path]
         from ckptconv.inspection.verification import checkpoints_in  # which one file does without
 
-        found = as_sets(checkpoints_in(folder))
+        found = checkpoints_in(folder)
     except (InputError, UsageError):  # which inspecting it says again
         return [path]
     return [path] if len(found) == 1 and found[0].endswith(".json") else found

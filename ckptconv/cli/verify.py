@@ -15,6 +15,7 @@ from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option, download_option
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, UsageError, count
+from ckptconv.formats.distributed.rank_names import as_sets
 from ckptconv.hints import option
 from ckptconv.inspection.verification import checkpoints_in, verdict_on
 from ckptconv.render.json_views import SCHEMA_VERSION
@@ -53,8 +54,8 @@ def verify_command(
 
     Every record is compared with its checksum. It also says whether loading a file can run code. Nothing is loaded.
 
-    Of a folder, all checkpoints are checked, and pickles by any name. Shards, and folders of
-    torch.distributed.checkpoint, count as one. Each finding gets a line.
+    Of a folder, all checkpoints are checked, and pickles by any name. Shards, folders of torch.distributed.checkpoint
+    and the files of all ranks of a run count as one. Each finding gets a line.
     """
     passed = failed = 0
     if expect_sha256 is not None and (len(paths) > 1 or is_folder(paths[0])):
@@ -62,7 +63,7 @@ def verify_command(
             option("expect_sha256", None) + " is for one file",
             got=f"{len(paths)} paths" if len(paths) > 1 else paths[0],
         )
-    for path in chain.from_iterable(checkpoints_in(path, pickles=True) for path in paths):
+    for path in chain.from_iterable(checkpoints_in(path, pickles=True) for path in as_sets(paths, least=2)):
         try:
             verdict = verdict_on(
                 path,

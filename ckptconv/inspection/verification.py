@@ -31,6 +31,7 @@ from ckptconv.errors import (
     size,
 )
 from ckptconv.formats import opening
+from ckptconv.formats.distributed.rank_names import as_sets
 from ckptconv.formats.foreign.pickles import looks_like_pickle
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import NO_CHECKSUMS
@@ -196,8 +197,9 @@ def verdict_on(
 
 
 def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> list[str]:
-    """The checkpoints that `path` means: itself, or those in the folder `path` and below it, each to be verified by
-    itself. `pickles`: what else is a pickle there too, whatever it is called, for somebody loads it.
+    """The checkpoints that `path` means: itself, or those in the folder `path` and below it, each to be looked at by
+    itself; the files of all ranks of a run are one, called by their pattern. `pickles`: what else is a pickle there
+    too, whatever it is called, for somebody loads it.
 
     Raises InputError where a folder cannot be listed.
     """
@@ -209,7 +211,7 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
         for each in find(folder)
         if each.kind in ("file", "shards", "dcp") or (pickles and each.kind == "other" and _is_pickle(each.path))
     ]
-    return list(dict.fromkeys(found)) or [str(folder)]
+    return as_sets(dict.fromkeys(found)) or [str(folder)]
 
 
 def _is_pickle(path: Path) -> bool:

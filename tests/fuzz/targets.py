@@ -28,7 +28,7 @@ from ckptconv.conversion.folder_plans import FolderPlan
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan, make_plan
 from ckptconv.edits.options import Edits, edits_from
-from ckptconv.errors import CkptconvError, MalformedError
+from ckptconv.errors import CkptconvError, DangerousError, MalformedError
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.inspection.diagnosis.host import Host
@@ -166,7 +166,9 @@ def _use(given: Given, folder: Path, choice: int) -> bool:
     try:
         summary = _inspected(given)
     except CkptconvError as error:
-        _check_refusal(error, sound=sound)
+        _check_line(error)
+        if sound and not isinstance(error, DangerousError):
+            raise AssertionError("verify finds nothing wrong with what inspect refuses") from error
         return False
     json.dumps(summary.as_dict())
     if choice % 4 == 0:

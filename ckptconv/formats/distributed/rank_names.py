@@ -82,14 +82,17 @@ def stem_of(pattern: str) -> str:
     return re.sub(r"[-_.]?(world_size_[0-9]+_)?rank_\*.*", "", pattern) or "model"
 
 
-def as_sets(paths: Iterable[str]) -> list[str]:
-    """`paths`, with the pattern in place of the rank files of each run whose names say how many they are."""
-    found: dict[str, None] = {}
+def as_sets(paths: Iterable[str], *, least: int = 1) -> list[str]:
+    """Return `paths`, with the pattern in place of the rank files of each run whose names say how many they are, if at
+    `least` so many of the run's files are among them.
+    """
+    found: dict[str, list[str]] = {}
     for path in paths:
         folder, name = os.path.split(path)
         parts = _NAME.fullmatch(name)
-        found[os.path.join(folder, pattern_of(name) or "") if parts and parts[2] else path] = None
-    return list(found)
+        is_of_run = parts and parts[2] and parts[3] != "*"
+        found.setdefault(os.path.join(folder, pattern_of(name) or "") if is_of_run else path, []).append(path)
+    return [each for key, group in found.items() for each in ([key] if len(group) >= least else group)]
 
 
 def is_pattern(path: str | os.PathLike[str]) -> bool:

@@ -113,6 +113,47 @@ def test_some_files_are_not_there(runs: Path, tmp_path: Path, command: Command) 
     refused(MalformedError, "1 rank of 4 are missing.*no model_world_size_4_rank_2.pt", src, tmp_path / "out.pt")
 
 
+#: What happens to the files of four ranks, in their order, and what the three commands say.
+SETS: dict[str, tuple[Callable[[list[Path]], object], str]] = {
+    "one is missing": (lambda files: files[2].unlink(), "the files of 1 rank of 4 are missing"),
+    "one stands there twice": (lambda files: shutil.copy(files[0], files[1]), "another rank than its name says"),
+    "two are swapped": (lambda files: swap(files[0], files[1]), "another rank than its name says"),
+    "of a larger run": (lambda files: renamed(files, "size_8"), "the files of 4 ranks of 8 are missing"),
+    "of a smaller run": (lambda files: renamed(files, "size_2"), "a rank that the run did not have"),
+    "two names of one rank": (
+        lambda files: shutil.copy(files[0], files[0].with_name("model_world_size_4_rank_00.pt")),
+        "two files are of one rank",
+    ),
+}
+
+
+def swap(a: Path, b: Path) -> None:
+    ours, theirs = a.read_bytes(), b.read_bytes()
+    a.write_bytes(theirs)
+    b.write_bytes(ours)
+
+
+def renamed(files: list[Path], size: str) -> None:
+    for path in files:
+        path.rename(path.with_name(path.name.replace("size_4", size)))
+
+
+@pytest.mark.parametrize("case", SETS)
+def test_one_verdict_on_a_set(case: str, runs: Path, tmp_path: Path, command: Command) -> None:
+    """inspect, verify and convert refuse a set for the same reason, given as a folder; verify also where its files are
+    given.
+    """
+    change, words = SETS[case]
+    src = shutil.copytree(runs / "spread", tmp_path / "src")
+    assert command("verify", src).out.count("\n") == 1
+    change(sorted(src.iterdir()))
+    command("inspect", src, status=1, err=words)
+    command("convert", src, tmp_path / "out.pt", status=1, err=words)
+    command("verify", src, status=1, out=("damaged: ", words))
+    command("verify", *sorted(src.iterdir()), status=1, out=("damaged: ", words))
+    command("verify", sorted(src.iterdir())[0], status=0)
+
+
 def test_one_alone(runs: Path, tmp_path: Path) -> None:
     """One rank's file stays one in torch's format, and is no whole in any other; what merges all is named."""
     src = shutil.copytree(runs / "fsdp1", tmp_path / "src")
@@ -264,6 +305,7 @@ def test_lies(lie: str, runs: Path, tmp_path: Path) -> None:
     """What the files say and cannot be is an error that says where, before anything is written."""
     words, change = LIES[lie]
     src = edited(runs / "spread", tmp_path / "src", change)
+    assert not ckptconv.verify(src).ok
     error = refused(InputError, words, src, tmp_path / "out.pt")
     assert "rank_" in str(error.where) or lie == "two ranks at one place"
 
