@@ -125,6 +125,48 @@ ADDED_BY = {
     "torch._dynamo": frozenset(("torch._dynamo.decorators._DimRange",)),
 }
 
+#: What torchao 0.18 adds to it once it is imported: classes, by their modules below ``torchao``.
+_TORCHAO = {
+    "float8.config": "ScalingGranularity",
+    "float8.float8_training_tensor": "Float8TrainingTensor GemmInputRole LinearMMConfig ScaledMMConfig",
+    "float8.fsdp_utils": "WeightWithDynamicFloat8CastTensor",
+    "float8.inference": "Float8MMConfig",
+    "optim.subclass_4bit": "OptimState4bit",
+    "optim.subclass_8bit": "OptimState8bit",
+    "optim.subclass_fp8": "OptimStateFp8",
+    "prototype.quantization.gguf.gguf_quantized_tensor": "GGUFQuantizedTensor",
+    "quantization": (
+        "Float8Tensor Int4PlainInt32Tensor Int4PreshuffledTensor Int4Tensor Int4TilePackedTo4dTensor "
+        "Int8Tensor IntxOpaqueTensor IntxUnpackedToInt8Tensor"
+    ),
+    "quantization.granularity": "PerBlock PerRow PerTensor",
+    "quantization.quant_primitives": "MappingType ZeroPointDomain",
+    "quantization.quantize_.common.kernel_preference": "KernelPreference",
+    "quantization.quantize_.workflows.float8.float8_packing_format": "Float8PackingFormat",
+    "quantization.quantize_.workflows.float8.float8_sparse_2x4_1d_data_1d_metadata_tensor": (
+        "Float8Sparse2x4_1DData1DMetadataTensor"
+    ),
+    "quantization.quantize_.workflows.float8.float8_sparse_2x4_2d_data_2d_metadata_tensor": (
+        "Float8Sparse2x4_2DData2DMetadataTensor"
+    ),
+    "quantization.quantize_.workflows.float8.float8_tensor": "QuantizeTensorToFloat8Kwargs",
+    "quantization.quantize_.workflows.int8.int8_tensor": "QuantizeTensorToInt8Kwargs",
+    "quantization.quantize_.workflows.intx.intx_packing_format": "IntxPackingFormat",
+    "quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor": (
+        "IntxUnpackedToInt8TensorActivationQuantization"
+    ),
+    "quantization.quantize_.workflows.nf4.nf4_tensor": "NF4Tensor",
+}
+_TORCHAO_MX = {
+    "config": "ScaleCalculationMode",
+    "mx_tensor": "MXTensor QuantizeTensorToMXKwargs",
+    "nvfp4_tensor": "NVFP4Tensor QuantizeTensorToNVFP4Kwargs",
+}
+_ADDED_BY_TORCHAO = {
+    module: frozenset(f"{module}.{inner}.{name}" for inner, names in table.items() for name in names.split())
+    for module, table in (("torchao", _TORCHAO), ("torchao.prototype.mx_formats", _TORCHAO_MX))
+}
+
 
 def is_allowed(node: Global) -> bool:
     """Whether the unpickler takes `node`. Whatever the protocol, it maps Python 2's names first."""
@@ -134,19 +176,21 @@ def is_allowed(node: Global) -> bool:
 def is_torchs(node: Global) -> bool:
     """Whether the unpickler takes a global, or would once a module of torch's own is imported."""
     name = imported_name(node, 2)
-    return name in ALLOWED or name in IMPORTED_WITH_TORCH or needed_import(name) is not None
+    return name in ALLOWED or name in IMPORTED_WITH_TORCH or any(name in names for names in ADDED_BY.values())
 
 
 def needed_import(name: str) -> str | None:
-    """Find the module of torch's that makes the unpickler take a global.
+    """Find the module that makes the unpickler take a global.
 
     Args:
         name: The global, ``module.name``.
 
     Returns:
-        The module to import; None where none of torch's helps.
+        The module to import, of torch or torchao; None where none of these helps.
     """
-    return next((module for module, names in ADDED_BY.items() if name in names), None)
+    if not name.startswith("torch"):
+        return None
+    return next((module for module, names in {**ADDED_BY, **_ADDED_BY_TORCHAO}.items() if name in names), None)
 
 
 def refused_opcodes(graph: Graph) -> list[str]:

@@ -141,7 +141,7 @@ class ConcernSummary:
 class ReasonSummary:
     """Why torch refuses the file, or why that is not known, and where; None where it is the file as a whole.
 
-    ``needs`` is the module of torch's own that it wants imported first, if that is all.
+    ``needs`` is the module of torch or torchao that it wants imported first, if that is all.
     """
 
     refused: bool

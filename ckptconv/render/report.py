@@ -136,7 +136,7 @@ def _tie_lines(report: Report) -> Iterator[Fact]:
         listed = _listed(f"{name} → {first}" for name, first in report.ties)
         if not _holds(report.formats[1].split(" and ")[-1], "ties"):
             listed = (
-                f"{count(len(report.ties), 'name')} in the metadata alone: {listed} (load_model reads them,"
+                f"{count(len(report.ties), 'name')} in the metadata alone: {listed} (load_model ties them again,"
                 " load_file does not; " + option("copy_tied") + " writes the tensors)"
             )
         yield ("tied", listed)

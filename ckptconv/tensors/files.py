@@ -192,7 +192,8 @@ def load(
         download: Of a URL, as for :func:`ckptconv.convert`.
 
     Returns:
-        The object, with real tensors.
+        The object, with real tensors. Of a safetensors file also the tied names that its metadata records, which
+        ``load_file`` leaves out: ``load_state_dict`` takes that for models that tie them and for models that do not.
 
     Raises:
         DeviceUnavailable: Tensors would go to a device that torch does not have here.

@@ -102,7 +102,7 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
         needed = {needed_import(word) for word in found.where}
         if None not in needed:
             raise UnsupportedError(
-                "torch's safe loader takes it only after an import of torch's own",
+                "torch's safe loader takes it only after an import",
                 where=checkpoint.source.path,
                 got=got,
                 hint="import " + ", ".join(sorted(map(str, needed))) + " first",

@@ -36,7 +36,7 @@ class Reason:
         known: Which of the two.
         text: The reason, in words; of a global, its name.
         node: The node at which it happens; None where it is the file as a whole.
-        needs: The module of torch's own that makes the unpickler take it once it is imported.
+        needs: The module of torch or torchao that makes the unpickler take it once it is imported.
         is_spelling: Whether the same, written in another way, would be taken.
     """
 

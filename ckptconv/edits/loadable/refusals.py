@@ -65,8 +65,9 @@ def refusal(
         drops = []
     needed = [needed_import(why[id(place.node)]) for place in stands]
     imports = ", ".join(sorted({module for module in needed if module}))
+    known = dict.fromkeys(why[id(place.node)] for place, module in zip(stands, needed, strict=True) if module)
     hints = [
-        f"torch.load(weights_only=True) takes what is torch's own after `import {imports}`" if imports else None,
+        f"torch.load(weights_only=True) takes {some([*known], _SHOWN)} after `import {imports}`" if imports else None,
         _without(checkpoint, tuple(dict.fromkeys(place.path for place in drops))) if None in needed else None,
         option("loadable_objects") + " makes dicts of objects that are in no table"
         if None in needed and objects_help and objects_help()

@@ -84,7 +84,7 @@ def refusals(
 
 
 def _to_import(found: Refused) -> Issue:
-    """What torch's safe loader takes once modules of torch's own are imported."""
+    """What torch's safe loader takes once modules of torch or torchao are imported."""
     modules = dict.fromkeys(needed_import(name) or "" for name in found.where)
     first, _ = next(iter(found.where.values()))
     name, *others = found.where

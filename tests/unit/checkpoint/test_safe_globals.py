@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import _weights_only_unpickler as safe
 
-from ckptconv.checkpoint.safe_globals import ADDED_BY, ALLOWED, IMPORTED_WITH_TORCH, refused_opcodes
+from ckptconv.checkpoint.safe_globals import ADDED_BY, ALLOWED, IMPORTED_WITH_TORCH, needed_import, refused_opcodes
 from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable, obstacles, reasons
 from ckptconv.errors import MalformedError
 from ckptconv.pickles.emitter import emit
@@ -57,6 +57,27 @@ for module in sys.argv[1:]:
     command = [sys.executable, "-W", "ignore", "-c", program, *ADDED_BY]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [set(line.split()) for line in lines] == [IMPORTED_WITH_TORCH, *ADDED_BY.values()]
+
+
+def test_what_torchao_adds() -> None:
+    """The classes that ``import torchao`` adds to the list, in the version that is installed, name that import; the
+    optimizers' among them, which are in a module of their own.
+    """
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install --no-deps torchao==0.18.0")
+    program = """
+import torch
+def names(): return {t[1] if isinstance(t, tuple) else f"{t.__module__}.{t.__qualname__}" for t in get()}
+get = torch.serialization.get_safe_globals
+import torchao
+print(*sorted(names()))
+import torchao.prototype.mx_formats
+print(*sorted(names()))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    first, second = ({name for name in line.split() if name.startswith("torchao.")} for line in lines[-2:])
+    assert first and {needed_import(name) for name in first} == {"torchao"}
+    assert {needed_import(name) for name in second - first} == {"torchao.prototype.mx_formats"}
 
 
 def test_names_of_python_2_are_mapped_as_torch_maps_them() -> None:

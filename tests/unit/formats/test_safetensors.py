@@ -388,6 +388,38 @@ def test_the_library_reads_ties_into_a_module_and_we_read_its(src: Path, safe: P
     assert found["head.weight"].data_ptr() == found["tail.weight"].data_ptr()
 
 
+class Layers(nn.Module):
+    """Two layers, which may be one."""
+
+    def __init__(self, *, tied: bool, second: bool = True) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        if second:
+            self.b = self.a if tied else nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("saved_by", ["save_model", "convert"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_load_returns_tied_names_for_all_models(tied: bool, saved_by: str, src: Path, safe: Path) -> None:
+    """``load_state_dict`` takes what ``load`` returns of a file with a tie, for a model that ties the names and for one
+    that has them apart, strictly; what ``load_file`` returns lacks names for either. For a model that has one of the
+    names only, the other one is unexpected, as after ``torch.load``.
+    """
+    model, other = Layers(tied=True), Layers(tied=tied)
+    torch.save(model.state_dict(), src)
+    if saved_by == "save_model":
+        save_model(model, str(safe))
+    else:
+        ckptconv.convert(src, safe)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict(load_file(safe))
+    other.load_state_dict(ckptconv.load(safe))
+    assert_equal(other.state_dict(), model.state_dict())
+    one = Layers(tied=False, second=False)
+    for state in (ckptconv.load(safe), torch.load(src)):
+        assert one.load_state_dict(state, strict=False).unexpected_keys == ["b.weight", "b.bias"]
+
+
 @pytest.mark.parametrize("names", [("a", "format", "b"), ("format", "a", "b")])
 def test_a_tie_named_format(names: tuple[str, ...], src: Path, safe: Path, dst: Path) -> None:
     """``format`` in the metadata says whose file it is: such a tensor is written whole; others can be tied to it."""

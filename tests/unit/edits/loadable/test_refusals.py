@@ -113,7 +113,7 @@ def test_what_is_torchs_own_names_the_import(tmp_path: Path) -> None:
     src = tmp_path / "ranks" / "model_world_size_2_rank_0.pt"
     error = refused(RefusedError, "1 object", src, tmp_path / "b.pt", loadable=True)
     assert error.hint == (
-        "torch.load(weights_only=True) takes what is torch's own after `import torch.distributed.tensor`"
+        "torch.load(weights_only=True) takes torch.distributed.tensor.DTensor after `import torch.distributed.tensor`"
     )
     torch.load(src, weights_only=True)  # imported by now
 

@@ -7,6 +7,8 @@ import csv
 import pickle
 import shlex
 import subprocess
+import sys
+import types
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -729,3 +731,25 @@ def test_every_command_mends_the_corpus(corpus: Path) -> None:
         else:
             seen.update(kinds(check_every_command(path)))
     assert seen == {"device", "code", "part", "prefix", "inner-model", "optimizer", "ties"}
+
+
+def test_states_of_torchao_name_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer whose states are classes of torchao is not dropped: torch's safe loader takes them once torchao
+    is imported, as it does here once the class is registered.
+    """
+    module = types.ModuleType("torchao.optim.subclass_8bit")
+    state = type("OptimState8bit", (), {"__module__": module.__name__})
+    monkeypatch.setattr(module, "OptimState8bit", state, raising=False)
+    for name in ("torchao", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    codes = state()
+    codes.codes = torch.ones(4, dtype=torch.uint8)
+    optimizer = {"state": {0: {"exp_avg": codes}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": optimizer}, "m.pt")
+    found = only(look("m.pt"), "import")
+    assert found.blocks and found.command is None
+    assert "torchao.optim.subclass_8bit.OptimState8bit" in found.text and "only after `import torchao`" in found.text
+    assert refusal("m.pt")
+    with torch.serialization.safe_globals([state]):
+        assert torch.load("m.pt", weights_only=True)["optimizer"]["state"][0]["exp_avg"].codes.sum() == 4
