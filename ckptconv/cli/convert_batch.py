@@ -77,10 +77,10 @@ def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, qui
 
 @contextmanager
 def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
-    """Say after Ctrl-C how many of `listing` are `done`, and how the rest is."""
+    """Say after a signal that ends the batch how many of `listing` are `done`, and how the rest is."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         in_place = any(os.path.realpath(item.src) == os.path.realpath(item.dst) for item in listing.items)
         go_on = "" if in_place else f"; the same command with {option('skip_existing')} goes on from here"
         click.echo(f"ckptconv: {done():,} of {len(listing.items):,} are done{go_on}", err=True)

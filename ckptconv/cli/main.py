@@ -65,7 +65,12 @@ def _run(args: list[str] | None) -> int:
         else:
             show_error(error)
         return 2 if isinstance(error, UsageError) else failed
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort, SystemExit) as error:
+        interrupt = error.__cause__ if isinstance(error, click.Abort) else error
+        for note in getattr(interrupt, "__notes__", ()):
+            click.echo(f"ckptconv: {note}", err=True)
+        if isinstance(error, SystemExit):
+            raise
         click.echo("ckptconv: interrupted", err=True)
         return 130
     except (ClosedPipeError, BrokenPipeError):

@@ -37,6 +37,7 @@ from ckptconv.hints import Option, Placeholder, command, option, shell
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.files import as_output_error
 from ckptconv.output.in_place import journal as journals
+from ckptconv.output.in_place.signals import HeldSignals, signals_held, with_note
 from ckptconv.output.in_place.writing import apply as write_new
 from ckptconv.output.in_place.writing import restore, spoil
 from ckptconv.pickles.graph import gc_paused
@@ -325,37 +326,51 @@ def _does_not_fit(path: Path) -> RefusedError:
 def _write(files: list[_File], *, keep_journal: bool) -> int:
     """Write the patches of `files`, each under its journal; how many bytes were written.
 
-    The journal of the first says whether all are done: its mark commits the set.
+    Ctrl-C, SIGTERM and SIGHUP wait for the next point where all can be taken back, or until all is done.
     """
     if not files:
         return 0
+    done = f"{files[0].path} was changed"
+    if keep_journal:
+        done += "; " + command("undo", files[0].path) + " takes it back"
+    with signals_held(done) as signals:
+        return _write_all(files, signals, keep_journal=keep_journal)
+
+
+def _write_all(files: list[_File], signals: HeldSignals, *, keep_journal: bool) -> int:
+    """:func:`_write` while `signals` are held. The journal of the first of `files` says whether all are done: its mark
+    commits the set.
+    """
     leader = files[0]
     names = tuple(file.path.name for file in files) if len(files) > 1 else ()
     journals_ = [_journal(file, names, None if file is leader else leader.path.name) for file in files]
+    pairs = [*zip(files, journals_, strict=True)]
     if names:  # a journal of an earlier change beside one of this would take back too much
         with as_output_error(leader.path):
             journals.discard(*(file.path for file in files))
-    for file, journal in zip(files, journals_, strict=True):
+    for file, journal in pairs:
         try:
             journals.write(file.path, journal)
         except OSError as error:
-            _take_back([*zip(files, journals_, strict=True)], begun=0)
+            _take_back(pairs, begun=0)
             raise OutputError(
                 f"the undo journal cannot be written, so nothing was changed: {error.strerror}",
                 where=journal_path(file.path),
                 hint=_remedy(error, file.path.parent),
             ) from error
     written = 0
-    for i, (file, journal) in enumerate(zip(files, journals_, strict=True), 1):
+    for i, (file, journal) in enumerate(pairs, 1):
+        _deliver(signals, pairs, begun=i - 1)
         try:
             with as_output_error(file.path):
                 if i == 1 and names:
                     written += spoil(files[-1].fd, journals_[-1])
                 written += write_new(file.fd, journal)
         except OutputError as error:
-            back = _take_back([*zip(files, journals_, strict=True)], begun=i)
+            back = _take_back(pairs, begun=i)
             error.hint = "nothing was changed" if back else command("undo", leader.path)
             raise
+    _deliver(signals, pairs, begun=len(pairs))
     try:
         for file in files:  # the leader first
             journals.mark(file.path, DONE)
@@ -368,6 +383,17 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
             hint=command("undo", leader.path),
         ) from error
     return written
+
+
+def _deliver(signals: HeldSignals, files: list[tuple[_File, Journal]], *, begun: int) -> None:
+    """Deliver the `signals` that came. If that ends the change, put the old bytes back first, as after a fault."""
+    try:
+        signals.deliver()
+    except BaseException as error:
+        leader = files[0][0].path
+        back = _take_back(files, begun=begun)
+        with_note(error, f"{leader}: nothing was changed" if back else f"{leader}: " + command("undo", leader))
+        raise
 
 
 def _take_back(files: list[tuple[_File, Journal]], *, begun: int) -> bool:

@@ -22,6 +22,7 @@ from ckptconv.formats.sharded.index import read_index
 from ckptconv.hints import command, for_python
 from ckptconv.output.files import as_output_error
 from ckptconv.output.in_place import journal as journals
+from ckptconv.output.in_place.signals import signals_held
 from ckptconv.output.in_place.writing import WRITTEN_ANEW, check_restorable, restore, spoil
 from ckptconv.pickles.graph import gc_paused
 
@@ -68,7 +69,7 @@ def take_back(path: str | os.PathLike[str]) -> int:
             check_restorable(file.fd, file.journal, file.path, done=file.state == DONE)
             _check_whole(file.path, file.fd, file.journal)
         written = 0
-        with as_output_error(target):
+        with as_output_error(target), signals_held(f"{target}: as before"):
             for file in files:  # the leader first: from here on the set is hot, whatever happens
                 journals.mark(file.path, HOT)
             if len(files) > 1:
