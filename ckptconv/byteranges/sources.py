@@ -222,7 +222,7 @@ class Source(Readable):
         try:
             mode = os.stat(self.path).st_mode  # before open: a FIFO waits for a writer, a device may do anything
             if not stat.S_ISREG(mode):
-                raise InputError(f"{_kind(mode)} and not a file", where=self.path)
+                raise _no_file(self.path, mode)
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             too_many = error.errno == errno.EMFILE
@@ -240,7 +240,7 @@ class Source(Readable):
         self._stat = os.fstat(self.fd)
         if not stat.S_ISREG(self._stat.st_mode):  # another took its place in between
             self.close()
-            raise InputError(f"{_kind(self._stat.st_mode)} and not a file", where=self.path)
+            raise _no_file(self.path, self._stat.st_mode)
         self.size, self.mode = self._stat.st_size, self._stat.st_mode & 0o777
         self._held: bytes | None = b"" if self.size > _HELD else None  # what was read at once: all of it, or nothing
         _leave_spare(self.fd)
@@ -448,3 +448,10 @@ def _leave_spare(fd: int) -> None:
 
 def _kind(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "a device")
+
+
+def _no_file(path: Path, mode: int) -> InputError:
+    """Return the error for a `path` that is something else than a regular file."""
+    is_stream = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
+    hint = "save it to a file first: a checkpoint is not read in one go" if is_stream else None
+    return InputError(f"{_kind(mode)} and not a file", where=path, hint=hint)

@@ -113,7 +113,10 @@ __all__ = ["convert_command"]
     click.option(
         "--max-shard-size",
         metavar="SIZE",
-        help="Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then.",
+        help=(
+            "Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then. It"
+            " needs huggingface_hub, as pip install 'ckptconv[hub]' installs it."
+        ),
     ),
     click.option("--skip-existing", is_flag=True, help="Leave outputs that exist as they are, even with --force."),
     click.option(

@@ -24,7 +24,7 @@ from ckptconv.conversion.options import JobOptions
 from ckptconv.edits.changes import Changes
 from ckptconv.hints import option
 from ckptconv.render.batch import item_line, skipped_line, sum_lines
-from ckptconv.render.json_views import SCHEMA_VERSION, skipped_as_dict
+from ckptconv.render.json_views import SCHEMA_VERSION, error_as_dict, skipped_as_dict
 from ckptconv.render.text import Style
 
 __all__ = ["convert_batch"]
@@ -135,15 +135,7 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
         return {**{name: report[name] for name in of_copies}, "copied": True} if outcome.is_copy else report
     if error is None:
         return skipped_as_dict(str(outcome.job.src), _dst_of(outcome))
-    facts = {
-        name: None if (fact := getattr(error, name)) is None else str(fact)
-        for name in ("what", "where", "expected", "got", "hint")
-    }
-    return {
-        "src": str(outcome.job.src),
-        "dst": str(outcome.job.dst),
-        "error": {"type": type(error).__name__, **facts, "text": str(error)},
-    }
+    return {"src": str(outcome.job.src), "dst": str(outcome.job.dst), "error": error_as_dict(error)}
 
 
 @contextmanager

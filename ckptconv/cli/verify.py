@@ -53,6 +53,7 @@ def verify_command(
     """Check that checkpoints are whole, and safe to load.
 
     Every record is compared with its checksum. It also says whether loading a file can run code. Nothing is loaded.
+    NaN is no damage: inspect --fail-on nan looks for it.
 
     Of a folder, all checkpoints are checked, and pickles by any name. Shards, folders of torch.distributed.checkpoint
     and the files of all ranks of a run count as one. Each finding gets a line.

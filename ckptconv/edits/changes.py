@@ -51,6 +51,7 @@ class Changes:
     Attributes:
         devices: By (old tag, new tag), the number of tensors and the bytes of their storages.
         names: Each name of a state dict that changed.
+        optimizers: How many names changed with them in each optimizer that is keyed by names, by its path.
         unprefixed: How many names have not the prefix that was to be taken off, and stay.
         left_behind: What is left out.
         dtypes: By (old, new), what was cast so.
@@ -64,6 +65,7 @@ class Changes:
 
     devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     names: list[NameChange] = field(default_factory=list)
+    optimizers: dict[str, int] = field(default_factory=dict)
     unprefixed: int = 0
     left_behind: list[LeftBehind] = field(default_factory=list)
     dtypes: dict[tuple[str, str], CastCount] = field(default_factory=dict)

@@ -208,7 +208,11 @@ class NameEditor:
         """Report what became of `found`'s names; refuse, with `hint`, where two became one."""
         origin: dict[str, str] = {}
         is_reported = isinstance(found, StateDict) or not self.detected.state_dicts
-        for old, new in dict.fromkeys(zip(before, found.names(), strict=True)):
+        pairs = dict.fromkeys(zip(before, found.names(), strict=True))
+        changed = sum(old != new for old, new in pairs)
+        if changed and not is_reported:
+            self.changes.optimizers[found.path] = changed
+        for old, new in pairs:
             other = origin.setdefault(new, old)
             if other != old:
                 raise CollisionError(

@@ -30,7 +30,7 @@ from ckptconv.inspection.diagnosis.host import Host, this_host
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Call, Dict, FrozenSet, List, Node, Set, Tuple, Value, gc_paused, is_global
+from ckptconv.pickles.graph import Call, Dict, FrozenSet, Global, List, Node, Set, Tuple, Value, gc_paused, is_global
 from ckptconv.pickles.paths import Place
 from ckptconv.render.json_views import summary_as_dict
 from ckptconv.render.result import Result
@@ -577,4 +577,9 @@ def _shown(node: Value) -> tuple[bool, str | None]:
     """Whether `node` is shown whole, and the words for it, if there are any."""
     if not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or is_flat(node):
         return True, describe(node)
+    if isinstance(node, Call) and isinstance(node.callable, Global) and node.callable.name == "scalar":
+        from ckptconv.edits.loadable.arrays import scalar_text  # which files without numpy's scalars do without
+
+        if number := scalar_text(node):
+            return True, number
     return False, describe(node) if isinstance(node, Call) and not is_global(node.callable, _ORDERED_DICT) else None

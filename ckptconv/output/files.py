@@ -68,7 +68,9 @@ def check_target(path: Path, *, replace: bool) -> None:
     if stat.S_ISLNK(mode) and os.path.exists(path):
         mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-        raise RefusedError("the output is there and is no regular file", where=path)
+        is_stream = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
+        hint = "write to a file, then pass it on with cat" if is_stream else None
+        raise RefusedError("the output is there and is no regular file", where=path, hint=hint)
     if not replace:
         raise TargetExistsError("the output exists", where=path, hint=option("force") + " replaces it")
     refuse_interrupted(path)

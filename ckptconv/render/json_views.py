@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptconv.conversion.plan import Report
+    from ckptconv.errors import CkptconvError
     from ckptconv.inspection.comparison.differences import Difference, OnlyIn, TensorDifference
     from ckptconv.inspection.summary import Summary
     from ckptconv.inspection.verification import Verdict
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA_VERSION",
     "difference_as_dict",
+    "error_as_dict",
     "report_as_dict",
     "skipped_as_dict",
     "summary_as_dict",
@@ -73,6 +75,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
             for (old, new), (tensors, nbytes) in changes.devices.items()
         ],
         "names": [{"path": change.path, "old": change.old, "new": change.new} for change in changes.names],
+        "optimizers": [{"path": path, "names": names} for path, names in changes.optimizers.items()],
         "ties": [list(tie) for tie in report.ties],
         "unprefixed": changes.unprefixed,
         "dtypes": [{"old": old, "new": new, **done._asdict()} for (old, new), done in changes.dtypes.items()],
@@ -88,6 +91,15 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "verified": report.verified and asdict(report.verified),
         "direct": report.direct,
     }
+
+
+def error_as_dict(error: CkptconvError) -> dict[str, str | None]:
+    """Return the facts of `error` for ``--json``, the whole message as ``text``."""
+    facts = {
+        name: None if (fact := getattr(error, name)) is None else str(fact)
+        for name in ("what", "where", "expected", "got", "hint")
+    }
+    return {"type": type(error).__name__, **facts, "text": str(error)}
 
 
 def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:

@@ -21,9 +21,9 @@ _HEADINGS = ("checkpoint", "format", "size", "tensors", "devices", "loads here")
 #: What is said of one, and of several.
 _ANSWERS = {
     "yes": ("loads here", "load here"),
-    "no": ("does not", "do not"),
+    "no": ("does not load here", "do not load here"),
     "DANGEROUS": ("is dangerous", "are dangerous"),
-    "not known": ("is not known to", "are not known to"),
+    "not known": ("is not known to load here", "are not known to load here"),
     "not readable": ("cannot be read", "cannot be read"),
 }
 _RIGHT = (2, 3)  # columns of numbers
@@ -78,7 +78,7 @@ def listing_lines(
         yield style.paint(style.text(more), "quiet")
     answers = Counter(line.answer for line in lines)
     said = ", ".join(f"{n:,} {_ANSWERS[answer][n > 1]}" for answer, n in answers.items())
-    why = "; each by itself says why" if answers.keys() - {"yes"} else ""
+    why = "; inspect one by itself to see why" if answers.keys() - {"yes"} else ""
     total = f"{count(len(lines), 'checkpoint')}, {size(sum(line.nbytes or 0 for line in lines))}: {said}{why}"
     yield from wrapped(style.text(total), style.columns) if style.width else [style.text(total)]
 

@@ -58,6 +58,8 @@ def values_lines(
     """The table of `tensors` and their values, `limit` rows of it and no more than fit `height` lines."""
     if style.width is None:
         last = [bars] if _has_histogram(tensors) else []
+        if tensors[:limit]:
+            yield "\t".join(("tensor", "dtype", "shape", "device", "nbytes", *_NUMBERS, *_HEADINGS[-1:] * len(last)))
         for tensor in tensors[:limit]:
             numbers = [_exact(getattr(tensor.values, name, None)) for name in _NUMBERS]
             words = (style.text(named(tensor.path, tensor)), *fields(tensor, style), str(tensor.nbytes), *numbers)

@@ -11,18 +11,29 @@ from math import prod
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Cast, Data
+from ckptconv.checkpoint.describe import describe
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage
 from ckptconv.checkpoint.new_tensors import TensorCalls, row_major
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.loadable.numpy_dtypes import numpy_dtype
-from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, count_of, data_of
+from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, count_of, data_of, pickled
 from ckptconv.errors import LimitError
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import AT_ONCE, Call, Effect, Global, List, PersistentId, Tuple, Value, args_of
+from ckptconv.pickles.graph import AT_ONCE, Call, Effect, Global, List, Node, PersistentId, Tuple, Value, args_of
 from ckptconv.pickles.python2_names import imported_name
 
-__all__ = ["FROM_BUFFER", "RECONSTRUCT", "SCALAR", "Arrays", "dtype_text", "is_array", "type_text"]
+__all__ = [
+    "FROM_BUFFER",
+    "RECONSTRUCT",
+    "SCALAR",
+    "Arrays",
+    "dtype_text",
+    "is_array",
+    "scalar",
+    "scalar_text",
+    "type_text",
+]
 
 _ARRAYS = ("numpy.ndarray", "numpy.matrix", "numpy.memmap")
 _MODULES = ("numpy.core", "numpy._core")
@@ -96,6 +107,30 @@ def _transposed(shape: tuple[int, ...], axes: Value) -> tuple[tuple[int, ...], t
     return tuple(shape[axis] for axis in order), tuple(strides[axis] for axis in order)
 
 
+def scalar(made: Pickled) -> Value:
+    """Return the Python value of a scalar. Raises NotPlain."""
+    dtype, value = made.args if len(made.args) == 2 and not made.states else (None, None)
+    read = numpy_dtype(dtype)
+    if read.kind == "O":
+        return value
+    data = bytes_of(value)
+    if data is None or len(data) != read.itemsize:
+        raise NotPlain("it has not as many bytes as its dtype says")
+    return read.reader()(data)
+
+
+def scalar_text(call: Call) -> str | None:
+    """Return the value and the dtype of the scalar that `call` makes, or None if it makes nothing of the kind."""
+    made = pickled(call)
+    if made is None or made.cls not in SCALAR:
+        return None
+    try:
+        value, dtype = scalar(made), dtype_text(made.args[0])
+    except NotPlain:
+        return None
+    return None if isinstance(value, Node) else f"{describe(value)} (numpy {dtype})"
+
+
 class Arrays:
     """Makes tensors of arrays, for `checkpoint`, whose references gain theirs."""
 
@@ -125,17 +160,6 @@ class Arrays:
             raise NotPlain("its elements have no bytes")
         held, read = data.source.read(data.offset, data.length), dtype.reader()
         return _nested(array, lambda i: read(held[i * dtype.itemsize : (i + 1) * dtype.itemsize]))
-
-    def scalar(self, made: Pickled) -> Value:
-        """The Python value of a scalar. Raises NotPlain."""
-        dtype, value = made.args if len(made.args) == 2 and not made.states else (None, None)
-        read = numpy_dtype(dtype)
-        if read.kind == "O":
-            return value
-        data = bytes_of(value)
-        if data is None or len(data) != read.itemsize:
-            raise NotPlain("it has not as many bytes as its dtype says")
-        return read.reader()(data)
 
     def _spend(self, nbytes: int, values: int = 0) -> None:
         """Bound what is made of byte strings, of which a pickle can use one any number of times, and of shapes."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ckptconv.edits.loadable import texts
-from ckptconv.edits.loadable.arrays import FROM_BUFFER, RECONSTRUCT, SCALAR, Arrays, dtype_text
+from ckptconv.edits.loadable.arrays import FROM_BUFFER, RECONSTRUCT, SCALAR, Arrays, dtype_text, scalar
 from ckptconv.edits.loadable.containers import (
     config,
     frozen_set,
@@ -102,7 +102,7 @@ ROWS: tuple[Row, ...] = (
         "{x}, or numpy.array({x})",
     ),
     Row(
-        "numpy scalar", SCALAR, Arrays.scalar, "number, text or bytes",
+        "numpy scalar", SCALAR, _by(scalar), "number, text or bytes",
         "the Python number of the same value; a long double only where a float is that", "{x}",
     ),
     Row(

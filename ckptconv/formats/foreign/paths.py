@@ -1,4 +1,6 @@
-"""Recognise what is typed in place of a path of a file: a dash, a URL, a name that promises another format."""
+"""Recognise what is typed in place of a path of a file: a dash, a URL, a path of Windows, a name that promises another
+format.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from ckptconv.byteranges.sources import is_url
 from ckptconv.errors import UsageError
 from ckptconv.guesses import close_matches
 from ckptconv.hints import option, shell
+from ckptconv.lazy_regex import regex
 
 __all__ = ["no_path_error", "odd_suffix_error", "refuse_url"]
 
+_DRIVE = regex(r"([A-Za-z]):[\\/]")
 _DOWNLOADS = {
     "http": ("curl", "-LO"),
     "https": ("curl", "-LO"),
@@ -44,12 +48,18 @@ _OTHERS = {
 
 
 def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageError | None:
-    """The error for a `path` that is a dash or a URL, if it is one."""
+    """Return the error for a `path` that is a dash, a path of Windows or a URL, or None."""
     text = os.fsdecode(path)
     if text == "-":
         stream = "standard output" if is_output else "standard input"
         why = "an output takes its name when it is whole" if is_output else "a checkpoint is not read in one go"
-        return UsageError(f"{stream} is no file: {why}", where=text, expected="a path (./- for a file called so)")
+        instead = "write to a file, then pass it on with cat" if is_output else "save it to a file first"
+        expected = "a path (./- for a file called so)"
+        return UsageError(f"{stream} is no file: {why}", where=text, expected=expected, hint=instead)
+    if drive := _DRIVE.match(text):
+        here = f"/mnt/{drive[1].lower()}/" + text[drive.end() :].replace("\\", "/").lstrip("/")
+        what = "a path of Windows, which has no such meaning here"
+        return UsageError(what, where=text, hint="under WSL its name is " + shell(Path(here)))
     if not is_url(path):
         return None
     try:

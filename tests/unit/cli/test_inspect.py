@@ -139,13 +139,19 @@ def test_a_folder_and_more_than_two_files_are_a_table(
     (shards,) = set(table) - {"cpu.pt", "cuda0.pt", "npu.pt", "empty.pt", "damaged.pt"}
     assert table[shards][0] == "sharded safetensors" and table[shards][2:] == ["122", "–", "yes"]
     assert printed[-1].startswith("6 checkpoints, ")
-    assert "2 cannot be read" in printed[-1]
+    assert "2 cannot be read" in printed[-1] and "1 is not known to load here" in printed[-1]
     some = [tmp_path / name for name in ("cpu.pt", "npu.pt", "cuda0.pt")]
     assert len(command("inspect", *some).out.splitlines()) == 4
     largest = command("inspect", *some, "--sort", "size", "--limit", "1").out.splitlines()
     assert largest[1:-1] == ["  … 2 more checkpoints (--all shows them)"]
-    found = command("inspect", tmp_path, "--json", status=1).out.splitlines()
-    assert {Path(json.loads(each)["path"]).name for each in found} == table.keys() - {"empty.pt", "damaged.pt"}
+    found = [json.loads(each) for each in command("inspect", tmp_path, "--json", status=1).out.splitlines()]
+    assert {Path(each["path"]).name for each in found} == table.keys()
+    errors = {Path(each["path"]).name: each["error"] for each in found if "error" in each}
+    assert {name: each["type"] for name, each in errors.items()} == {
+        "empty.pt": "UnsupportedError",
+        "damaged.pt": "MalformedError",
+    }
+    assert errors["empty.pt"]["what"] == "the file is empty" and "download" in errors["empty.pt"]["text"]
     assert command("inspect", *some, "--tree").out.count("\n  loads here ") == 3
     terminal(80)
     drawn = command("inspect", *some * 8).out.splitlines()

@@ -553,7 +553,9 @@ def test_an_optimizer_keyed_by_integers_is_untouched(tmp_path: Path) -> None:
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     obj = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    stripped, _ = round_trip(tmp_path, obj, strip_prefix="module")
+    stripped, report = round_trip(tmp_path, obj, strip_prefix="module")
+    assert report.changes.optimizers == {"optimizer": 2}
+    assert "2 names in the optimizer at optimizer changed with them" in str(report)
     expected = obj["optimizer"]
     assert expected["param_groups"][0].pop("param_names") == ["module.weight", "module.bias"]
     assert stripped["optimizer"]["param_groups"][0].pop("param_names") == ["weight", "bias"]

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -106,6 +107,9 @@ SHORT = {
     "namespace": "object of argparse.Namespace",
     "namespace/.lr": "0.1",
     "size": "torch.Size((2, 3))",
+    "epoch": "7 (numpy int64)",
+    "loss": "0.5 (numpy float32)",
+    "name": "'é' (numpy <U1)",
     "class": "collections.OrderedDict",
     "storage": "storage",
 }
@@ -119,6 +123,9 @@ def test_values_are_short(tmp_path: Path) -> None:
         "list": list(range(1000)),
         "tuple": (1, "a", None),
         "empty": {},
+        "epoch": numpy.int64(7),
+        "loss": numpy.float32(0.5),
+        "name": numpy.str_("é"),
         "set": {3},
         "one": (1,),
         "no set": set(),

@@ -72,7 +72,9 @@ def test_as_many_as_there_is_room_for(tensors: tuple[TensorSummary, ...]) -> Non
     assert [*values_lines(tensors, Style(200), limit=2)][-1].strip().startswith("… 3 more tensors")
     assert len([*values_lines(tensors, Style(200), height=5)]) == 5
     assert next(values_lines(tensors, Style(200), limit=0)).strip().startswith("… 5 more tensors")
-    assert next(values_lines(tensors, Style(), limit=1)).split("\t")[0] == NAME
+    heading, row, *_ = (line.split("\t") for line in values_lines(tensors, Style(), limit=1))
+    assert row[0] == NAME and len(row) == len(heading)
+    assert " ".join(heading) == "tensor dtype shape device nbytes nan inf zeros min max mean std norm histogram"
 
 
 def test_bars() -> None:
