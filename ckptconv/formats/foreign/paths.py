@@ -70,7 +70,8 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
         return UsageError("a URL and not a path", where=shown, hint="write a file here, and copy it there")
     download = _DOWNLOADS.get(shown.partition(":")[0])
     behind = ["."] if download and download[0] != "curl" else []
-    is_known = shown == text  # without a name, a password or a query, which nobody prints
+    # without a name, a password or a query, which nobody prints; pathlib may have made one slash of two
+    is_known = shown in (text, text.replace(":/", "://", 1))
     command = f": {shell(*download, shown, *behind)}" if download and is_known else ""
     return UsageError("a URL and not a path", where=shown, hint=f"download it first{command}")
 
