@@ -30,6 +30,7 @@ __all__ = [
     "option",
     "options_in",
     "placed",
+    "python_command",
     "quoted",
     "saved_by_torch",
     "shell",
@@ -246,17 +247,26 @@ def unknown_keyword(function: str, guess: str, value: object, known: Sequence[st
 
 
 def shell(*words: str | os.PathLike[str]) -> str:
-    """A command of these `words`.
+    """Return a command of these `words`.
 
-    A path that starts with a dash gets a folder, so that no program takes it for an option.
+    No program that a message names may take code or settings from the current folder or from a file's folder, which
+    somebody else may have filled: git is out, and Python is for :func:`python_command`. Paths are :func:`_no_option`.
     """
     return " ".join(quoted(_no_option(word)) for word in words)
+
+
+def python_command(*words: str | os.PathLike[str]) -> str:
+    """Return a command that runs Python with these `words`, ``-c`` or ``-m`` first.
+
+    ``-I`` keeps the current folder off the search for modules. Python 3.10 has no ``-P``.
+    """
+    return shell("python", "-I", *words)
 
 
 def saved_by_torch(expression: str, *modules: str) -> str:
     """A command that saves what the Python `expression` gives, which needs `modules` beside torch."""
     program = f'import {", ".join((*modules, "torch"))}; torch.save({expression}, "out.pt")'
-    return shell("python", "-c", program)
+    return python_command("-c", program)
 
 
 def literal(path: str | os.PathLike[str]) -> str:
@@ -271,10 +281,14 @@ def placed(word: str | os.PathLike[str]) -> str:
 
 
 def _no_option(word: str | os.PathLike[str]) -> str:
+    """Return `word`; a path with a folder, if a program could take its start for an option (-), for a list of paths (@)
+    or, as tar does, for another machine (host:).
+    """
     if isinstance(word, str):
         return word
     path = placed(word)
-    return f"./{path}" if path.startswith("-") else path
+    host = ":" in path.partition("/")[0] and "://" not in path
+    return f"./{path}" if path.startswith(("-", "@")) or host else path
 
 
 def quoted(word: str, *, ascii_only: bool = False) -> str:

@@ -17,6 +17,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +34,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckptconv
+from ckptconv import hints
 from ckptconv.byteranges.undo_journal import HOT
 from ckptconv.cli.main import main
+from ckptconv.formats.foreign import paths
 from ckptconv.output.in_place import journal as journals
 from tests.support import zoo
 from tests.support.advice import Site, come_by, sites
@@ -948,11 +952,11 @@ CASES: dict[str, Case] = {
         "inspect {m}.tgz", r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:_gzip:tar",
     ),
     "NumPy's arrays": Case(
-        lambda m: numpy.savez(m + ".npz", a=numpy.arange(3)), "inspect {m}.npz", r"(python -c .*)", "loads",
+        lambda m: numpy.savez(m + ".npz", a=numpy.arange(3)), "inspect {m}.npz", r"(python -I -c .*)", "loads",
         same(lambda: {"a": torch.arange(3)}), "formats/foreign/zips.py::*",
     ),
     "a NumPy array": Case(
-        lambda m: numpy.save(m + ".npy", numpy.arange(3)), "inspect {m}.npy", r"(python -c .*)", "loads", loads,
+        lambda m: numpy.save(m + ".npy", numpy.arange(3)), "inspect {m}.npy", r"(python -I -c .*)", "loads", loads,
         "formats/foreign/files.py::*",
     ),
 }  # fmt: skip
@@ -1038,8 +1042,8 @@ def typed(line: str, words: list[str], stem: str, case: Case) -> None:
             net().load_state_dict(scope["whole"], strict=True)
         if line.startswith("import "):
             loads(Path(stem + ".pt"))
-    elif line.startswith("python -c "):
-        exec(shlex.split(line)[2], {})
+    elif line.startswith("python -I -c "):
+        exec(shlex.split(line)[3], {})
     elif "ADVICE" in words:
         assert main([line if word == "ADVICE" else word for word in words]) == 0, line
     elif line.startswith("--"):
@@ -1123,6 +1127,9 @@ ELSEWHERE: dict[Site, str] = {
     "formats/foreign/folders.py:_torch_records:python": (
         "formats/foreign/test_folders.py::test_the_command_for_an_unpacked_checkpoint_works"
     ),
+    "formats/foreign/zips.py::python": (
+        "formats/foreign/test_files.py::test_the_command_for_records_without_their_folder_works"
+    ),
     "formats/foreign/zips.py::unzip": (
         "formats/foreign/test_files.py::test_the_command_for_records_without_their_folder_works"
     ),
@@ -1179,8 +1186,6 @@ NOT_TYPED: dict[Site, str] = {
     "edits/views.py:compact:option compact": _NO_CHANGE,
     "errors.py:require_torch:text": _NETWORK,
     "formats/sharded/planning.py:deal:text": _NETWORK,
-    "formats/foreign/files.py:_pointer:git": _NETWORK,
-    "formats/foreign/folders.py:_pointers:git": _NETWORK,
     "byteranges/far/transports.py:_installed:text": _NETWORK,
     "formats/opening.py:_open_url:*": _NETWORK,
     "output/far_targets.py:far_writer:text": _NETWORK,
@@ -1191,7 +1196,6 @@ NOT_TYPED: dict[Site, str] = {
     "formats/foreign/files.py::text": f"{_OTHERS} (zstd, lz4, 7z, unrar); bzip2 and xz are typed as the row's",
     "formats/foreign/folders.py:_deepspeed:python": f"{_OTHERS} (DeepSpeed)",
     "formats/foreign/folders.py:_megatron:python": f"{_OTHERS} (Megatron-LM)",
-    "formats/foreign/zips.py::python": f"{_OTHERS} (a compiler, for AOTInductor)",
     "formats/foreign/files.py:_tar:text": "it would run what is in the file, as it says",
     "formats/safetensors.py::text": "it is for the run of several processes that has all parts",
     "formats/distributed/dcp.py:tensor:text": "it is for the run that saved the folder",
@@ -1233,3 +1237,66 @@ def test_every_advice_is_in_a_table() -> None:
     missing = set(sites()) - set().union(*tables)
     assert not missing, sorted(missing)
     assert set().union(*tables) <= set(sites())
+
+
+#: Programs that messages name, and none of which takes code or settings from the folder in which it is typed or from
+#: that of a file: a shell's, and those of a user's own.
+HARMLESS = {
+    "aws", "bzip2", "chattr", "chmod", "ckptconv", "curl", "gcloud", "gzip", "lsattr", "lz4", "mkdir", "mv", "tail",
+    "tar", "unrar", "unzip", "xz", "zstd", "7z",
+}  # fmt: skip
+
+
+def test_programs_that_messages_name() -> None:
+    """Each is in the table of those that run nothing from the current folder; a Python command has -I, or the whole
+    path of a script.
+    """
+    said: list[list[str]] = []
+    for path in sorted(Path(ckptconv.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "shell" and path.name != "hints.py":
+                said.append([each.value for each in node.args if isinstance(each, ast.Constant)])
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said += [[program] for program in re.findall(r"^(\w+) \S+ \{path\}", node.value)]
+    said += [[*words] for words in paths._DOWNLOADS.values()]
+    programs = {words[0] for words in said if words}
+    scripts = {tuple(words[1:2]) for words in said if words[:1] == ["python"]}
+    assert programs - HARMLESS == {"python"}
+    assert scripts == {("/PATH/TO/Megatron-LM/tools/checkpoint/convert.py",)}
+    assert {"7z", "curl", "tar", "unzip", "xz"} <= programs
+    assert hints.python_command("-m", "zipfile") == "python -I -m zipfile"
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "records", "pointer", "folder of pointers"])
+def test_a_command_runs_nothing_from_its_folder(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is printed about a file is pasted in its folder, where somebody has put modules with the names of Python's
+    and torch's, and a git repository with an alias.
+    """
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+    Path("m").mkdir()
+    if kind in ("npy", "npz"):
+        numpy.savez("m.npz", a=numpy.arange(3))
+        numpy.save("m.npy", numpy.arange(3))
+    elif kind == "records":
+        saved(weights)("whole")
+        zipfile.ZipFile("whole.pt").extractall()
+        Path("m").rmdir()
+        Path("whole").rename("m")
+    else:
+        for path in ("m.pt", "m/model.pt"):
+            Path(path).write_bytes(pointer)
+    main(["convert", {"npy": "m.npy", "npz": "m.npz", "pointer": "m.pt"}.get(kind, "m"), "other.pt"])
+    out = "".join(capfd.readouterr())
+    Path("ran").mkdir()
+    for name in {"torch", "numpy", "ckptconv"} | sys.stdlib_module_names:
+        Path(f"{name}.py").write_text(f"open('ran/{name}', 'w').close()\nraise ImportError\n")
+    for folder in (".", "m"):
+        subprocess.run(["git", "init", "-q", folder], check=True)
+        Path(folder, ".git/config").write_text("[alias]\n\tlfs = !touch ran/git\n\tclone = !touch ran/git\n")
+    for line in re.findall(r"(?:: |^|and )((?:python|git) .*)", out, re.MULTILINE):
+        assert kind not in ("pointer", "folder of pointers"), line
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        subprocess.run(["bash", "-c", line], check=True, env={**os.environ, "PATH": path})
+        assert Path("out.pt").exists()
+    assert ("out.pt" in os.listdir()) == (kind in ("npy", "npz", "records"))
+    assert os.listdir("ran") == []

@@ -669,7 +669,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
         "truncated: the zip archive's end is missing; download or copy it again",
     ),
     "EOFError": (lambda: b"", "the file is empty; download or copy it again"),
-    f"{REFUSED} 118": (lambda: POINTER, "a Git LFS pointer.*lfs pull"),
+    f"{REFUSED} 118": (lambda: POINTER, "a Git LFS pointer.*fetch it with Git LFS"),
     f"{REFUSED} 60": (lambda: PAGE, "an HTML page.*download the file itself.* logged in"),
     f"{REFUSED} 123": (lambda: JSON, "a model's configuration.*give the file with the weights"),
     f"{REFUSED} 0": (
@@ -683,7 +683,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "KeyError: 101": (lambda: b"hello world", "a text file.*give the file with the weights"),
     "RuntimeError: PytorchStreamReader failed locating file data.pkl": (
         exported,
-        r"a \.pt2 archive.*save its weights alone: python -c",
+        r"a \.pt2 archive.*save its weights alone: python -I -c",
     ),
 }
 #: What torch says of a file with a tag, and the tag.

@@ -1321,7 +1321,7 @@ NO_CHECKPOINTS: dict[str, tuple[bytes | Callable[[], bytes], str, str]] = {
     "Git LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n",
         "a Git LFS pointer",
-        "lfs pull",
+        "with Git LFS",
     ),
     "HTML page": (b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>", "an HTML page", "download"),
     "empty file": (b"", "empty", "download"),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckptconv
+from ckptconv.byteranges.given_paths import path_at
 from ckptconv.cli.main import main
 from ckptconv.edits.options import Edits, option_of
 from ckptconv.hints import (
@@ -31,6 +32,7 @@ from ckptconv.hints import (
     joined,
     option,
     options_in,
+    shell,
 )
 from ckptconv.inspection.comparison.suggestions import options_of
 from tests.support.conversions import refused
@@ -244,3 +246,19 @@ def test_parts_are_not_lost() -> None:
                 assert is_caught, text
             else:
                 assert not is_caught, text
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("-x.tar", "./-x.tar"),
+        ("@x.7z", "./@x.7z"),
+        ("host:x.tar", "./host:x.tar"),
+        ("a/host:x.tar", "a/host:x.tar"),
+        ("https://host/x.tar", "https://host/x.tar"),
+    ],
+)
+def test_names_that_programs_take_for_something_else(path: str, word: str) -> None:
+    """An option, a list of files, or with tar another machine, of which it would start a shell: they get a folder."""
+    assert shell("tar", "-xf", path_at(path)) == f"tar -xf {word}"
+    assert command("inspect", path_at(path)) == f"ckptconv inspect {word}"

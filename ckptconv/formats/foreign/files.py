@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import DOWNLOAD_AGAIN, InputError, MalformedError, UnsupportedError, count
-from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES, LFS
+from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES, FETCH_LFS, LFS
 from ckptconv.formats.foreign.zips import displaced
 from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.hints import literal, saved_by_torch, shell
@@ -130,8 +130,7 @@ def _pointer(file: _File) -> _Answer | None:
         return None
     size = re.search(rb"^size ([0-9]{1,18})\r?$", file.head, re.MULTILINE)
     of = f" of {int(size[1]):,} bytes" if size else ""
-    pull = shell("git", "-C", file.path.parent, "lfs", "pull")
-    return _Answer(f"a Git LFS pointer and not the file itself{of}", f"fetch the file: {pull}")
+    return _Answer(f"a Git LFS pointer and not the file itself{of}", FETCH_LFS)
 
 
 def _page(file: _File) -> _Answer | None:

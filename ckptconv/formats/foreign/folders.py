@@ -19,12 +19,13 @@ from typing import NamedTuple
 from ckptconv.byteranges.sources import Readable, first_bytes, is_url, list_folder
 from ckptconv.errors import InputError, UnsupportedError, some
 from ckptconv.guesses import close_matches
-from ckptconv.hints import Placeholder, command, joined, shell
+from ckptconv.hints import Placeholder, command, joined, python_command, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 
 __all__ = [
     "CHECKPOINT_SUFFIXES",
+    "FETCH_LFS",
     "FILE_SUFFIXES",
     "LFS",
     "about_part",
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+#: No command: git runs aliases, filters and other programs that the folder's .git/config names, and so does Git LFS.
+FETCH_LFS = "download the file itself, or fetch it with Git LFS in a clone of your own; git runs what .git/config names"
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".pth.tar")
 #: What a folder's files are converted by, in any case of letters.
 FILE_SUFFIXES = (*CHECKPOINT_SUFFIXES, ".pkl")
@@ -170,7 +173,7 @@ def _torch_records(folder: _Folder) -> _Answer | None:
     whole = _absolute(folder.path)
     return _Answer(
         "the records of a torch checkpoint that was unpacked",
-        f"make it a zip again: {shell('python', '-m', 'zipfile', '-c', 'out.pt', whole)}",
+        f"make it a zip again: {python_command('-m', 'zipfile', '-c', 'out.pt', whole)}",
     )
 
 
@@ -190,7 +193,7 @@ def _pointers(folder: _Folder) -> _Answer | None:
         return None
     return _Answer(
         "a git clone in which the checkpoints are Git LFS pointers",
-        f"fetch them: {shell('git', '-C', folder.path, 'lfs', 'pull')}",
+        FETCH_LFS,
     )
 
 
@@ -217,7 +220,7 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
     if inside:  # DeepSpeed wants the folder above, and the name of this one
         whole = _absolute(folder.path)
         where, tag = whole.parent, ["--tag", whole.name]
-    merge = shell("python", "-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
+    merge = python_command("-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
     return _Answer(f"{_DEEPSPEED}, each file of it one rank's part", f"let DeepSpeed merge it: {merge}")
 
 
@@ -230,12 +233,12 @@ def _megatron(folder: _Folder) -> _Answer | None:
     where = _absolute(folder.path).parent if inside else folder.path  # Megatron wants that one
     whole = ("--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1")
     merge = shell(
-        "python", "tools/checkpoint/convert.py", "--model-type", "GPT", "--load-dir", where, "--save-dir", "OUT_FOLDER",
-        *whole,
-    )  # a command  # fmt: skip
+        "python", "/PATH/TO/Megatron-LM/tools/checkpoint/convert.py", "--model-type", "GPT", "--load-dir", where,
+        "--save-dir", "OUT_FOLDER", *whole,
+    )  # fmt: skip
     return _Answer(
         f"{_MEGATRON}, each folder of it one rank's part",
-        f"let Megatron-LM merge it, in its repository: {merge}",
+        f"let Megatron-LM merge it: {merge}",
     )
 
 

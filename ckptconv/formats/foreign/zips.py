@@ -33,7 +33,7 @@ from ckptconv.formats.zip_archive import (
     ZIP64_LOCATOR_SIZE,
     first_member,
 )
-from ckptconv.hints import literal, saved_by_torch, shell
+from ckptconv.hints import literal, python_command, saved_by_torch, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.pickles.parser import parse
@@ -125,8 +125,8 @@ _ROWS = (
         _is_compiled,
         lambda names: UnsupportedError(
             "a .pt2 archive of AOTInductor, which holds a compiled program",
-            hint="save the weights of what it was compiled from; torch loads it, which runs its machine code: "
-            + shell("python", "-c", f"import torch; torch._inductor.aoti_load_package({literal(names.path)})"),
+            hint="save the weights of what it was compiled from; torch._inductor.aoti_load_package loads it, which runs"
+            " its machine code",
         ),
     ),
     _Row(
@@ -149,7 +149,7 @@ _ROWS = (
             "torch's records without the folder that they must be in",
             expected=f"a member FOLDER/{_PICKLE}",
             hint=f"zip them again: {shell('unzip', names.path, '-d', 'out')} && "
-            + shell("python", "-m", "zipfile", "-c", "out.pt", "out"),
+            + python_command("-m", "zipfile", "-c", "out.pt", "out"),
         ),
     ),
     _Row(

@@ -89,8 +89,8 @@ ONNX = b"\x08\x07\x12\x07pytorch\x1a\x032.0\x3a\x05\x0a\x03abc"
 #: By what it is: bytes, what the message says, what the next step says.
 FILES: dict[str, tuple[bytes, str, str]] = {
     "empty": (b"", "the file is empty", "download or copy it again"),
-    "pointer": (LFS, "a Git LFS pointer and not the file itself of 123,456,789 bytes", "lfs pull"),
-    "pointer without size": (LFS[:60], "a Git LFS pointer and not the file itself", "lfs pull"),
+    "pointer": (LFS, "a Git LFS pointer and not the file itself of 123,456,789 bytes", "with Git LFS"),
+    "pointer without size": (LFS[:60], "a Git LFS pointer and not the file itself", "with Git LFS"),
     "login page": (
         b"<!DOCTYPE html>\n<html><head><title>Sign in\n to X</title>",
         r"an HTML page .*'Sign in to X'",

@@ -70,7 +70,7 @@ SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 def megatron(run: str) -> list[str]:
     """What merges the checkpoint of Megatron-LM in the folder `run`."""
     sizes = ["--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1"]
-    script = ["python", "tools/checkpoint/convert.py", "--model-type", "GPT"]
+    script = ["python", "/PATH/TO/Megatron-LM/tools/checkpoint/convert.py", "--model-type", "GPT"]
     return [*script, "--load-dir", run, "--save-dir", "OUT_FOLDER", *sizes]
 
 
@@ -106,12 +106,12 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
     "DeepSpeed": (
         ["latest", "zero_to_fp32.py", "global_step9/"],
         "a DeepSpeed ZeRO checkpoint",
-        ["python", "-m", "deepspeed.utils.zero_to_fp32", "{}", "OUT_FOLDER"],
+        ["python", "-I", "-m", "deepspeed.utils.zero_to_fp32", "{}", "OUT_FOLDER"],
     ),
     "inside DeepSpeed's": (
         ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"],
         "a DeepSpeed ZeRO checkpoint",
-        ["python", "-m", "deepspeed.utils.zero_to_fp32", "{}/..", "OUT_FOLDER", "--tag", "my folder"],
+        ["python", "-I", "-m", "deepspeed.utils.zero_to_fp32", "{}/..", "OUT_FOLDER", "--tag", "my folder"],
     ),
     "Megatron": (
         ["latest_checkpointed_iteration.txt", "iter_0000005/mp_rank_00/a", "iter_0000005/mp_rank_01/a"],
