@@ -1207,6 +1207,8 @@ NOT_TYPED: dict[Site, str] = {
     "inspection/elements.py:spend:option include": "it takes a file larger than a test makes",
     "cli/convert_batch.py:_says_how_far:option skip_existing": f"after Ctrl-C; {_FAULT}",
     "conversion/in_place.py:_write:command undo": _FAULT,
+    "conversion/in_place.py:_write_all:command undo": _FAULT,
+    "conversion/in_place.py:_deliver:command undo": _FAULT,
     "output/files.py:_publish:option force": _FAULT,
     "output/folders.py:_publish:option force": _FAULT,
 }
