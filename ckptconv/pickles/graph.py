@@ -1,12 +1,13 @@
-"""The nodes of a pickle's graph: what the pickle says, without doing it.
+"""The nodes of a pickle's graph, which record what the pickle does without doing it.
 
-Atoms are Python's own ``None``, ``bool``, ``int``, ``float``, ``str`` and ``bytes``; everything else is a node. Sharing
-is identity (``a is b``), for strings too. Nodes have no equality, no hash of content and no repr of content, so that
-nothing that a file says can make them expensive. Cycles are legal.
+Atoms are Python's own ``None``, ``bool``, ``int``, ``float``, ``str`` and ``bytes``. Every other value is a node. Two
+places share a value if they contain the same object (``a is b``), for strings too. Nodes have no equality, no hash and
+no repr that depends on their content, so that no file can make these operations expensive. Cycles are legal.
 
-What a pickle does to an object after making it (``BUILD``, ``APPENDS``, ``SETITEMS``, ``ADDITEMS``) is an
-:class:`Effect` in the object's ``effects``, as are calls, persistent ids and frozensets themselves; ``order`` says
-when, counted from 1 in the source. A node that an edit makes has no ``order``.
+A pickle can change an object after making it (``BUILD``, ``APPENDS``, ``SETITEMS``, ``ADDITEMS``). Each such change is
+an :class:`Effect` in the object's ``effects``. Making a call, a persistent id or a frozenset is an effect too. The
+``order`` of an effect is its position among all effects of the source, counted from 1. What an edit adds has no order
+(None).
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ __all__ = [
     "walk",
 ]
 
-#: Items in one APPENDS or SETITEMS, as pickle's own writer has it.
+#: The largest number of items in one APPENDS or SETITEMS, as in pickle's own writer.
 AT_ONCE = 1000
 
-#: What a pickle calls to make a set before protocol 4, in which sets have opcodes.
+#: The classes that a pickle calls to make a set before protocol 4, which introduced opcodes for sets.
 SET_CLASSES = ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset")
 
 
 class Node:
-    """Whatever is no atom. Compares and hashes by identity."""
+    """A value that is not an atom. Nodes compare and hash by identity."""
 
     __slots__ = ()
 
 
 class Global(Node):
-    """``module.name``, as the pickle spells it; never imported."""
+    """``module.name``, as spelled in the pickle. It is never imported."""
 
     __slots__ = ("module", "name")
 
@@ -82,7 +83,7 @@ class Global(Node):
 
 
 class Extension(Node):
-    """A number that stands for a global in the reading process's ``copyreg`` registry (EXT1, EXT2, EXT4)."""
+    """A number that stands for a global in the ``copyreg`` registry of the reading process (EXT1, EXT2, EXT4)."""
 
     __slots__ = ("code",)
 
@@ -91,9 +92,9 @@ class Extension(Node):
 
 
 class Py2String(Node):
-    """A Python 2 ``str``: bytes that the reader decodes or not, by its ``encoding`` argument.
+    """A Python 2 ``str``: bytes that an unpickler decodes or not, depending on its ``encoding`` argument.
 
-    ``text`` is what UTF-8 makes of it, one object however often it is asked for; None where it is no UTF-8.
+    ``text`` is ``data`` decoded as UTF-8, or None if ``data`` is not UTF-8. It is the same object each time.
     """
 
     __slots__ = ("_text", "data")
@@ -111,7 +112,7 @@ class Py2String(Node):
 
 
 class Blob(Node):
-    """A text or bytes object too long to hold: `length` bytes at `offset` of the pickle.
+    """A text or byte string that stays in the source: `length` bytes at `offset` of the source.
 
     `kind` is ``str``, ``bytes``, ``bytearray`` or ``py2``.
     """
@@ -125,7 +126,7 @@ class Blob(Node):
 
 
 class ByteArray(Node):
-    """A ``bytearray`` (BYTEARRAY8); mutable, so it has an identity."""
+    """A ``bytearray`` (BYTEARRAY8). It is a node and not an atom because it is mutable."""
 
     __slots__ = ("data",)
 
@@ -134,7 +135,7 @@ class ByteArray(Node):
 
 
 class Tuple(Node):
-    """A tuple; it can hold itself only through something mutable."""
+    """A tuple. It can contain itself only through a mutable object."""
 
     __slots__ = ("items",)
 
@@ -143,9 +144,9 @@ class Tuple(Node):
 
 
 class FrozenSet(Node):
-    """A frozenset, its members in the order in which the pickle names them.
+    """A frozenset, with its members in the order of the pickle.
 
-    Making it hashes them, which can depend on their state, so it has an order.
+    Making a frozenset hashes its members, and a hash can depend on a member's state. So a frozenset has an order.
     """
 
     __slots__ = ("items", "order")
@@ -156,8 +157,10 @@ class FrozenSet(Node):
 
 
 class Effect:
-    """Something done to an object: `opcode` is the pickle opcode's name, `values` its operands
-    (keys and values in turn for SETITEMS).
+    """A change of an object.
+
+    `opcode` is the name of the pickle opcode. `values` are its operands: keys and values in turn for SETITEMS. `order`
+    is the position in the source, or None for an effect that an edit has added.
     """
 
     __slots__ = ("opcode", "order", "values")
@@ -168,12 +171,12 @@ class Effect:
         self.order = order
 
 
-#: Shared while empty: most objects never get an effect.
+#: The list of effects that all objects without effects share: most objects never get an effect.
 NO_EFFECTS: list[Effect] = []
 
 
 class Object(Node):
-    """Whatever has effects: a list, dict or set, or the result of a call."""
+    """A node that can have effects: a list, a dict, a set or the result of a call."""
 
     __slots__ = ("effects",)
 
@@ -181,32 +184,35 @@ class Object(Node):
         self.effects = NO_EFFECTS
 
     def add(self, effect: Effect) -> None:
-        """Append `effect` to what is done to this object."""
+        """Append `effect` to the effects of this object."""
         if self.effects is NO_EFFECTS:
             self.effects = [effect]
         else:
             self.effects.append(effect)
 
     def pairs(self) -> Iterator[tuple[Effect, int]]:
-        """Where this mapping's items stand: ``effect.values[i]`` is a key, ``effect.values[i + 1]`` its value."""
+        """Yield the position of each item of this mapping, as an effect and an index.
+
+        ``effect.values[i]`` is the key and ``effect.values[i + 1]`` is the value.
+        """
         for effect in self.effects:
             if effect.opcode in ("SETITEM", "SETITEMS"):
                 for i in range(0, len(effect.values), 2):
                     yield effect, i
 
     def entries(self) -> Iterator[tuple[Value, Value]]:
-        """This mapping's keys and values, in order; a key as often as it is set."""
+        """Yield the keys and values of this mapping, in order. A key that is set twice is yielded twice."""
         for effect in self.effects:
             if effect.opcode in ("SETITEM", "SETITEMS"):
                 values = iter(effect.values)
                 yield from zip(values, values, strict=True)
 
     def states(self) -> list[Value]:
-        """The states that this object is given."""
+        """Return the states that BUILD gives to this object, in order."""
         return [effect.values[0] for effect in self.effects if effect.opcode == "BUILD"]
 
     def elements(self) -> Iterator[Value]:
-        """The elements of this list or set, in order."""
+        """Yield the elements of this list or set, in order."""
         for effect in self.effects:
             if effect.opcode in ("APPEND", "APPENDS", "ADDITEMS"):
                 yield from effect.values
@@ -231,11 +237,12 @@ class Set(Object):
 
 
 class Call(Object):
-    """The result of a call that the pickle asks for and nobody makes.
+    """The result of a call that the pickle asks for. The call is never made.
 
-    `kind` is the opcode: ``REDUCE`` calls ``callable(*args)``, ``NEWOBJ`` and ``NEWOBJ_EX`` call
-    ``callable.__new__(callable, *args, **kwargs)``, ``OBJ`` (INST too) makes an instance in Python 2's way, its
-    arguments in a Tuple of our own. ``args`` is a Tuple, or a Call that gives one (``torch.Size``).
+    `kind` is the name of the opcode. ``REDUCE`` calls ``callable(*args)``. ``NEWOBJ`` and ``NEWOBJ_EX`` call
+    ``callable.__new__(callable, *args, **kwargs)``. ``OBJ``, which also stands for INST, makes an instance as Python 2
+    did; its arguments are in a Tuple that the pickle does not contain. ``args`` is a Tuple, or a Call that returns a
+    tuple (``torch.Size``).
     """
 
     __slots__ = ("args", "callable", "kind", "kwargs", "order")
@@ -243,7 +250,7 @@ class Call(Object):
     def __init__(
         self, kind: str, callable_: Value, args: Value, kwargs: Value = None, order: int | None = None
     ) -> None:
-        self.effects = NO_EFFECTS  # not by super().__init__(): of all objects these are the most
+        self.effects = NO_EFFECTS  # without super().__init__(), for speed: most objects are calls
         self.kind = kind
         self.callable = callable_
         self.args = args
@@ -251,12 +258,12 @@ class Call(Object):
         self.order = order
 
     def calls(self) -> list[Call]:
-        """This call, behind those inside that the list of a graph's outer calls leaves out."""
+        """Return the inner calls that ``Graph.outer_calls`` leaves out, followed by this call."""
         return [self]
 
 
 class PersistentId(Node):
-    """A reference to something outside the pickle; in torch's files, to a storage."""
+    """A reference to something outside the pickle. In torch's files it refers to a storage."""
 
     __slots__ = ("id", "order")
 
@@ -270,16 +277,23 @@ Value: TypeAlias = "Node | bool | int | float | str | bytes | None"
 
 @dataclass(eq=False)
 class Graph:
-    """One parsed pickle. ``protocol`` is what its header says, ``used`` the codes of the opcodes in it.
+    """A parsed pickle.
 
-    ``globals``, ``calls`` and ``references`` (persistent ids) are all that the source has, in its order, so that nobody
-    has to walk the graph for them; edits do not keep them up to date. If it ``has_inner_calls``, ``outer_calls``
-    leaves out calls that ``Call.calls()`` gives: each of a global, without arguments, just before the outer call.
-    ``discarded`` holds what the pickle made and threw away again, where it had effects (a call whose result is popped
-    is still a call). ``shared`` are the nodes that the pickle names more than once. ``byte_strings`` and ``extensions``
-    are all of these that the source has, those that it throws away too. ``changed`` are the objects to which the source
-    does something after making them, ``written`` the calls, as the source has them, that a reader put into today's
-    words. ``left_out`` leads to what the parts of a graph that was put together have, and it has not.
+    ``protocol`` is the protocol in its header, ``opcodes`` the number of opcodes that were executed, and ``used`` the
+    codes of these opcodes.
+
+    ``globals``, ``calls`` and ``references`` (persistent ids) list all nodes of these kinds in the order of the source,
+    so that nobody has to walk the graph to find them. Edits do not keep them up to date. If ``has_inner_calls`` is set,
+    ``outer_calls`` leaves out the calls that ``Call.calls()`` lists before the outer call. Each of these calls a global
+    without arguments.
+
+    ``discarded`` lists values with calls or persistent ids that the pickle made and threw away: a call whose result is
+    popped is still a call. ``shared`` contains the nodes that the pickle reads from the memo or names more than once.
+    ``byte_strings`` and ``extensions`` list all nodes of these kinds, including those that the source throws away.
+    ``changed`` lists the objects that have effects in the source.
+
+    ``written`` maps each call that a reader has replaced by its modern equivalent to the call in the source.
+    ``left_out`` lists the values of the parts of a merged graph that the merged graph may not contain.
     """
 
     root: Value
@@ -300,7 +314,7 @@ class Graph:
 
     @property
     def calls(self) -> list[Call]:
-        """All calls, those inside ``outer_calls`` too, which become nodes for that."""
+        """All calls, including inner calls. Reading this property makes the nodes of the inner calls."""
         if self.has_inner_calls:
             self.calls = [each for call in self.outer_calls for each in call.calls()]
         return self.outer_calls
@@ -313,9 +327,10 @@ class Graph:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: a graph is large and alive, and looking through it for
-    garbage again and again doubles the time. What was made counts as old afterwards, else it would be looked through
-    right away.
+    """Pause garbage collection.
+
+    A graph is large and stays alive, so collections would double the time. Afterwards everything that was made counts
+    as old, so that the next collection does not look through it.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -323,14 +338,14 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # else the caller has frozen objects, which must stay so
+            if not gc.get_freeze_count():  # otherwise the caller has frozen objects, which must stay frozen
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
 
 
 def children(node: Value) -> list[Value]:
-    """What `node` is made of, in the order in which a pickle says it."""
+    """Return the values that `node` consists of, in the order of the pickle. An atom has none."""
     if isinstance(node, (Tuple, FrozenSet)):
         return node.items
     if isinstance(node, PersistentId):
@@ -346,9 +361,9 @@ def children(node: Value) -> list[Value]:
 
 
 def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
-    """Every node that `roots` lead to, once, in the order in which a pickle says them.
+    """Yield every node that `roots` lead to, once, in the order of the pickle.
 
-    Those whose id is in `seen` are left out and added.
+    Nodes whose id is in `seen` are left out. The ids of all other nodes are added to `seen`.
     """
     seen = set() if seen is None else seen
     todo = roots[::-1]
@@ -361,7 +376,7 @@ def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
 
 
 def subgraph(graph: Graph, root: Value) -> Graph:
-    """What `root` leads to, as a graph of its own on the same nodes."""
+    """Return the part of `graph` that `root` leads to, as a graph of the same nodes."""
     reached = list(walk([root]))
     return replace(
         graph,
@@ -379,22 +394,25 @@ _Mapping = TypeVar("_Mapping", bound=Object)
 
 
 def set_items(mapping: _Mapping, items: list[Value]) -> _Mapping:
-    """`mapping`, on which `items` are set, keys and values in turn, as many at once as pickle does."""
+    """Add `items`, keys and values in turn, to `mapping` and return `mapping`.
+
+    Each effect gets at most as many items as pickle's own writer puts into one SETITEMS.
+    """
     for at in range(0, len(items), 2 * AT_ONCE):
         mapping.add(Effect("SETITEMS", items[at : at + 2 * AT_ONCE], None))
     return mapping
 
 
 def args_of(call: Call) -> list[Value]:
-    """The arguments of `call`; none where they are themselves what a call gives."""
+    """Return the arguments of `call`, or an empty list if the arguments are the result of another call."""
     return call.args.items if isinstance(call.args, Tuple) else []
 
 
 def members_of(node: Value, most: int | None = None) -> list[Value] | None:
-    """What is in a sequence or set, None if `node` is neither.
+    """Return the members of a sequence or set, or None if `node` is neither.
 
-    Before protocol 4 a set is a call of its class with a sequence, of which the first `most` will do where that is
-    given: any number of calls can have the same one.
+    Before protocol 4 a set is a call of its class with a sequence. From such a sequence only the first `most` members
+    are returned, if `most` is given: any number of calls can share one sequence.
     """
     if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES) and not node.effects:
         made_of = args_of(node)
@@ -409,9 +427,9 @@ def members_of(node: Value, most: int | None = None) -> list[Value] | None:
 
 
 def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
-    """Put in `graph`, wherever one of the nodes `new` stands, what it stands for there.
+    """Replace nodes in `graph` in place, wherever they occur.
 
-    What a new node is made of is looked through as well.
+    `new` maps each old node to its replacement. The children of a replacement are replaced too.
     """
 
     def of(value: Value) -> Value:
@@ -419,7 +437,7 @@ def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
 
     graph.root = of(graph.root)
     graph.discarded = [of(value) for value in graph.discarded]
-    for node in walk([graph.root, *graph.discarded]):  # children are asked for after their parent was seen to
+    for node in walk([graph.root, *graph.discarded]):  # walk asks for children after their parent was changed
         if isinstance(node, (Tuple, FrozenSet)):
             node.items = [of(item) for item in node.items]
         elif isinstance(node, PersistentId):
@@ -433,15 +451,15 @@ def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
 
 
 def is_global(node: Value, *names: str) -> bool:
-    """Whether `node` is one of the globals `names`, given as ``module.name``."""
+    """Return whether `node` is one of the globals `names`, each given as ``module.name``."""
     return isinstance(node, Global) and f"{node.module}.{node.name}" in names
 
 
 def strings_of(mapping: Object) -> dict[str, Value]:
-    """`mapping`'s string keys and their values, the last of each."""
+    """Return the string keys of `mapping` with their values. The last value of a key counts."""
     return {key: value for key, value in mapping.entries() if isinstance(key, str)}
 
 
 def is_count(value: Value) -> TypeGuard[int]:
-    """Whether `value` can be a number of elements: an integer that is not negative, below the limit."""
+    """Return whether `value` can be a number of elements: an ``int``, not negative, and below ``LIMITS.elements``."""
     return type(value) is int and 0 <= value < LIMITS.elements

@@ -1,8 +1,8 @@
 """The pickle virtual machine on nodes: input, stack, memo, frames and the record of effects.
 
-What each opcode does with it stands in :mod:`ckptconv.pickles.parser`. Stricter than pickle's own, which runs whatever
-does not crash it: operands must have the type that the opcode is for, frames must hold whole opcodes, the stack must be
-empty at the end. Reads through a small window, so that what an opcode skips never enters memory.
+:mod:`ckptconv.pickles.parser` defines what each opcode does. This machine is stricter than pickle's own: operands must
+have the type that the opcode is for, frames must contain complete opcodes, and the stack must be empty at the end. It
+reads through a small window, so that skipped bytes never enter memory.
 """
 
 from __future__ import annotations
@@ -35,16 +35,26 @@ __all__ = ["HASHED_AS_IT_IS", "Operation", "PickleMachine", "kind_of"]
 
 _WINDOW = 1 << 20  # bytes read at a time, at most
 _UINT32 = struct.Struct("<I").unpack_from
-_FIRST = 4096  # bytes read at first, and behind what was stepped over: the next may be near
+_FIRST = 4096  # bytes read at first and after skipped bytes: the next skip may be near
 
 
-#: Python's hash of an integer is its remainder by 2^61 - 1: a pickle can name slots above that which all have one.
+#: Slots from here on are stored as texts. Python's hash of an integer is its remainder by 2^61 - 1, so a pickle could
+#: name many larger slots with the same hash.
 HASHED_AS_IT_IS = 1 << 60
 
 
 class PickleMachine:
-    """As in ``pickle.py``: ``stack`` holds what came after the newest MARK, ``metastack`` what came
-    before each MARK.
+    """The state of one run.
+
+    As in ``pickle.py``, ``stack`` contains the values after the newest MARK, and ``metastack`` the stacks before each
+    MARK.
+
+    Args:
+        read: Return LENGTH bytes at OFFSET, called as ``read(offset, length)``.
+        size: Number of bytes that `read` can return.
+        where: Name of the pickle in errors.
+        offset: Offset of the pickle's first byte.
+        leave: Prefixes. Byte strings and texts that start with one of them stay in the source, however short they are.
     """
 
     def __init__(
@@ -54,11 +64,11 @@ class PickleMachine:
         self.size = size
         self.where = where
         self.start = offset
-        self.leave = leave  # starts of bytes objects and texts that are not held, however short
+        self.leave = leave
         self.ahead = _FIRST
-        self.base = offset  # where the window stands in the file
+        self.base = offset  # offset of the window in the source
         self.window = b""
-        self.pos = 0  # the next byte, in the window
+        self.pos = 0  # position of the next byte in the window
         self.budget = LIMITS.pickle_bytes
         self.frame_end: int | None = None
         self.protocol = 0
@@ -78,8 +88,10 @@ class PickleMachine:
         self.used = bytearray(256)
 
     def load(self, dispatch: Sequence[Operation | None], most: int | None = None) -> Graph:
-        """Execute opcodes up to STOP, at most `most` where that is less than the limit,
-        each as `dispatch` says for its code.
+        """Execute opcodes up to STOP and return the graph.
+
+        `dispatch` maps the code of each opcode to its operation. At most `most` opcodes are executed, if that is less
+        than ``LIMITS.pickle_opcodes``. Raises MalformedError, LimitError and what an operation raises.
         """
         stop, used, self.dispatch = CODES["STOP"][0], self.used, dispatch
         most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)
@@ -109,7 +121,10 @@ class PickleMachine:
         raise LimitError("too many pickle opcodes", where=self.where, expected=f"at most {most:,}")
 
     def finish(self, opcodes: int) -> Graph:
-        """The graph, once STOP came."""
+        """Return the graph after STOP. Raise MalformedError unless exactly one value is left on the stack.
+
+        `opcodes` is the number of opcodes that were executed.
+        """
         if self.frame_end is not None:
             self.check_frame()
             if self.frame_end is not None:
@@ -136,20 +151,24 @@ class PickleMachine:
         )
 
     def count(self, opcodes: int) -> bool:
-        """Count `opcodes` that are done at once; False if that is more than there may be, and then no more are done."""
+        """Count `opcodes` that are executed at once.
+
+        Return False if that exceeds the limit. No further opcode is executed then.
+        """
         return next(islice(self.steps, opcodes - 1, None), self) is None
 
     # Bytes
 
     def tell(self) -> int:
-        """The offset of the next byte."""
+        """Return the offset of the next byte in the source."""
         return self.base + self.pos
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
+        """Raise MalformedError with the offset of the next byte."""
         raise MalformedError(what, where=f"{self.where} at byte {self.tell()}", expected=expected, got=got)
 
     def refill(self, need: int) -> None:
-        """Move the window so that `need` bytes from ``pos`` on are in it."""
+        """Move the window so that it starts at the next byte and contains at least `need` bytes."""
         self.base += self.pos
         self.budget -= self.pos
         self.pos = 0
@@ -166,6 +185,7 @@ class PickleMachine:
             self.fail("the file became shorter while it was read")
 
     def take(self, n: int) -> bytes:
+        """Read `n` bytes."""
         start = self.pos
         if start + n > len(self.window):
             self.refill(n)
@@ -174,6 +194,7 @@ class PickleMachine:
         return self.window[start : start + n]
 
     def byte(self) -> int:
+        """Read one byte, as a number."""
         pos = self.pos
         if pos >= len(self.window):
             self.refill(1)
@@ -182,17 +203,17 @@ class PickleMachine:
         return self.window[pos]
 
     def number(self) -> int:
-        """An integer of four bytes."""
+        """Read an unsigned integer of four bytes."""
         pos = self.pos
         end = pos + 4
         if end > len(self.window):
             return int.from_bytes(self.take(4), "little")
         self.pos = end
-        number: int = _UINT32(self.window, pos)[0]  # without a copy of the bytes
+        number: int = _UINT32(self.window, pos)[0]  # does not copy the bytes
         return number
 
     def line(self) -> bytes:
-        """The bytes up to a newline, which is taken as well."""
+        """Read up to a newline and return the bytes before the newline."""
         while (end := self.window.find(b"\n", self.pos, self.pos + LIMITS.pickle_line + 1)) < 0:
             have = len(self.window) - self.pos
             if have > LIMITS.pickle_line:
@@ -206,7 +227,7 @@ class PickleMachine:
         return line
 
     def length(self, width: int) -> int:
-        """A length of `width` bytes that the file can hold."""
+        """Read a length that is stored in `width` bytes. Raise MalformedError if the source has fewer bytes left."""
         n = self.number() if width == 4 else int.from_bytes(self.take(width), "little")
         left = self.size - self.base - self.pos
         if n > left:
@@ -214,7 +235,7 @@ class PickleMachine:
         return n
 
     def skip(self, n: int) -> int:
-        """Step over `n` bytes without holding them; their offset."""
+        """Skip `n` bytes without reading them. Return their offset in the source."""
         offset = self.tell()
         if self.pos + n <= len(self.window):
             self.pos += n
@@ -228,14 +249,14 @@ class PickleMachine:
         return offset
 
     def is_left(self, n: int) -> bool:
-        """Whether the next `n` bytes start as what is left in the file."""
+        """Return whether the next `n` bytes start with one of the prefixes ``leave``."""
         longest = min(max(map(len, self.leave)), n)
         if self.pos + longest > len(self.window):
             self.refill(longest)
         return self.window.startswith(self.leave, self.pos, self.pos + n)
 
     def skip_text(self, n: int) -> int:
-        """Step over `n` bytes of UTF-8, of which one window after another is looked at; their offset."""
+        """Skip `n` bytes of UTF-8, which are checked one window at a time. Return their offset in the source."""
         offset = self.skip(n)
         decode = codecs.getincrementaldecoder("utf-8")("surrogatepass").decode
         try:
@@ -246,6 +267,7 @@ class PickleMachine:
         return offset
 
     def check_frame(self) -> None:
+        """End the frame if the next byte is after it. Raise MalformedError if an opcode crosses its end."""
         assert self.frame_end is not None
         here = self.tell()
         if here > self.frame_end:
@@ -256,11 +278,12 @@ class PickleMachine:
     # Stack, memo and effects
 
     def next_order(self) -> int:
+        """Return the order of a new effect."""
         self.order += 1
         return self.order
 
     def pop_mark(self) -> list[Value]:
-        """Take what came after the newest MARK, and the MARK."""
+        """Remove the newest MARK. Remove and return the values after it."""
         if not self.metastack:
             self.fail("no MARK for this opcode")
         values = self.stack
@@ -268,6 +291,7 @@ class PickleMachine:
         return values
 
     def get(self, slot: int) -> None:
+        """Push the value of the memo slot `slot`."""
         try:
             value = self.memo[slot if slot < HASHED_AS_IT_IS else hex(slot)]
         except KeyError:
@@ -277,19 +301,21 @@ class PickleMachine:
         self.stack.append(value)
 
     def not_in_memo(self, slot: int) -> Value:
+        """Return the value of a slot that ``memo`` does not contain. This class has none and raises MalformedError."""
         self.fail("the memo has no such slot", got=slot)
 
     def put(self, slot: int) -> None:
+        """Store the value on top of the stack in the memo slot `slot`."""
         if slot < 0:
             self.fail("a memo slot is negative", got=slot)
         self.memo[slot if slot < HASHED_AS_IT_IS else hex(slot)] = self.stack[-1]
 
     def memoize(self) -> None:
-        """Put as the slot that is the number of those there are."""
+        """Store the value on top of the stack in the next memo slot, whose number is the number of slots in use."""
         self.put(len(self.memo))
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
-        """Do `opcode` to the object on top of the stack, which must be one of `kinds` or a call's result."""
+        """Add an effect to the object on top of the stack, which must have one of `kinds` or be the result of a call."""
         target = self.stack[-1]
         if not isinstance(target, (*kinds, Call)) or not isinstance(target, Object):
             self.fail(f"{opcode} on a value that cannot take it", got=kind_of(target))
@@ -298,11 +324,11 @@ class PickleMachine:
         target.add(Effect(opcode, values, self.next_order()))
 
     def call(self, kind: str, callable_: Value, args: Value, kwargs: Value = None) -> None:
-        """Push the result of a call that is not made."""
-        # A persistent id too: so torch's older format names the classes of modules.
+        """Push the result of a call, without making the call."""
+        # Torch's older format refers to the classes of modules by persistent ids.
         if not isinstance(callable_, (Global, Call, Extension, PersistentId)):
             self.fail(f"{kind} of what cannot be called", got=kind_of(callable_))
-        if not isinstance(args, (Tuple, Call)):  # a call can give a tuple: torch.Size, a named tuple
+        if not isinstance(args, (Tuple, Call)):  # a call can return a tuple: torch.Size, a named tuple
             self.fail(f"{kind} needs a tuple of arguments", got=kind_of(args))
         self.order = order = self.order + 1
         call = Call(kind, callable_, args, kwargs, order)
@@ -310,19 +336,19 @@ class PickleMachine:
         self.stack.append(call)
 
     def persistent_load(self, pid: Value) -> None:
-        """Push what the persistent id `pid` stands for."""
+        """Push a reference with the persistent id `pid`."""
         self.order = order = self.order + 1
         reference = PersistentId(pid, order)
         self.references.append(reference)
         self.stack.append(reference)
 
     def push_bytes(self, value: Value) -> None:
-        """Push a byte string, of whatever kind."""
+        """Push a byte string, which may be a Blob."""
         self.byte_strings.append(value)
         self.stack.append(value)
 
     def find_class(self, module: str, name: str) -> Global:
-        """The global of that name, one node wherever it is named; nothing looks for it."""
+        """Return the node of the global ``module.name``, without importing it. One name always has the same node."""
         found = self.named.get((module, name))
         if found is None:
             self.named_characters += len(module) + len(name)
@@ -333,7 +359,7 @@ class PickleMachine:
         return found
 
     def extension(self, code: int) -> Extension:
-        """What the extension registry has under `code`, one node wherever it is named."""
+        """Return the node of the extension `code`. One code always has the same node."""
         found = self.codes.get(code)
         if found is None:
             found = self.codes[code] = Extension(code)
@@ -343,6 +369,7 @@ class PickleMachine:
         return found
 
     def check_named(self) -> None:
+        """Raise LimitError if the pickle names too many globals and extensions."""
         if len(self.named) + len(self.codes) > LIMITS.globals or self.named_characters > LIMITS.global_characters:
             raise LimitError(
                 "the pickle names too many classes and functions",
@@ -351,17 +378,17 @@ class PickleMachine:
             )
 
 
-#: What one opcode does: it takes its operands from the machine and leaves its result there.
+#: The operation of one opcode. It takes its operands from the machine and leaves its result there.
 Operation: TypeAlias = Callable[[PickleMachine], None]
 
 
 def kind_of(value: Value) -> str:
-    """What `value` is, for an error."""
+    """Return the name of the type of `value` for errors."""
     return type(value).__name__.lower()
 
 
 def _lost(root: Value, popped: list[Value]) -> list[Value]:
-    """Those of `popped` that had effects and that `root` does not lead to."""
+    """Return those of the values `popped` that contain a call or persistent id and that `root` does not lead to."""
     seen: set[int] = set()
     for _ in walk([root], seen):
         pass

@@ -1,6 +1,6 @@
-"""Parse a pickle into its graph: one operation for each opcode.
+"""Parse a pickle into its graph, with one operation for each opcode.
 
-A text or bytes object above ``LIMITS.inline_bytes`` never enters memory: it becomes a
+A text or byte string longer than ``LIMITS.inline_bytes`` never enters memory. It becomes a
 :class:`~ckptconv.pickles.graph.Blob`.
 """
 
@@ -36,8 +36,8 @@ __all__ = ["DISPATCH", "OPERATIONS", "in_dispatch", "parse"]
 
 _HIGHEST_PROTOCOL = 5
 
-# What pickle's own writers write: CPython's readers in C and in Python understand more, and
-# not the same (010 is 8 or an error).
+# Numbers as pickle's own writers write them. CPython's readers in C and in Python accept more, and differ in what they
+# accept (010 is 8 or an error).
 _INTEGER = regex(rb"-?(?:0|[1-9][0-9]*)")
 _FLOAT = regex(rb"-?(?:inf|nan|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)")
 _ESCAPE = regex(rb"\\(?:[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|[0-3][0-7]{2}|[0-7]{1,2}(?![0-7]))")
@@ -46,11 +46,19 @@ _ESCAPE = regex(rb"\\(?:[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|[0-3][0-7]{2}|[0-7]{1,2}(
 def parse(
     read: Callable[[int, int], bytes], size: int, *, where: str, offset: int = 0, leave: tuple[bytes, ...] = ()
 ) -> tuple[Graph, int]:
-    """The graph of the pickle at `offset`, and the offset of the first byte behind it.
+    """Return the graph of the pickle at `offset` and the offset after its last byte.
 
-    `read` gives LENGTH bytes at an offset, of `size` bytes in all; `where` names the pickle in errors. Bytes
-    objects and texts that start with one of `leave` stay where they are, short ones too. Raises
-    MalformedError, LimitError, UnsupportedError.
+    Args:
+        read: Return LENGTH bytes at OFFSET, called as ``read(offset, length)``.
+        size: Number of bytes that `read` can return.
+        where: Name of the pickle in errors.
+        offset: Offset of the pickle's first byte.
+        leave: Prefixes. Byte strings and texts that start with one of them become blobs, however short they are.
+
+    Raises:
+        MalformedError: The pickle is not valid.
+        LimitError: The pickle exceeds a limit of ``LIMITS``.
+        UnsupportedError: The pickle needs out-of-band buffers.
     """
     machine = PickleMachine(read, size, where, offset, leave) if leave else RowMachine(read, size, where, offset)
     return machine.load(DISPATCH), machine.tell()
@@ -86,7 +94,7 @@ def _pop(m: PickleMachine) -> None:
     if m.stack:
         m.popped.append(m.stack.pop())
     else:
-        m.popped += m.pop_mark()  # pickle's own: POP also takes a MARK
+        m.popped += m.pop_mark()  # as in pickle's own machine, POP also removes a MARK
 
 
 def _pop_mark(m: PickleMachine) -> None:
@@ -105,7 +113,7 @@ def _decimal(m: PickleMachine, digits: bytes) -> int:
         m.fail("not a decimal integer", got=digits[:40])
     try:
         return int(digits)
-    except ValueError as error:  # more digits than Python converts
+    except ValueError as error:  # too many digits for Python
         m.fail("not a decimal integer", got=str(error))
 
 
@@ -211,7 +219,7 @@ def _binput(m: PickleMachine) -> None:
     m.memo[m.byte()] = m.stack[-1]
 
 
-def _long_binput(m: PickleMachine) -> None:  # the commonest opcode of a large pickle, so not by put()
+def _long_binput(m: PickleMachine) -> None:  # without put(), for speed: the most frequent opcode of a large pickle
     m.memo[m.number()] = m.stack[-1]
 
 
@@ -297,13 +305,13 @@ def _tuple(n: int) -> Operation:
 
 
 def _marked_tuple(m: PickleMachine) -> None:
-    items = m.pop_mark()  # first: the stack is another one then
+    items = m.pop_mark()  # first, because it replaces m.stack
     m.stack.append(Tuple(items))
 
 
 def _push(make: Callable[[PickleMachine], Value]) -> Operation:
     def operation(m: PickleMachine) -> None:
-        value = make(m)  # first: it may take a MARK, and the stack is another one then
+        value = make(m)  # first, because it may replace m.stack
         m.stack.append(value)
 
     return operation
@@ -320,7 +328,7 @@ def _buffer(m: PickleMachine) -> None:
     raise UnsupportedError("the pickle needs out-of-band buffers, which a file does not hold", where=m.where)
 
 
-#: What each opcode does, by its name.
+#: The operation of each opcode, by the opcode's name.
 OPERATIONS: dict[str, Operation] = {
     "PROTO": _proto,
     "FRAME": _frame,
@@ -393,12 +401,12 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def in_dispatch(operations: Mapping[str, Operation]) -> list[Operation | None]:
-    """`operations` by the codes of their opcodes."""
+    """Return `operations`, which are given by the names of opcodes, as a list by the codes of opcodes."""
     dispatch: list[Operation | None] = [None] * 256
     for name, operation in operations.items():
         dispatch[CODES[name][0]] = operation
     return dispatch
 
 
-#: The same by the codes of the opcodes.
+#: The operations as a list by the codes of opcodes, with None if there is none.
 DISPATCH = in_dispatch(OPERATIONS)

@@ -1,12 +1,13 @@
-r"""Rows: what a pickle says of most tensors, with the same opcodes each time, read by one pattern into two nodes.
+"""Rows: the opcodes that pickles repeat for most tensors, read by one pattern into two nodes.
 
 A row is a call of a global with a persistent id, an integer, two tuples of integers, a flag, and a call without
-arguments, all put into the memo one behind another. It can stand in a call of another global, with a flag and one more
-call without arguments: a parameter. Rows that differ in nothing but the key in the persistent id, and the numbers of
-memo slots, have one :class:`RowForm`, of which the machine itself has read the first. What else a row is made of
-becomes nodes when somebody asks for it, copies of those of the first, and the same ones however often.
+arguments. All of these are put into consecutive memo slots. A row can be an argument of a call of another global,
+followed by a flag and one more call without arguments: a parameter. Rows that differ only in the key of the persistent
+id and in the numbers of memo slots have the same :class:`RowForm`. The machine itself has read the first row of each
+form. The other nodes of a row are made when they are needed. They are copies of the nodes of the first row, and always
+the same copies.
 
-Nothing here knows what is called: whatever has this shape is read in this way, and means what it means anyway.
+This module does not know which functions are called. Any call of this shape is read in this way, with the same meaning.
 """
 
 from __future__ import annotations
@@ -31,30 +32,34 @@ from ckptconv.pickles.opcodes import CODES
 
 __all__ = ["RowCall", "RowForm", "RowId", "RowItems", "RowMachine", "type_of"]
 
-# Each number in the shortest opcode, as the emitter writes it.
+# Each number has the shortest opcode, as in the emitter's output.
 _INT = rb"(?:K.|M.[^\0]|J..(?!\0\0)..)"
 _GET = rb"(?:h.|j.(?!\0\0\0)...)"
-_LONG_PUT = rb"r.(?!\0\0\0)..."  # of four bytes: such rows begin behind the first 256 slots
-_MOST = 4096  # items at once
-_WORTH_IT = 6  # of which fewer take longer than rows one by one: then some rows pass before the next attempt
-# Of the groups in the pattern of a row: what comes behind it in a parameter, all puts, and what a form is known by.
+_LONG_PUT = rb"r.(?!\0\0\0)..."  # of four bytes: the first 256 slots have shorter puts
+_MOST = 4096  # items read at once
+_WORTH_IT = 6  # items: if fewer were read at once, some rows pass before the next attempt, which would be slow
+# Groups in the pattern of a row: the opcodes after it in a parameter, all puts, and the groups that identify a form.
 _AROUND = 18
 _puts_in = itemgetter(3, 6, 8, 11, 13, 15, 16, 17)
 _said_by = itemgetter(0, 5, 7, 9, 10, 12, 14, _AROUND)
 _EACH_GET = regex(_GET, re.DOTALL)
-_PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(13)]  # of one row
-_PATIENCE = 64  # attempts that may be in vain, and one more for each that is not
-_Path: TypeAlias = tuple[int, ...]  # which part of a call, which part of that, and so on
-_Functions: TypeAlias = tuple[Global, ...]  # what a row calls, the outermost first
+_PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(13)]  # by the number of puts in a row
+_PATIENCE = 64  # failed attempts to read a row; each success allows one more
+_Path: TypeAlias = tuple[int, ...]  # the index of a part of a call, the index of a part of that part, and so on
+_Functions: TypeAlias = tuple[Global, ...]  # the functions that a row calls, the outermost first
 
 
 class _Spelling:
-    """The patterns of rows and items whose texts begin with the opcode `text` and a length of `width` bytes, and that
-    are put into the memo as the pattern `put` says.
+    """The patterns of rows and items under one protocol.
+
+    Args:
+        text: Opcode of a text.
+        width: Number of bytes of a text's length.
+        put: Pattern of a put into the memo.
     """
 
     def __init__(self, text: bytes, width: int, put: bytes) -> None:
-        self.text, self.at = text, 1 + width  # a text's first byte, and where its characters begin
+        self.text, self.at = text, 1 + width  # the opcode of a text, and the position of its characters
         self.lengths = [n.to_bytes(width, "little") for n in range(30)]
         self.width, self.put = width, 5 if put.startswith(b"r") else 1
         first, length = put[:1], b"." * width
@@ -62,7 +67,7 @@ class _Spelling:
             b"GET": _GET,
             b"PUT": b"(" + put + b")",
             b"SLOT": put,
-            b"PERHAPS": b"((?:" + put + b")?)",  # an empty tuple is not put, and neither is a text that the memo has
+            b"PERHAPS": b"((?:" + put + b")?)",  # an empty tuple is not put, nor is a text from the memo
             b"INTS": rb"(\)(?!%b)|(?:INT\x85|INTINT\x86|INTINTINT\x87|\((?:INT){4,64}t)(?=%b))" % (first, first),
             b"INT": _INT,
             b"TEXT": text,
@@ -75,17 +80,19 @@ class _Spelling:
                 pattern = pattern.replace(name, parts[name])
             return regex(pattern, re.DOTALL)
 
-        # What follows the GETs of what is called. All lengths are in it but those of the two texts, which are compared.
+        # The opcodes after the GETs of the functions. It fixes all lengths except those of two texts, which are compared.
         row = (
             rb"(\(\(GETGET)(?:TEXTLENGTH([0-9]{1,19})PUT|(GET))TAGPERHAPS(INTt)PUT(QINT)INTSPERHAPSINTSPERHAPS"
             rb"([\x88\x89]GET\)R)PUTtPUTRPUT((?:[\x88\x89]GET\)RSLOT\x87SLOTRSLOT)?)"
         )
         self.row = spelled(row)
-        #: An item of a mapping: its key, which is a text of some length or read from the memo, the GETs, and the row.
+        #: An item of a mapping: its key, which is a text or read from the memo, the GETs of the functions, and the row.
         self.item = spelled(rb"(?:TEXTLENGTH(.{0,250}?)PUT|(GET))(GET(?:GET)?)" + row)
 
     def split(self, around: bytes) -> tuple[bytes, bytes]:
-        """What comes behind a row in a parameter, up to the first of its puts, and the three of them."""
+        """Split `around`, the opcodes after a row in a parameter, and return them up to the first put, and the three
+        puts.
+        """
         n = self.put
         puts = around[-3 * n - 2 :]
         return around[: -3 * n - 2], puts[:n] + puts[n + 1 : -n - 1] + puts[-n:]
@@ -98,14 +105,25 @@ _PUT_OPCODES = [CODES[name][0] for name in ("PUT", "BINPUT", "LONG_BINPUT")]
 
 @dataclass(eq=False, slots=True)
 class RowForm:
-    """What some rows have in common: ``call`` and all that it is made of, as the machine has read the first of them.
+    """The common part of some rows.
 
-    ``word``, ``cls``, ``numel`` stand in the persistent id, around the key and the tag. If it ``puts_key``, the key is
-    a text, and what the row puts first; else it is read from the memo. ``tag`` is None where each row has a text of its
-    own. ``functions`` are called, the outermost first. ``parts`` are what is put into the memo, in
-    order; ``calls`` are the calls inside; ``orders`` counts all calls, and the reference. ``reads`` are the memo slots
-    that are read, but for that of a key, and ``values`` is what stood there; ``tag_slot`` of them has the tag and
-    nothing else.
+    Attributes:
+        functions: The functions that are called, the outermost first.
+        call: The outermost call of the first row, as read by the machine.
+        reference: The persistent id of the first row.
+        word: The first item of the persistent id.
+        cls: The second item of the persistent id.
+        tag: The fourth item of the persistent id, or None if each row has a text of its own.
+        numel: The fifth item of the persistent id.
+        parts: The paths of the values that a row puts into the memo, in order.
+        calls: The paths of the inner calls.
+        orders: The number of orders that a row takes: one for each call and one for the reference.
+        opcodes: The number of opcodes of a row after the reads of its functions.
+        puts_key: Whether a row contains the key as a text, which it puts into the memo first. Otherwise it reads the key
+            from the memo.
+        reads: The memo slots that a row reads, except for the slot of the key.
+        values: The values of these slots.
+        tag_slot: The slot in ``reads`` that contains the tag and nothing else, or None.
     """
 
     functions: _Functions
@@ -125,11 +143,15 @@ class RowForm:
     tag_slot: int | None
 
     def is_for(self, memo: Mapping[Any, Value]) -> bool:
-        """Whether the same nodes and texts as ever stand in `memo`."""
+        """Return whether the slots ``reads`` of `memo` contain the same objects as for the first row."""
         return all(map(is_, map(memo.get, self.reads), self.values))
 
     def arguments(self, reference: PersistentId, order: int | None) -> Tuple:
-        """What the call has that says `reference`, whose number is `order`: new nodes, but for atoms and globals."""
+        """Return the arguments of a call of this form that refers to `reference`.
+
+        All nodes are new, except for atoms and globals. `order` is the order of the reference, from which the orders of
+        inner calls follow. If it is None, they have no order.
+        """
 
         def copy(value: Value) -> Value:
             if isinstance(value, Tuple):
@@ -143,7 +165,10 @@ class RowForm:
 
 
 class RowId(PersistentId):
-    """The persistent id in a row. ``form`` is None once its ``id`` was asked for: that can be anything then."""
+    """The persistent id of a row.
+
+    ``form`` is None after the first access to ``id``, because the caller may change the tuple.
+    """
 
     __slots__ = ("_id", "form", "key", "tag")
 
@@ -155,7 +180,7 @@ class RowId(PersistentId):
 
     @property
     def id(self) -> Value:
-        """The tuple, made now or before."""
+        """The tuple. It is made at the first access."""
         form = self.form
         if form is not None:
             self.id = Tuple([form.word, form.cls, self.key, self.tag, form.numel])
@@ -168,10 +193,10 @@ class RowId(PersistentId):
 
 
 class RowCall(Call):
-    """The call that is a row.
+    """The outermost call of a row.
 
-    ``form`` is None once its ``args`` were asked for: they can be anything then. ``next_items`` are the items that
-    follow the row in its mapping, if they were read at once.
+    ``form`` is None after the first access to ``args``, because the caller may change them. ``next_items`` are the
+    items that follow the row in its mapping, if they were read at once.
     """
 
     __slots__ = ("_args", "_inside", "form", "next_items", "reference")
@@ -188,7 +213,7 @@ class RowCall(Call):
 
     @property
     def args(self) -> Value:
-        """The tuple, made now or before."""
+        """The tuple of arguments. It is made at the first access."""
         if self.form is not None:
             self._make(self.form)
         return self._args
@@ -200,26 +225,26 @@ class RowCall(Call):
         self._args: Value = value
 
     def _make(self, form: RowForm) -> None:
-        # the row's own order can be another by now, before anyone met what is in it
+        # an edit may have changed the order of the row since it was read
         self._args = form.arguments(self.reference, self.reference.order)
         self.form = None
         self._inside = [cast("Call", self.part(path)) for path in form.calls]
 
     @property
     def row(self) -> RowForm | None:
-        """The form, while this is what it says: until somebody asked for what it is made of."""
+        """The form of this row, or None if somebody has accessed or changed the content of the row."""
         form = self.form
         is_so = form is not None and self.callable is form.functions[0] and self.reference.form is form
         return form if is_so and not self.effects else None
 
     def calls(self) -> list[Call]:
-        """The calls inside, as the pickle has them, and this one."""
+        """Return the inner calls and this call, in the order of the pickle."""
         if self.form is not None:
             self._make(self.form)
         return [*self._inside, self]
 
     def part(self, path: _Path) -> Value:
-        """What stands at `path` in this call."""
+        """Return the value at `path` in this call."""
         value: Value = self
         for i in path:
             value = _parts(value)[i]
@@ -227,34 +252,40 @@ class RowCall(Call):
 
 
 def _parts(value: Value) -> list[Value]:
-    """What a row, or something in it, is made of beside globals."""
+    """Return the values that a node of a row consists of, except for globals."""
     if isinstance(value, Call):
         return [value.args]
     return [value.id] if isinstance(value, PersistentId) else value.items if isinstance(value, Tuple) else []
 
 
 def _paths(value: Value, path: _Path = ()) -> Iterator[tuple[int, _Path]]:
-    """The id and the path of each part of `value`, and of itself behind them."""
+    """Yield the id and the path of each value in `value`, and of `value` itself at the end."""
     for i, part in enumerate(_parts(value)):
         yield from _paths(part, (*path, i))
     yield id(value), path
 
 
 def type_of(value: Value) -> type:
-    """The type of `value`, which for what stands in a row is the one that it would have elsewhere."""
+    """Return the type of `value`. For a node of a row it is the type that the node has outside of rows."""
     return Call if isinstance(value, RowCall) else PersistentId if isinstance(value, RowId) else type(value)
 
 
-# Errors say what kind of node there is, which are these.
+# Errors name the type of a node, and users know only these two.
 RowId.__name__, RowCall.__name__ = PersistentId.__name__, Call.__name__
 
 
 class RowItems:
-    """Items of a mapping that were read at once: what they are, and where the pickle says them.
+    """Items of a mapping that were read at once, and their position in the source.
 
-    `values` are texts and rows in turn, ``keys`` those of the storages. They are `length` bytes at `offset`. Each puts
-    its text, and then what its row has, into the memo, from the slot in `starts` on; the last one ends before the last
-    of these. `called` are the slots of what the rows call.
+    Attributes:
+        values: Keys and rows in turn.
+        keys: The keys of the storages.
+        order: The order of the first reference.
+        starts: The first memo slot of each item, and the slot after the last item. An item puts its key first, and then the
+            parts of its row.
+        called: The functions that the rows call, with their memo slots.
+        offset: Offset of the items in the source.
+        length: Number of bytes of the items.
     """
 
     __slots__ = ("called", "keys", "length", "offset", "order", "starts", "values")
@@ -271,11 +302,11 @@ class RowItems:
         self.length = length
 
     def rows(self) -> list[RowCall]:
-        """The rows."""
+        """Return the rows."""
         return cast("list[RowCall]", self.values[1::2])
 
     def is_as_read(self) -> bool:
-        """Whether the rows still say what they said, but for tags."""
+        """Return whether the rows are unchanged, apart from tags."""
         order = self.order
         for row, key in zip(self.rows(), self.keys, strict=True):
             form, reference = row.row, row.reference
@@ -288,8 +319,15 @@ class RowItems:
 
 
 class _Memo(dict[Any, Value]):
-    """Takes what is put, `start` slots behind that of `outer` where nobody says where, and notes which slots are read
-    there, or in `key_slot`, which has the `key`.
+    """The memo of a machine that reads one row.
+
+    It looks for values in `outer` that it does not contain, and records the slots that are read there in ``reads``.
+
+    Args:
+        outer: The memo of the machine that reads the complete pickle.
+        start: The slot of the first value for which the pickle gives no slot.
+        key_slot: The slot that is read for the key of the storage, or None.
+        key: The value of `key_slot`.
     """
 
     def __init__(self, outer: dict[int | str, Value], start: int, key_slot: int | None, key: str) -> None:
@@ -316,11 +354,11 @@ class RowMachine(PickleMachine):
         self._starts: list[int] = []  # the first memo slots of the rows, ascending
         self._rows: list[RowCall] = []
         self._forms_read: list[RowForm] = []
-        self._end = 0  # behind the last of these slots
-        self._slots = 0  # how many there are, none of which is in the memo
+        self._end = 0  # the slot after the last of them
+        self._slots = 0  # the number of slots of rows, which are not in the memo
         self._patience = _PATIENCE
         self._pause = self._wait = 0
-        self._at_once = 1  # items; twice as many where all could be read, so that nothing is looked at again and again
+        self._at_once = 1  # items to read; doubled after each success, so that few items are matched twice
 
     def get(self, slot: int) -> None:
         super().get(slot)
@@ -342,19 +380,21 @@ class RowMachine(PickleMachine):
         return graph
 
     def _read_rows(self) -> None:
-        """Do what the row says that begins at the next opcode, with a global on the stack, if there is one; and what
-        the items behind it say, if their values are rows of known forms.
+        """Read the row that starts at the next opcode, if there is one, and the items after it whose values have known
+        forms.
+
+        The functions of the row are on the stack.
         """
         spelling = _SHORT if self.protocol >= 4 else _LONG
         if spelling is _LONG and not self.used[_PUT_OPCODES[-1]]:
-            return  # of a small file no pattern is compiled
+            return  # compile no pattern for a small file
         if not self._read_one(spelling):
             return
         if self._wait:
             self._wait -= 1
             return
         before = len(self._rows)
-        # The method of a scanner, which re.Scanner uses, finds one match right behind the other.
+        # The match method of a scanner finds consecutive matches; re.Scanner uses it too.
         scan = cast("Any", spelling.item).scanner
         while found := [*islice(iter(scan(self.window, self.pos, self._room()).match, None), self._at_once)]:
             if not self._read_items(spelling, found):
@@ -365,11 +405,13 @@ class RowMachine(PickleMachine):
         self._wait = self._pause
 
     def _room(self) -> int:
-        """Where the frame ends, in the window, or the window itself."""
+        """Return the position in the window after the last byte that a row may use: the end of the frame or of the
+        window.
+        """
         return len(self.window) if self.frame_end is None else min(len(self.window), self.frame_end - self.base)
 
     def _read_one(self, spelling: _Spelling) -> bool:
-        """Do what the row says; False, and nothing, where there is none."""
+        """Read a row. Return False, without executing anything, if no row can be read at once."""
         if self._patience < 0:
             return False
         self._patience -= 1
@@ -383,7 +425,7 @@ class RowMachine(PickleMachine):
         if len(functions) == 2 and type(functions[0]) is Global:
             around, last = spelling.split(groups[_AROUND])
             groups, puts = (*groups[:_AROUND], around), puts + last
-        elif groups[_AROUND]:  # it stands in no such call
+        elif groups[_AROUND]:  # the row is not an argument of such a call
             groups, end, functions = (*groups[:_AROUND], b""), found.start(_AROUND + 1), functions[-1:]
         slots, key = self._new_slots(spelling, puts), self._key(spelling, length, digits, get)
         if key is None or not slots:
@@ -418,8 +460,9 @@ class RowMachine(PickleMachine):
         return True
 
     def _read_items(self, spelling: _Spelling, found: list[re.Match[bytes]]) -> bool:
-        """Do what the items say that the pattern `found`; False, and nothing, where one is anything but a key and a row
-        of a known form.
+        """Read the items that the pattern has `found`.
+
+        Return False, without executing anything, unless each is a key and a row of a known form.
         """
         lengths, texts, p0, gets, called, *columns = zip(*(each.groups(b"") for each in found), strict=True)
         _, key_lengths, digits, _, key_gets, tags, *_ = columns
@@ -457,7 +500,10 @@ class RowMachine(PickleMachine):
         return True
 
     def _new_slots(self, spelling: _Spelling, puts: bytes) -> range | None:
-        """The memo slots of `puts`; None where they do not follow one another, or something is in them."""
+        """Return the memo slots of `puts`, or None unless they are consecutive and empty.
+
+        For puts without numbers (MEMOIZE), return None if the pickle also contains puts with numbers.
+        """
         if spelling is _SHORT:
             if self._has_puts():
                 return None
@@ -468,12 +514,13 @@ class RowMachine(PickleMachine):
         return own if own.start >= self._end and slots == (*own,) and self.memo.keys().isdisjoint(own) else None
 
     def _has_puts(self) -> bool:
-        """Whether a slot was said by its number: then there can be two values for one slot."""
+        """Return whether the pickle contains puts with the number of a slot, which can overwrite a slot."""
         return any(map(self.used.__getitem__, _PUT_OPCODES))
 
     def _called(self, called: set[bytes]) -> tuple[dict[bytes, _Functions], dict[Global, int]]:
-        """What the GETs of rows in `called` read from the memo, and the slot of each; nothing where one is no global,
-        or stands in two slots.
+        """Return the globals that each sequence of GETs in `called` reads, and the slot of each global.
+
+        Return two empty dictionaries if a value is not a global or occurs in two slots.
         """
         functions: dict[bytes, _Functions] = {}
         pairs: set[tuple[Global, int]] = set()
@@ -490,8 +537,10 @@ class RowMachine(PickleMachine):
     def _names(
         self, spelling: _Spelling, lengths: Sequence[bytes], texts: Sequence[bytes], gets: Sequence[bytes]
     ) -> list[str]:
-        """The keys of items: texts of these `lengths`, or what the slots of `gets` hold; fewer where one is neither, or
-        some are this and some that.
+        """Return the keys of items.
+
+        The keys are `texts` of these `lengths`, or the values of the slots in `gets`. The list is shorter than `texts`
+        if a key is neither, or if only some items have a GET.
         """
         if all(gets):
             named = (self.memo.get(int.from_bytes(get[1:], "little")) for get in gets)
@@ -503,8 +552,9 @@ class RowMachine(PickleMachine):
         return []
 
     def _key(self, spelling: _Spelling, length: bytes, digits: bytes, get: bytes) -> str | None:
-        """The key in a persistent id: `digits` of this `length`, or what the slot of `get` holds; None where it is
-        neither.
+        """Return the key of a storage, or None if it is not a key that a row can have.
+
+        The key is `digits` of this `length`, or the value of the slot in `get`, unless `get` is empty.
         """
         if not get:
             return digits.decode() if length == spelling.lengths[len(digits)] else None
@@ -515,7 +565,7 @@ class RowMachine(PickleMachine):
     def _keys(
         self, spelling: _Spelling, lengths: Sequence[bytes], digits: Sequence[bytes], gets: Sequence[bytes]
     ) -> list[str]:
-        """The same of many rows; fewer where one is neither."""
+        """Return the keys of many rows. The list is shorter than `digits` if :meth:`_key` would return None for one."""
         if any(gets):
             found = map(self._key, repeat(spelling), lengths, digits, gets)
             return [key for key in found if key is not None]
@@ -530,7 +580,10 @@ class RowMachine(PickleMachine):
         tags: Sequence[bytes],
         starts: Sequence[int],
     ) -> list[RowCall]:
-        """The calls of rows, one for each of the columns, whose memo slots begin at `starts`."""
+        """Make the calls of rows, one for each element of the sequences, and record them.
+
+        `starts` are the first memo slots of the rows.
+        """
         ends = [*accumulate([form.orders for form in forms], initial=self.order)]
         self.order = ends[-1]
         told = [
@@ -556,9 +609,15 @@ class RowMachine(PickleMachine):
         slots: range,
         key_read: tuple[bytes, str],
     ) -> RowForm | None:
-        """The form of `row`, as a machine reads it; None where it is another call, or the machine would not read it.
+        """Return the form of `row`, or None if it is another call or the machine would refuse it.
 
-        `key_read` is the GET of its key, empty where that is a text, and the key.
+        Args:
+            spelling: The patterns that have found the row.
+            functions: The functions on the stack that the row calls.
+            row: The opcodes.
+            tag: The opcodes of the tag.
+            slots: The memo slots of the row.
+            key_read: The GET of the storage's key, which is empty if the row contains the key as a text, and the key.
         """
         is_own = tag.startswith(spelling.text)
         if is_own and tag[1 : spelling.at] != spelling.lengths[len(tag) - spelling.at]:
@@ -581,11 +640,11 @@ class RowMachine(PickleMachine):
             return None
         if len(memo.reads) != 2 + len(functions) + (not is_own) + (key_slot is not None) or len(memo) != slots.stop:
             return None
-        if memo.reads.count(key_slot) != (key_slot is not None):  # a row of this form can have another key
+        if memo.reads.count(key_slot) != (key_slot is not None):  # other rows of this form have other keys
             return None
         reads = tuple(dict.fromkeys(slot for slot in memo.reads if slot != key_slot))
         paths = dict(_paths(call))
-        paths[id(key)] = (*paths[id(reference.id)], 2)  # also where the tag of this one is the same text
+        paths[id(key)] = (*paths[id(reference.id)], 2)  # also if the tag of this row is the same object
         for opcode in graph.used:
             self.used[opcode] = 1
         self.shared |= graph.shared
@@ -608,16 +667,16 @@ class RowMachine(PickleMachine):
         )
 
     def _in_row(self, slot: int) -> Value:
-        """What a row has put into the memo as `slot`; None where none did."""
+        """Return the value that a row has put into the memo slot `slot`, or None if no row has."""
         i = bisect_right(self._starts, slot) - 1
         if i < 0 or slot - self._starts[i] >= len((form := self._forms_read[i]).parts):
             return None
         if slot == self._starts[i] and form.puts_key:
-            return self._rows[i].reference.key  # without making anything
+            return self._rows[i].reference.key  # without making nodes
         return self._rows[i].part(form.parts[slot - self._starts[i]])
 
     def _stop(self) -> None:
-        """Put into the memo what rows have put there, and read no more rows."""
+        """Put into the memo what rows should have put there, and read no more rows."""
         memo = self.memo
         for first, row, form in zip(self._starts, self._rows, self._forms_read, strict=True):
             for i, part in enumerate(form.parts):
@@ -626,7 +685,7 @@ class RowMachine(PickleMachine):
 
 
 def _slots_of(puts: bytes) -> tuple[int, ...]:
-    """The memo slots of any number of `puts`."""
+    """Return the memo slots of `puts`, which are any number of puts."""
     n = len(puts) // 5
     if n < len(_PUTS):
         return _PUTS[n](puts)
