@@ -1,5 +1,6 @@
-"""Pickle bytes to an inert graph of nodes with paths, and back. Runs nothing that a pickle names, and knows no torch.
+"""Convert pickle bytes to an inert graph of nodes with paths, and back.
 
-May import: ``errors``, ``limits``. Start with ``graph`` (the nodes), then ``parser`` and ``emitter``.
-The language: https://docs.python.org/3/library/pickle.html and, opcode by opcode, CPython's ``Lib/pickletools.py``.
+Nothing that a pickle names is executed, and nothing here knows torch. May import: ``errors``, ``limits``. Start with
+``graph`` (the nodes), then read ``parser`` and ``emitter``. The language: https://docs.python.org/3/library/pickle.html
+and, for each opcode, CPython's ``Lib/pickletools.py``.
 """

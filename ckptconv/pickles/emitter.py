@@ -1,14 +1,15 @@
 """Emit a graph as a pickle that does the same things in the same order.
 
-Two ways. The *plain* way is the one pickle's own writer takes: each object where it is first needed, then what
-is done to it; a pickle that ``torch.save`` wrote comes out byte for byte (but for one-character texts, which
-Python decodes to one object each, and a tuple in itself). Where that would change the order of effects
-(something is read between two changes of it) or make an object before what it needs, the *replayed* way says the
-effects one after another, in the source's order.
+There are two ways. The *plain* way works like pickle's own writer: each object is written where it is first needed,
+followed by its effects. A pickle that ``torch.save`` wrote comes out byte for byte, with two exceptions: texts of one
+character, because Python decodes equal ones to one object, and a tuple that contains itself. If the plain way would
+change the order of effects (a value is read between two changes of it) or make an object before its parts, the
+*replayed* way writes each effect on its own, in the order of the source.
 
-What torch's ``weights_only`` unpickler takes is written with its opcodes and the header of protocol 2, other graphs
-with the header they had: below 3, unpickling maps Python 2's module names to Python 3's, so a header must not fall
-below that. Unpicklers read every opcode under every header, so the oldest opcode that says a thing is used.
+A graph that torch's ``weights_only`` unpickler accepts is written with that unpickler's opcodes and the header of
+protocol 2. Other graphs keep the protocol of their header, or get 2 if it is lower: with a header below protocol 3,
+unpicklers map Python 2's module names to Python 3's, so it never falls below 3. Unpicklers accept every opcode
+under every header, so the oldest opcode for a value is used.
 """
 
 from __future__ import annotations
@@ -44,28 +45,29 @@ from ckptconv.pickles.rows import RowCall, RowForm, RowItems
 
 __all__ = ["emit"]
 
-_TUPLE = [CODES[name] for name in ("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE")]  # by the number of items
-_SHORT_TEXTS = 4  # the protocol that brought an opcode for them
+# By the number of items; the last is for more than three.
+_TUPLE = [CODES[name] for name in ("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE")]
+_SHORT_TEXTS = 4  # the first protocol with an opcode for short texts
 _MARK, _POP = CODES["MARK"], CODES["POP"]
-# Looked up once for each value: with the byte behind it, and without.
+# Each opcode with each operand, to be looked up for each value.
 _BINPUT, _BINGET, _BININT1 = (
     [CODES[name] + bytes([n]) for n in range(256)] for name in ("BINPUT", "BINGET", "BININT1")
 )
 _LONG_BINPUT, _LONG_BINGET, _BINUNICODE = CODES["LONG_BINPUT"], CODES["LONG_BINGET"], CODES["BINUNICODE"]
 _BINPERSID, _REDUCE = CODES["BINPERSID"], CODES["REDUCE"]
 _with_number = struct.Struct("<cI").pack
-_FEW = 64  # parts of what is written without steps: a tensor has some twenty
+_FEW = 64  # parts of a node that is written without steps: a tensor has about twenty
 
 
 def emit(graph: Graph, *, loadable: bool, short: bool = False, splice: bool = False) -> list[bytes | Blob]:
-    """The pickle of `graph` in pieces: bytes, and the blobs that stay where they are.
+    """Return the pickle of `graph` in pieces: bytes, and the blobs that stay in the source.
 
     Args:
-        graph: What to say.
-        loadable: torch's ``weights_only`` unpickler takes the graph, so say it with that unpickler's opcodes.
-        short: Put into the memo only what is read from it again, which takes twice the time; and use the short opcode
-            for texts where the header is one that has it.
-        splice: Items of mappings that the source says in the same bytes are blobs too.
+        graph: The graph to write.
+        loadable: Whether torch's ``weights_only`` unpickler accepts the graph. If so, use only its opcodes.
+        short: Put into the memo only the values that are read from it again, which takes twice the time. Use the short
+            opcode for texts if the header's protocol has it.
+        splice: Also return a blob for items of mappings that the source contains in the same bytes.
     """
     if not graph.discarded:
         try:
@@ -76,6 +78,10 @@ def emit(graph: Graph, *, loadable: bool, short: bool = False, splice: bool = Fa
 
 
 def _written(way: type[_Plain | _Replayed], graph: Graph, loadable: bool, short: bool) -> list[bytes | Blob]:
+    """Return the pieces of the pickle that `way` writes.
+
+    If `short` is set, write the pickle twice. The first run only finds the memo slots that are read.
+    """
     if not short:
         return way(graph, loadable).pickle()
     noting = type("_Noting", (_NotesReads, way), {})(graph, loadable)
@@ -92,7 +98,10 @@ class _OutOfOrder(Exception):
 
 
 class _Do:
-    """A step for later: write `code`, an effect if it has an `order`; what it makes, if anything, is `made`."""
+    """A step for later: write `code`.
+
+    `order` is the order of the effect, or None. `made` is the node that `code` completes, or None.
+    """
 
     __slots__ = ("code", "made", "order")
 
@@ -107,7 +116,7 @@ _MARK_STEP = _Do(_MARK)
 
 
 class _Writer:
-    """The output, the memo, and what both ways do with atoms."""
+    """The output, the memo, and the code for atoms that both ways share."""
 
     short_texts = False
 
@@ -118,13 +127,15 @@ class _Writer:
         self.out = bytearray(CODES["PROTO"] + bytes([2 if loadable else max(graph.protocol, 2)]))
         self.memo: dict[int, int] = {}
         self.slots = 0
-        self.kept: list[object] = []  # nothing whose id is in the memo may die
+        self.kept: list[object] = []  # keeps alive the objects whose ids are in the memo
 
     def finish(self) -> list[bytes | Blob]:
+        """Write STOP and return the pieces."""
         self.out += CODES["STOP"]
         return [*self.pieces, bytes(self.out)]
 
     def put(self, value: Value) -> None:
+        """Put `value`, which was just written, into the next memo slot."""
         slot = self.slots
         self.slots += 1
         self.memo[id(value)] = slot
@@ -132,14 +143,16 @@ class _Writer:
         self.out += _BINPUT[slot] if slot < 256 else _with_number(_LONG_BINPUT, slot)
 
     def get(self, slot: int) -> None:
+        """Write a read of the memo slot `slot`."""
         self.out += _BINGET[slot] if slot < 256 else _with_number(_LONG_BINGET, slot)
 
     def put_if_shared(self, value: Node) -> None:
+        """Put `value` into the memo if the source names it more than once."""
         if value in self.graph.shared:
             self.put(value)
 
     def atom(self, value: Value) -> bool:
-        """Write `value` if it needs no other node written first."""
+        """Write `value` if it needs no other node. Return whether it was written."""
         if type(value) is Tuple and not value.items:
             self.out += CODES["EMPTY_TUPLE"]
             return True
@@ -150,6 +163,7 @@ class _Writer:
         return True
 
     def blob(self, blob: Blob) -> None:
+        """Write the opcode and length of `blob`, and add the blob to the pieces."""
         opcode, width = _BLOB_OPCODES[blob.kind]
         if blob.length >> 32 and width == 4:
             opcode, width = ("BINUNICODE8" if blob.kind == "str" else "BINBYTES8"), 8
@@ -160,16 +174,17 @@ class _Writer:
 
 
 class _Plain(_Writer):
-    """Depth first, as pickle's own writer does it; raises _OutOfOrder where that would not be faithful."""
+    """The plain way, depth first. Raises _OutOfOrder if the result would not do the same as the source."""
 
     def __init__(self, graph: Graph, loadable: bool) -> None:
         super().__init__(graph, loadable)
         self.todo: list[_Step] = [graph.root]
-        self.open: set[int] = set()  # what is being made: its parts are written, it is not
+        self.open: set[int] = set()  # ids of nodes that are started and not complete
         self.order = 0
         self.rows: dict[tuple[RowForm, str | int], tuple[bytes, Callable[..., bytes], list[bytes | int]]] = {}
 
     def pickle(self) -> list[bytes | Blob]:
+        """Return the pieces of the pickle."""
         todo = self.todo
         while todo:
             step = todo.pop()
@@ -184,7 +199,10 @@ class _Plain(_Writer):
         return self.finish()
 
     def row(self, call: RowCall) -> bool:
-        """Write `call` as its steps would, if it is a row and all that it reads from the memo is there."""
+        """Write `call` at once, if it is an unchanged row and the memo contains all that it reads.
+
+        Return whether it was written.
+        """
         form, reference, slot, memo = call.row, call.reference, self.slots, self.memo
         order, key, tag = reference.order, reference.key, reference.tag
         if form is None or order is None or slot < len(_BINPUT) or reference in self.graph.shared:
@@ -208,7 +226,7 @@ class _Plain(_Writer):
         else:
             self.out += start[: -len(_BINUNICODE)]
             self.get(known_key)
-            slot -= 1  # of what follows the key, its put is left out
+            slot -= 1  # the put of the key is left out
         parts[1::2] = range(slot, slot + len(parts) // 2)
         self.out += pack(*parts)[0 if known_key is None else len(_LONG_BINPUT) + 4 :]
         if known is None:
@@ -219,15 +237,18 @@ class _Plain(_Writer):
         return True
 
     def leave_items_behind(self, row: RowCall) -> None:
-        """Leave in the source what comes behind `row`, which is on top of the stack; here nothing is left there."""
+        """Leave the items after `row`, which was just written, in the source. This class leaves no items."""
 
     def row_pieces(self, form: RowForm, tag: str) -> tuple[bytes, Callable[..., bytes], list[bytes | int]]:
-        """What rows of the `form` start with, up to the length of the key, and what follows the key: bytes, and the
-        slots that they end with, in turn.
+        """Return the pieces of rows of this `form` with this `tag`.
+
+        Returns:
+            The bytes up to the length of the key, a function that packs the rest, and the arguments of this function:
+            bytes and, after each, the memo slot that these bytes end with.
         """
         pieces = _Pieces(self.graph, self.loadable)
         pieces.memo = self.memo
-        key = "".join(("a", " key"))  # which nothing else is
+        key = "".join(("a", " key"))  # an object that nothing else refers to
         reference = PersistentId(Tuple([form.word, form.cls, key, tag, form.numel]))
         pieces.write(Call("REDUCE", form.functions[0], form.arguments(reference, None)))
         first, *parts = pieces.parts
@@ -238,12 +259,13 @@ class _Plain(_Writer):
         return start, struct.Struct("<" + "".join(sizes)).pack, parts
 
     def do(self, step: _Do) -> None:
+        """Execute `step`."""
         if step.made is not None:
             self.open.discard(id(step.made))
         self.done(step.code, step.order, step.made)
 
     def done(self, code: bytes, order: int | None, made: Node | None) -> None:
-        """Write `code`, behind the parts that it takes, and plan what is done to what it `made`."""
+        """Write `code` after its operands, and plan the effects on the node that it `made`."""
         if order is not None:
             if order < self.order:
                 raise _OutOfOrder
@@ -258,7 +280,10 @@ class _Plain(_Writer):
                 self.effects(made)
 
     def start(self, node: Value) -> None:
-        """Plan the steps that make `node`."""
+        """Write `node`, or its first opcode, and plan the remaining steps.
+
+        Raise _OutOfOrder if the node is a part of itself that has to be complete first.
+        """
         if id(node) in self.open:
             raise _OutOfOrder
         if self.is_simple(node):
@@ -273,8 +298,10 @@ class _Plain(_Writer):
             self.todo += _construction(node)[::-1]
 
     def is_simple(self, node: Value) -> bool:
-        """Whether `node` is a call, id or tuple of a few parts, in them too, and nothing is done to it: as most tensors
-        are. It can be written without steps. Looks at a few parts only, as it may be asked again for each of them.
+        """Return whether `node` can be written without steps, as most tensors can.
+
+        It can be if it and its parts that are not in the memo are only calls, persistent ids, tuples and atoms, without
+        effects, and if there are at most _FEW parts. The limit exists because this may be asked again for each part.
         """
         memo, left = self.memo, _FEW
         todo = [node]
@@ -294,7 +321,7 @@ class _Plain(_Writer):
         return True
 
     def write(self, node: Value) -> None:
-        """Write `node`, which is simple, as its steps would."""
+        """Write `node`, for which :meth:`is_simple` is true, in the same bytes as its steps would."""
         memo = self.memo
         parts = _parts(node)
         if len(parts) > 3:
@@ -314,7 +341,7 @@ class _Plain(_Writer):
                 self.put(node)
 
     def effects(self, target: Object) -> None:
-        """Plan what is done to `target`, which was just written."""
+        """Plan the effects on `target`, which was just written."""
         if isinstance(target, Set) and self.loadable:
             return
         steps: list[_Step] = []
@@ -324,29 +351,33 @@ class _Plain(_Writer):
 
 
 class _Pieces(_Plain):
-    """Takes apart what it writes, at the slots of what it puts into the memo, which it leaves as it is."""
+    """A writer that splits its output after each put into the memo, without changing the memo."""
 
     def __init__(self, graph: Graph, loadable: bool) -> None:
         super().__init__(graph, loadable)
         self.out.clear()
         self.parts: list[bytes | int] = []
 
-    def put(self, value: Value) -> None:  # noqa: ARG002 - nothing in a row is read from the memo again
+    def put(self, value: Value) -> None:  # noqa: ARG002 - a row reads nothing from the memo that it has put there
         self.parts += (bytes(self.out) + _LONG_BINPUT, 0)
         self.out.clear()
 
 
 class _Splicing(_Plain):
-    """Leaves the items of mappings that are rows where the source has them, if it would write the same bytes."""
+    """The plain way, with items of rows left in the source if the same bytes would be written."""
 
     def leave_items_behind(self, row: RowCall) -> None:
+        """Leave in the source the items after `row`, if they come next and have not changed."""
         while (items := row.next_items) and self.follow(items):
             self.pieces += (bytes(self.out), Blob("str", items.offset, items.length))
             self.out = bytearray()
             row = items.rows()[-1]
 
     def follow(self, items: RowItems) -> bool:
-        """Do as if `items` were written, if they come next and would be what they are in the source."""
+        """Update the state as if `items` were written.
+
+        Return False if they do not come next or would be written in other bytes.
+        """
         memo, rows, starts = self.memo, items.rows(), items.starts
         names, n = items.values[::2], len(items.values)
         coming = self.todo[: -n - 1 : -1]
@@ -356,7 +387,7 @@ class _Splicing(_Plain):
             return False
         if any(memo.get(id(function)) != slot for function, slot in items.called.items()):
             return False
-        texts = {*map(id, chain(names, items.keys))}  # those of one character are one object wherever they stand
+        texts = {*map(id, chain(names, items.keys))}  # equal texts of one character are one object
         if len(texts) < n or not memo.keys().isdisjoint(texts):
             return False
         if not self.graph.shared.isdisjoint(row.reference for row in rows):
@@ -377,9 +408,10 @@ class _Splicing(_Plain):
 
 
 class _Replayed(_Writer):
-    """Effect after effect, each on its own: push what it needs, do it, pop the result."""
+    """The replayed way: for each effect, push its operands, write it and pop the result."""
 
     def pickle(self) -> list[bytes | Blob]:
+        """Return the pieces of the pickle."""
         everything = [*self.graph.discarded, self.graph.root]
         calls: list[tuple[int, Node, Effect | None]] = []
         for node in walk(everything):
@@ -394,8 +426,9 @@ class _Replayed(_Writer):
         return self.finish()
 
     def push(self, steps: list[_Step]) -> None:
-        """Write `steps`; what they name and the memo has not is made on the way, with what
-        an edit (not the source) does to it.
+        """Write `steps`.
+
+        Nodes that are not in the memo yet are made first, with the effects that an edit (not the source) has added.
         """
         todo = steps[::-1]
         while todo:
@@ -416,20 +449,23 @@ class _Replayed(_Writer):
 
 
 def _edited(made: Node) -> list[_Step]:
-    """The steps, last first, of what an edit does to what was just `made`."""
+    """Return the steps, the last one first, of the effects that an edit has added to the node `made`.
+
+    These are the effects without an order. The list is empty if `made` is not an Object.
+    """
     if not isinstance(made, Object):
         return []
     return [step for effect in made.effects if effect.order is None for step in _doing(effect)][::-1]
 
 
 class _NotesReads(_Writer):
-    """Notes which memo slots are read."""
+    """A writer that records in ``read`` which memo slots are read."""
 
     def __init__(self, graph: Graph, loadable: bool) -> None:
         super().__init__(graph, loadable)
         self.read: set[int] = set()
 
-    def row(self, call: RowCall) -> bool:  # noqa: ARG002 - what is read stands in its steps
+    def row(self, call: RowCall) -> bool:  # noqa: ARG002 - only the steps of a row show what is read
         return False
 
     def get(self, slot: int) -> None:
@@ -438,12 +474,15 @@ class _NotesReads(_Writer):
 
 
 class _PutsWhatIsRead(_Writer):
-    """Leaves out the puts that an earlier run over the same graph, whose puts are counted alike, never `read`."""
+    """A writer that leaves out the puts of values that nothing reads again.
+
+    ``read`` contains the numbers of the puts that an earlier run over the same graph needed, counted from 0.
+    """
 
     read: set[int]
     puts = 0
 
-    def row(self, call: RowCall) -> bool:  # noqa: ARG002 - which is read again stands in its steps
+    def row(self, call: RowCall) -> bool:  # noqa: ARG002 - the steps of a row know what is read again
         return False
 
     def put(self, value: Value) -> None:
@@ -459,14 +498,14 @@ _EMPTY: dict[type, bytes] = {List: CODES["EMPTY_LIST"], Dict: CODES["EMPTY_DICT"
 
 
 def _parts(node: Value) -> list[Value]:
-    """What a tuple, a persistent id or a REDUCE is made of."""
+    """Return the parts of a tuple, a persistent id or a REDUCE. A node of another kind has none."""
     if isinstance(node, Tuple):
         return node.items
     return [node.callable, node.args] if isinstance(node, Call) else [node.id] if isinstance(node, PersistentId) else []
 
 
 def _construction(node: Value) -> list[_Step]:
-    """The steps that make `node` of its parts."""
+    """Return the steps that make `node` from its parts."""
     if isinstance(node, Tuple):
         n = len(node.items)
         return [*([_MARK_STEP] if n > 3 else []), *node.items, _Do(_TUPLE[min(n, 4)], made=node)]
@@ -490,7 +529,7 @@ _SET = Global("builtins", "set")
 
 
 def _as_list(members: Set) -> List:
-    """What ``builtins.set`` takes: the opcode ADDITEMS is none of those that torch's unpickler knows."""
+    """Return the argument of ``builtins.set`` for `members`. Torch's unpickler does not know the opcode ADDITEMS."""
     result = List()
     for effect in members.effects:
         result.add(Effect("APPENDS", effect.values, effect.order))
@@ -498,11 +537,11 @@ def _as_list(members: Set) -> List:
 
 
 def _doing(effect: Effect) -> list[_Step]:
-    """The steps of `effect` on what lies on top of the stack."""
+    """Return the steps of `effect` on the object on top of the stack."""
     done = _Do(CODES[effect.opcode], effect.order)
     if effect.opcode not in ("APPEND", "SETITEM", "BUILD"):
         return [_MARK_STEP, *effect.values, done]
-    return [*effect.values, done] if effect.values else []  # an edit took its item away
+    return [*effect.values, done] if effect.values else []  # an edit has removed the item
 
 
 # Atoms
@@ -568,7 +607,7 @@ def _write_global(w: _Writer, value: Global) -> None:
         names = b""
     if value.module and value.name and names.count(b"\n") == 2:
         w.out += CODES["GLOBAL"] + names
-    else:  # GLOBAL is two lines of strict UTF-8, of which C's unpickler takes none that is empty
+    else:  # GLOBAL takes two lines of strict UTF-8, and C's unpickler refuses empty ones
         for text in (value.module, value.name):
             if (slot := w.memo.get(id(text))) is not None:
                 w.get(slot)

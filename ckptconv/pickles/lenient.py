@@ -1,19 +1,19 @@
 """Scan a pickle as leniently as the unpicklers that would run it, for the globals that it reaches.
 
-The parser refuses what can be read in two ways. Whoever hides a call would only have to be refused, for Python runs
-what stands before a mistake, and takes for none much that the parser does. So this reader forgives whatever one of
-CPython's two unpicklers forgives (``Modules/_pickle.c``, ``Lib/pickle.py``), and what it has seen before it cannot go
-on counts. It may see more than runs, never less: ``tests/fuzz/unpicklers.py`` holds it against both.
+The parser refuses what can be read in two ways. An attacker would only have to be refused to hide a call: Python runs
+everything before a mistake, and does not see a mistake in much that the parser refuses. So this reader accepts what
+either of CPython's two unpicklers accepts (``Modules/_pickle.c``, ``Lib/pickle.py``), and what it has seen before it
+stops counts. It may see more than runs, never less. ``tests/fuzz/unpicklers.py`` compares it with both.
 
-What one of the two takes and the parser does not, beside values of wrong types:
+One of the two accepts the following, and the parser does not (values of wrong types are left out):
 
-    NUL, spaces, a sign, underscores in the line of a GET or PUT    such a line ends at NUL in C
-    a last line without its end                                     Python takes it, but for its last byte
+    NUL, spaces, a sign, underscores in the line of a GET or PUT    in C the line ends at NUL
+    a last line without its end                                     Python accepts it without its last byte
     an empty line as a module or name                               Python looks it up
     INST without a MARK                                             Python looks the class up first
-    FRAME anywhere, a frame that is longer than the pickle          Python reads what there is of it
-    PROTO in the middle, or none; marks and values left over; anything behind STOP
-    NEXT_BUFFER                                                     the loader may give buffers
+    FRAME anywhere, a frame that is longer than the pickle          Python reads the bytes that exist
+    PROTO in the middle, or none; marks and values left over; anything after STOP
+    NEXT_BUFFER                                                     the loader may supply buffers
 """
 
 from __future__ import annotations
@@ -49,16 +49,21 @@ __all__ = ["NAMING", "STARTS", "LenientScan", "scan_lenient"]
 
 _HIGHEST_PROTOCOL = 5
 _DIGITS = regex(rb"\+?[0-9]+(?:_[0-9]+)*")
-_AT_ONCE = 4000  # digits that Python converts
-#: C's unpickler forgets what is left of a frame where an opcode needs more than that, if it reads what has no ``peek``;
-#: if it has, or in Python, nothing is forgotten. So one pickle is two programs. No writer makes such frames.
+_AT_ONCE = 4000  # digits that Python converts at once
+#: If an opcode needs more bytes than its frame has left, C's unpickler drops the rest of the frame, unless the file
+#: object has ``peek``. Python's unpickler never does. So such a pickle is two programs. No writer makes such frames.
 _CUT = "a pickle whose frames cut its opcodes in two"
 
 
 class LenientScan(NamedTuple):
-    """What was seen, and the offset up to which it was.
+    """The result of a scan.
 
-    `is_whole`: up to STOP. `doubt`: why that may not be what a reader sees; None where it is, up to a mistake.
+    Attributes:
+        graph: All that the pickle makes and refers to before `end`.
+        end: The offset after the last opcode that was read.
+        is_whole: Whether the scan reached STOP.
+        doubt: The reason why an unpickler may see something else, or None. If it is None, every unpickler sees the same
+            up to the first mistake.
     """
 
     graph: Graph
@@ -76,10 +81,18 @@ def scan_lenient(
     nbytes: int | None = None,
     leave: tuple[bytes, ...] = (),
 ) -> LenientScan:
-    """What stands from `start` to `end`, as `read` gives it, as a pickle of at most `most` opcodes in `nbytes`, where
-    that is less than the limit.
+    """Scan the pickle from `start` to `end`.
 
-    `leave` is what :func:`~ckptconv.pickles.parser.parse` takes. Raises nothing but what `read` does.
+    Args:
+        read: Return LENGTH bytes at OFFSET, called as ``read(offset, length)``.
+        start: Offset of the pickle's first byte.
+        end: Offset at which the bytes end.
+        most: The largest number of opcodes to execute.
+        nbytes: The largest number of bytes to read, if that is less than the limit on pickles.
+        leave: Prefixes of values that stay in the source, as in :func:`~ckptconv.pickles.parser.parse`.
+
+    Raises:
+        Exception: Only exceptions of `read`.
     """
     machine = _Lenient(read, end, "", start, leave)
     if nbytes is not None:
@@ -98,19 +111,20 @@ def scan_lenient(
 
 
 class _Broken(Exception):
-    """No reader goes on. Most byte strings are no pickles, so this says nothing and costs nothing."""
+    """No unpickler continues. It has no message, because most byte strings are not pickles and raise it."""
 
 
 class _Lenient(PickleMachine):
-    """Goes on where :class:`PickleMachine` fails and pickle's own may not."""
+    """A machine that continues if :class:`PickleMachine` fails and pickle's own machines may not."""
 
     doubt: str | None = None
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:  # noqa: ARG002
+        """Stop the scan."""
         raise _Broken
 
     def frame(self) -> None:
-        """Start a frame, which may be of any length, or go on in the one that there is."""
+        """Start a frame of any length, or continue the current one."""
         end = int.from_bytes(self.take(8), "little") + self.tell()
         if self.frame_end is not None:
             self.check_frame()
@@ -120,7 +134,7 @@ class _Lenient(PickleMachine):
             self.doubt = _CUT
 
     def check_frame(self) -> None:
-        """Say so where an opcode reaches over the end of its frame."""
+        """End the frame if the next byte is after it. Set ``doubt`` if an opcode crosses its end."""
         assert self.frame_end is not None
         if self.tell() > self.frame_end:
             self.doubt = _CUT
@@ -128,11 +142,15 @@ class _Lenient(PickleMachine):
             self.frame_end = None
 
     def finish(self, opcodes: int) -> Graph:
-        """The graph of all that there is; its root is what lies on top of the stack, all else is thrown away."""
+        """Return the graph of all that was read.
+
+        Its root is the value on top of the stack. All other values count as discarded. `opcodes` is 0 if the scan did
+        not reach STOP.
+        """
         if self.frame_end is not None:
             self.check_frame()
         if opcodes and self.frame_end is not None and self.frame_end <= self.size:
-            self.doubt = _CUT  # what follows starts behind STOP or behind the frame
+            self.doubt = _CUT  # the next pickle may start after STOP or after the frame
         if opcodes and not self.stack:
             self.fail("STOP of nothing stops every reader")
         left = [value for stack in (*self.metastack, self.stack) for value in stack]
@@ -152,16 +170,16 @@ class _Lenient(PickleMachine):
         )
 
     def line(self) -> bytes:
-        """A line as Python's unpickler takes it: the last one may have no end, and loses its last byte all the same."""
+        """Read a line as Python's unpickler does: a last line without an end loses its last byte."""
         try:
             return super().line()
         except _Broken:
             return self.take(self.size - self.tell())[:-1]
 
-    def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:  # noqa: ARG002 - of any kind
-        """Note `opcode` where it stands on something that can be noted on.
+    def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:  # noqa: ARG002 - any kind is accepted
+        """Record `opcode` on the object on top of the stack, if it can have effects.
 
-        A global that gets a state, an item or a member is called, in a way: ``os.environ`` has a method for each.
+        A global that gets a state, an item or a member counts as called: ``os.environ`` has a method for each of these.
         """
         target = self.stack[-1]
         if isinstance(target, Object):
@@ -170,7 +188,7 @@ class _Lenient(PickleMachine):
             self.calls.append(Call(opcode, target, Tuple(values), order=self.next_order()))
 
     def call(self, kind: str, callable_: Value, args: Value, kwargs: Value = None) -> None:
-        """Push the result of a call that is not made, whatever it is given."""
+        """Push the result of a call, without making the call. Arguments of any type are accepted."""
         if not isinstance(callable_, (Global, Call, Extension, PersistentId)):
             self.fail("what cannot be called stops every reader")
         if not isinstance(args, (Tuple, Call)):
@@ -204,7 +222,7 @@ def _long_bytes(m: PickleMachine, n: int) -> None:
 
 
 def _slot(m: PickleMachine) -> int:
-    """The slot that a line says: up to a NUL, behind which C's unpickler does not look."""
+    """Read a line and return the memo slot in it. In C's unpickler the line ends at a NUL."""
     digits = m.line().split(b"\0", 1)[0]
     try:
         return int(digits)
@@ -212,7 +230,7 @@ def _slot(m: PickleMachine) -> int:
         pass
     if not _DIGITS.fullmatch(digits.strip()):
         m.fail("no slot of the memo")
-    slot = 0  # more digits than Python converts at once; before 3.11 it did
+    slot = 0  # Python before 3.11 converts any number of digits
     digits = digits.strip().replace(b"_", b"").lstrip(b"+")
     for at in range(0, len(digits), _AT_ONCE):
         part = digits[at : at + _AT_ONCE]
@@ -239,10 +257,10 @@ def _stack_global(m: PickleMachine) -> None:
 
 
 def _texts(value: Value) -> list[str]:
-    """What `value` can be as a text: none, if it is no text.
+    """Return the texts that `value` can stand for, or an empty list if it cannot be a text.
 
-    What Python 2 wrote is in one of two encodings; what a call, a global or a persistent id gives is ``__import__`` of
-    something, because nobody knows.
+    A Python 2 string has one of two encodings. The result of a call, a global, a blob, an extension or a persistent id
+    cannot be known, so it counts as ``builtins.__import__``.
     """
     if isinstance(value, Py2String):
         latin_1 = value.data.decode("latin-1")
@@ -256,7 +274,7 @@ def _texts(value: Value) -> list[str]:
 
 
 def _items(m: PickleMachine, values: list[Value]) -> None:
-    """Set items, as Python's unpickler does up to a key that has no value."""
+    """Set items as Python's unpickler does, up to a key without a value."""
     even = len(values) - len(values) % 2
     m.effect("SETITEMS", values[:even])
     if values[even:]:
@@ -295,7 +313,7 @@ _DISPATCH = in_dispatch(
         "NEWOBJ_EX": _newobj_ex,
     }
 )
-#: Codes that a pickle can start with, which take nothing from the stack or the memo, or not at first.
+#: Codes that a pickle can start with: opcodes that need nothing on the stack or in the memo.
 STARTS = b"".join(
     CODES[name]
     for name in (
@@ -306,5 +324,5 @@ STARTS = b"".join(
         "NEXT_BUFFER",
     )
 )  # a table  # fmt: skip
-#: Codes without which a pickle names nothing.
+#: Codes of the opcodes that name globals. A pickle without them names none.
 NAMING = b"".join(CODES[name] for name in ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"))

@@ -315,7 +315,7 @@ class PickleMachine:
         self.put(len(self.memo))
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
-        """Add an effect to the object on top of the stack, which must have one of `kinds` or be the result of a call."""
+        """Add an effect to the object on top of the stack, which must be one of `kinds` or the result of a call."""
         target = self.stack[-1]
         if not isinstance(target, (*kinds, Call)) or not isinstance(target, Object):
             self.fail(f"{opcode} on a value that cannot take it", got=kind_of(target))

@@ -1,4 +1,4 @@
-"""The opcodes of pickle protocols 0 to 5 by name; a test compares them with ``pickletools``."""
+"""The opcodes of pickle protocols 0 to 5 by name. A test compares them with ``pickletools``."""
 
 from __future__ import annotations
 

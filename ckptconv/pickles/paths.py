@@ -1,24 +1,24 @@
-r"""The path of each node in a graph, in the order in which the pickle says it.
+r"""The path of each node in a graph, in the order of the pickle.
 
-A path is made of segments:
+A path consists of segments:
 
     ========================  ==========================================================
     ``optimizer/state``       string keys, joined by ``/``
-    ``[0]``, ``[None]``       a list's index, or a key that is no string, by its literal
-    ``/.name``                an attribute (state of BUILD that is a dict)
+    ``[0]``, ``[None]``       the index in a list, or the literal of a key that is not a string
+    ``/.name``                an attribute (the state of BUILD is a dict)
     ``/.__state__``           other state
-    ``/(0)``, ``/(name)``     an argument; ``/(call)`` is what is called, ``/(*)`` all arguments, if they are a call
+    ``/(0)``, ``/(name)``     an argument; ``/(call)`` is the callable, ``/(*)`` the call that returns all arguments
     ``/{0}``                  a member of a set, by position
-    ``/<0>``                  a mapping's key itself, by position, where it is an object; ``[<0>]`` is its value
+    ``/<0>``                  a key of a mapping that is an object, by position; ``[<0>]`` is its value
     ``.``                     the root
     ========================  ==========================================================
 
-In a string key, ``/``, ``[`` and backslash are escaped by a backslash, and so is one of ``.({<`` at its start; an empty
-key is ``\\e``. What would be a segment's second use in one place (a key that is set twice) has ``\\2`` behind it.
+In a string key, a backslash escapes ``/``, ``[`` and backslash, and one of ``.({<`` at the start of the key. An empty
+key is ``\e``. If the same segment occurs again below one parent (a key that is set twice), it ends in ``\2``.
 
-Each node is entered once, where it stands first: a graph can have more paths than there are atoms. What LEAF says is a
-leaf is reported wherever it stands and never entered, but for what LEAF hands back. Arguments and states, which are
-listed below the object that has them, are listed once as such: any number of objects can have the same ones.
+Each node is entered once, at its first position: a graph can have more paths than there are atoms. A node for which
+LEAF returns a list is reported at each position, and only the values in that list are entered below it. Arguments and
+states, which are listed below the object that has them, are listed only once: any number of objects can share them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ __all__ = [
 
 _LONGEST_LITERAL = 80
 _TOO_LONG = "the paths of what is in the checkpoint are too long"
-_SPECIAL = tuple(".({<")  # begins a segment that is no string key
+_SPECIAL = tuple(".({<")  # first characters of segments that are not string keys
 
 _SEGMENT = regex(
     r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)?   # [0], [(1, 'a')], [0]\2
@@ -74,15 +74,17 @@ _SEGMENT = regex(
 )
 
 
-#: For a leaf: what stands in it as its attributes, if anything. None for what is no leaf.
+#: Returns the states of a leaf, whose attributes are listed below it, or None for a node that is not a leaf.
 Leaf = Callable[[Node], "list[Value] | None"]
 
 
-@dataclass(eq=False, slots=True)  # not frozen: that makes a million of them three times as slow
+@dataclass(eq=False, slots=True)  # not frozen, which would make creation three times as slow
 class Place:
-    """Where `node` stands first: `segment`, as the table above says, below `parent`.
+    """A position of `node`: `segment`, as in the table above, below `parent`.
 
-    ``key`` is the key where the segment is a mapping's string key.
+    ``parent`` is None for the root. ``key`` is the string key of the mapping that contains the node, or the name of an
+    attribute, or else None. ``depth`` is the number of segments, and ``length`` the number of characters of the path,
+    once :func:`find_places` has yielded the place.
     """
 
     parent: Place | None
@@ -90,25 +92,25 @@ class Place:
     node: Value
     depth: int
     key: str | None = None
-    length: int = 0  # of the path, once the walk has come by
+    length: int = 0  # of the path
 
     @property
     def path(self) -> str:
         """The path, as ``inspect`` prints it."""
-        if self.parent is not None and self.parent.parent is None:  # most tensors stand right below the root
-            if self.key and len(self.segment) == len(self.key) + 1:  # nothing in it is escaped: one text for both
+        if self.parent is not None and self.parent.parent is None:  # most tensors are directly below the root
+            if self.key and len(self.segment) == len(self.key) + 1:  # without escapes: share one text
                 return self.key
             return self.segment.removeprefix("/") or "."
         segments: list[str] = []
         place: Place | None = self
-        # not by upwards(): asked for each tensor, again and again
+        # without upwards(), for speed: each tensor's path is needed several times
         while place is not None and place.parent is not None:
             segments.append(place.segment)
             place = place.parent
         return "".join(reversed(segments)).removeprefix("/") or "."
 
     def upwards(self) -> Iterator[Place]:
-        """This place, what it stands in, what that stands in, up to the root."""
+        """Yield this place, its parent, the parent of that, up to the root."""
         place: Place | None = self
         while place is not None:
             yield place
@@ -116,9 +118,16 @@ class Place:
 
 
 def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) -> Iterator[Place]:
-    """Every place from `start` on, a root or a place that is known, its parent before it.
+    """Yield every place from `start` on, each after its parent.
 
-    Raises LimitError where nesting is too deep, or the paths are too long for a pickle of so many `opcodes`.
+    Args:
+        start: The root node, or a known place.
+        leaf: Decides which nodes are leaves.
+        where: Name of the pickle in errors.
+        opcodes: Number of opcodes of the pickle, which limits the characters in all paths.
+
+    Raises:
+        LimitError: The nesting is too deep, or the paths are too long.
     """
     entered: set[int] = set()
     listed: set[int] = set()
@@ -136,7 +145,7 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
         if not isinstance(node, Node) or id(node) in entered:
             continue
         if isinstance(node, RowCall) and leaf(node) == []:
-            continue  # most tensors: nothing stands in them
+            continue  # most tensors: nothing is below them
         if place.depth >= LIMITS.nesting:
             raise LimitError(
                 "the checkpoint is nested too deeply", where=where, expected=f"at most {LIMITS.nesting:,} levels"
@@ -150,11 +159,11 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
 
 
 def child_places(place: Place, leaf: Leaf, listed: set[int] | None = None) -> list[Place]:
-    """The places right below `place`, in the order in which the pickle says
-    what stands there.
+    """Return the places directly below `place`, in the order of the pickle.
 
-    Below what `leaf` says is a leaf, its attributes. Arguments and states in `listed`, by their ids, are left out, and
-    the others are put there.
+    The places below a leaf are the attributes in the states that `leaf` returns. Arguments and states whose ids are in
+    `listed` are left out. The ids of the others are added to `listed`. Raise LimitError if the segments would be too
+    long.
     """
     node = place.node
     listed = set() if listed is None else listed
@@ -169,20 +178,21 @@ def child_places(place: Place, leaf: Leaf, listed: set[int] | None = None) -> li
 
 
 def parts_listed(node: Call, leaf: Leaf) -> list[Value]:
-    """The arguments and states of `node` that :func:`child_places` lists below it."""
+    """Return the arguments and states of `node` whose contents :func:`child_places` lists below it."""
     states = leaf(node)
     return [node.args, node.kwargs, *node.states()] if states is None else states
 
 
 def is_item(place: Place) -> bool:
-    """Whether `place` is the value under a key of a mapping, or an element of a list or tuple.
+    """Return whether `place` is the value under a key of a mapping, or an element of a list or tuple.
 
-    Not an attribute, argument, member or key.
+    Attributes, arguments, members of sets and keys are not items.
     """
     return place.segment.startswith("[") or (place.segment[:1] == "/" and place.segment[1:2] not in _SPECIAL)
 
 
 def _inside(place: Place, listed: set[int]) -> list[Place]:
+    """Return the places directly below `place`, whose node is not a leaf."""
     node = place.node
     if isinstance(node, Tuple):
         return _numbered(place, "[%d]", node.items)
@@ -201,23 +211,24 @@ def _inside(place: Place, listed: set[int]) -> list[Place]:
 
 
 def is_repeated(place: Place) -> bool:
-    """Whether `place`'s key was set before, to another value or the same."""
+    """Return whether the same segment occurs below the parent of `place` before `place`: its key is set again."""
     return re.search(r"(?<!\\)(\\\\)*\\[0-9]+$", place.segment) is not None
 
 
 def item_segments(mapping: Object) -> list[str]:
-    """The segments of the values of `mapping`'s items, in order."""
+    """Return the segments of the values of `mapping`, in order."""
     segments = [key_segment(effect.values[i], n) for n, (effect, i) in enumerate(mapping.pairs())]
     return _all_different(segments)
 
 
 def _number_again(siblings: list[Place]) -> None:
-    """Give `siblings` segments that are all different: a key can be set twice, an attribute too."""
+    """Change the segments of `siblings` so that all are different: a key or an attribute can be set twice."""
     for place, segment in zip(siblings, _all_different([place.segment for place in siblings]), strict=True):
         place.segment = segment
 
 
 def _all_different(segments: list[str]) -> list[str]:
+    """Return `segments` with a number at the end of each one that has occurred before."""
     if len(set(segments)) == len(segments):
         return segments
     times: dict[str, int] = {}
@@ -229,15 +240,18 @@ def _all_different(segments: list[str]) -> list[str]:
 
 
 def _below(place: Place, segment: str, node: Value, key: str | None = None) -> Place:
+    """Return the place of `node` below `place`."""
     return Place(place, segment, node, place.depth + 1, key)
 
 
 def _numbered(place: Place, form: str, items: list[Value], start: int = 0) -> list[Place]:
+    """Return places for `items` below `place`, whose segments are `form` with consecutive numbers from `start` on."""
     depth = place.depth + 1
     return [Place(place, form % i, item, depth) for i, item in enumerate(items, start)]
 
 
 def _arguments(place: Place, call: Call, listed: set[int]) -> list[Place]:
+    """Return the places of the callable and arguments of `call`. A callable gets a place only if it is a call."""
     found: list[Place] = []
     if isinstance(call.callable, Call):
         found.append(_below(place, "/(call)", call.callable))
@@ -255,7 +269,7 @@ def _arguments(place: Place, call: Call, listed: set[int]) -> list[Place]:
 
 
 def _is_first(part: Node, listed: set[int]) -> bool:
-    """Whether `part` is not in `listed` yet, where it is from now on."""
+    """Return whether the id of `part` is not in `listed`, and add it."""
     if id(part) in listed:
         return False
     listed.add(id(part))
@@ -263,8 +277,9 @@ def _is_first(part: Node, listed: set[int]) -> bool:
 
 
 def _check_keys(mapping: Object) -> None:
-    """Raise LimitError where segments for the keys of `mapping` would be too long: one key can stand there twice, and
-    many times.
+    """Raise LimitError if the segments for the string keys of `mapping` would be too long.
+
+    A pickle can contain a key once and set it many times.
     """
     lengths = [len(key) for key, _ in mapping.entries() if isinstance(key, str)]
     most = LIMITS.paths(2 * len(lengths))
@@ -273,7 +288,7 @@ def _check_keys(mapping: Object) -> None:
 
 
 def _effects(place: Place, node: Object, listed: set[int]) -> list[Place]:
-    """What was put into `node`, a mapping or the result of a call."""
+    """Return the places of the values that effects have put into `node`, a mapping or the result of a call."""
     found: list[Place] = []
     if node.effects:
         _check_keys(node)
@@ -291,7 +306,10 @@ def _effects(place: Place, node: Object, listed: set[int]) -> list[Place]:
 
 
 def _items(place: Place, effect: Effect, start: int) -> list[Place]:
-    """The values of a mapping, and those of its keys that are objects."""
+    """Return the places of the values that `effect` sets, and of the keys that are nodes.
+
+    `start` is the number of items that earlier effects have set.
+    """
     found: list[Place] = []
     depth = place.depth + 1
     values = iter(effect.values)
@@ -306,7 +324,10 @@ def _items(place: Place, effect: Effect, start: int) -> list[Place]:
 
 
 def _attributes(place: Place, state: Value, listed: set[int]) -> list[Place]:
-    """What BUILD gives an object: attributes, where the state is a dict of them."""
+    """Return the places of what BUILD gives to an object.
+
+    These are attributes, if `state` is a dict whose keys are strings. Other state is one place, unless it is empty.
+    """
     if isinstance(state, Dict) and not _is_first(state, listed):
         return []
     items = [*state.entries()] if isinstance(state, Dict) else []
@@ -322,7 +343,10 @@ def _attributes(place: Place, state: Value, listed: set[int]) -> list[Place]:
 
 
 def key_segment(key: Value, position: int) -> str:
-    """The segment for the value under `key`, the `position`-th of its mapping."""
+    """Return the segment of the value under `key`.
+
+    `position` is the number of items before it in the mapping. It is used if the key has no short literal.
+    """
     if isinstance(key, str):
         return ("/\\" if key[:1] in _SPECIAL else "/") + escape_segment(key)
     literal = _literal(key)
@@ -330,15 +354,16 @@ def key_segment(key: Value, position: int) -> str:
 
 
 def escape_segment(word: str) -> str:
-    """`word` with what would end a segment escaped."""
+    r"""Return `word` with escapes for the characters that would end a segment. An empty word becomes ``\e``."""
     if "/" in word or "[" in word or "\\" in word:
         word = re.sub(r"[\\/\[]", r"\\\g<0>", word)
     return word or "\\e"
 
 
 def _literal(key: Value) -> str | None:
-    """`key` as Python would write it, if it is short and made of atoms alone: a nested key could take
-    forever to print.
+    """Return the Python literal of `key`, or None unless it is short and consists of atoms only.
+
+    Printing a nested key could take forever.
     """
     if isinstance(key, Call):
         key = _said_bytes(key)
@@ -361,8 +386,9 @@ def _literal(key: Value) -> str | None:
 
 
 def _said_bytes(call: Call) -> Value:
-    """The bytes that `call` gives if it is the one that stands for them in protocol 2, which is
-    what torch's safe loader takes; else `call`.
+    """Return the bytes that `call` stands for, or `call` if it does not stand for bytes.
+
+    Protocol 2 has no opcode for bytes, and torch's safe loader accepts this call instead.
     """
     text, encoding = args_of(call) if len(args_of(call)) == 2 else (None, None)
     if (
@@ -378,7 +404,7 @@ def _said_bytes(call: Call) -> Value:
 
 
 def parse_path(path: str) -> list[str]:
-    """The segments of `path`, from the root on, as :func:`key_segment` writes them; the root itself has none."""
+    """Return the segments of `path` from the root on, in the form of :func:`key_segment`. The root has no segments."""
     if path == ".":
         return []
     return _SEGMENT.findall(path if path.startswith("[") else "/" + path)

@@ -1,4 +1,4 @@
-"""The name that unpickling looks up for a global: below protocol 3, Python 2's names become Python 3's."""
+"""The name that unpickling looks up for a global. Below protocol 3, Python 2's names become Python 3's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["imported_as", "imported_name"]
 
 
 def imported_name(node: Global, protocol: int) -> str:
-    """``module.name`` as a pickle with a header of `protocol` means `node`. Nothing is imported."""
+    """Return ``module.name`` as it is looked up for `node` in a pickle of this `protocol`. Nothing is imported."""
     return ".".join(imported_as(node, protocol))
 
 
 def imported_as(node: Global, protocol: int) -> tuple[str, str]:
-    """Module and name of :func:`imported_name`.
+    """Return the module and the name of :func:`imported_name`.
 
     Source: CPython's ``Lib/pickle.py``, ``_Unpickler.find_class``.
     """

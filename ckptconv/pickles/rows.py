@@ -80,7 +80,7 @@ class _Spelling:
                 pattern = pattern.replace(name, parts[name])
             return regex(pattern, re.DOTALL)
 
-        # The opcodes after the GETs of the functions. It fixes all lengths except those of two texts, which are compared.
+        # The opcodes after the GETs of the functions. All lengths are fixed, except for two texts, which are compared.
         row = (
             rb"(\(\(GETGET)(?:TEXTLENGTH([0-9]{1,19})PUT|(GET))TAGPERHAPS(INTt)PUT(QINT)INTSPERHAPSINTSPERHAPS"
             rb"([\x88\x89]GET\)R)PUTtPUTRPUT((?:[\x88\x89]GET\)RSLOT\x87SLOTRSLOT)?)"
@@ -119,8 +119,8 @@ class RowForm:
         calls: The paths of the inner calls.
         orders: The number of orders that a row takes: one for each call and one for the reference.
         opcodes: The number of opcodes of a row after the reads of its functions.
-        puts_key: Whether a row contains the key as a text, which it puts into the memo first. Otherwise it reads the key
-            from the memo.
+        puts_key: Whether a row contains the key as a text, which it puts into the memo first. Otherwise it reads the
+            key from the memo.
         reads: The memo slots that a row reads, except for the slot of the key.
         values: The values of these slots.
         tag_slot: The slot in ``reads`` that contains the tag and nothing else, or None.
@@ -281,8 +281,8 @@ class RowItems:
         values: Keys and rows in turn.
         keys: The keys of the storages.
         order: The order of the first reference.
-        starts: The first memo slot of each item, and the slot after the last item. An item puts its key first, and then the
-            parts of its row.
+        starts: The first memo slot of each item, and the slot after the last item. An item puts its key first, and then
+            the parts of its row.
         called: The functions that the rows call, with their memo slots.
         offset: Offset of the items in the source.
         length: Number of bytes of the items.
