@@ -9,15 +9,18 @@ from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
 from ckptconv.checkpoint.rng_states import RngStates
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
 from ckptconv.hints import option
+from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Value, is_global, strings_of
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowCall
 
-__all__ = ["Detected", "NamedOptimizer", "StateDict", "detect"]
+__all__ = ["IS_AVERAGE", "Detected", "NamedOptimizer", "StateDict", "detect"]
 
 #: Where a pickled module keeps its tensors: attributes of the object, whose names have no prefix to take off.
 _MODULE_PARTS = ("/._parameters", "/._buffers")
+#: In the path of what is an average of weights.
+IS_AVERAGE = regex(r"(?i)(?<![a-z])(ema|averaged?|swa|shadow)(?![a-z])")
 _MAIN_NAMES = (
     "state_dict",
     "model",
@@ -91,6 +94,18 @@ class Detected:
         if len(usual) == 1:
             return usual
         return usual_modules if len(usual_modules) == 1 and not usual else self.state_dicts or modules
+
+    def averages(self) -> list[StateDict]:
+        """Return the state dicts that are averages (EMA) of the one that is meant when nobody says which.
+
+        They are at a path with a word for that, and have no other names than it has. Empty if no state dict is meant.
+        """
+        main = self.main()
+        if len(main) != 1 or not isinstance(main[0], StateDict):
+            return []
+        found = [each for each in self.state_dicts if each is not main[0] and IS_AVERAGE.search(each.path)]
+        names = {name.removeprefix("module.") for name in main[0].names()} if found else set()
+        return [each for each in found if names.issuperset(name.removeprefix("module.") for name in each.names())]
 
     def hint_of_modules(self) -> str | None:
         """What to type where names are asked for that only the state dict of a module would have."""

@@ -15,6 +15,7 @@ from ckptconv.edits.rename import NameEditor
 from ckptconv.edits.retag import about_kept_devices, retag
 from ckptconv.edits.selection import select
 from ckptconv.edits.views import compact
+from ckptconv.hints import option
 
 __all__ = ["apply"]
 
@@ -33,7 +34,11 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
     Raises:
         UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or none here.
     """
+    averages = checkpoint.detected.averages() if edits.state_dict and edits.select is None else []
     changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
+    for each in averages:
+        text = f"{each.path} has the average of the weights (EMA), which is left behind: "
+        changes.notes.append(text + option("select", each.path))
     refuse_different(checkpoint)
     detected = checkpoint.detected
     # asked here, as an edit of names would have the places looked for anew

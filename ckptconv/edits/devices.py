@@ -53,19 +53,28 @@ _CALLED = {"all": "any", "rocm": "cuda", "hip": "cuda", "nvidia": "cuda", "metal
 _AUTO = "'auto' is for load and remap, which know what is here"
 _DEVICE_STRING = regex(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
 _DEVICE = regex(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
+_OF_A_BACKEND = regex(r"[a-z][a-z0-9_]*:(?:[0-9]|[1-9][0-9]|1[01][0-9]|12[0-7])")
 
 MapLocation: TypeAlias = "str | torch.device | Mapping[str, str | torch.device] | Callable[[str], str]"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A device to send tensors to; without an index, the replaced tag's index is kept."""
+    """A device to send tensors to; without an index, the replaced tag's index is kept.
+
+    The family may be a backend's own name (``privateuseone``, renamed), which files alone know.
+    """
 
     family: str
     index: int | None = None
 
     def __str__(self) -> str:
         return self.family if self.index is None else f"{self.family}:{self.index}"
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether the family is one of those that torch can restore."""
+        return self.family in FAMILIES
 
     def tag(self, old: str) -> str:
         """The tag that replaces `old`."""
@@ -157,7 +166,10 @@ def near_device(word: str, families: Collection[str]) -> str | None:
 
 
 def parse_target(text: object) -> Target:
-    """The device `text`. Raises UsageError where no tensor can be sent there."""
+    """The device `text`. Raises UsageError where no tensor can be sent there.
+
+    A name that is like no device of torch's is taken for that of a backend, if it has an index: ``foo:0``.
+    """
     word = str(text)
     match = _DEVICE.fullmatch(word)
     family = match[1].replace("gpu", "cuda") if match and match[1] in ("gpu", *FAMILIES) else ""
@@ -167,9 +179,13 @@ def parse_target(text: object) -> Target:
             raise UsageError(
                 f"tensors cannot be sent to {word!r}: {reason}", hint="try: " + option("map_location", "cpu")
             )
+        other = _AUTO if word == "auto" else f"is {near} meant?" if near else _of_another_option(word)
+        if other is None and _OF_A_BACKEND.fullmatch(word):
+            own, _, number = word.partition(":")
+            return Target(own, int(number))
         raise UsageError(
             f"{word!r} is no device",
-            hint=_AUTO if word == "auto" else f"is {near} meant?" if near else _of_another_option(word),
+            hint=other,
             expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1",
         )
     index = _index(match) if match[2] else None
@@ -177,7 +193,7 @@ def parse_target(text: object) -> Target:
         raise UsageError(
             f"{word!r} has too high an index", expected="mps" if family == "mps" else f"0 to {_HIGHEST_INDEX}"
         )
-    return Target(family, index)
+    return Target(family, None if family in _ONE_DEVICE else index)
 
 
 def _of_another_option(word: str) -> str | None:

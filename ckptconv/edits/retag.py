@@ -11,7 +11,7 @@ from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import FAMILIES, Devices, near_device, user_devices
 from ckptconv.edits.no_match import no_match
-from ckptconv.errors import NoMatchError, UnknownDeviceError, some
+from ckptconv.errors import NoMatchError, UnknownDeviceError, UsageError, some
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Global, Tuple, Value, args_of, children
 
@@ -106,9 +106,18 @@ def tags_of(checkpoint: Checkpoint) -> set[str]:
 def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) -> list[str]:
     """Notes on those rules of `devices` that serve none of `tags`, which `checkpoint` has.
 
-    Raises UnknownDeviceError where one is for what is no device's name either.
+    Raises UnknownDeviceError where one is for what is no device's name either, UsageError where tensors would go to a
+    backend that `checkpoint` does not know, unless all of them are to go there.
     """
     notes = []
+    for target in (devices.to, *(rule.new for rule in devices.rules if rule.rank)):
+        if target and not target.is_known and not any(tag.split(":")[0] == target.family for tag in tags):
+            raise UsageError(
+                f"{str(target)!r} is no device, and no tensor has such a tag",
+                where=checkpoint.source.path,
+                got=", ".join(sorted(tags)) or "no tensors",
+                hint="for a backend of your own: " + option("map_location", (("any", str(target)),)),
+            )
     for rule in devices.rules:
         if any(rule.matches(tag) for tag in tags):
             continue

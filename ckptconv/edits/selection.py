@@ -130,9 +130,10 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
     if not found:
         root = checkpoint.root.path
         tensors = _named_tensors(checkpoint)
+        what = _nameless(checkpoint)
         raise RefusedError(
-            f"there is no state dict {'in it' if root == '.' else 'at ' + root}: no mapping of names to tensors and"
-            " nothing else",
+            f"there is no state dict {'in it' if root == '.' else 'at ' + root}: "
+            + (what or "no mapping of names to tensors and nothing else"),
             where=checkpoint.source.path,
             hint=(
                 option("select", root) + f" takes {count(tensors, 'tensor')}, by the names there"
@@ -145,6 +146,22 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
         where=checkpoint.source.path,
         hint="for the first: " + option("select", found[0].path),
     )
+
+
+def _nameless(checkpoint: Checkpoint) -> str | None:
+    """Return what holds the tensors of a checkpoint that has no state dict, if that is known."""
+    tensors, parts = checkpoint.tensor_nodes, checkpoint.detected.optimizer_nodes
+    for place in checkpoint.places:
+        node, at = place.node, "it" if place.path == "." else place.path
+        if id(node) in parts:
+            return f"{at} is the state of an optimizer, and no weights"
+        items = [*node.elements()] if isinstance(node, List) else []
+        if items and all(isinstance(item, Node) and id(item) in tensors for item in items):
+            return (
+                f"{at} is a list of {count(len(items), 'tensor')} without names, like many averages of weights (EMA);"
+                " only the model has names, in the order of model.parameters()"
+            )
+    return None
 
 
 def _named_tensors(checkpoint: Checkpoint) -> int:

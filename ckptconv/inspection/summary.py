@@ -16,7 +16,7 @@ from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint, TensorInfo
 from ckptconv.checkpoint.pickled_modules import PickledModule
-from ckptconv.checkpoint.state_dicts import StateDict
+from ckptconv.checkpoint.state_dicts import IS_AVERAGE, StateDict
 from ckptconv.checkpoint.weights_only.answers import Answer
 from ckptconv.edits.devices import user_devices
 from ckptconv.edits.names import prefixes_of
@@ -27,7 +27,6 @@ from ckptconv.hints import for_python, in_python
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host, this_host
-from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, FrozenSet, Global, List, Node, Set, Tuple, Value, gc_paused, is_global
@@ -46,7 +45,6 @@ __all__ = ["Share", "Summary", "TensorSummary", "ValuesWanted", "inspect", "summ
 _ORDERED_DICT = "collections.OrderedDict"
 _Kind: TypeAlias = Literal["model", "EMA", "optimizer", "RNG states", "other"]
 _KINDS = get_args(_Kind)
-_AVERAGE = regex(r"(?i)(?<![a-z])(ema|averaged?|swa|shadow)(?![a-z])")
 
 
 @dataclass(frozen=True)
@@ -408,7 +406,7 @@ def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
     detected = checkpoint.detected
     whole: dict[int, tuple[_Kind, str]] = {}
     for found in detected.state_dicts:
-        whole[id(found.node)] = ("EMA" if _AVERAGE.search(found.path) else "model", found.path)
+        whole[id(found.node)] = ("EMA" if IS_AVERAGE.search(found.path) else "model", found.path)
     for module in detected.modules:
         whole[id(module.place.node)] = ("model", module.path)
     rng = {info.path for info in detected.rng_states}

@@ -203,6 +203,10 @@ def two() -> dict[str, Any]:
     return {"x": {"w": torch.ones(1)}, "y": {"w": torch.ones(2)}}
 
 
+def averaged() -> dict[str, Any]:
+    return {"model": {"w": torch.ones(1)}, "ema": {"decay": 0.9, "shadow": {"w": torch.ones(1) * 2}}}
+
+
 def exists(m: str) -> None:
     torch.save(weights(), m + ".pt")
     torch.save({}, "out.pt")
@@ -482,6 +486,21 @@ CASES: dict[str, Case] = {
         saved(lambda: nn.DataParallel(net())), "convert {m}.pt out.pt --strip-prefix module",
         r"(--state-dict) takes its state dict out", "loads, strict, no prefix", fits(),
         "checkpoint/state_dicts.py:hint_of_modules:option state_dict",
+    ),
+    "an average beside the weights": Case(
+        saved(averaged), "inspect {m}.pt", FINDING.format("ema/shadow has an average"), "loads",
+        same(lambda: averaged()["ema"]["shadow"]),
+        f"{DIAGNOSIS}prefixes.py:twins:issue ema {DIAGNOSIS}prefixes.py:twins:option select",
+    ),
+    "weights without their average": Case(
+        saved(averaged), "convert {m}.pt out.pt --state-dict", r"which is left behind: (--select \S+)", "loads",
+        same(lambda: averaged()["ema"]["shadow"]), "edits/apply.py:apply:option select",
+        made="convert {m}.pt new.pt",
+    ),
+    "a backend of one's own": Case(
+        saved(lambda: {"w": torch.ones(1)}), "convert {m}.pt out.pt --to foo:0", r"of your own: (--map any=foo:0)",
+        "has the tag", lambda made: _equal({each.device for each in ckptconv.inspect(made).tensors}, {"foo:0"}),
+        "edits/retag.py:unmatched_rules:option map_location", made="convert {m}.pt out.pt",
     ),
     "which state dict": Case(
         saved(two), "convert {m}.pt out.pt --state-dict", r"for the first: (--select \w+)", "loads",

@@ -27,7 +27,7 @@ from ckptconv.inspection.diagnosis.findings import (
 )
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.diagnosis.plain_data import only_data
-from ckptconv.inspection.diagnosis.prefixes import averages, inner_models, inner_prefixes, prefixes
+from ckptconv.inspection.diagnosis.prefixes import averages, inner_models, inner_prefixes, prefixes, twins
 from ckptconv.inspection.diagnosis.refusals import (
     LoadablePart,
     around,
@@ -76,6 +76,7 @@ def diagnose(
     names = Scope(checkpoint, host, module=module)
     combined = _combined(whole, code, names)
     issues = [*combined, *_of_module(names, inner_prefixes(names), code), *averages(whole), *inner_models(whole)]
+    issues += twins(whole)
     issues += [*others, *partial_tensors(whole, refused), *unused_bytes(whole), *shared(whole)]
     if is_script:
         issues = [replace(each, fix=_of_program(each.fix, part)) for each in issues]

@@ -15,7 +15,7 @@ from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Dict, strings_of
 
-__all__ = ["averages", "inner_models", "inner_prefixes", "prefixes"]
+__all__ = ["averages", "inner_models", "inner_prefixes", "prefixes", "twins"]
 
 _MODULE, *_UNMISTAKABLE = WRAPPERS
 _LIGHTNING = "pytorch-lightning_version"
@@ -86,6 +86,13 @@ def averages(scope: Scope) -> Iterator[Issue]:
                 f' around the same model goes on with it: averaged.load_state_dict(ckptconv.load({path}, "cpu"{part}))'
             )
             yield Issue("average", text)
+
+
+def twins(scope: Scope) -> Iterator[Issue]:
+    """Averages of the weights (EMA) beside them, which a conversion to safetensors does not take by itself."""
+    for found in scope.checkpoint.detected.averages():
+        text = f"{found.path} has an average of the weights (EMA), with the same names; the command takes it by itself"
+        yield Issue("ema", text, Fix("-ema", part=(Option("select", found.path),)))
 
 
 def inner_models(scope: Scope) -> Iterator[Issue]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import ckptconv
@@ -37,3 +38,31 @@ def test_graph_storages_and_tensors_agree_on_where_they_are(tmp_path: Path) -> N
     assert {storage.device for storage in checkpoint.storages.values()} == {"cuda:1"}
     devices = {info.name: info.device for info in checkpoint.tensors.values()}
     assert devices == {"w": "cuda:1", "rest": "cuda:1", "tied": "cuda:1", "meta": "meta"}
+
+
+def test_the_cpu_has_no_index(tmp_path: Path) -> None:
+    """``cpu:1`` is the CPU: tensors go there, and a report says ``cpu``."""
+    torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
+    report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.pt", map_location="cpu:1")
+    assert report.notes[-1] == "every tensor is on cpu already, so map_location='cpu' changed nothing"
+    ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.pt", map_location={"cpu": "cuda:3"}, force=True)
+    ckptconv.convert(tmp_path / "y.pt", tmp_path / "z.pt", map_location="cpu:1")
+    assert ckptconv.inspect(tmp_path / "z.pt").tensors[0].device == "cpu"
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_backend_of_ones_own(suffix: str, tmp_path: Path) -> None:
+    """A renamed backend is a target if the file has its tag, or if everything goes there; else it may be a typo, also
+    where the output has no devices. A word that is like a device is one in every file.
+    """
+    torch.save({"w": torch.ones(1), "v": torch.ones(1)}, tmp_path / "x.pt")
+    for wish in ("foo:0", {"cpu": "foo:0"}):
+        with pytest.raises(ckptconv.UsageError, match="'foo:0' is no device, and no tensor has such a tag"):
+            ckptconv.convert(tmp_path / "x.pt", tmp_path / f"y{suffix}", map_location=wish)
+    for wish in ("cdua:0", {"any": "cdua:0"}, "foo", "foo:200"):
+        with pytest.raises(ckptconv.UsageError, match="is no device"):
+            ckptconv.convert(tmp_path / "x.pt", tmp_path / f"y{suffix}", map_location=wish)
+    ckptconv.convert(tmp_path / "x.pt", tmp_path / "foo.pt", map_location={"any": "foo:0"})
+    ckptconv.convert(tmp_path / "foo.pt", tmp_path / f"y{suffix}", map_location="foo:1")
+    if suffix == ".pt":
+        assert {each.device for each in ckptconv.inspect(tmp_path / "y.pt").tensors} == {"foo:1"}

@@ -148,3 +148,39 @@ def test_what_is_left_behind_already_is_no_typo(tmp_path: Path, options: Any) ->
     refused(NoMatchError, None, tmp_path / "a.pt", tmp_path / "c.pt", **{**options, field: "optimizr/*"})
     error = refused(NoMatchError, None, tmp_path / "a.pt", tmp_path / "c.pt", state_dict=True, drop="optimizr")
     assert error.hint == "is optimizer meant?"
+
+
+@pytest.mark.parametrize(
+    ("obj", "said"),
+    [
+        (torch.optim.Adam([torch.ones(2, requires_grad=True)]).state_dict(), "it is the state of an optimizer"),
+        ({"optim": {"state": {0: {"m": torch.ones(1)}}, "param_groups": [{}]}}, "optim is the state of an optimizer"),
+        ([torch.ones(1), torch.ones(2)], "it is a list of 2 tensors without names"),
+        ({"decay": 0.9, "shadow_params": [torch.ones(1)]}, "shadow_params is a list of 1 tensor without names"),
+        ({"epoch": 1}, "no mapping of names to tensors"),
+    ],
+)
+def test_what_has_no_names_is_said(obj: object, said: str, tmp_path: Path) -> None:
+    """What cannot become safetensors because it has no names: an optimizer, a list as averages of weights are."""
+    torch.save(obj, tmp_path / "x.pt")
+    with pytest.raises(RefusedError, match="there is no state dict in it: " + said):
+        ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.safetensors")
+
+
+def test_the_average_beside_the_weights_is_named(tmp_path: Path) -> None:
+    """The report says which path has the average (EMA) that is left behind; one of another model is none. Nothing is
+    said of it where a path was asked for.
+    """
+    weights = torch.nn.Linear(2, 2).state_dict()
+    shadow = {f"module.{name}": tensor for name, tensor in weights.items()}
+    for average, is_named in (
+        (shadow, True),
+        ({"bias": shadow["module.bias"]}, True),
+        ({"other": torch.ones(1)}, False),
+    ):
+        torch.save({"model": weights, "ema": {"decay": 0.9, "shadow": average}}, tmp_path / "x.pt")
+        report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.safetensors", force=True)
+        assert any("ema/shadow has the average" in note for note in report.notes) == is_named
+        assert any(each.kind == "ema" for each in ckptconv.inspect(tmp_path / "x.pt").findings) == is_named
+        report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.safetensors", select="model", force=True)
+        assert not any("has the average" in note for note in report.notes)
