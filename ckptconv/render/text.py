@@ -117,15 +117,17 @@ def wrapped(text: str, room: int) -> list[str]:
     """`text` in lines of at most `room` columns, broken at spaces, and in names and paths
     only where a word needs more than a line.
     """
-    lines, line = [], ""
+    lines, line, used = [], "", 0
     for word in text.split(" "):
-        if line and cells(line) + 1 + cells(word) > room:
+        width = cells(word)
+        if line and used + 1 + width > room:
             lines.append(line)
             line = ""
-        if cells(word) > room:
+        if width > room:
             *whole, word = wrapped(word.replace(_TIE, " "), room) if _TIE in word else broken(word, room)
             lines += whole
-        line = f"{line} {word}" if line else word
+            width = cells(word)
+        line, used = (f"{line} {word}", used + 1 + width) if line else (word, width)
     return [line.replace(_TIE, " ").rstrip() for line in (*lines, line)]
 
 
@@ -134,29 +136,35 @@ def broken(name: str, room: int, *, hanging: int = 0) -> list[str]:
 
     All lines but the first indented by `hanging` columns.
     """
-    lines, line, most = [], "", max(1, room)
+    lines, line, used, most = [], "", 0, max(1, room)
     rest = max(1, room - hanging)
     for segment in re.findall(_SEGMENT, name):
-        if line and cells((line + segment).rstrip()) > most:
+        width = cells(segment.rstrip())
+        if line and segment.strip() and used + width > most:
             lines.append(line.rstrip())
-            line, most = "", rest
-        while cells(segment.rstrip()) > most:
-            head = _head(segment, most)
-            lines.append(head)
-            segment, most = segment[len(head) :], rest
+            line, used, most = "", 0, rest
+        if width > most:
+            *heads, segment = _cut(segment, most, rest)
+            lines += heads
+            most = rest
         line += segment
+        used += cells(segment)
     first, *others = [*lines, line.rstrip()]
     return [first, *(" " * hanging + other for other in others)]
 
 
-def _head(text: str, room: int) -> str:
-    """As much of `text` as fits `room` columns, and at least a character."""
-    used = 0
-    for i, character in enumerate(text):
+def _cut(text: str, most: int, rest: int) -> list[str]:
+    """Return `text` in pieces of at most `most` columns, after the first one at most `rest`, and at least a character.
+
+    A space at the end of `text` takes no column.
+    """
+    pieces, start, used = [], 0, 0
+    for i, character in enumerate(text.rstrip()):
         used += _cells_of(character)
-        if used > room and i:
-            return text[:i]
-    return text
+        if used > most and i > start:
+            pieces.append(text[start:i])
+            start, used, most = i, _cells_of(character), rest
+    return [*pieces, text[start:]]
 
 
 def fitting(text: str, room: int, style: Style, *, end: bool = False) -> str:
@@ -164,9 +172,14 @@ def fitting(text: str, room: int, style: Style, *, end: bool = False) -> str:
     if cells(text) <= room:
         return text
     mark = style.text("…")
-    while text and cells(mark + text) > room:
-        text = text[1:] if end else text[:-1]
-    return mark + text if end else text + mark
+    room -= cells(mark)
+    kept = 0
+    for character in reversed(text) if end else text:
+        room -= _cells_of(character)
+        if room < 0:
+            break
+        kept += 1
+    return mark + text[len(text) - kept :] if end else text[:kept] + mark
 
 
 # Order

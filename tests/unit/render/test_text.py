@@ -1,10 +1,11 @@
-"""Sizes as people read them."""
+"""Sizes as people read them, and line breaks."""
 
 from __future__ import annotations
 
 import pytest
 
-from ckptconv.render.text import size
+from ckptconv.render import text
+from ckptconv.render.text import Style, broken, cells, fitting, size, wrapped
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,21 @@ from ckptconv.render.text import size
 def test_sizes_are_decimal(nbytes: int, text: str) -> None:
     """Three digits and the units of disks and of the Hub."""
     assert size(nbytes) == text
+
+
+@pytest.mark.parametrize("word", ["é" * 20_000, "ab.é/" * 4000, "e\u0301" * 10_000, "\u0301" * 5000 + "a b" * 5000])
+def test_long_names_are_measured_once(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is broken, wrapped and cut in time that grows with its length: each character is looked at a few times."""
+    measured = 0
+
+    def counted(what: str) -> int:
+        nonlocal measured
+        measured += len(what)
+        return cells(what)
+
+    monkeypatch.setattr(text, "cells", counted)
+    for lines in (broken(word, 30, hanging=2), wrapped(word, 30), wrapped(word.replace(" ", "\N{NO-BREAK SPACE}"), 30)):
+        assert all(cells(line) <= 30 for line in lines)
+        assert len(lines) > 100
+    assert cells(fitting(word, 30, Style())) == cells(fitting(word, 30, Style(), end=True)) == 30
+    assert measured < 30 * len(word)
