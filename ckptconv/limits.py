@@ -42,6 +42,11 @@ class Limits:
     #: Elements, offsets, strides: torch counts in 64 bits with a sign, and in bytes; below this no product of one of
     #: them with an item's size overflows there.
     elements: int = 1 << 62
+    #: Of a name that a user's regular expression is matched with: a quadratic one looks at a million places. The
+    #: longest name in the real files that tests read has 60 characters.
+    matched_name: int = 1_000
+    #: Of processor time, for matching all names with one regular expression: 60,000 take a tenth of one.
+    match_seconds: int = 10
     #: Calls around each other that make one tensor (a parameter of a subclass of a view); torch writes three. They are
     #: read by recursion.
     nested_calls: int = 50

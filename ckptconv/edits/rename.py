@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
 from ckptconv.edits.changes import Changes, NameChange
+from ckptconv.edits.matching import bounded_matching
 from ckptconv.edits.names import ancestors, modules_without, normal_prefix, prefixes_of
 from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
@@ -141,14 +142,19 @@ class NameEditor:
 
     def rename(self, pattern: str, replacement: str) -> None:
         compiled = _compiled(pattern, replacement)
+        with bounded_matching(pattern, self.where) as about:
+            self.rename_by(compiled, replacement, about)
+
+    def rename_by(self, compiled: re.Pattern[str], replacement: str, about: Callable[[str], str]) -> None:
+        """Replace what `compiled` matches in names. Each name is passed through `about` first."""
         every = self.names()
-        if not any(compiled.search(name) for name in every):
+        if not any(compiled.search(about(name)) for name in every):
             error = NoMatchError(
-                f"no name matches {pattern!r}",
+                f"no name matches {compiled.pattern!r}",
                 where=self.where,
                 got=_prefixes(every),
-                hint=self.inner_module(pattern) or self.detected.hint_of_modules(),
-                unmatched=("rename", (pattern, replacement)),
+                hint=self.inner_module(compiled.pattern) or self.detected.hint_of_modules(),
+                unmatched=("rename", (compiled.pattern, replacement)),
             )
             no_match("rename REGEX REPL", error)  # which raises it
 
@@ -157,14 +163,13 @@ class NameEditor:
 
             `path` itself where that ends at no dot any more, and is no module's path.
             """
-            inside, end, _ = compiled.sub(replacement, f"{path}.\0" if path else "\0").partition("\0")
+            inside, end, _ = compiled.sub(replacement, f"{about(path)}.\0" if path else "\0").partition("\0")
             return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
 
         for metadata, _ in self.metadata(self.detected.state_dicts):
             _rename_keys(metadata, of_module)
-        self.each_name(
-            self.detected.state_dicts, self.detected.optimizers, lambda name: compiled.sub(replacement, name)
-        )
+        named = self.detected.state_dicts, self.detected.optimizers
+        self.each_name(*named, lambda name: compiled.sub(replacement, about(name)))
 
     def add(self, said: str) -> None:
         prefix = normal_prefix(said)

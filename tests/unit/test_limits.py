@@ -273,6 +273,14 @@ CASES: dict[str, Case] = {
     "foreign_members": Case(
         file(archived("a", "b", "model.pt")), 3, UnsupportedError, "a tar archive of a, b", said("of model.pt")
     ),
+    "matched_name": Case(
+        file(torch_zip_of(dict_of(text("a" * 50), tensor()))),
+        50,
+        LimitError,
+        "too long to be matched",
+        lambda path: ckptconv.convert(path, path.with_name("out.pt"), rename=[("a+", "b")], force=True),
+        ("ckptconv.edits.matching",),
+    ),
     "gathered_bytes": Case(
         file(torch_zip_of(EXPANDED)),
         160,
@@ -303,6 +311,7 @@ ELSEWHERE = {
     "opcodes_of_a_chunk": "test_limits.py::test_bounds_of_distributed_metadata",
     "ranks": "formats/distributed/test_rank_files.py::test_bounds",
     "spread_steps": "formats/distributed/test_rank_files.py::test_bounds",
+    "match_seconds": "edits/test_matching.py::test_a_match_that_does_not_end",
     "strips": "formats/distributed/test_rank_files.py::test_bounds",
     "undo_journal": "conversion/test_in_place.py::test_a_journal_that_is_too_large",
     "nested_pickles": "safety/test_scan.py::test_depth",
