@@ -150,9 +150,14 @@ class _Shown:
             from ckptconv.render.page.difference import difference_data  # for pages alone
 
             self.page.write(difference_data(found, Command("diff", (Path(found.a), Path(found.b), *self.options))))
-            return
         if self.as_json:
             click.echo(json.dumps(found.as_dict()))
+            return
+        if self.page:
+            if not self.quiet:
+                click.echo(
+                    next(difference_lines(found, self.style._replace(width=None), names_only=compared.names_only))
+                )
             return
         before = self.style.text(f"{name}: ") if name else ""
         lines = difference_lines(found, self.style, everything=self.verbose, names_only=compared.names_only)

@@ -139,7 +139,7 @@ def _all_values(difference: Difference) -> str:
 def _value_lines(style: Style, difference: Difference, most: int | None) -> Iterator[str]:
     apart = sorted(_apart(difference), key=_rank)
     rows = [[each.path, *_how_far(each, values), bars(values.histogram, style)] for each, values in apart]
-    what = count(len(apart), "tensor") + ": elements that differ, by at most, relative to B"
+    what = f"{count(len(apart), 'tensor')}: elements that differ, max |A - B|, that in % of max |B|, max |A - B| / |B|"
     yield from _group(style, "values", what, rows, most)
     both = [(each.path, *each.statistics) for each in difference.differing if each.statistics]
     said = [[path, *_statistics(a, b)] for path, a, b in both if a and b]
@@ -160,14 +160,15 @@ def _rank(pair: tuple[TensorDifference, ValueDifference]) -> tuple[int, bool, fl
 
 def _how_far(found: TensorDifference, values: ValueDifference) -> list[str]:
     if found.rng_state:
-        return ["state differs", "", "", ""]
+        return ["state differs", "", "", "", ""]
     share = f"{values.differing:,} of {values.elements:,}"
     if values.largest is None or values.largest_relative is None:
-        return [share, "bits", "", ""]
+        return [share, "bits", "", "", ""]
     if values.not_finite == values.differing:
-        return [share, "", "", "NaN or infinite on one side"]
+        return [share, "", "", "", "NaN or infinite on one side"]
     more = f"{values.not_finite:,} of them NaN or infinite on one side" if values.not_finite else ""
-    return [share, _number(values.largest), _number(values.largest_relative), more]
+    of_max = "–" if values.relative_to_max is None else f"{100 * values.relative_to_max:.3g} %"
+    return [share, _number(values.largest), of_max, _number(values.largest_relative), more]
 
 
 def _statistics(a: TensorValues, b: TensorValues) -> list[str]:

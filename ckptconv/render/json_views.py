@@ -164,6 +164,7 @@ def _differing(found: TensorDifference) -> dict[str, Any]:
             "not_finite": values.not_finite,
             "largest": _in_json(values.largest),
             "largest_relative": _in_json(values.largest_relative),
+            "relative_to_max": _in_json(values.relative_to_max),
             **({} if values.histogram is None else {"histogram": _plain(values.histogram)}),
         },
         "rng_state": found.rng_state,

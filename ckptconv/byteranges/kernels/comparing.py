@@ -65,8 +65,9 @@ class Comparer:
 
     ``differing`` are so many of them, ``not_finite`` those of them that are NaN or infinite on at least one side.
     ``largest`` and ``largest_relative`` are the largest differences of all others, those within the tolerance too: of
-    whole numbers an int, None where bits mean no number. ``exponents``, if `histogram`: how many of those that are
-    finite and not equal are apart by a number with which exponent.
+    whole numbers an int, None where bits mean no number. ``largest_of_b`` is the largest magnitude of the finite
+    elements of `b` that were seen. ``exponents``, if `histogram`: how many of those that are finite and not equal are
+    apart by a number with which exponent.
     """
 
     def __init__(self, a: str, b: str, rtol: float = 0.0, atol: float = 0.0, *, histogram: bool = False) -> None:
@@ -81,6 +82,7 @@ class Comparer:
         are_whole = not any(dtype.is_floating_point or dtype.is_complex for dtype in self._dtypes or ())
         self.largest: float | int | None = (0 if are_whole else 0.0) if numbers else None
         self.largest_relative: float | None = 0.0 if numbers else None
+        self.largest_of_b: float | None = 0.0 if numbers else None
 
     @property
     def is_near(self) -> bool:
@@ -100,12 +102,24 @@ class Comparer:
             far = self._real(as_real(left), as_real(right))
         else:
             far = self._whole(left, right)
+        self.see(b)
         if far:
             self._unequal = True
             self.differing += far.outside
             self.not_finite += far.not_finite
             self.largest = max(self.largest, far.largest)
             self.largest_relative = max(self.largest_relative, far.relative)
+
+    def see(self, b: memoryview) -> None:
+        """Count the elements in `b` for ``largest_of_b`` alone: they are equal on both sides, or compared already."""
+        if self._dtypes is None or self.largest_of_b is None:
+            return
+        numbers = torch.frombuffer(b, dtype=self._dtypes[1])
+        sizes = as_complex(numbers).abs() if numbers.is_complex() else as_real(numbers).abs_()
+        most = float(sizes.max())
+        if not isfinite(most):
+            most = float(sizes.nan_to_num_(nan=0.0, posinf=0.0).max())
+        self.largest_of_b = max(self.largest_of_b, most)
 
     def _real(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         apart = (a - b).abs_()

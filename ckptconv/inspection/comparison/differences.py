@@ -42,7 +42,9 @@ class ValueDifference:
     ``largest_relative`` ``|a - b| / |b|``, each the largest of all other elements; the second is inf where b is 0 and
     a is not. Both are None for dtypes whose bits mean no number to torch. NaN equals NaN, an infinity itself, and -0.0
     equals 0.0. Whole numbers are exact. ``histogram``, where it was asked for: how many of the finite elements that
-    are not equal have which ``|a - b|``; those within the tolerance count too.
+    are not equal have which ``|a - b|``; those within the tolerance count too. ``relative_to_max`` is
+    ``largest`` divided by the largest ``|b|`` of all finite elements, equal ones among them. It is inf if that is 0,
+    and None if it is not known.
     """
 
     elements: int
@@ -51,6 +53,7 @@ class ValueDifference:
     largest_relative: float | None = 0.0
     not_finite: int = 0
     histogram: Histogram | None = None
+    relative_to_max: float | None = 0.0
 
 
 @dataclass(frozen=True, slots=True)

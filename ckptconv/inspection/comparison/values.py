@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from itertools import chain
-from math import prod
+from itertools import chain, pairwise
+from math import inf, prod
 from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
@@ -80,6 +80,7 @@ class Values:
         self._packed: dict[Key, int] = {}
         self._believed: set[tuple[int, int]] = set()
         self._budget = Budget((), "")
+        self._rest = 2 * (a.source.size + b.source.size)  # bytes that may be read for nothing but the largest of B
 
     def want(self, a: TensorInfo, b: TensorInfo) -> Key:
         """Have `a` and `b`, of one shape, compared; where the result will be found."""
@@ -191,7 +192,29 @@ class Values:
         parts: Sequence[Unequal],
     ) -> None:
         """Compare as numbers what differs as bytes."""
-        self.conclude(key, self.compared(infos, spans, parts))
+        comparer = self.compared(infos, spans, parts)
+        if comparer.largest and not self.stops:
+            self.see_rest(comparer, infos[1], spans[1], parts)
+        self.conclude(key, comparer)
+
+    def see_rest(self, comparer: Comparer, b: TensorInfo, span: ByteRange, parts: Sequence[Unequal]) -> None:
+        """Let `comparer` see the elements of `b`, which are `span`, outside of `parts`: its largest may be there.
+
+        Views that overlap are read as long as all together have no more bytes than the files. After that the largest
+        element is not known.
+        """
+        ends = [(0, 0), *parts, (span.length, 0)]
+        gaps = [(at + length, stop) for (at, length), (stop, _) in pairwise(ends) if at + length < stop]
+        self._rest -= sum(stop - start for start, stop in gaps)
+        if self._rest < 0:
+            comparer.largest_of_b = None
+            return
+        size = BLOCK * get_dtype(b.dtype).itemsize
+        for start, stop in gaps:
+            for at in range(start, stop, size):
+                buffer = memoryview(bytearray(min(size, stop - at)))
+                span.source.read_into(span.offset + at, buffer)
+                comparer.see(buffer)
 
     def compared(
         self, infos: tuple[TensorInfo, TensorInfo], spans: tuple[ByteRange, ByteRange], parts: Sequence[Unequal]
@@ -279,6 +302,7 @@ class Values:
             comparer.largest_relative,
             comparer.not_finite * times,
             Histogram(*bins_of(exponents)) if exponents else None,
+            _relative(comparer.largest, comparer.largest_of_b),
         )
         if comparer.is_near:
             self.near[key] = float(comparer.largest or 0)
@@ -350,6 +374,13 @@ def bytes_of(storage: Storage) -> TensorInfo:
         False,
         True,
     )
+
+
+def _relative(largest: float | int | None, largest_of_b: float | None) -> float | None:
+    """Return `largest` divided by `largest_of_b`; None if one of them is not known."""
+    if largest is None or largest_of_b is None:
+        return None
+    return float(largest) / largest_of_b if largest_of_b else inf if largest else 0.0
 
 
 @lru_cache(maxsize=64)  # most tensors have the shape of others

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from math import prod
 from os.path import commonprefix
@@ -39,21 +39,25 @@ _BAD = ("nan", "inf")
 _LISTED = 12
 _DIGITS = 4  # of the numbers that a page shows
 
-#: The shape and the bytes of a tensor in one file; None where that file has none.
-Extent = tuple[tuple[int, ...], int] | None
+#: The shape and the bytes of a tensor in one file, and its path, or that of the tensor it is tied to there; None where
+#: that file has none.
+Extent = tuple[tuple[int, ...], int, str] | None
 
 
 def largest(
-    things: Sequence[_T], nbytes: Callable[[_T], int], most: int | None
+    things: Sequence[_T], nbytes: Callable[[_T], int], home: Callable[[_T], str], most: int | None
 ) -> tuple[Sequence[_T], list[tuple[str, str]]]:
-    """`things`, or as many of them as `most` says, those with most bytes; and a fact that says so."""
+    """`things`, or as many of them as `most` says, those with most bytes; and a fact that says so.
+
+    `home`: the path of a thing, or of what it is tied to. What is tied counts once.
+    """
     if most is None or len(things) <= most:
         return things, []
     by_size = sorted(range(len(things)), key=lambda i: -nbytes(things[i]))
     kept, gone = sorted(by_size[:most]), by_size[most:]
-    left = (
-        f"{count(len(gone), 'other tensor')}, {size(sum(nbytes(things[i]) for i in gone))}; a page of its own has all"
-    )
+    shown = {home(things[i]) for i in kept}
+    sizes = {home(things[i]): nbytes(things[i]) for i in gone if home(things[i]) not in shown}
+    left = f"{count(len(gone), 'other tensor')}, {size(sum(sizes.values()))}; a page of its own has all"
     return [things[i] for i in kept], [("left out", left)]
 
 
@@ -72,12 +76,21 @@ def columns(
     """
     return {
         "paths": _front_coded(paths),
-        "sides": [_coded(extent and (extent[1], prod(extent[0])) for extent in side) for side in sides],
+        "sides": [_coded(_counted(side)) for side in sides],
         "tied": tied,
         "facts": [fact for fact in facts if fact],
         "storage": storage,
         "histograms": histograms,
     }
+
+
+def _counted(side: Iterable[Extent]) -> Iterator[tuple[int, int, int] | None]:
+    """Yield the bytes and the elements of each tensor, and 0 where an earlier one of the page is tied to it, else 1."""
+    homes: set[str] = set()
+    for extent in side:
+        yield extent and (extent[1], prod(extent[0]), int(extent[2] not in homes))
+        if extent:
+            homes.add(extent[2])
 
 
 def words(

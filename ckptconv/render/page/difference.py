@@ -39,7 +39,7 @@ _NOT_FINITE, _NO_NUMBER = "NaN or inf on one side", "not known"
 
 def difference_data(difference: Difference, command: Command | None = None, most: int | None = None) -> dict[str, Any]:
     """The page of `difference`, which `command` finds; `most`: of as many tensors, the largest."""
-    rows, left_out = largest([*_rows(difference)], lambda row: max(each.nbytes for each in row.there), most)
+    rows, left_out = largest([*_rows(difference)], lambda row: max(each.nbytes for each in row.there), _home, most)
     paths = f"{difference.a} ↔ {difference.b}"
     suggestion = difference.suggestion
     return {
@@ -106,6 +106,11 @@ def _rows(difference: Difference) -> Iterator[_Row]:
         yield _Row(a, b, None)
 
 
+def _home(row: _Row) -> str:
+    homes = {each.tied_to for each in row.there}
+    return homes.pop() or row.path if len(homes) == 1 else row.path
+
+
 def _facts(difference: Difference) -> list[tuple[str, str]]:
     files = zip("AB", (difference.a, difference.b), difference.formats, strict=True)
     same = difference.tensors - len(difference.differing)
@@ -159,14 +164,15 @@ def _columns(rows: Sequence[_Row]) -> dict[str, Any]:
         numbers("differing", (found and found.differing for found in values)),
         numbers("share", (found and 100 * found.differing / max(found.elements, 1) for found in values), "percent"),
         numbers("max |A − B|", (found and found.largest for found in values)),
-        numbers("max relative", (found and found.largest_relative for found in values)),
+        numbers("max |A − B| / max |B|", (found and found.relative_to_max for found in values)),
+        numbers("max |A − B| / |B|", (found and found.largest_relative for found in values)),
         numbers("not finite", (found and (found.not_finite or None) for found in values), bad=True),
         *(values_numbers(statistics) if has_statistics else []),
     ]
     return columns(
         [row.path for row in rows],
         [
-            [side and (side.shape, side.nbytes) for side in each]
+            [side and (side.shape, side.nbytes, side.tied_to or side.path) for side in each]
             for each in zip(*(row.sides for row in rows), strict=True)
         ]
         or [[], []],

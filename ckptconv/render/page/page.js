@@ -71,13 +71,14 @@
   const tensors = [];
   for (let i = 0, before = ""; i < columns.tied.length; i++) {
     before = before.slice(0, columns.paths[2 * i]) + columns.paths[2 * i + 1];
-    const extents = columns.sides.map((side) => side.words[side.at[i]] || null); // bytes and elements, in each file
+    const extents = columns.sides.map((side) => side.words[side.at[i]] || null); // bytes, elements, and whether they count, in each file
     tensors.push({
       i, path: before, extents, tied: columns.tied[i], bad: bads.some((fact) => nonzero(fact.numbers[i])),
       nbytes: Math.max(...extents.map((each) => (each ? each[0] : 0))),
       numel: Math.max(...extents.map((each) => (each ? each[1] : 0))), low: before.toLowerCase(),
     });
   }
+  const own = (each, n) => Math.max(...each.extents.map((extent) => (extent && extent[2] ? extent[n] : 0))); // 0 if all are tied
   const sizes = (extents) => arrow(extents.map((each) => (each ? size(each[0]) : "–")));
   const tiedTo = new Map();
   const onStorage = new Map();
@@ -111,10 +112,10 @@
     at.tensor = each;
     nodeOf[each.i] = at;
     for (let node = at; node; node = node.above) {
-      if (each.tied < 0) { node.bytes += each.nbytes; node.parameters += each.numel; }
+      node.bytes += own(each, 0); node.parameters += own(each, 1);
       each.extents.forEach((extent, k) => {
         if (!extent) return;
-        if (each.tied < 0) { node.sides[k].bytes += extent[0]; node.sides[k].parameters += extent[1]; }
+        if (extent[2]) { node.sides[k].bytes += extent[0]; node.sides[k].parameters += extent[1]; }
         node.sides[k].count++;
       });
       node.count++;
@@ -138,7 +139,7 @@
     if (!fact.ordered) fact.words.forEach((word) => sums.set(word, 0));
     for (const each of tensors) {
       const word = said(fact, each.i);
-      if (word !== null) sums.set(word, (sums.get(word) || 0) + (each.tied < 0 ? each.nbytes : 0));
+      if (word !== null) sums.set(word, (sums.get(word) || 0) + own(each, 0));
     }
     fact.hues = fact.ordered ? fact.words.filter((word) => sums.has(word)) : [...sums].sort((a, b) => b[1] - a[1]).map(([word]) => word);
   }

@@ -11,7 +11,7 @@ from ckptconv.render.page.columns import LONGEST, MOST, columns, largest, listed
 from ckptconv.render.report import report_facts, report_title
 
 if TYPE_CHECKING:
-    from ckptconv.checkpoint.model import Checkpoint
+    from ckptconv.checkpoint.model import Checkpoint, TensorInfo
     from ckptconv.conversion.plan import Report
 
 __all__ = ["report_data"]
@@ -19,7 +19,7 @@ __all__ = ["report_data"]
 
 def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None) -> dict[str, Any]:
     """The page of `report`, which tells of how `checkpoint` was written; `most`: as many tensors, the largest."""
-    tensors, left_out = largest([*checkpoint.tensors.values()], lambda info: info.nbytes, most)
+    tensors, left_out = largest([*checkpoint.tensors.values()], lambda info: info.nbytes, _home, most)
     numbers = {info.path: i for i, info in enumerate(tensors)}
     tied = [numbers.get(info.tied_to or "", -1) for info in tensors]
     ties: dict[int, list[int]] = {}
@@ -49,7 +49,7 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
         "commands": [],
         "tensors": columns(
             [info.path for info in tensors],
-            [[(info.shape, info.nbytes) for info in tensors]],
+            [[(info.shape, info.nbytes, _home(info)) for info in tensors]],
             tied,
             [
                 words("dtype", (info.dtype for info in tensors), colour=True),
@@ -59,3 +59,7 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
             ],
         ),
     }
+
+
+def _home(info: TensorInfo) -> str:
+    return info.tied_to or info.path

@@ -36,7 +36,7 @@ _PARTS, _OTHERS, _ALONE = 12, 24, 3
 
 def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
     """The page of `summary`, or of as many of its tensors as `most` says, the largest."""
-    tensors, left_out = largest(summary.tensors, lambda tensor: tensor.nbytes, most)
+    tensors, left_out = largest(summary.tensors, lambda tensor: tensor.nbytes, _home, most)
     src = Path(summary.path)
     return {
         "title": summary.path,
@@ -166,12 +166,16 @@ def _columns(summary: Summary, tensors: Sequence[TensorSummary]) -> dict[str, An
     ]
     return columns(
         [tensor.path for tensor in tensors],
-        [[(tensor.shape, tensor.nbytes) for tensor in tensors]],
+        [[(tensor.shape, tensor.nbytes, _home(tensor)) for tensor in tensors]],
         [places.get(tensor.tied_to, -1) if tensor.tied_to else -1 for tensor in tensors],
         facts,
         storage=[tensor.storage for tensor in tensors],
         histograms=bars("", (each.histogram if each else None for each in values)),
     )
+
+
+def _home(tensor: TensorSummary) -> str:
+    return tensor.tied_to or tensor.path
 
 
 def _parts(summary: Summary) -> Any:

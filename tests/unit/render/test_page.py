@@ -70,7 +70,7 @@ def facts_in(columns: Any) -> dict[str, list[Any]]:
 
 
 def extents_in(side: Any) -> list[Any]:
-    """The bytes and elements of each tensor in one file."""
+    """The bytes and elements of each tensor in one file, and whether they count."""
     return [[*side["words"], None][i] for i in side["at"]]
 
 
@@ -144,7 +144,7 @@ def test_what_is_in_it(command: Command) -> None:
         facts["stride"] == ["3, 1 (contiguous)", "3, 1 (contiguous)", "1, 3", "1 (contiguous)"]
         and "stored" not in facts
     )
-    assert extents_in(columns["sides"][0]) == [*3 * [[24, 6]], [4, 2]]
+    assert extents_in(columns["sides"][0]) == [[24, 6, 1], [24, 6, 0], [24, 6, 1], [4, 2, 1]]
     found = [facts[name][3] for name in ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")]
     assert found == [1, 0, 0, 1.0, 1.0, 1.0, None, 1.0] and sum(columns["histograms"][0]["bars"][0][1:]) == 6
     assert [(each["label"], each["groups"], each["says"]) for each in data["lists"]] == [
@@ -254,10 +254,21 @@ def test_the_page_of_a_difference(command: Command) -> None:
         "values", "values", "dtype, shape", "dtype", "values", "values", "only in A", "only in A", "only in B",
     ]  # a table  # fmt: skip
     assert facts["dtype"][2] == "float32 → float16" and facts["shape"][2] == "3 → 2×2"
-    assert [extents_in(side)[i] for side in columns["sides"] for i in (2, 6)] == [[12, 3], [8, 2], [8, 4], None]
+    assert [extents_in(side)[i] for side in columns["sides"] for i in (2, 6)] == [
+        [12, 3, 1],
+        [8, 2, 1],
+        [8, 4, 1],
+        None,
+    ]
     assert columns["tied"] == [*7 * [-1], 6, -1]  # e and f are tied in A alone
     assert facts["differing"][:4] == [2, 1, None, 0] and facts["share"][:2] == [50, 50]
-    assert (facts["max |A − B|"][0], facts["max relative"][0]) == (4.0, "inf") and facts["not finite"][:2] == [None, 1]
+    assert [facts[f"max |A − B|{name}"][0] for name in ("", " / max |B|", " / |B|")] == [4.0, 1.333, "inf"]
+    assert facts["not finite"][:2] == [None, 1]
+    # what is tied counts once in the file in which it is: e and f in A alone, gone and gone too
+    assert [[each[i] and each[i][2] for i in (4, 5, 6, 7)] for each in map(extents_in, columns["sides"])] == [
+        [1, 0, 1, 0],
+        [1, 1, None, None],
+    ]
     assert facts["by at most"][:6] == [
         "1 or more", "NaN or inf on one side", None, None, "1 or more", "less than 0.0001",
     ]  # a table  # fmt: skip
@@ -281,7 +292,7 @@ def test_the_page_of_what_is_the_same_or_unlike(command: Command) -> None:
     """Without tensors to show; with the command that compares what is alike."""
     torch.save({"w": torch.ones(2)}, "a.pt")
     torch.save({"model": {"w": torch.ones(2)}}, "b.pt")
-    command("diff", "a.pt", "a.pt", "--html", "d.html", err="d.html: written")
+    command("diff", "a.pt", "a.pt", "--html", "d.html", err="d.html: written", out="the same: 1 tensor, 8 B\n")
     data = data_of(Parsed(Path("d.html").read_text("utf-8")))
     assert data["verdict"]["good"] is True and data["verdict"]["remedy"] is None and not data["tensors"]["tied"]
     verdict = data_of(page_of_two(command))["verdict"]

@@ -335,10 +335,10 @@ def test_how_far_apart_values_are(tmp_path: Path) -> None:
     found = ckptconv.diff(saved(tmp_path / "a.pt", a), saved(tmp_path / "b.pt", b))
     assert all(each.sides for each in found.differing)
     assert tuple(replace(each, sides=None) for each in found.differing) == (
-        TensorDifference("w", values=ValueDifference(4, 1, 0.5, 0.2)),
-        TensorDifference("n", values=ValueDifference(2, 1, (1 << 62) + 2, 1.0)),
+        TensorDifference("w", values=ValueDifference(4, 1, 0.5, 0.2, relative_to_max=0.125)),
+        TensorDifference("n", values=ValueDifference(2, 1, (1 << 62) + 2, 1.0, relative_to_max=1.0)),
         TensorDifference("h", dtype=("float32", "float16"), values=ValueDifference(3, 0)),
-        TensorDifference("t", values=ValueDifference(6, 2, 1.0, 1.0)),
+        TensorDifference("t", values=ValueDifference(6, 2, 1.0, 1.0, relative_to_max=0.2)),
     )
 
 
@@ -366,7 +366,9 @@ def test_large_tensors_are_compared_in_all_their_parts(tmp_path: Path) -> None:
     for i in (0, 262_144, 4_194_303, 4_194_304, 9_999_999, 10_000_000):
         changed[i] = i + 1
     a, b = saved(tmp_path / "a.pt", {"w": numbers}), saved(tmp_path / "b.pt", {"w": changed})
-    assert ckptconv.diff(a, b).differing[0].values == ValueDifference(10_000_001, 6, 10_000_001.0, 1.0)
+    assert ckptconv.diff(a, b).differing[0].values == ValueDifference(
+        10_000_001, 6, 10_000_001.0, 1.0, relative_to_max=1.0
+    )
 
 
 @pytest.mark.parametrize("kind", ["quantized", "sparse", "nested", "meta", "subclass", "storages", "user_data"])
@@ -937,7 +939,7 @@ def test_what_both_repeat_is_compared_once(tmp_path: Path) -> None:
     a = saved(tmp_path / "a.pt", {"w": torch.tensor([[1.0], [2.0]]).expand(2, 1 << 40)})
     b = saved(tmp_path / "b.pt", {"w": torch.tensor([[1.0], [3.0]]).expand(2, 1 << 40)})
     (only,) = ckptconv.diff(a, b).differing
-    assert only.values == ValueDifference(1 << 41, 1 << 40, 1.0, 1 / 3)
+    assert only.values == ValueDifference(1 << 41, 1 << 40, 1.0, 1 / 3, relative_to_max=1 / 3)
     c = bare(tmp_path / "c.pt", {"w": torch.tensor([[1.0], [2.0]]).expand(2, 1 << 40)}, tags=("cuda:0",))
     assert ckptconv.diff(a, c).differing[0].values == ValueDifference(1 << 41, 0)
 
@@ -1032,7 +1034,14 @@ def test_json_is_json(tmp_path: Path, command: Command) -> None:
             "requires_grad": None,
             "class_name": None,
             "made_of": None,
-            "values": {"elements": 2, "differing": 1, "not_finite": 1, "largest": 0.0, "largest_relative": 0.0},
+            "values": {
+                "elements": 2,
+                "differing": 1,
+                "not_finite": 1,
+                "largest": 0.0,
+                "largest_relative": 0.0,
+                "relative_to_max": 0.0,
+            },
             "rng_state": False,
         }
     ]
@@ -1041,7 +1050,53 @@ def test_json_is_json(tmp_path: Path, command: Command) -> None:
     assert command.json("diff", a, b, "-q", status=1) == found
     c, d = saved(tmp_path / "c.pt", {"w": torch.ones(1)}), saved(tmp_path / "d.pt", {"w": torch.zeros(1)})
     (only,) = command.json("diff", c, d, status=1)["differing"]
-    assert only["values"]["largest_relative"] == "inf"
+    assert only["values"]["largest_relative"] == only["values"]["relative_to_max"] == "inf"
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_relative_to_the_largest_of_b(tmp_path: Path, is_compressed: bool) -> None:
+    """The largest difference is divided by the largest magnitude in all of B, also where that differs in nothing."""
+    n = 1 << 18
+    wave = torch.linspace(-1, 1, n)
+    changes: dict[str, tuple[torch.Tensor, int | complex, float]] = {
+        "float": (wave, 8, 0.5 / 8),
+        "bfloat16": (torch.zeros(n, dtype=torch.bfloat16), -4, 0.5 / 4),
+        "infinite": (torch.where(wave == 1, torch.inf, 0.25), 2, 0.5 / 2),
+        "complex": (wave * 1j, 3 + 4j, 0.5 / 5),
+        "whole": (torch.zeros(n, dtype=torch.int64), -(1 << 62), 1 / (1 << 62)),
+        "bytes": (torch.zeros(n, dtype=torch.uint8), 250, 1 / 250),
+    }
+    a = {}
+    b = {}
+    for name, (values, largest, _) in changes.items():
+        b[name] = values.clone()
+        b[name][n // 2] = largest
+        a[name] = b[name].clone()
+        a[name][5] += 0.5 if values.is_floating_point() or values.is_complex() else 1
+    paths = [saved(tmp_path / f"{name}.pt", obj) for name, obj in (("a", a), ("b", b))]
+    if is_compressed:
+        for path in paths:
+            rezip(path, path, method=zipfile.ZIP_DEFLATED)
+    found = {each.path: each.values for each in ckptconv.diff(*paths).differing}
+    assert found.keys() == changes.keys()
+    for name, (_, _, relative) in changes.items():
+        assert found[name].differing == 1 and found[name].relative_to_max == pytest.approx(relative, rel=1e-2), name
+
+
+def test_the_largest_of_overlapping_views_is_looked_for_within_bounds(
+    tmp_path: Path, reads: list[tuple[str, int]]
+) -> None:
+    """Where more would be read than a few times the files, the figure is None and the comparison goes on."""
+    paths = []
+    for name, last in (("a", 1.0), ("b", 2.0)):
+        base = torch.zeros(600_000)
+        base[-1] = last
+        paths.append(saved(tmp_path / f"{name}.pt", {str(i): base[i:] for i in range(60)}))
+    found = ckptconv.diff(*paths).differing
+    assert len(found) == 60 and all(each.values and each.values.largest == 1 for each in found)
+    said = [each.values.relative_to_max for each in found if each.values]
+    assert said[0] == 0.5 and said[-1] is None
+    assert sum(length for _, length in reads) < 40 * paths[0].stat().st_size
 
 
 def example(tmp_path: Path) -> Difference:
@@ -1176,9 +1231,9 @@ def test_values_are_listed_by_how_much_they_say(tmp_path: Path) -> None:
     at = next(i for i, line in enumerate(lines) if line.startswith("  values"))
     assert lines[at + 1 :] == [
         "    rng/nan  1 of 2  NaN or infinite on one side",
-        "    rng/far  2 of 2  8  0.889",
-        "    rng/near  2 of 2  0.5  0.333",
-        "    rng/n  1 of 1  99  0.99",
+        "    rng/far  2 of 2  8  88.9 %  0.889",
+        "    rng/near  2 of 2  0.5  33.3 %  0.333",
+        "    rng/n  1 of 1  99  99 %  0.99",
         "    rng/rng_state  state differs",
     ]
 
