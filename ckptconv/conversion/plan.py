@@ -226,7 +226,8 @@ def read_and_plan(
     source: Readable, path: Path, edits: Edits, output: OutputOptions = USUAL, *, is_folder: bool = False
 ) -> Plan:
     """:func:`make_plan` for what stands in `source`; what the name of `path` leaves open is written as usual."""
-    checkpoint = opening.read(source)
+    checkpoint, selected = opening.read_selected(source, edits.select)
+    edits = replace(edits, select=selected)
     shards = writer_for(objects=not checkpoint.is_state_dict).word
     usual = shards if is_folder else usual_format(path.name, checkpoint.format)
     plan = make_plan(checkpoint, path, edits, replace(output, format=output.format or usual), is_folder=is_folder)

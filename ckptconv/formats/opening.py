@@ -17,7 +17,7 @@ from ckptconv.byteranges.sources import Readable, Source, SourceFolder, is_url
 from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.errors import InputError, MissingInputError, UnsupportedError
+from ckptconv.errors import InputError, MissingInputError, UnsupportedError, printable
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed.rank_names import about_one, is_pattern
 from ckptconv.formats.foreign.folders import about_part, distributed_part_error, folder_error, name_like
@@ -192,6 +192,26 @@ def read(source: Readable) -> Checkpoint:
     checkpoint.notes += [said] if said else []
     checkpoint.notes += source.about()
     return checkpoint
+
+
+def read_selected(source: Readable, select: str | None) -> tuple[Checkpoint, str | None]:
+    """Return the checkpoint in `source`, and `select`, the path of the part that is to be taken of it.
+
+    If a file of torch.save stands at that path, in a byte string, the checkpoint is the one in that file, and there is
+    nothing more to select. Raises as :func:`read` does.
+    """
+    checkpoint = read(source)
+    if select is None:
+        return checkpoint, None
+    from ckptconv.formats.nested_files import files_in
+
+    places = (each for each in checkpoint.index.every_place if select in (each.path, printable(each.path)))
+    found = next(files_in(places, checkpoint.blobs or checkpoint.source), None)
+    if found is None:
+        return checkpoint, select
+    inner = read_file(found[1])
+    inner.notes.append(f"the file in the byte string at {select}; what is around it is left behind")
+    return inner, None
 
 
 def interrupted(source: Readable) -> Message | None:

@@ -28,6 +28,7 @@ from ckptconv.byteranges.latin1 import Latin1Text, Step, no_bytes
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
+from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, Reference, Storage
 from ckptconv.checkpoint.reading import checkpoint_of
@@ -46,6 +47,7 @@ from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.foreign.pickles import LOADER, pickle_error
 from ckptconv.formats.layout import Layout, file_of
 from ckptconv.formats.legacy_file import MAGIC_BYTES, LegacyFile
+from ckptconv.formats.nested_files import files_in
 from ckptconv.formats.pickle_writing import (
     blob_bytes,
     little_endian,
@@ -78,6 +80,7 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.parser import parse
+from ckptconv.pickles.paths import find_places
 
 __all__ = ["NAME", "PickleFile", "call_again", "layout", "looks_like", "read"]
 
@@ -137,7 +140,9 @@ def read(source: Readable) -> Checkpoint:
         raise pickle_error(source) from None
     calls = [call for call in graph.calls if is_global(call.callable, LOADER)]
     lists = [call for call in graph.calls if _numbers(call) is not None]
-    if graph.references or not (calls or lists or any(_is_torchs(call) for call in graph.calls)):
+    has_tensors = bool(calls or lists) or any(_is_torchs(call) for call in graph.calls)
+    has_file = not has_tensors and _has_file(graph, source)
+    if graph.references or not (has_tensors or has_file):
         raise pickle_error(source)
     if end != source.size:
         source.faults.found(
@@ -153,7 +158,7 @@ def read(source: Readable) -> Checkpoint:
     reader.read([*calls, *lists])
     modernize(graph)
     checkpoint = checkpoint_of(NAME, source, graph, PickleFile(reader.files), reader.spans.get, where)
-    if not checkpoint.tensors and not checkpoint.storages:
+    if not (checkpoint.tensors or checkpoint.storages or has_file):
         raise pickle_error(source)
     checkpoint.notes += reader.notes
     for text in reader.warnings:
@@ -162,6 +167,12 @@ def read(source: Readable) -> Checkpoint:
         stored = count(len(lists), "storage")
         checkpoint.notes.append(f"{stored} stored as a list of numbers, as before torch 0.4; bytes are written")
     return checkpoint
+
+
+def _has_file(graph: Graph, source: Readable) -> bool:
+    """Return whether a byte string somewhere in `graph` is a file of torch.save."""
+    places = find_places(graph.root, leaf_of({}), str(source.path), graph.opcodes)
+    return next(files_in(places, source), None) is not None
 
 
 def _is_torchs(call: Call) -> bool:

@@ -73,7 +73,7 @@ class CheckpointFile:
         self._is_closed = False
         try:
             with gc_paused():
-                self._checkpoint = _read(self._source)
+                self._checkpoint, _ = _read(self._source)
         except BaseException:
             self._source.close()
             raise
@@ -204,9 +204,9 @@ def load(
     edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix, loadable=loadable)
     with open_input(path, download=download) as source:
         with gc_paused():
-            checkpoint = _read(source)
+            checkpoint, selected = _read(source, edits.select)
             torchscript.refuse(checkpoint, weights=state_dict)
-            apply(checkpoint, edits)
+            apply(checkpoint, replace(edits, select=selected))
         for text in checkpoint.warnings:
             warnings.warn(f"{source.path}: {text}", stacklevel=2)
         from ckptconv.tensors.loading import load_checkpoint
@@ -216,12 +216,12 @@ def load(
         return loaded
 
 
-def _read(source: Readable) -> Checkpoint:
-    """The checkpoint in `source`; a UserWarning where a change in place of it was interrupted."""
-    checkpoint = opening.read(source)
+def _read(source: Readable, select: str | None = None) -> tuple[Checkpoint, str | None]:
+    """Return what :func:`ckptconv.formats.opening.read_selected` does; warn if a change in place was interrupted."""
+    found = opening.read_selected(source, select)
     if said := opening.interrupted(source):
         warnings.warn(in_python(said), UserWarning, stacklevel=4)
-    return checkpoint
+    return found
 
 
 @for_python

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -201,6 +202,12 @@ def weights() -> dict[str, torch.Tensor]:
 
 def two() -> dict[str, Any]:
     return {"x": {"w": torch.ones(1)}, "y": {"w": torch.ones(2)}}
+
+
+def saved_bytes(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return buffer.getvalue()
 
 
 def averaged() -> dict[str, Any]:
@@ -486,6 +493,11 @@ CASES: dict[str, Case] = {
         saved(lambda: nn.DataParallel(net())), "convert {m}.pt out.pt --strip-prefix module",
         r"(--state-dict) takes its state dict out", "loads, strict, no prefix", fits(),
         "checkpoint/state_dicts.py:hint_of_modules:option state_dict",
+    ),
+    "a checkpoint in a byte string": Case(
+        saved(lambda: {"inside": saved_bytes({"w": torch.ones(1)}), "n": 1}), "inspect {m}.pt",
+        FINDING.format("inside has a checkpoint inside"), "loads", same(lambda: {"w": torch.ones(1)}),
+        f"{DIAGNOSIS}refusals.py:nested:issue nested {DIAGNOSIS}refusals.py:nested:option select",
     ),
     "an average beside the weights": Case(
         saved(averaged), "inspect {m}.pt", FINDING.format("ema/shadow has an average"), "loads",

@@ -32,6 +32,7 @@ from ckptconv.inspection.diagnosis.refusals import (
     LoadablePart,
     around,
     containers,
+    nested,
     opcodes,
     partial_tensors,
     refusals,
@@ -76,7 +77,7 @@ def diagnose(
     names = Scope(checkpoint, host, module=module)
     combined = _combined(whole, code, names)
     issues = [*combined, *_of_module(names, inner_prefixes(names), code), *averages(whole), *inner_models(whole)]
-    issues += twins(whole)
+    issues += [*twins(whole), *nested(whole)]
     issues += [*others, *partial_tensors(whole, refused), *unused_bytes(whole), *shared(whole)]
     if is_script:
         issues = [replace(each, fix=_of_program(each.fix, part)) for each in issues]

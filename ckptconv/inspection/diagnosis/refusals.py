@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.checkpoint.model import Checkpoint
@@ -284,6 +285,19 @@ def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[LoadablePart
         if isinstance(place.node, (Dict, List, Call)):
             found.append(LoadablePart([place.node], place.path, 0))
     return found
+
+
+def nested(scope: Scope) -> Iterator[Issue]:
+    """Checkpoints in byte strings, which no command reads unless it is told to."""
+    graph = scope.checkpoint.graph
+    if not graph.byte_strings and not any(is_global(each, "_codecs.encode") for each in graph.globals):
+        return
+    from ckptconv.formats.nested_files import files_in  # which other files do without
+
+    found = files_in(scope.checkpoint.index.every_place, scope.checkpoint.blobs or scope.checkpoint.source)
+    for place, held in islice(found, SHOWN):
+        text = f"{place.path} has a checkpoint inside, a file of torch.save in a byte string ({size(held.size)})"
+        yield Issue("nested", text, Fix("-inside", part=(Option("select", place.path),)))
 
 
 def containers(checkpoint: Checkpoint) -> list[Issue]:

@@ -1,0 +1,65 @@
+"""Find files of torch.save in byte strings: a checkpoint that another one contains, as skorch's pickles do.
+
+A byte string is a bytes object, a bytearray, a string of Python 2, or the call by which Python 3 writes bytes in
+protocol 2 (``_codecs.encode`` of a text). Only its first bytes are read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ckptconv.byteranges.latin1 import Latin1Text
+from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
+from ckptconv.byteranges.spans import ByteRange
+from ckptconv.errors import MalformedError
+from ckptconv.formats import legacy_file, torch_zip
+from ckptconv.pickles.graph import Blob, ByteArray, Call, Py2String, Value, args_of, is_global
+from ckptconv.pickles.paths import Place
+
+__all__ = ["files_in"]
+
+_HEAD = 64
+_DIRECTORY = 1 << 16  # bytes at the end of an archive that are searched
+
+
+def files_in(places: Iterable[Place], blobs: Readable) -> Iterator[tuple[Place, Readable]]:
+    """Yield the files of torch.save that are byte strings at `places`, each with its place.
+
+    Args:
+        places: Places in one graph.
+        blobs: The source in which the graph's long byte strings are ranges.
+    """
+    for place in places:
+        held = _opened(place.node, blobs)
+        if held is None:
+            continue
+        head = held.read(0, min(_HEAD, held.size))
+        if legacy_file.looks_like(head) or (torch_zip.looks_like(head) and _has_pickle(held)):
+            yield place, held
+
+
+def _has_pickle(held: Readable) -> bool:
+    """Return whether the directory at the end of an archive names the pickle of a checkpoint."""
+    length = min(_DIRECTORY, held.size)
+    return b"/data.pkl" in held.read(held.size - length, length)
+
+
+def _opened(value: Value, blobs: Readable) -> Readable | None:
+    """Return the byte string `value` as a source, or None if it is something else."""
+    if isinstance(value, Call) and is_global(value.callable, "_codecs.encode"):
+        text, codec = (*args_of(value), None, None)[:2]
+        return _encoded(text, blobs) if codec in ("latin1", "latin-1") else None
+    if isinstance(value, Blob):
+        return None if value.kind == "str" else SliceSource(blobs, value.offset, value.length)
+    data = value.data if isinstance(value, (ByteArray, Py2String)) else value
+    return BytesSource(data, blobs.path) if isinstance(data, bytes) else None
+
+
+def _encoded(text: Value, blobs: Readable) -> Readable | None:
+    """Return `text` in Latin-1, or None if it has other characters."""
+    try:
+        if isinstance(text, Blob) and text.kind == "str":
+            return Latin1Text(ByteRange(blobs, text.offset, text.length))
+        return BytesSource(text.encode("latin-1"), blobs.path) if isinstance(text, str) else None
+    except (MalformedError, UnicodeError):
+        return None
