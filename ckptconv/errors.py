@@ -9,8 +9,9 @@ CkptconvError
 │   ├── LimitError          it asks for more than ckptconv is willing to spend
 │   ├── UnsupportedError    it is sound, but not something that this version handles
 │   ├── DangerousError      carrying it over would carry code that no checkpoint needs
-│   ├── InputChangedError   it changed while it was being read
-│   └── TransferError       a server, or the line to it, failed, or answered what no server should
+│   └── UnreadableError     its bytes could not be read, so nothing is known of them
+│       ├── InputChangedError   it changed while it was being read
+│       └── TransferError       a server, or the line to it, failed, or answered what no server should
 ├── MissingTorchError   what was asked for needs torch, which is not installed (an ImportError too)
 ├── DeviceUnavailable   tensors would go to a device that torch does not have here
 ├── RefusedError        doing it would lose data or surprise somebody
@@ -49,6 +50,7 @@ __all__ = [
     "TargetExistsError",
     "TransferError",
     "UnknownDeviceError",
+    "UnreadableError",
     "UnsupportedError",
     "UsageError",
     "count",
@@ -230,11 +232,15 @@ class DangerousError(InputError):
     """The input calls what no checkpoint needs, and the output would carry that call."""
 
 
-class InputChangedError(InputError):
+class UnreadableError(InputError):
+    """Bytes of the input could not be read, so nothing is known of them: a disk, a file object or a server failed."""
+
+
+class InputChangedError(UnreadableError):
     """The input's size, modification time or identity changed while it was being read."""
 
 
-class TransferError(InputError):
+class TransferError(UnreadableError):
     """The server that has the input, or the line to it, failed, or answered what no server should."""
 
 

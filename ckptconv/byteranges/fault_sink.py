@@ -59,6 +59,11 @@ class FaultSink:
     def unread(self, records: Iterable[UnreadRecord]) -> None:
         """`records` have a checksum, or a deflate stream, that could be checked. Here nobody asks."""
 
+    def unreachable(self, error: CkptconvError) -> None:
+        """Bytes could not be read, for the reason `error`, which whoever asked for them raises, handles or drops. What
+        is found from then on may be due to that.
+        """
+
     def pickles(self, found: PickleSequence) -> None:
         """`found` are about to be parsed. Only who goes on where they cannot be asks for what they name."""
 
@@ -83,6 +88,7 @@ class CollectingSink(FaultSink):
     def __init__(self) -> None:
         self.errors: list[CkptconvError] = []
         self.more = 0
+        self.not_read: list[tuple[int, CkptconvError]] = []  # how many faults were known, and why bytes did not come
         self.records: list[UnreadRecord] = []
         self.named: list[PickleSequence] = []
         self._lines: set[str] = set()
@@ -101,6 +107,10 @@ class CollectingSink(FaultSink):
     def unread(self, records: Iterable[UnreadRecord]) -> None:
         """Keep `records`."""
         self.records += records
+
+    def unreachable(self, error: CkptconvError) -> None:
+        """Keep `error`."""
+        self.not_read.append((len(self.errors), error))
 
     def pickles(self, found: PickleSequence) -> None:
         """Keep `found`."""
@@ -130,6 +140,9 @@ class _About(FaultSink):
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
         self.of.unread(UnreadRecord(f"{record.name} of {self.part}", record.data) for record in records)
+
+    def unreachable(self, error: CkptconvError) -> None:
+        self.of.unreachable(error)
 
     def pickles(self, found: PickleSequence) -> None:
         self.of.pickles(found._replace(name=f"{found.name} of {self.part}"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import STEP, ComputedSource
-from ckptconv.errors import ArgumentTypeError, CkptconvError, InputChangedError, InputError, UsageError
+from ckptconv.errors import ArgumentTypeError, CkptconvError, InputChangedError, UnreadableError, UsageError
 from ckptconv.hints import UNNAMED
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ class FileObjectSource(ComputedSource):
                     buffer[: len(part)] = part
                     buffer = buffer[len(part) :]
         except (OSError, ValueError) as error:  # a ValueError: it was closed
-            raise InputError(f"cannot be read: {error}", where=f"{self.path} at byte {offset}") from error
+            found = UnreadableError(f"cannot be read: {error}", where=f"{self.path} at byte {offset}")
+            self.faults.unreachable(found)
+            raise found from error
         if buffer:
             raise self._too_short(end)
 
@@ -86,7 +88,7 @@ class FileObjectSource(ComputedSource):
         try:
             size = self._size()
         except (OSError, ValueError) as error:
-            raise InputError(f"cannot be read: {error}", where=self.path) from error
+            raise UnreadableError(f"cannot be read: {error}", where=self.path) from error
         if size != self.size:
             raise InputChangedError(
                 "the file changed while it was read: size", where=self.path, expected=self.size, got=size

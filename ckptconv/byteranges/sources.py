@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar, cast
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.locks import lock_shared
-from ckptconv.errors import InputChangedError, InputError, MissingInputError, UnsupportedError
+from ckptconv.errors import InputChangedError, InputError, MissingInputError, UnreadableError, UnsupportedError
 from ckptconv.lazy_regex import regex
 
 __all__ = [
@@ -146,7 +146,10 @@ class Readable:
         return []
 
     def _unreadable(self, error: OSError, offset: int) -> InputError:
-        return InputError(f"cannot be read: {error.strerror or error}", where=f"{self.path} at byte {offset}")
+        what = f"cannot be read: {error.strerror or error}"
+        found = UnreadableError(what, where=f"{self.path} at byte {offset}")
+        self.faults.unreachable(found)
+        return found
 
     def _too_short(self, expected: int) -> InputChangedError:
         return InputChangedError(
@@ -227,7 +230,7 @@ class Source(Readable):
         except OSError as error:
             too_many = error.errno == errno.EMFILE
             hint = "ulimit -n says how many files may be open, and lets more be" if too_many else None
-            kind = MissingInputError if isinstance(error, FileNotFoundError) else InputError
+            kind = MissingInputError if isinstance(error, FileNotFoundError) else UnreadableError
             raise kind(f"cannot be read: {error.strerror}", where=self.path, hint=hint) from error
         except ValueError as error:  # a NUL in the path
             raise InputError("no such path can exist", where=self.path) from error

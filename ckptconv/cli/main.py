@@ -2,7 +2,7 @@
 
 Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 3 a part of
 a batch failed, 130 Ctrl-C, 141 nobody reads on; of diff 0 the same, 1 different, 2 anything else; of verify 1 damaged
-or dangerous.
+or dangerous, 4 not checked.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,17 +18,20 @@ from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.formats.distributed.rank_names import as_sets
 from ckptconv.hints import option
-from ckptconv.inspection.verification import checkpoints_in, verdict_on
+from ckptconv.inspection.verification import Status, checkpoints_in, status_of, verdict_on
 from ckptconv.render.json_views import SCHEMA_VERSION
 from ckptconv.render.verdict import verdict_lines
 
 __all__ = ["verify_command"]
 
+NOT_CHECKED = 4
+
 
 @click.command(
     "verify",
     cls=Command,
-    exits="0 sound and not dangerous, 1 damaged, dangerous or not readable, 2 the command makes no sense",
+    exits="0 sound and not dangerous, 1 damaged, dangerous, unknown or missing, 2 the command makes no sense,"
+    " 4 not checked: a server or a disk failed, and nothing wrong was found",
     epilog="Example: ckptconv verify downloads/ --strict",
 )
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
@@ -56,9 +60,10 @@ def verify_command(
     NaN is no damage: inspect --fail-on nan looks for it.
 
     Of a folder, all checkpoints are checked, and pickles by any name. Shards, folders of torch.distributed.checkpoint
-    and the files of all ranks of a run count as one. Each finding gets a line.
+    and the files of all ranks of a run count as one. Each finding gets a line. What could not be read is not checked,
+    and never called damaged.
     """
-    passed = failed = 0
+    counts: Counter[Status] = Counter()
     if expect_sha256 is not None and (len(paths) > 1 or is_folder(paths[0])):
         raise UsageError(
             option("expect_sha256", None) + " is for one file",
@@ -78,22 +83,24 @@ def verify_command(
         except CkptconvError as error:
             if debug:
                 raise
-            failed += 1
+            counts[status_of(error)] += 1
             show_error(error)
             if as_json:
                 click.echo(json.dumps(_cannot_verify(str(path_at(path)), error)))
             continue
-        passed, failed = (passed + 1, failed) if verdict.ok else (passed, failed + 1)
+        counts[verdict.status] += 1
         if as_json:
             click.echo(json.dumps(verdict.as_dict()))
         else:
             for line in verdict_lines(verdict, quiet=quiet, verbose=verbose):
                 click.echo(style_of(sys.stdout).text(line))
-    if passed + failed > 1 and not as_json and not quiet:
-        click.echo(f"{count(passed + failed, 'checkpoint')}: {passed:,} ok, {failed:,} failed")
-    return 1 if failed else 0
+    if (total := sum(counts.values())) > 1 and not as_json and not quiet:
+        unread = f", {counts['not checked']:,} not checked" if counts["not checked"] else ""
+        click.echo(f"{count(total, 'checkpoint')}: {counts['ok']:,} ok, {counts['failed']:,} failed{unread}")
+    return 1 if counts["failed"] else NOT_CHECKED if counts["not checked"] else 0
 
 
 def _cannot_verify(path: str, error: CkptconvError) -> dict[str, Any]:
     """What ``--json`` says of a `path` at which nothing could be opened."""
-    return {"schema_version": SCHEMA_VERSION, "path": path, "ok": False, "error": str(error)}
+    said = {"ok": False, "status": status_of(error), "error": str(error)}
+    return {"schema_version": SCHEMA_VERSION, "path": path, **said}

@@ -25,6 +25,7 @@ from ckptconv.errors import (
     DangerousError,
     InputError,
     LimitError,
+    UnreadableError,
     UnsupportedError,
     UsageError,
     count,
@@ -45,13 +46,17 @@ from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
 from ckptconv.safety.scan import Level as Safety
 from ckptconv.safety.torch_load import Loading, torch_loading
 
-__all__ = ["Finding", "Level", "Verdict", "checkpoints_in", "verdict_on", "verify"]
+__all__ = ["Finding", "Level", "Status", "Verdict", "checkpoints_in", "status_of", "verdict_on", "verify"]
 
 _SHA256_DIGITS = 64
 _HEAD = 64  # bytes
 
-#: ``unknown``: sound or not, this version cannot say. None of ``needs code``, ``warning`` and ``note`` is damage.
-Level: TypeAlias = Literal["damaged", "unknown", "dangerous", "needs code", "warning", "note"]
+#: ``not checked``: bytes could not be read. ``unknown``: sound or not, this version cannot say. None of ``needs code``,
+#: ``warning`` and ``note`` is damage.
+Level: TypeAlias = Literal["damaged", "not checked", "unknown", "dangerous", "needs code", "warning", "note"]
+
+#: ``not checked``: nothing is wrong with what could be read, and not all could.
+Status: TypeAlias = Literal["ok", "failed", "not checked"]
 
 
 @dataclass(frozen=True)
@@ -111,8 +116,14 @@ class Verdict(Result):
     @property
     def ok(self) -> bool:
         """Whether it is sound and not dangerous."""
+        return self.status == "ok"
+
+    @property
+    def status(self) -> Status:
+        """``failed`` if anything is wrong with it, ``not checked`` if bytes of it could not be read, or ``ok``."""
         bad = {"damaged", "unknown", "dangerous"} | ({"needs code"} if self.strict else set())
-        return not any(finding.level in bad for finding in self.findings)
+        levels = {finding.level for finding in self.findings}
+        return "failed" if levels & bad else "not checked" if "not checked" in levels else "ok"
 
     def as_dict(self) -> dict[str, Any]:
         """What ``verify --json`` prints."""
@@ -166,7 +177,7 @@ def verdict_on(
     """:func:`verify` in the words of the command line."""
     expected = _digits(expect_sha256)
     faults = CollectingSink()
-    with open_input(path, faults, download=download, progress=progress) as source, gc_paused():
+    with _opened(path, faults, download=download, progress=progress) as source, gc_paused():
         if expected and isinstance(source, SourceFolder):
             raise UsageError("a SHA-256 is that of one file", where=source.path)
         checkpoint, found, loading = None, [], None
@@ -174,6 +185,7 @@ def verdict_on(
             checkpoint = opening.read(source)
             found = concerns(checkpoint, storages=True)
             loading = torch_loading(checkpoint, is_sound=not faults.errors)
+        _keep_unread(faults)
         records = faults.records
         with progress(length_of(records)) if progress else nullcontext() as tick:
             check_records(records, faults, tick)
@@ -194,6 +206,16 @@ def verdict_on(
         strict,
         loading.torch if loading else None,
     )
+
+
+def _opened(path: Input, faults: CollectingSink, **how: Any) -> Readable:
+    """Open `path`. Raises InputError: why bytes did not come, rather than what their absence looks like."""
+    try:
+        return open_input(path, faults, **how)
+    except InputError:
+        if faults.not_read:
+            raise faults.not_read[0][1] from None
+        raise
 
 
 def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> list[str]:
@@ -257,9 +279,25 @@ def _safety(
     return "needs code" if "needs code" in levels else None
 
 
+def _keep_unread(faults: CollectingSink) -> None:
+    """Put the reasons why bytes did not come in place of what their absence looked like to a reader."""
+    if faults.not_read:
+        first, _ = faults.not_read[0]
+        later = faults.errors[first:]
+        faults.errors[first:] = [error for error in later if isinstance(error, (DangerousError, UnreadableError))]
+    for _, error in faults.not_read:
+        faults.found(error)
+
+
+def status_of(error: CkptconvError) -> Status:
+    """Return ``not checked`` where `error` says that bytes could not be read, else ``failed``."""
+    return "not checked" if isinstance(error, UnreadableError) else "failed"
+
+
 def _of_error(error: CkptconvError) -> Finding:
     level: Level = "unknown" if isinstance(error, (UnsupportedError, LimitError)) else "damaged"
     level = "dangerous" if isinstance(error, DangerousError) else level
+    level = "not checked" if status_of(error) == "not checked" else level
     where, expected, got = (None if part is None else str(part) for part in (error.where, error.expected, error.got))
     return Finding(level, error.what, where, expected, got, error.hint)
 

@@ -108,6 +108,7 @@ def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "path": verdict.path,
         "ok": verdict.ok,
+        "status": verdict.status,
         "strict": verdict.strict,
         "format": verdict.format,
         "safety": verdict.safety,

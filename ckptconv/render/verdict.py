@@ -25,7 +25,7 @@ def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = Fals
         said = [f"{number:,} {level}" for level, number in levels.items()]
         if verdict.more:
             said.append(f"{verdict.more:,} more that are not listed")
-        yield f"failed: {printable(verdict.path)}: {', '.join(said)}"
+        yield f"{verdict.status}: {printable(verdict.path)}: {', '.join(said)}"
     elif not quiet:
         yield f"ok: {printable(verdict.path)}: {', '.join(_soundness(verdict))}"
 

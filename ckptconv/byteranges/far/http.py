@@ -40,7 +40,6 @@ from ckptconv.byteranges.far.urls import HTTP, Url, is_readable_host, parse
 from ckptconv.errors import (
     CkptconvError,
     InputChangedError,
-    InputError,
     MissingInputError,
     TransferError,
     UnsupportedError,
@@ -259,10 +258,10 @@ class HttpTransport:
         if status == 407:
             hint = "they belong in the proxy's URL, in HTTPS_PROXY or HTTP_PROXY"
             what = "cannot be read: the proxy asks for a name and a password"
-            return InputError(what, where=where, got=got, hint=hint)
+            return TransferError(what, where=where, got=got, hint=hint)
         if status in (401, 403):
             hint = "log in as for other programs: ~/.netrc, for the Hub HF_TOKEN or hf auth login"
-            return InputError("cannot be read: the server does not let us", where=where, got=got, hint=hint)
+            return TransferError("cannot be read: the server does not let us", where=where, got=got, hint=hint)
         if status in _AGAIN:
             return Transient(f"the server answers {got}", _seconds(response.headers.get("Retry-After")))
         return TransferError("cannot be read: the server refuses", where=where, got=got)

@@ -11,7 +11,7 @@ import fsspec
 from ckptconv.byteranges.far.requests import Answer, Entry, Transient, Version
 from ckptconv.byteranges.far.secrets import Secrets
 from ckptconv.byteranges.far.urls import Url
-from ckptconv.errors import CkptconvError, InputError, MissingInputError, UnsupportedError, UsageError
+from ckptconv.errors import CkptconvError, MissingInputError, TransferError, UnsupportedError, UsageError
 
 __all__ = ["FsspecTransport", "Location", "entries"]
 
@@ -46,7 +46,7 @@ class Location:
             except CkptconvError:
                 raise
             except Exception as error:
-                raise InputError(f"cannot be read: {self.said(error)}", where=self.shown) from error
+                raise TransferError(f"cannot be read: {self.said(error)}", where=self.shown) from error
 
 
 class FsspecTransport(Location):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from ckptconv.byteranges.far.listing import Listing
 from ckptconv.byteranges.far.requests import Entry, Requests
 from ckptconv.byteranges.far.transports import entries_of, transport_for
 from ckptconv.byteranges.far.urls import Url, parse
-from ckptconv.errors import CkptconvError, MissingInputError
+from ckptconv.errors import CkptconvError, MissingInputError, UnsupportedError, UsageError
 
 __all__ = ["FarPath", "far_path"]
 
@@ -128,19 +129,17 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
         return place in self._listing.files or place in self._listing.folders
 
     def first_bytes(self, most: int) -> bytes:
-        """The first bytes of the file, at most so many; none where it cannot be read."""
+        """The first bytes of the file, at most so many; none where it is not there, or nobody sends ranges of it.
+
+        Raises InputError where they did not come: nobody should guess what the file is.
+        """
         if self._listing is not None and self._place not in self._listing.files:
             return b""
         try:
-            requests = Requests(transport_for(self.url, self), self)
-        except CkptconvError:
+            with contextlib.closing(Requests(transport_for(self.url, self), self)) as requests:
+                return requests.get(0, most)
+        except (MissingInputError, UnsupportedError, UsageError):
             return b""
-        try:
-            return requests.get(0, most)
-        except CkptconvError:
-            return b""
-        finally:
-            requests.close()
 
 
 def far_path(given: str | os.PathLike[str] | Url) -> FarPath:

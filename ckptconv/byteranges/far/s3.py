@@ -22,7 +22,7 @@ from ckptconv.byteranges.far.planning import KIB, POLICY
 from ckptconv.byteranges.far.requests import Answer, Entry, Transient, Version, check_range, paged, received
 from ckptconv.byteranges.far.secrets import Secrets
 from ckptconv.byteranges.far.urls import Url
-from ckptconv.errors import CkptconvError, InputChangedError, InputError, MissingInputError, TransferError
+from ckptconv.errors import CkptconvError, InputChangedError, MissingInputError, TransferError
 
 __all__ = ["S3Transport", "client", "entries", "is_transient"]
 
@@ -137,8 +137,8 @@ class S3Transport:
             except (ResponseParserError, ValueError, OverflowError, LookupError, TypeError) as error:
                 raise TransferError("the store's answer makes no sense", where=self._where) from error
 
-    def _unaskable(self, error: Exception) -> InputError:
-        return InputError(f"S3 cannot be asked: {self.secrets.hidden(str(error))}", where=self._where)
+    def _unaskable(self, error: Exception) -> TransferError:
+        return TransferError(f"S3 cannot be asked: {self.secrets.hidden(str(error))}", where=self._where)
 
     def _empty(self, error: ClientError) -> Answer:
         """The answer for an object that has no bytes."""
@@ -160,4 +160,4 @@ class S3Transport:
         if is_transient(error):
             return Transient(f"the store answers {got}")
         hint = "say who you are as for other programs: aws configure, or AWS_ACCESS_KEY_ID" if status == 403 else None
-        return InputError("cannot be read: the store refuses", where=self._where, got=got, hint=hint)
+        return TransferError("cannot be read: the store refuses", where=self._where, got=got, hint=hint)

@@ -18,7 +18,7 @@ from ckptconv.byteranges.far.transports import transport_for
 from ckptconv.byteranges.far.workers import Task, Workers
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable
-from ckptconv.errors import OutputError, count
+from ckptconv.errors import OutputError, UnreadableError, count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +93,14 @@ class FarSource(Readable):
         return parts
 
     def _ask(self, wanted: Range) -> Task:
-        return self._workers.submit(lambda: self.requests.get(*wanted), f"{self.path} at byte {wanted[0]}")
+        def get() -> bytes:
+            try:
+                return self.requests.get(*wanted)
+            except UnreadableError as error:
+                self.faults.unreachable(error)
+                raise
+
+        return self._workers.submit(get, f"{self.path} at byte {wanted[0]}")
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Ask for `ranges`, which are about to be read, at once."""

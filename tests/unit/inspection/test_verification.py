@@ -69,8 +69,8 @@ def damaged(path: Path, *names: str) -> Path:
 
 
 def lines_of(verdict: Verdict) -> list[str]:
-    """What is damaged."""
-    return [str(finding) for finding in verdict.findings if finding.level == "damaged"]
+    """What is damaged, or could not be read."""
+    return [str(finding) for finding in verdict.findings if finding.level in ("damaged", "not checked")]
 
 
 def levels_of(verdict: Verdict) -> list[str]:
