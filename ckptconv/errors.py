@@ -25,11 +25,8 @@ CkptconvError
 from __future__ import annotations
 
 import errno
-import re
 import sys
 from collections.abc import Sequence
-
-from ckptconv.lazy_regex import regex
 
 __all__ = [
     "DOWNLOAD_AGAIN",
@@ -67,9 +64,9 @@ DOWNLOAD_AGAIN = "download or copy it again"
 _LONGEST_FACT = 400  # characters; several names and their numbers
 _LONGEST_NUMBER = 1000  # bits
 _LONGEST_PART = 8000  # characters; a list of some hundred names, and no more than a terminal keeps
-_SCHEME = regex(r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{1,30}:/+)", re.IGNORECASE)
-_AFTER_SCHEME = regex(r"([^/?#\s]*)([^?#\s]*)(\S*)")
-_NO_PORT = regex(r"\[[^\]]*|(?:\[[^\]]*\]|[^:\[]*):[0-9]*[^0-9'\"<>),;.].*")
+_SCHEME = r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{1,30}:/+)"
+_AFTER_SCHEME = r"([^/?#\s]*)([^?#\s]*)(\S*)"
+_NO_PORT = r"\[[^\]]*|(?:\[[^\]]*\]|[^:\[]*):[0-9]*[^0-9'\"<>),;.].*"
 _CLOSING = "'\"<>),;."  # ends a URL in a sentence
 _KEYED = ("s3:", "hf:", "file:")  # a question mark is a letter there
 
@@ -86,7 +83,9 @@ def redacted(text: str) -> str:
     """Return `text` without the names, passwords, queries and fragments of the URLs in it, also of malformed ones."""
     if ":/" not in text:
         return text
-    before, *found = _SCHEME.split(text)
+    import re  # few messages need it
+
+    before, *found = re.split(_SCHEME, text)
     parts, in_query = [before], False
     for scheme, rest in zip(found[::2], found[1::2], strict=True):
         kept, ends_in_query = _without_secrets(scheme, f"?{rest}" if in_query else rest)
@@ -99,10 +98,12 @@ def _without_secrets(scheme: str, rest: str) -> tuple[str, bool]:
     """Return `rest`, the text after the `scheme` of a URL, without that URL's secrets; and whether all of it is URL, up
     to a query that the next scheme can be in.
     """
-    found = _AFTER_SCHEME.match(rest)
+    import re
+
+    found = re.match(_AFTER_SCHEME, rest)
     assert found
     host, path, query = found.groups()
-    if "@" not in host and _NO_PORT.fullmatch(host):  # a password with a slash, a question mark or a space in it
+    if "@" not in host and re.fullmatch(_NO_PORT, host):  # a password with a slash, a question mark or a space in it
         return _without_secrets(scheme, rest.rpartition("@")[2] if "@" in rest else "…" + rest[len(host) :])
     if query and not scheme.lower().startswith(_KEYED):
         is_open = found.end() == len(rest)
