@@ -31,6 +31,7 @@ __all__ = [
     "SourceFolder",
     "first_bytes",
     "is_url",
+    "kind_of",
     "list_folder",
 ]
 
@@ -44,7 +45,7 @@ STEP = 1 << 24  # bytes that are asked at once of what fills no buffer by itself
 
 _URL = regex(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
 
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
 
 
 class _Far(Protocol):
@@ -449,7 +450,7 @@ def _leave_spare(fd: int) -> None:
             )
 
 
-def _kind(mode: int) -> str:
+def kind_of(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "a device")
 
 
@@ -457,4 +458,4 @@ def _no_file(path: Path, mode: int) -> InputError:
     """Return the error for a `path` that is something else than a regular file."""
     is_stream = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
     hint = "save it to a file first: a checkpoint is not read in one go" if is_stream else None
-    return InputError(f"{_kind(mode)} and not a file", where=path, hint=hint)
+    return InputError(f"{kind_of(mode)} and not a file", where=path, hint=hint)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptconv.byteranges.patches import SECTOR, Patch
+from ckptconv.byteranges.sources import kind_of
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
@@ -44,6 +45,7 @@ __all__ = [
     "journal_path",
     "journals_of",
     "read_journal",
+    "refuse_no_journal",
     "state_of",
     "target_of",
 ]
@@ -53,7 +55,7 @@ HOT, DONE = b"hot ", b"done"
 _LENGTH = struct.Struct("<I")
 _HEAD = len(MAGIC) + len(HOT) + _LENGTH.size
 _SUM = 32  # bytes of a SHA-256
-NO_JOURNAL = "there is no undo journal: nothing was changed in place here"
+NO_JOURNAL = "there is no undo journal: no change in place is left to take back"
 _POISON = 2  # bytes at most, of a change
 _NAME = regex(r"\.(.+)\.ckptconv-undo", re.DOTALL)
 
@@ -137,20 +139,32 @@ def journals_of(path: Path, *, follow: bool = True) -> list[tuple[Path, bytes]]:
 def state_of(target: Path) -> bytes | None:
     """The state that the journal beside `target` claims, without trusting it; None: there is no journal.
 
-    Anything odd under that name counts as hot: it is for a person to look at.
+    A file with anything odd in it counts as hot: it is for a person to look at. A link, a FIFO or a folder does not
+    count: we never write one there.
     """
     path = journal_path(target)
-    if not os.path.lexists(path):
-        return None
     try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return None
         with _opened(path) as fd:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                return HOT
             return DONE if os.pread(fd, 20, 0) == MAGIC + DONE else HOT
-    except FileNotFoundError:  # by now
+    except FileNotFoundError:
         return None
     except OSError:
         return HOT
+
+
+def refuse_no_journal(target: Path) -> None:
+    """Raise RefusedError where something that is no file is in the place of the journal of `target`."""
+    path = journal_path(target)
+    with contextlib.suppress(OSError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise RefusedError(
+                f"{kind_of(mode)} is in the place of the undo journal, and not from ckptconv",
+                where=path,
+                hint="look at it, and remove or rename it",
+            )
 
 
 def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
@@ -166,6 +180,7 @@ def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
         MalformedError: It is damaged.
         LimitError: It is too large.
     """
+    refuse_no_journal(target)
     path = journal_path(target)
     try:
         with _opened(path) as fd:

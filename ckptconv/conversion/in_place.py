@@ -17,7 +17,7 @@ from ckptconv.byteranges.locks import lock_exclusive
 from ckptconv.byteranges.patches import Patch, Patches
 from ckptconv.byteranges.record_checks import CheckingSink
 from ckptconv.byteranges.sources import Source, SourceFolder, check_system
-from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, state_of
+from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, refuse_no_journal, state_of
 from ckptconv.conversion.discovery import is_hub_blob
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import InPlace, Report, Verified, refuse_dangers
@@ -297,6 +297,7 @@ def _check_file(file: _File, *, force: bool) -> None:
             where=file.path,
             hint=option("force") + " changes it",
         )
+    refuse_no_journal(file.path)
     if state_of(file.path) == HOT:
         raise RefusedError(
             "an in-place change of this file was interrupted",

@@ -133,8 +133,9 @@ def writing(
                 check_is_at(temporary, fd, file.path)
                 _publish(temporary, file.path, replace)
                 check_is_at(file.path, fd, file.path)
-                with contextlib.suppress(OSError):  # of the file that was replaced: one that stays restores nothing
-                    os.unlink(journal_path(file.path))
+                if state_of(file.path):
+                    with contextlib.suppress(OSError):  # of the file that was replaced: one that stays restores nothing
+                        os.unlink(journal_path(file.path))
     finally:
         if ours:
             with contextlib.suppress(OSError):  # a rename took it away, or what went wrong before matters more

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
-from ckptconv.byteranges.undo_journal import target_of
+from ckptconv.byteranges.undo_journal import state_of, target_of
 from ckptconv.errors import OutputError, RefusedError, TargetExistsError, some
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
@@ -175,10 +175,12 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
             "the output exists, and is not empty", where=target, hint=option("force") + " replaces the folder"
         )
     going = [name for name in there if name not in new.names]
+    journals = set()
     for name in going:
-        if of := target_of(os.path.basename(name)):
-            refuse_interrupted((target / name).with_name(of))
-    lost = [name for name in going if not target_of(os.path.basename(name)) and not new.may_go(name)]
+        if (of := target_of(os.path.basename(name))) and state_of(path := (target / name).with_name(of)):
+            refuse_interrupted(path)
+            journals.add(name)
+    lost = [name for name in going if name not in journals and not new.may_go(name)]
     if lost:
         raise RefusedError(
             f"the folder has what the new one would not have: {some(lost)}",

@@ -15,7 +15,6 @@ import pickle
 import random
 import shlex
 import shutil
-import socket
 import stat
 import subprocess
 import tempfile
@@ -41,7 +40,7 @@ from ckptconv.output.in_place import journal as journals
 from ckptconv.output.in_place import writing
 from tests.support.archives import without_crc32
 from tests.support.command import Command
-from tests.support.conversions import not_undone, refused_in_place, saved_at
+from tests.support.conversions import not_undone, refused, refused_in_place, saved_at
 from tests.support.judge import assert_same
 from tests.support.reduced import Reduced
 from tests.support.torn_writes import loads, operations_of, torn_states
@@ -452,31 +451,55 @@ def test_whose_journal_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     whole = path.read_bytes()
 
-    def refused(why: str) -> None:
+    def distrusted(why: str) -> None:
         not_undone(ckptconv.CkptconvError, why, checkpoint)
 
     path.chmod(0o620)
-    refused("others may write it")
+    distrusted("others may write it")
     path.chmod(0o600)
     os.link(path, tmp_path / "second")
-    refused("several names")
+    distrusted("several names")
     (tmp_path / "second").unlink()
     if os.getuid() == 0:
         os.chown(path, 12345, -1)
-        refused("belongs to another user")
+        distrusted("belongs to another user")
     path.unlink()
     (tmp_path / "elsewhere").write_bytes(whole)
     path.symlink_to(tmp_path / "elsewhere")
-    refused("cannot be read")
-    path.unlink()
-    for make in (os.mkfifo, os.mkdir):
-        make(path)
-        assert state_of(checkpoint) == HOT  # it is for a person to look at
-        refused("no regular file")
-        os.rmdir(path) if path.is_dir() else path.unlink()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        refused("cannot be read")
+    distrusted("a link is in the place of the undo journal")
+
+
+PLANTED: dict[str, Callable[[Path], object]] = {
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "FIFO": lambda path: os.mkfifo(path),
+    "folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_is_no_journal(checkpoint: Path, kind: str) -> None:
+    """A change in place and its undoing say what it is; everything else ignores it, and nothing removes it."""
+    PLANTED[kind](path := journal_path(checkpoint))
+    planted = path.lstat()
+    what = f"a {kind} is in the place of the undo journal, and not from ckptconv"
+    refused_in_place(ckptconv.RefusedError, what, checkpoint, map_location="cuda:1")
+    not_undone(ckptconv.RefusedError, what, checkpoint)
+    not_undone(ckptconv.InputError, "there is no undo journal", checkpoint.parent)
+    copy = checkpoint.with_name("copy.pt")
+    assert "interrupted" not in str(ckptconv.convert(checkpoint, copy, map_location="cuda:1").notes)
+    assert ckptconv.inspect(checkpoint).journals == ()
+    assert ckptconv.verify(checkpoint).ok
+    ckptconv.convert(copy, checkpoint, map_location="cuda:1", force=True)
+    assert os.path.samestat(path.lstat(), planted)
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_what_is_no_journal_in_a_folder_that_is_replaced(sharded: Path, tmp_path: Path, kind: str) -> None:
+    """It is not the new folder's, so the old one stays."""
+    other = tmp_path / "other"
+    shutil.copytree(sharded, other)
+    PLANTED[kind](journal_path(other / "model.safetensors"))
+    refused(ckptconv.RefusedError, r"would not have: \.model", sharded, other, add_prefix="m.", force=True)
 
 
 def test_a_journal_of_another_file(checkpoint: Path) -> None:
