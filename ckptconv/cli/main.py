@@ -12,6 +12,7 @@ import gc
 import io
 import os
 import sys
+import warnings
 from importlib import import_module
 
 import click
@@ -42,7 +43,9 @@ atexit.register(gc.freeze)
 def main(args: list[str] | None = None) -> int:
     """Run the command line; its exit status. The console script's entry point."""
     _open_closed_streams()
-    with handled_by(lambda number, frame: sys.exit(128 + number)):
+    with warnings.catch_warnings(), handled_by(lambda number, frame: sys.exit(128 + number)):
+        if not sys.warnoptions:  # torch warns of what is not installed, which is nothing about the user's data
+            warnings.filterwarnings("ignore", module=r"torch(\.|$)")
         return _run(args)
 
 

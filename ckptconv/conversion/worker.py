@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import warnings
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
@@ -92,6 +94,8 @@ def main(fd: int) -> None:
     """Serve the parent at the other end of the socket `fd`, until it ends. SIGINT is blocked from the start."""
     global _worker
     _worker = _Worker(Connection(fd))
+    if not sys.warnoptions:  # as the command line has it
+        warnings.filterwarnings("ignore", module=r"torch(\.|$)")
     try:
         with handled_by(_worker.end):
             _worker.serve()

@@ -1,0 +1,49 @@
+"""Where NumPy is not installed, torch says so when it is imported: the command line does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def here(here: Path) -> None:
+    """Files, and a folder whose ``numpy`` is none."""
+    for name in ("a.pt", "many/b.pt", "many/c.pt"):
+        path = here / name
+        path.parent.mkdir(exist_ok=True)
+        torch.save({"w": torch.arange(4.0)}, path)
+    (here / "none").mkdir()
+    (here / "none" / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Type `words` where NumPy cannot be imported."""
+    path = os.pathsep.join((str(Path("none").absolute()), str(Path(__file__).parents[2])))
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    command = [sys.executable, *words]
+    env = {**others, "PYTHONPATH": path, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["convert a.pt out.pt --dtype bf16", "convert many out -j 2 --dtype bf16", "diff a.pt many/b.pt --full"],
+)
+def test_no_warning_of_torch_is_printed(typed: str) -> None:
+    """Results and reports are printed, in worker processes as well, and no line of torch's."""
+    said = run("-m", "ckptconv", *typed.split())
+    assert "NumPy" in run("-c", "import torch").stderr  # it would say so
+    assert "Warning" not in said.stderr and "NumPy" not in said.stderr
+    assert "the same" in said.stdout or "bfloat16" in said.stderr
+
+
+def test_who_asks_for_warnings_gets_them() -> None:
+    """``PYTHONWARNINGS`` and ``-W`` are heard."""
+    said = run("-m", "ckptconv", "convert", "a.pt", "out.pt", "--dtype", "bf16", PYTHONWARNINGS="default")
+    assert "NumPy" in said.stderr
