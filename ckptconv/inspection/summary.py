@@ -151,13 +151,16 @@ class ReasonSummary:
 @dataclass(frozen=True)
 class TorchLoadSummary:
     """Whether ``torch.load`` loads the file: ``loads``, ``refused`` or ``not known``, on a machine that has none of
-    the devices in it; which call that is, and the version of torch whose rules were followed.
+    the devices in it; which call that is, and the version of torch whose rules were followed. ``other_torch`` is the
+    version that is installed if it is another one; ``needs`` is the version that the call needs at least.
     """
 
     answer: Answer
     call: str
     torch: str
     reasons: tuple[ReasonSummary, ...]
+    other_torch: str | None = None
+    needs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,8 @@ class Summary(Result):
         path: The file or folder.
         format: The name of its format.
         size: What it takes on the disk.
-        loads_here: Whether a plain ``torch.load(path)`` takes it on this machine; None where that is not known.
+        loads_here: Whether a plain ``torch.load(path)`` takes it on this machine; None if that is not known, as with
+            another version of torch than the rules are of.
         findings: What is in the way, or unusual, each with the command that mends it.
         remedy: One command for all of them, if there is one.
         protocol: That of the pickle; None where there is none.
@@ -337,7 +341,7 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
     has_pickle = not checkpoint.is_state_dict
     loading = torch_loading(checkpoint)
     concerned = concerns(checkpoint)
-    diagnosis = diagnose(checkpoint, host, loading, concerned)
+    diagnosis = replace(diagnose(checkpoint, host, loading, concerned), other_torch=host.other_torch)
     refusals = Counter(reason.text for reason in loading.reasons if reason.known == "refused") if has_pickle else {}
     globals_ = Counter(map(str, graph.globals))
     in_modules = {
@@ -366,7 +370,7 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         rng_states=tuple(info.path for info in detected.rng_states),
         weights_only=loading.loads or not has_pickle,
         obstacles=dict(refusals),
-        torch_load=_torch_load(loading, checkpoint),
+        torch_load=_torch_load(loading, checkpoint, host),
         safety=level_of(checkpoint, concerned, loading),
         concerns=tuple(map(_concern, concerned)),
         dangerous=tuple(sorted(concern.name for concern in concerned if concern.dangerous)),
@@ -427,7 +431,7 @@ def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: _KINDS.index(part.kind)))
 
 
-def _torch_load(loading: Loading, checkpoint: Checkpoint) -> TorchLoadSummary:
+def _torch_load(loading: Loading, checkpoint: Checkpoint, host: Host) -> TorchLoadSummary:
     uses = checkpoint.index.referrers if loading.reasons else None
     return TorchLoadSummary(
         answer=loading.answer,
@@ -442,6 +446,8 @@ def _torch_load(loading: Loading, checkpoint: Checkpoint) -> TorchLoadSummary:
             )
             for reason in loading.reasons[: LIMITS.concerns]
         ),
+        other_torch=host.other_torch,
+        needs=loading.torch if loading.loads and checkpoint.is_state_dict else None,
     )
 
 

@@ -120,17 +120,21 @@ def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str
     blocking = [finding for finding in summary.findings if finding.blocks]
     notes = [finding for finding in summary.findings if not finding.blocks]
     mending = _Mending(style)
-    label = "loads here"
-    if summary.loads_here is None:
-        unknown = next(finding for finding in notes if finding.kind in ("device", "not known"))
+    here = summary.torch_load.other_torch
+    by_rules = here is not None and summary.loads_here is None
+    label = f"torch {summary.torch_load.torch}" if by_rules else "loads here"
+    if by_rules:
+        yield 0, fact(style, "loads here", f"not known: torch {here} is installed, and its rules were not asked")
+    unknown = next((finding for finding in notes if finding.kind in ("device", "not known")), None)
+    if blocking or summary.loads_here is False:
+        yield from _reasons(label, blocking, _remedy_first(summary, blocking), style, mending)
+    elif unknown:
         notes.remove(unknown)
         word = "it depends" if unknown.kind == "device" else "not known"
         yield 0, fact(style, label, f"{word}: {unknown.text}", paint=_first_word(style, word, "device"))
         yield 0, mending.lines(command_in(unknown.command))
-    elif summary.loads_here:
-        yield 0, fact(style, label, f"yes{_how(summary)}", paint=_first_word(style, "yes", "good"))
     else:
-        yield from _reasons(blocking, _remedy_first(summary, blocking), style, mending)
+        yield 0, fact(style, label, f"yes{_how(summary)}", paint=_first_word(style, "yes", "good"))
     yield 1, _devices(summary, style)
     for finding in notes:
         yield 2, fact(style, "names" if "prefix" in finding.kind else "note", finding.text)
@@ -159,9 +163,9 @@ def _remedy_first(summary: Summary, blocking: Sequence[Advice]) -> Command | Non
 
 
 def _reasons(
-    blocking: Sequence[Advice], remedy: Command | None, style: Style, mending: _Mending
+    label: str, blocking: Sequence[Advice], remedy: Command | None, style: Style, mending: _Mending
 ) -> Iterator[tuple[int, Iterable[str]]]:
-    label, start = "loads here", "no: "
+    start = "no: "
     if remedy or not blocking or blocking[0].kind == _DANGEROUS:
         part = _part_of(remedy) if remedy else ""
         says = f"no; this mends it all{part and ', '}{part}:" if remedy else "no"

@@ -48,7 +48,11 @@ def line_of(summary: Summary) -> Line:
     answer = (
         "DANGEROUS" if blocking == "dangerous" else {True: "yes", False: "no", None: "not known"}[summary.loads_here]
     )
-    loads = f"no: {blocking}" if answer == "no" and blocking else answer
+    if summary.torch_load.other_torch and answer == "not known":
+        with_other = f"no: {blocking}" if blocking else "yes" if summary.torch_load.answer == "loads" else answer
+        loads = f"{with_other} (torch {summary.torch_load.torch})"
+    else:
+        loads = f"no: {blocking}" if answer == "no" and blocking else answer
     devices = ", ".join(list(summary.devices)[:2]) + (", …" if len(summary.devices) > 2 else "") or "–"
     return Line(summary.path, (summary.format, f"{len(summary.tensors):,}", devices, loads), summary.size, answer)
 

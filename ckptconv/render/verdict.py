@@ -35,4 +35,8 @@ def _soundness(verdict: Verdict) -> Iterator[str]:
     yield str(verdict.format)
     yield f"{count(verdict.checked, 'checksum')} right ({size(verdict.nbytes)})" if verdict.checked else "no checksums"
     if verdict.safety:
-        yield f"{verdict.safety} (torch {verdict.torch})" if "weights_only" in verdict.safety else verdict.safety
+        yield (
+            f"{verdict.safety} by the rules of torch {verdict.torch}"
+            if "weights_only" in verdict.safety
+            else verdict.safety
+        )

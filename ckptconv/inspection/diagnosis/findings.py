@@ -34,6 +34,8 @@ __all__ = [
     "with_names_apart",
 ]
 
+#: Kinds of findings in the way that are those of one version of torch.
+BY_RULES = ("code", "container", "import", "legacy", "opcodes")
 #: Kinds of findings that leave open whether the file loads.
 OPEN = ("device", "not known")
 SHOWN = 3  # words of a list, unknown classes that get a line each
@@ -56,20 +58,26 @@ class Advice:
 class Diagnosis:
     """What :func:`diagnose` found, what matters most first.
 
-    ``remedy`` is one command for all findings that one command can mend, where there are several.
+    ``remedy`` is one command for all findings that one command can mend, where there are several. ``other_torch`` is
+    the version of torch on that machine if its rules were not asked, else None.
     """
 
     findings: list[Advice]
     remedy: str | None
+    other_torch: str | None = None
 
     @property
     def loads_here(self) -> bool | None:
         """Whether ``torch.load`` would take the file on that machine; None: if it has devices of which
-        nobody can tell, or something in it that torch builds in a way that is not modelled.
+        nobody can tell, or something in it that torch builds in a way that is not modelled, or if the answer rests on
+        the rules of another version of torch.
         """
-        if any(each.blocks for each in self.findings):
+        blocking = [each.kind for each in self.findings if each.blocks]
+        if any(kind not in BY_RULES for kind in blocking):
             return False
-        return None if any(each.kind in OPEN for each in self.findings) else True
+        if self.other_torch or any(each.kind in OPEN for each in self.findings):
+            return None
+        return not blocking
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Detect the devices of this machine from driver files and environment variables, without torch.
+"""Detect the devices of this machine, and its version of torch, from names of files and from environment variables,
+without torch.
 
 Sources: the CUDA programming guide on ``CUDA_VISIBLE_DEVICES``, and ``torch/cuda/__init__.py``
 (``_parse_visible_devices``, ``_device_count_nvml``) of torch 2.13, with which a test compares. Linux: ``/dev/nvidiaN``
@@ -7,27 +8,40 @@ is one GPU of NVIDIA's, ``/dev/kfd`` the driver of AMD's, which torch calls cuda
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from ckptconv.checkpoint.weights_only.answers import TORCH
+from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 
 __all__ = ["Host", "this_host"]
+
+_TORCH_INSTALLED = regex(r"torch-([0-9][^-]*)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Host:
-    """The devices that there are: how many of ``cuda`` (None: nobody can tell), and whether Apple's ``mps``."""
+    """The devices that there are: how many of ``cuda`` (None: nobody can tell), and whether Apple's ``mps``. `torch` is
+    the version of torch that is installed; None if none is found.
+    """
 
     cuda: int | None = 0
     mps: bool = False
+    torch: str | None = None
+
+    @property
+    def other_torch(self) -> str | None:
+        """The version of torch that is installed if its rules are not those that :data:`TORCH` names, else None."""
+        return self.torch if self.torch and not f"{self.torch}.".startswith(f"{TORCH}.") else None
 
     def shows(self, tag: str) -> bool | None:
         """Whether tensors tagged `tag` can be loaded to where they were.
@@ -49,11 +63,30 @@ def this_host(
     environ: Mapping[str, str] = os.environ,
     system: str = sys.platform,
     processor: str | None = None,
+    folders: Iterable[str] | None = None,
 ) -> Host:
-    """What the files below `root`, the variables `environ` and the names of the `system` and its `processor` show."""
+    """What the files below `root`, the variables `environ` and the names of the `system` and its `processor` show, and
+    which torch is installed in `folders`, else in those from which modules are imported.
+    """
+    torch = _torch(sys.path if folders is None else folders)
     if system == "darwin":
-        return Host(0, mps=(processor or platform.machine()) == "arm64")
-    return Host(_cuda(root, environ) if system == "linux" else None)
+        return Host(0, mps=(processor or platform.machine()) == "arm64", torch=torch)
+    return Host(_cuda(root, environ) if system == "linux" else None, torch=torch)
+
+
+def _torch(folders: Iterable[str]) -> str | None:
+    """Return the version of the first torch in `folders`, by the name of the folder that its installer left; None if
+    there is none.
+
+    ``importlib.metadata`` finds the same, and takes longer to import than most files take to inspect. Relative folders,
+    as that which the process is in, are not looked into.
+    """
+    for folder in filter(os.path.isabs, folders):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                if found := _TORCH_INSTALLED.fullmatch(name):
+                    return found[1]
+    return None
 
 
 def _cuda(root: Path, environ: Mapping[str, str]) -> int | None:

@@ -61,7 +61,8 @@ def _verdict(summary: Summary) -> dict[str, Any]:
     says = {
         True: "It loads on this machine: torch.load takes it as it is.",
         False: "It does not load on this machine as it is.",
-        None: "Whether it loads on this machine is not known.",
+        None: "Whether it loads on this machine is not known"
+        + (f": torch {summary.torch_load.other_torch} is here." if summary.torch_load.other_torch else "."),
     }
     return {
         "good": summary.loads_here,

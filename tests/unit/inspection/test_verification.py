@@ -471,12 +471,12 @@ def test_an_empty_path(sound: Path, monkeypatch: pytest.MonkeyPatch, run: Comman
     [
         (
             lambda path: torch.save(STATE, path),
-            "ok: m.pt: torch zip, 10 checksums right, loads with weights_only=True (torch 2.13)",
+            "ok: m.pt: torch zip, 10 checksums right, loads with weights_only=True by the rules of torch 2.13",
         ),
         (lambda path: torch.save(Custom(), path), "ok: m.pt: torch zip, 6 checksums right, needs code"),
         (
             lambda path: torch.save(STATE, path, _use_new_zipfile_serialization=False),
-            "ok: m.pt: torch legacy, no checksums, loads with weights_only=True (torch 2.13)",
+            "ok: m.pt: torch legacy, no checksums, loads with weights_only=True by the rules of torch 2.13",
         ),
     ],
     ids=["zip", "code", "legacy"],

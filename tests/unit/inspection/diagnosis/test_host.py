@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from unittest import mock
 
@@ -82,9 +83,25 @@ def test_other_systems(tmp_path: Path) -> None:
     """Apple's processors have mps and no Mac has cuda; under WSL and elsewhere nobody can
     tell, unless the variable hides all.
     """
-    assert this_host(tmp_path, {}, "darwin", "arm64") == Host(0, mps=True)
-    assert this_host(tmp_path, {}, "darwin", "x86_64") == Host(0, mps=False)
-    assert this_host(tmp_path, {}, "win32", "AMD64") == Host(None)
+    assert this_host(tmp_path, {}, "darwin", "arm64", []) == Host(0, mps=True)
+    assert this_host(tmp_path, {}, "darwin", "x86_64", []) == Host(0, mps=False)
+    assert this_host(tmp_path, {}, "win32", "AMD64", []) == Host(None)
+
+
+def test_the_torch_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version is that which importlib.metadata gives; the folder that the process is in is not looked into."""
+    assert this_host(tmp_path, {}).torch == importlib.metadata.version("torch")
+    folders = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    names = ("torch_x-9.dist-info", "torch-2.9.1+cu126.dist-info", "torch-2.6.0-py3.12.egg-info")
+    for folder, name in zip(folders, names, strict=True):
+        (folder / name).mkdir(parents=True)
+    paths = list(map(str, folders))
+    monkeypatch.chdir(folders[2])
+    assert this_host(tmp_path, {}, folders=["", ".", *paths]).torch == "2.9.1+cu126"
+    assert this_host(tmp_path, {}, folders=[str(tmp_path / "none"), *paths[::-1]]).torch == "2.6.0"
+    assert this_host(tmp_path, {}, folders=paths[:1]).torch is None
+    assert Host(torch="2.9.1+cu126").other_torch == "2.9.1+cu126" and Host(torch="2.1").other_torch == "2.1"
+    assert not any(Host(torch=same).other_torch for same in ("2.13.0+cpu", "2.13", None))
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/dxg").touch()
     assert cuda(tmp_path) is None
