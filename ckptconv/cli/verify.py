@@ -35,7 +35,12 @@ NOT_CHECKED = 4
     epilog="Example: ckptconv verify downloads/ --strict",
 )
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
-@click.option("--strict", is_flag=True, help="Count checkpoints that need code to load as not sound.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Pass only what is proved to load with weights_only=True by the rules of torch 2.13, and files without"
+    " a pickle (safetensors). Whatever is refused, needs code or is not known fails.",
+)
 @click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")
 @click.option(

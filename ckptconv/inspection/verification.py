@@ -30,6 +30,7 @@ from ckptconv.errors import (
     UsageError,
     count,
     size,
+    some,
 )
 from ckptconv.formats import opening
 from ckptconv.formats.distributed.rank_names import as_sets
@@ -52,8 +53,10 @@ _SHA256_DIGITS = 64
 _HEAD = 64  # bytes
 
 #: ``not checked``: bytes could not be read. ``unknown``: sound or not, this version cannot say. None of ``needs code``,
-#: ``warning`` and ``note`` is damage.
-Level: TypeAlias = Literal["damaged", "not checked", "unknown", "dangerous", "needs code", "warning", "note"]
+#: ``not proved``, ``warning`` and ``note`` is damage; ``not proved`` is found by a strict verification only.
+Level: TypeAlias = Literal[
+    "damaged", "not checked", "unknown", "dangerous", "needs code", "not proved", "warning", "note"
+]
 
 #: ``not checked``: nothing is wrong with what could be read, and not all could.
 Status: TypeAlias = Literal["ok", "failed", "not checked"]
@@ -99,7 +102,7 @@ class Verdict(Result):
         nbytes: The bytes of those records.
         findings: What was found.
         more: How many findings there are beyond the limit.
-        strict: Whether what needs code is not ``ok`` either.
+        strict: Whether only what is proved to load with ``weights_only=True``, or has no pickle, is ``ok``.
         torch: The version of torch whose rules `safety` follows.
     """
 
@@ -121,7 +124,7 @@ class Verdict(Result):
     @property
     def status(self) -> Status:
         """``failed`` if anything is wrong with it, ``not checked`` if bytes of it could not be read, or ``ok``."""
-        bad = {"damaged", "unknown", "dangerous"} | ({"needs code"} if self.strict else set())
+        bad = {"damaged", "unknown", "dangerous"} | ({"needs code", "not proved"} if self.strict else set())
         levels = {finding.level for finding in self.findings}
         return "failed" if levels & bad else "not checked" if "not checked" in levels else "ok"
 
@@ -150,7 +153,8 @@ def verify(
     Args:
         path: A file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one; or a
             binary file object, as for :func:`ckptconv.open`.
-        strict: What needs code to be loaded is not ok.
+        strict: Only what is proved to load with ``weights_only=True`` by the rules of torch 2.13, or has no pickle
+            (safetensors), is ok.
         expect_sha256: The hexadecimal digits of the whole file's, which is read for it.
         download: Of a URL, as for :func:`ckptconv.convert`.
         progress: Called with the bytes that have a checksum, it gives a context manager for what is called with those
@@ -194,6 +198,8 @@ def verdict_on(
         with faults:
             source.check_unchanged()
         findings = _findings(checkpoint, found, faults, source.path)
+        if strict and checkpoint and loading:
+            findings += _unproved(checkpoint, loading, findings)
         safety = _safety(checkpoint, found, findings, loading)
     return Verdict(
         str(source.path),
@@ -265,6 +271,16 @@ def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: Colle
     findings = [_of_error(error) for error in faults.errors if not (found and isinstance(error, DangerousError))]
     findings += (_of_concern(concern, path) for concern in found)
     return [*findings, *_notes(checkpoint, faults.records)] if checkpoint else findings
+
+
+def _unproved(checkpoint: Checkpoint, loading: Loading, findings: list[Finding]) -> Iterator[Finding]:
+    """The finding that `checkpoint` is not proved to load, which fails a strict verification, unless `findings` do."""
+    has_pickle = not checkpoint.is_state_dict
+    if has_pickle and not loading.loads and all(finding.level in ("note", "warning") for finding in findings):
+        word = "refuses it" if loading.answer == "refused" else "may refuse it"
+        why = some([reason.text for reason in loading.reasons])
+        what = f"torch.load(weights_only=True) {word} by the rules of torch {loading.torch}"
+        yield Finding("not proved", what, str(checkpoint.source.path), got=why)
 
 
 def _safety(

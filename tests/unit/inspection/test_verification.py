@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 import struct
@@ -45,6 +46,8 @@ from tests.support.hostile_bytes import (
     torch_zip_of,
     zip_of,
 )
+from tests.support.reduced import Reduced
+from tests.support.writers import distributed, sharded
 
 STATE = {f"w{i}": torch.arange(12.0).reshape(3, 4) + i for i in range(4)}
 
@@ -416,6 +419,40 @@ def test_needs_code(tmp_path: Path, run: Command) -> None:
     assert not verify(path, strict=True).ok
     run(path)
     run(path, "--strict", status=1)
+
+
+#: What makes a checkpoint, and why it is not proved to load; None: it is, or it has no pickle.
+PROVED: dict[str, tuple[Callable[[Path], object], str | None]] = {
+    "a zip": (lambda path: torch.save(STATE, path), None),
+    "the older format": (lambda path: torch.save(STATE, path, _use_new_zipfile_serialization=False), None),
+    "safetensors": (lambda path: save_file({"w": torch.ones(2)}, path), None),
+    "a set of shards": (lambda path: sharded(path, {"a": torch.ones(2)}, {"b": torch.ones(3)}), None),
+    "protocol 4": (lambda path: torch.save({"w": torch.ones(2)}, path, pickle_protocol=4), "opcode MEMOIZE"),
+    "a plain pickle": (lambda path: path.write_bytes(pickle.dumps({"w": torch.ones(2)})), "no magic number"),
+    "a folder of DCP": (lambda path: distributed({"w": torch.ones(2)}, path), "these are several"),
+    "a storage that is made anew": (
+        lambda path: torch.save({"w": torch.ones(2), "s": Reduced(torch.UntypedStorage, (4,))}, path),
+        "made anew",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROVED)
+def test_strict(kind: str, tmp_path: Path, run: Command) -> None:
+    """What is not proved to load with weights_only=True, and has a pickle, fails, with the reason and the version whose
+    rules were asked; without --strict it is ok.
+    """
+    make, why = PROVED[kind]
+    path = tmp_path / "m.pt"
+    make(path)
+    run(path)
+    if why is None:
+        said = run(path, "--strict").out
+        assert "by the rules of torch 2.13" in said or "holds no code" in said
+        return
+    run(path, "--strict", status=1, out=("not proved: ", why, "by the rules of torch 2.13"))
+    verdict = verify(path, strict=True)
+    assert levels_of(verdict)[-1] == "not proved" and "not proved" not in levels_of(verify(path))
 
 
 CALL = b"cos\nsystem\n(" + text("true") + b"tR"
