@@ -164,8 +164,22 @@ _HARMLESS = frozenset(
             f"torch.{where}.ProfilerActivity"
             for where in ("_C._autograd", "_C._profiler", "autograd", "autograd.profiler", "profiler")
         ),
+        # tensor subclasses in modules that are on the list
+        "torch._inductor.freezing.ErasedTensor",
+        *(
+            f"torch.testing._internal.{name}"
+            for name in (
+                "common_subclass.DiagTensorBelow", "common_subclass.NonWrapperTensor",
+                "common_subclass.RedispatchTensor", "common_subclass.SparseTensor",
+                "common_subclass.SubclassWithTensorFactory", "common_subclass.WrapperTensor",
+                "common_subclass.WrapperTensorWithCustomSizes", "common_subclass.WrapperTensorWithCustomStrides",
+                "custom_tensor.ConstantExtraMetadataTensor", "custom_tensor.CustomTensorPlainOut",
+                "logging_tensor.LoggingTensor", "logging_tensor.LoggingTensorReentrant",
+                "subclasses.WrapperSubclass", "two_tensor.TwoTensor",
+            )
+        ),
     ]
-)
+)  # a table  # fmt: skip
 
 #: Attributes that lead from anything to everything: to the module that something was made
 #: in, to all classes, to what runs code.

@@ -4,6 +4,7 @@ and nothing else is called dangerous.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import os
@@ -12,9 +13,11 @@ import subprocess
 import sys
 import types
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptconv.checkpoint import dangerous_calls
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals, reaches
@@ -43,6 +46,33 @@ def by_name(name: str) -> bytes:
     """A pickle of the global `name`."""
     module, _, attribute = name.rpartition(".")
     return b"\x80\x02c" + f"{module}\n{attribute}\n.".encode()
+
+
+def tensor_subclasses() -> list[tuple[str, str]]:
+    """The module and name of each subclass of Tensor in torch, by its source; with a base in the same module too."""
+    found = []
+    root = Path(torch.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if "Tensor)" not in source:
+            continue
+        module = ".".join(("torch", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+        bases = {"Tensor", "torch.Tensor"}
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not bases.isdisjoint(map(ast.unparse, node.bases)):
+                bases.add(node.name)
+                found.append((module, node.name))
+    return found
+
+
+def test_no_tensor_subclass_of_torch_is_dangerous() -> None:
+    """A tensor needs its class, wherever torch has it; other names in the same modules stay dangerous."""
+    found = tensor_subclasses()
+    assert ("torch.testing._internal.two_tensor", "TwoTensor") in found and len(found) > 20
+    assert [name for name in found if is_dangerous(Global(*name))] == []
+    assert is_dangerous(Global("torch.testing._internal.two_tensor", "TwoTensorMode"))
+    assert is_dangerous(Global("torch.testing._internal.two_tensor", "TwoTensor.torch.load"))
+    assert is_dangerous(Global("torch.testing._internal.common_utils", "shell"))
 
 
 #: What advisories for pickle scanners report, in whatever module it stands.
