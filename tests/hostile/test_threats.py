@@ -1252,6 +1252,8 @@ SHARDS: dict[str, tuple[Shards, str]] = {
     "absolute": (_change_map("b", "/etc/passwd.safetensors"), "a shard must be named without a folder"),
     "backslash": (_change_map("b", "..\\m.safetensors"), "a shard must be named without a folder"),
     "a drive": (_change_map("b", "c:m.safetensors"), "a shard must be named without a folder"),
+    "a stream": (_change_map("b", "a:m.safetensors"), "a shard must be named without a folder"),
+    "a device": (_change_map("b", "nul.safetensors"), "a shard must be named without a folder"),
     "NUL": (_change_map("b", "model-00002-of-00002\0.safetensors"), "a shard must be named without a folder"),
     "nothing": (_change_map("b", ""), "a shard must be named without a folder"),
     "a FIFO": (_shard_is(os.mkfifo), "a FIFO and not a file"),

@@ -25,6 +25,7 @@ from operator import add, itemgetter, le
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from ckptconv.byteranges.fault_sink import PickleSequence
+from ckptconv.byteranges.named_files import stays_inside
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.dtypes import BY_NAME, DType
@@ -316,7 +317,7 @@ class _Reader:
             )
             self.refuse(f"{name!r} was stored through a transform", got=some(words) or None, hint=_EXTENSIONS)
         file, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
-        if not isinstance(file, str) or not _stays_inside(file):
+        if not isinstance(file, str) or not stays_inside(file, folders=True):
             self.fail(
                 f"the file of {name!r} is no path inside the folder", got=repr(file) if isinstance(file, str) else None
             )
@@ -429,12 +430,3 @@ class _Reader:
             self.fail(f"{what} of {name!r} has a number that counts nothing", expected="0 to 2^62")
         self._sizes[id(node)] = counts
         return counts
-
-
-def _stays_inside(file: str) -> bool:
-    """Whether `file`, a path, leads to something below the folder it counts from.
-
-    Links in that folder are its owner's.
-    """
-    segments = file.split("/")
-    return not {"", ".", ".."} & set(segments) and "\0" not in file and "\\" not in file

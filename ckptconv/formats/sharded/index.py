@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
+from ckptconv.byteranges.named_files import stays_inside
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder, list_folder
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
 from ckptconv.formats.safetensors_header import check_nesting, is_text
@@ -442,7 +443,7 @@ class _Reader:
 
     def check_shard(self, name: str) -> None:
         """SHARD must name a file in the index's own folder, of the format that the index's name says."""
-        if name in ("", ".", "..") or any(c in name for c in "/\\\0") or name[1:2] == ":":
+        if not stays_inside(name):
             self.fail("a shard must be named without a folder", expected="a file beside the index", got=repr(name))
         if self.suffix and not name.endswith(self.suffix):
             self.fail(

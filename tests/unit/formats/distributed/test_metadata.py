@@ -233,7 +233,7 @@ MALFORMED = {
     "a path that is a text": (lambda m: m.planner_data.update(epoch="epoch"), "no path for 'epoch'"),
     **{
         f"the file {file!r}": (_set(_info, "relative_path", file), "no path inside the folder")
-        for file in ("../x", "/etc/passwd", "a/../../x", "", ".", "a//b", "a\\b", "a\0b", "..", 3)
+        for file in ("../x", "/etc/passwd", "a/../../x", "", "a//b", "a\0b", "C:x.distcp", "x.distcp:y", "a/NUL", 3)
     },
 }
 

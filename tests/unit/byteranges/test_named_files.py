@@ -1,0 +1,41 @@
+"""Names that files give to other files: none leads out of the folder, whatever the system."""
+
+from __future__ import annotations
+
+import ntpath
+import posixpath
+
+import pytest
+
+from ckptconv.byteranges.named_files import stays_inside
+
+ELSEWHERE = [
+    *("", ".", "..", "a\0b", "a\nb", "a\\b", "..\\a", "C:", "C:x.distcp", "C:\\x", "name:stream", "x.pt::$DATA"),
+    *("NUL", "nul.distcp", "Con", "aux.tar.gz", "COM1", "lpt9.bin", "com\u00b9.pt", "CONIN$", "prn .pt", "NUL "),
+    *("x.", "x. .", "x ", "...", ".. "),
+]
+HERE = [
+    "__0_0.distcp",
+    "model-00001-of-00002.safetensors",
+    ".metadata",
+    "..a",
+    "a..b",
+    "nullable.pt",
+    "com10.pt",
+    "é.bin",
+]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_leads_elsewhere(name: str) -> None:
+    """Refused by itself, and as the name of a folder or of a file in one."""
+    assert not any(stays_inside(each, folders=True) for each in (name, f"{name}/x", f"x/{name}", f"/{name}"))
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_what_stays(name: str) -> None:
+    """Ordinary names stay below the folder, as both systems join paths; through folders only where they may."""
+    assert stays_inside(name) and stays_inside(f"a/{name}", folders=True) and not stays_inside(f"a/{name}")
+    for system in (posixpath, ntpath):
+        folder = system.normpath(system.join("root", "folder"))
+        assert system.dirname(system.normpath(system.join(folder, name))) == folder
