@@ -90,7 +90,8 @@ def _to_import(found: Refused) -> Issue:
     first, _ = next(iter(found.where.values()))
     name, *others = found.where
     more = f" and {len(others):,} more" if others else ""
-    text = f"torch.load(weights_only=True) takes {name} (at {first}){more} only after `import {', '.join(modules)}`"
+    after = f"only after `import {', '.join(modules)}`"
+    text = f"torch.load(weights_only=True) takes {name} (at {first}){more} in a fresh process {after}"
     return Issue("import", text, blocks=True)
 
 
