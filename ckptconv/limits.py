@@ -136,8 +136,9 @@ class Limits:
     findings: int = 1_000
     #: An undo journal holds a pickle twice, or a header, and a zip's directory.
     undo_journal: int = 1024 * MIB
-    #: What is written out of a storage: a view can repeat its elements (stride 0) until no disk holds them. The larger
-    #: of the two counts.
+    #: What is written out of a storage, and a whole output of its input: a view can repeat its elements (stride 0), and
+    #: views can overlap, until no disk holds them. A cast makes at most eight bytes of one. The larger of the two
+    #: counts.
     gathered_bytes: int = 1024 * MIB
     gathered_ratio: int = 16
 
@@ -148,6 +149,10 @@ class Limits:
     def gathered(self, nbytes: int) -> int:
         """The most bytes that views of a storage of `nbytes` may have, written out."""
         return max(self.gathered_ratio * nbytes, self.gathered_bytes)
+
+    def written(self, nbytes: int) -> int:
+        """The most bytes that an output made of `nbytes` may have."""
+        return max(self.gathered_ratio * nbytes, nbytes + self.gathered_bytes)
 
 
 LIMITS = Limits()

@@ -21,10 +21,11 @@ from ckptconv.edits.options import Edits
 from ckptconv.edits.retag import tags_of, unmatched_rules
 from ckptconv.errors import CkptconvError, DangerousError, UsageError, require_torch, some
 from ckptconv.formats import opening, torchscript
+from ckptconv.formats.layout import check_growth
 from ckptconv.formats.sharded import reading as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
 from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual_format, words, writer_for
-from ckptconv.hints import option
+from ckptconv.hints import Placeholder, option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.other_files import OtherFile
 from ckptconv.pickles.graph import Global
@@ -203,6 +204,10 @@ def make_plan(
         )
     else:
         layout = writer.lay_out(checkpoint, path, copy_tied=output.copy_tied)
+    views = "" if writer.views else option("format", DEFAULT.word) + " keeps views as they are; "
+    check_growth(
+        layout.files, checkpoint, views + "to take some of the tensors: " + option("include", Placeholder("GLOB"))
+    )
     computed = dict.fromkeys(type(piece) for file in layout.files for piece in file.pieces if piece.is_computed)
     if computed:
         require_torch(" and ".join(_COMPUTED[kind] for kind in computed), checkpoint.source.path)

@@ -25,7 +25,7 @@ class Budget:
 
     def __init__(self, infos: Iterable[TensorInfo], hint: str) -> None:
         held = sum({id(info.storage): info.storage.nbytes for info in infos if info.storage}.values())
-        self._room = max(LIMITS.gathered_ratio * held, held + LIMITS.gathered_bytes)
+        self._room = LIMITS.written(held)
         self._hint = hint
 
     def spend(self, nbytes: int, what: str) -> None:

@@ -1125,6 +1125,7 @@ def sites_of(case: Case) -> set[Site]:
 
 #: What other modules type and judge: site → the test.
 ELSEWHERE: dict[Site, str] = {
+    "conversion/plan.py:make_plan:option include": "formats/test_layout.py::test_views_that_repeat",
     "render/facts.py:facts:option all": "cli/test_inspect.py::test_the_verdict_and_the_parts_come_first",
     "render/listing.py:listing_lines:option all": (
         "cli/test_inspect.py::test_a_folder_and_more_than_two_files_are_a_table"
