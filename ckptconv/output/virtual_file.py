@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import accumulate
 
 from ckptconv.byteranges import reading
@@ -37,8 +37,11 @@ class VirtualFile(io.RawIOBase):
             b"",
             iter(()),
         )
-        #: What reading raised, for a reader that forgets why it failed.
-        self.failure: Exception | None = None
+        #: What reading raised, for a reader that forgets why it failed: torch's does, also of Ctrl-C.
+        self.failure: BaseException | None = None
+        reader = self._reader()
+        next(reader)
+        self.readinto = reader.send  # type: ignore[method-assign, assignment]
 
     def readable(self) -> bool:
         """Yes."""
@@ -57,16 +60,31 @@ class VirtualFile(io.RawIOBase):
         self._at = offset + (0, self._at, self._size)[whence]
         return self._at
 
-    # typeshed's WriteableBuffer has no name at run time
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill `buffer` as far as the file goes; the number of bytes."""
+    def close(self) -> None:
+        """Read no more."""
+        super().close()
+        self.readinto = self._refuse  # type: ignore[method-assign]
+
+    def _reader(self) -> Generator[int, memoryview, None]:
+        """Fill each buffer that is sent as far as the file goes, and yield the number of bytes: the method readinto.
+
+        A generator that has begun is inside ``try`` when a signal is handled at its first instruction. A function is
+        not, and torch drops what ``readinto`` raises: it asks for ``read`` instead.
+        """
         try:
-            return self._readinto(buffer)
-        except Exception as error:
-            self.failure = error
+            length = 0
+            while True:
+                length = self._fill((yield length))
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):
+                self.failure = error
+            self.readinto = self._refuse  # type: ignore[method-assign]
             raise
 
-    def _readinto(self, buffer: memoryview) -> int:
+    def _refuse(self, *_: object) -> int:
+        raise self.failure or ValueError("the file is closed")
+
+    def _fill(self, buffer: memoryview) -> int:
         left = memoryview(buffer).cast("B")
         length = min(len(left), max(self._size - self._at, 0))
         left = left[:length]

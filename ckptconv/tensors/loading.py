@@ -62,12 +62,15 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         )
     stream = VirtualFile(torch_zip.archived(checkpoint))
     try:
-        return torch.load(cast("IO[bytes]", stream), map_location=target, weights_only=True, mmap=False)
-    except pickle.UnpicklingError as error:
-        raise UnsupportedError("torch's safe loader refuses it", where=where, got=_reason(error)) from error
-    except Exception as error:
+        with stream:
+            return torch.load(cast("IO[bytes]", stream), map_location=target, weights_only=True, mmap=False)
+    except BaseException as error:
         if stream.failure:  # torch reports that reading failed, and not why
             raise stream.failure from None
+        if isinstance(error, pickle.UnpicklingError):
+            raise UnsupportedError("torch's safe loader refuses it", where=where, got=_reason(error)) from error
+        if not isinstance(error, Exception):
+            raise
         short = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
         if short or callable(target):  # the machine's fault, or it may be the function's own
             raise

@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import random
 import re
+import signal
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -641,3 +644,67 @@ def test_what_torchs_format_cannot_say_is_refused(tmp_path: Path) -> None:
     net = nn.Linear(1, 1)
     ckptconv.save(net, tmp_path / "a.safetensors")
     nn.Linear(1, 1).load_state_dict(ckptconv.load(tmp_path / "a.safetensors"), strict=True)
+
+
+# Ctrl-C
+
+
+class Interrupting(io.BytesIO):
+    """A file object whose reading is interrupted once, after `n` calls."""
+
+    def __init__(self, data: bytes, n: int, error: type[BaseException]) -> None:
+        super().__init__(data)
+        self.left, self.error = n, error
+
+    def readinto(self, buffer: Any) -> int:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return super().readinto(buffer)
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return super().read(size)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_from_a_file_object(error: type[BaseException]) -> None:
+    """It comes through whatever is being read; torch's reader forgets what its file raises."""
+    saved = io.BytesIO()
+    torch.save({"a": torch.ones(1000), "b": torch.zeros(1000)}, saved)
+    n = 0
+    while True:
+        n += 1
+        file = Interrupting(saved.getvalue(), n, error)
+        try:
+            ckptconv.load(file)
+        except error:
+            continue
+        assert file.left > 0, n
+        break
+    assert n > 5
+
+
+def test_interrupts_at_any_moment(tmp_path: Path) -> None:
+    """A signal handler's exception is never lost, and the file never called malformed: the load ends with it, unless
+    it was done before.
+    """
+    torch.save({f"w{i}": torch.ones(100_000) for i in range(200)}, tmp_path / "a.pt")
+    ckptconv.load(tmp_path / "a.pt")  # imports what it needs, in whose callbacks Python itself loses exceptions
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    moments = random.Random(0)
+    interrupted = 0
+    try:
+        for _ in range(40):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.01, 0.1))
+                ckptconv.load(tmp_path / "a.pt")
+                assert signal.setitimer(signal.ITIMER_REAL, 0)[0] > 0
+            except KeyboardInterrupt:
+                interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted
