@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
@@ -268,7 +269,7 @@ def report_of(
         plan.changes,
         plan.ties,
         plan.left_behind,
-        plan.notes,
+        (*plan.notes, *_about_rounding(plan.changes, overflowed)),
         seconds,
         written,
         overflowed,
@@ -277,6 +278,17 @@ def report_of(
         verified=verified,
         direct=any(file.direct for file in plan.files),
     )
+
+
+def _about_rounding(changes: Changes, overflowed: Overflow) -> list[str]:
+    """Return a note that names the torch that cast, if versions of torch differ in what they made."""
+    torch = sys.modules.get("torch")
+    if torch is None or not overflowed or all(new != "float8_e4m3fn" for _, new in changes.dtypes):
+        return []
+    return [
+        f"torch {torch.__version__} cast: what is too large for float8_e4m3fn is NaN in some versions of torch, and the"
+        " largest number in others"
+    ]
 
 
 def _edits_for(writer: Writer, edits: Edits, *, in_shards: bool) -> Edits:

@@ -21,6 +21,7 @@ _INT64 = torch.iinfo(torch.int64)
 _NAN = 0x7FC0  # of bfloat16: c10/util/BFloat16.h, round_to_nearest_even
 _QUIET = 0x7FC00000  # the bits of float32 that every NaN has that comes from arithmetic,
 _PAYLOAD = 0x007FE000  # and those that float16 has as well
+_HALF = 0x7FFF  # of float16 all but the sign
 
 
 class TorchCastBuffer:
@@ -95,6 +96,8 @@ def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
         return None
     if rounded.dtype == torch.bfloat16:
         rounded.view(torch.int16)[numbers.isnan()] = _NAN
+    elif rounded.dtype == torch.float16:
+        _shorten_nans(numbers.float(), rounded)
     most = _most(rounded.dtype)
     too_large = numbers.abs() > most if rounded.dtype == torch.float8_e4m3fn else numbers.abs() >= most
     return too_large & (numbers.isfinite() if finite is None else finite)
@@ -107,6 +110,17 @@ def _keep_nans(halves: torch.Tensor, floats: torch.Tensor) -> None:
         bits = halves.view(torch.int16)[is_nan].to(torch.int32)
         sign = torch.iinfo(torch.int32).min
         floats.view(torch.int32)[is_nan] = (bits & sign) | _QUIET | (bits << 13 & _PAYLOAD)
+
+
+def _shorten_nans(floats: torch.Tensor, halves: torch.Tensor) -> None:
+    """Let the NaNs among `floats` have in `halves` their sign and the payload that fits.
+
+    The plain code of torch 2.6 writes other bits than its vectors do, at the end of a tensor.
+    """
+    is_nan = floats.isnan()
+    bits = floats.view(torch.int32)[is_nan]
+    sign = (bits < 0).to(torch.int32) << 15
+    halves.view(torch.int16)[is_nan] = (sign | (_QUIET | (bits & _PAYLOAD)) >> 13 & _HALF).to(torch.int16)
 
 
 def _outside(numbers: torch.Tensor, info: torch.iinfo) -> torch.Tensor | None:

@@ -1195,3 +1195,15 @@ def test_scales_in_another_shard(tmp_path: Path) -> None:
         ckptconv.convert(tmp_path / "model.safetensors.index.json", tmp_path / "dst.pt", dtype="*.weight=bf16")
     report = ckptconv.convert(tmp_path / shard.format(1), tmp_path / "dst.safetensors", dtype="*.weight=bf16")
     assert any("scales in another shard" in note for note in report.notes)
+
+
+def test_the_torch_that_cast_is_named_where_versions_differ(tmp_path: Path) -> None:
+    """Numbers too large for float8_e4m3fn are NaN by torch 2.6, and the largest number by 2.13: the report
+    says which torch it was, and nothing where no number is too large, or the dtype has infinities.
+    """
+    torch.save({"w": torch.tensor([1.0, 1e6])}, tmp_path / "src.pt")
+    torch.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "small.pt")
+    said = f"torch {torch.__version__} cast"
+    for src, dtype, is_said in (("src", "float8_e4m3fn", 1), ("small", "float8_e4m3fn", 0), ("src", "float8_e5m2", 0)):
+        report = ckptconv.convert(tmp_path / f"{src}.pt", tmp_path / "dst.pt", dtype=dtype, force=True)
+        assert any(said in note for note in report.notes) == bool(is_said)
