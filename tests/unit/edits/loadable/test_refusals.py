@@ -319,7 +319,7 @@ def test_dicts_of_objects_are_advised_only_where_they_help(tmp_path: Path) -> No
         error = refused(RefusedError, None, tmp_path / "a.pt", tmp_path / "b.pt", loadable=True)
         assert ("loadable_objects" in str(error)) is helps
         if helps:
-            ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", loadable_objects=True)
+            ckptconv.convert(tmp_path / "a.pt", tmp_path / "c.pt", loadable_objects=True)
     assert not (tmp_path / "mark").exists()
 
 
