@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -95,6 +96,22 @@ def _forget_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Unfailing(io.FileIO):
+    """Standard error: what it does not take, because a disk is full, is dropped, and work goes on."""
+
+    is_broken = False
+
+    def write(self, data: Any) -> int:
+        """Write `data`, or drop it. Raises BrokenPipeError once: nobody reads on."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) and not self.is_broken:
+                self.is_broken = True
+                raise
+            return memoryview(data).nbytes
+
+
 def _open_closed_streams() -> None:
     """Let those of the three standard streams that were closed lead to nowhere: else the output would get one of their
     numbers, and whatever is said would be written into it.
@@ -106,6 +123,10 @@ def _open_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    stderr = sys.stderr
+    if stderr is sys.__stderr__ and isinstance(stderr, io.TextIOWrapper):  # a program or a test can have its own
+        raw = io.BufferedWriter(_Unfailing(stderr.fileno(), "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(raw, stderr.encoding, stderr.errors, line_buffering=True)
     if isinstance(
         getattr(sys.stdout, "buffer", None), io.RawIOBase
     ):  # python -u drops what a pipe does not take at once

@@ -286,6 +286,31 @@ def test_module_runs_and_survives_a_closed_pipe(fixtures: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    ("words", "both", "status"),
+    [
+        ("diff cuda0.pt training.pt", False, 1),
+        ("diff cuda0.pt nowhere.pt", False, 2),
+        ("diff --nope", False, 2),
+        ("diff cuda0.pt cuda0.pt", True, 2),
+        ("convert --nope", False, 2),
+        ("convert nowhere.pt {out}", False, 1),
+        ("convert cuda0.pt training.pt {out} --to cuda:1", False, 0),
+        ("inspect cuda0.pt", True, 1),
+        ("nope", True, 2),
+    ],
+)
+def test_a_full_disk_behind_standard_error(fixtures: Path, tmp_path: Path, words: str, both: bool, status: int) -> None:
+    """The exit status is the documented one, also where standard output is full too, and a batch goes on."""
+    command = [sys.executable, "-m", "ckptconv", *words.format(out=f"{tmp_path / 'out'}/").split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full if both else subprocess.PIPE, stderr=full, cwd=fixtures)
+    assert done.returncode == status
+    assert sorted(os.listdir(tmp_path)) == (["out"] if status == 0 else [])
+    assert status or sorted(os.listdir(tmp_path / "out")) == ["cuda0.pt", "training.pt"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_behind_standard_output(fixtures: Path) -> None:
     """One line says that the result could not be written, and the exit status does."""
     command = [sys.executable, "-m", "ckptconv", "inspect", str(fixtures / "cpu.pt")]
