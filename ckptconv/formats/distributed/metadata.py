@@ -25,7 +25,7 @@ from operator import add, itemgetter, le
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from ckptconv.byteranges.fault_sink import PickleSequence
-from ckptconv.byteranges.named_files import stays_inside
+from ckptconv.byteranges.given_paths import stays_inside
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.dtypes import BY_NAME, DType

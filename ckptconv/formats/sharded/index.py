@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.named_files import stays_inside
+from ckptconv.byteranges.given_paths import stays_inside
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder, list_folder
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
 from ckptconv.formats.safetensors_header import check_nesting, is_text
