@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptconv.checkpoint.globs import glob_of
+from ckptconv.checkpoint.globs import glob_of, matches
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import RefusedError
 from ckptconv.hints import Placeholder, option
@@ -36,11 +36,18 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
 
 
 def _globs(checkpoint: Checkpoint, places: list[Place]) -> tuple[str, ...]:
-    """The globs that mean the tensors at `places`: names in state dicts, elsewhere paths, which need a slash."""
+    """The globs that mean the tensors at `places`: names in state dicts, elsewhere paths, which need a slash. None if
+    one of them would mean another tensor too.
+    """
     named = {id(found.node) for found in checkpoint.detected.state_dicts} if places else set()
-    return tuple(
-        glob_of(place.path, place.key)
-        if place.parent and id(place.parent.node) in named
-        else glob_of(place.path if "/" in place.path else f"./{place.path}", None)
-        for place in places
-    )
+
+    def said(place: Place) -> tuple[str, str | None]:
+        if place.parent and id(place.parent.node) in named:
+            return place.path, place.key
+        return (place.path if "/" in place.path else f"./{place.path}"), None
+
+    globs = tuple(glob_of(*said(place)) for place in places)
+    meant = {id(place.node) for place in places}
+    loose = [glob for glob, place in zip(globs, places, strict=True) if not f"{place.path}{place.key}".isprintable()]
+    others = [said(place) for place in checkpoint.source_places if loose and id(place.node) not in meant]
+    return () if any(matches(glob, *other) for glob in loose for other in others) else globs

@@ -8,17 +8,18 @@ from __future__ import annotations
 import base64
 import contextlib
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace as changed
 from functools import partial
 from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError
 from botocore.parsers import ResponseParserError
 
 from ckptconv.byteranges import reading
@@ -30,7 +31,8 @@ from ckptconv.byteranges.far.secrets import Secrets
 from ckptconv.byteranges.far.source import FarSource
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
-from ckptconv.errors import OutputError, TargetExistsError, count, size
+from ckptconv.errors import CkptconvError, OutputError, TargetExistsError, count, size
+from ckptconv.hints import shell
 from ckptconv.output.far_folders import AGAIN, ANOTHER, NO_OLD_SET, REPLACES, OldSet
 from ckptconv.output.files import fill
 from ckptconv.output.read_back import IS_THERE, Sent, digest, read_back
@@ -133,16 +135,27 @@ def upload(
             for each in others if verify else ():
                 each.read_back(progress)
             appear(last)
-        except BaseException:
+        except BaseException as error:
             is_whole = bool(begun) and begun[-1].is_there  # Ctrl-C came right behind the last
             for each in () if is_whole else begun:
                 with contextlib.suppress(OutputError):  # what went wrong first matters more
                     each.forget(is_new=not replace or each.path not in old.etags)
+            if left := [] if is_whole else [each.path for each in begun if each.may_be_open]:
+                _say_what_is_left(error, left[0])
             raise
     if verify:
         last.read_back(progress, hint=IS_THERE)
     old.leave_last(deleting)
     return dict(overflowed)
+
+
+def _say_what_is_left(error: BaseException, path: Path) -> None:
+    """Add to the hint of `error` that an upload to `path` may have stayed open, and what lists it."""
+    if isinstance(error, CkptconvError):
+        url = far_path(path).url
+        lists = shell("aws", "s3api", "list-multipart-uploads", "--bucket", url.host, "--prefix", url.path)
+        what = f"an upload may have stayed open, whose parts cost space: {lists} lists it"
+        error.hint = f"{error.hint}; {what}" if error.hint else what
 
 
 def _condition(path: Path, old: OldSet, *, is_free: bool) -> dict[str, str]:
@@ -189,6 +202,7 @@ class _Upload:
         self._etags: list[str] = []
         self._sent: list[Sent] = []
         self._etag: str | None = None  # of the object, when it is there
+        self._is_aborted = False
 
     def send(self, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
         """Send all of `file`, through a temporary file if it has to be computed; give what overflowed."""
@@ -215,10 +229,32 @@ class _Upload:
                     progress(len(self._data))
                 self._sent = [(len(self._data), digest([self._data]))]
             else:
-                self._id = self._target.begin()
+                self._begin()
+                assert self._id is not None
                 sent = self._target.send(parts, self._id, progress)
                 self._etags, self._sent = [etag for etag, _ in sent], [part for _, part in sent]
             sums.results()
+
+    def _begin(self) -> None:
+        """Begin the upload in a thread, which Ctrl-C does not interrupt: its answer is waited for, so that the upload
+        can be aborted.
+        """
+        began: Future[str] = Future()
+
+        def begin() -> None:
+            try:
+                self._id = self._target.begin()
+                began.set_result(self._id)
+            except BaseException as error:  # for who waits
+                began.set_exception(error)
+
+        try:
+            threading.Thread(target=begin, daemon=True).start()
+            began.result()
+        except (KeyboardInterrupt, SystemExit):
+            with contextlib.suppress(Exception):  # what was interrupted matters more
+                began.result(POLICY.deadline)
+            raise
 
     def appear(self, condition: dict[str, str]) -> None:
         """Make the whole object visible, if the store finds the `condition` to hold."""
@@ -249,6 +285,13 @@ class _Upload:
                 self._target.delete()
         elif self._id is not None:
             self._target.abort(self._id)
+            self._is_aborted = True
+
+    @property
+    def may_be_open(self) -> bool:
+        """Whether the store may still have an upload that nobody completes: a request to begin or abort one failed."""
+        has_begun = self._id is not None and not (self._is_aborted or self.is_there)
+        return has_begun or self._target.may_have_begun
 
 
 class _Object:
@@ -258,6 +301,7 @@ class _Object:
         """Ask with the `shared` client, if there is one: to make another takes longer than a request."""
         url = far_path(path).url
         self.path, self._secrets = path, Secrets(url)
+        self.may_have_begun = False  # an upload whose id did not come
         with self._as_output_error():
             try:
                 self.client = shared or client()
@@ -294,8 +338,18 @@ class _Object:
 
     def begin(self) -> str:
         """Begin an upload, of which nobody sees anything; its id."""
+
+        def create(**how: Any) -> dict[str, Any]:
+            try:
+                said: dict[str, Any] = self.client.create_multipart_upload(**how)
+            except (ClientError, BotoCoreError) as error:
+                no_answer = _status(error) >= 500 if isinstance(error, ClientError) else True
+                self.may_have_begun |= no_answer and not isinstance(error, EndpointConnectionError)
+                raise
+            return said
+
         with self._as_output_error():
-            return str(self._asked(self.client.create_multipart_upload)["UploadId"])
+            return str(self._asked(create)["UploadId"])
 
     def abort(self, upload: str) -> None:
         """Abort an upload, which deletes its parts."""

@@ -87,8 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _of_bucket(self, query: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
         """Lists of objects and of open uploads."""
         if "uploads" in query:
-            keys = (key for key, _ in self.bucket.uploads.values())
-            return 200, {}, _xml("ListMultipartUploadsResult", (("Upload", {"Key": key}) for key in keys))
+            begun = ({"Key": key, "UploadId": upload} for upload, (key, _) in self.bucket.uploads.items())
+            return 200, {}, _xml("ListMultipartUploadsResult", (("Upload", each) for each in begun))
         found = [key for key in sorted(self.bucket.objects) if key.startswith(query.get("prefix", ""))]
         first = int(query.get("continuation-token", "0"))
         sized = [

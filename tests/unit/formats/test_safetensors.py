@@ -525,6 +525,14 @@ def test_everything_it_cannot_hold_is_named_at_once(at: str, src: Path, safe: Pa
     assert_equal(follow_hint(error, src, safe), {name: state[name] for name in fine})
 
 
+def test_no_glob_is_advised_that_takes_a_sound_tensor(src: Path, safe: Path) -> None:
+    """A name that nobody can type has a glob that other names can have too; then there is no advice."""
+    torch.save({"\ud800": torch.ones(1), "a": torch.ones(2)}, src)
+    assert refused(RefusedError, "cannot hold", src, safe).hint is None
+    torch.save({"\ud800": torch.ones(1), "ab": torch.ones(2)}, src)
+    assert_equal(follow_hint(refused(RefusedError, "cannot hold", src, safe), src, safe), {"ab": torch.ones(2)})
+
+
 def test_a_key_that_is_no_string_is_named_and_can_be_left_out(src: Path, safe: Path) -> None:
     """Each of them, as the error's hint says."""
     torch.save(of_ones_and_metadata({"a": 2, 3: 1, (1, "b"): 1}), src)

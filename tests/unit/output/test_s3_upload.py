@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
 from tests.support.command import Command
 from tests.support.fake_s3 import running_fake
 from tests.support.meter import Counted
-from tests.support.seaweed import Store
+from tests.support.seaweed import BUCKET, Store
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +158,63 @@ def test_an_answer_that_is_lost(request_: str, store: Store, tmp_path: Path, mon
     with pytest.raises((TargetExistsError, OutputError)):
         ckptconv.convert(src, url(f"raced-{request_}.pt"))
     assert store.get(f"raced-{request_}.pt") == b"theirs"
+
+
+def test_ctrl_c_while_an_upload_begins(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is waited for, and the upload aborted."""
+    from botocore.client import BaseClient
+
+    original = BaseClient._make_api_call
+
+    def interrupt(self: Any, name: str, arguments: Any) -> Any:
+        said = original(self, name, arguments)
+        if name == "CreateMultipartUpload":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.3)
+        return said
+
+    monkeypatch.setattr(BaseClient, "_make_api_call", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ckptconv.convert(url("zip.pt"), url("interrupted.pt"))
+    assert store.uploads() == [] and store.keys("interrupted") == []
+
+
+@pytest.mark.parametrize(
+    ("lost", "refused", "is_said"),
+    [
+        ("CreateMultipartUpload", "CompleteMultipartUpload", True),
+        ("AbortMultipartUpload", "CompleteMultipartUpload", True),
+        ("", "CompleteMultipartUpload", False),
+        ("", "CreateMultipartUpload", False),
+    ],
+)
+def test_an_upload_that_may_stay_open_is_said(
+    lost: str, refused: str, is_said: bool, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command that lists it, after a fault: of one whose id never came, or that was not aborted. No other."""
+    from botocore.client import BaseClient
+    from botocore.exceptions import ClientError, ReadTimeoutError
+
+    original, seen = BaseClient._make_api_call, list[str]()
+
+    def fail(self: Any, name: str, arguments: Any) -> Any:
+        if name == refused and lost != name:
+            raise ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, name)
+        said = None if name == "AbortMultipartUpload" == lost else original(self, name, arguments)
+        if name == lost and (name not in seen or name == "AbortMultipartUpload"):
+            seen.append(name)
+            raise ReadTimeoutError(endpoint_url="x")
+        return said
+
+    monkeypatch.setattr(POLICY, "backoff", 0.001)
+    monkeypatch.setattr(BaseClient, "_make_api_call", fail)
+    with pytest.raises(OutputError) as caught:
+        ckptconv.convert(url("zip.pt"), url("left.pt"))
+    monkeypatch.undo()
+    assert (f"list-multipart-uploads --bucket {BUCKET} --prefix left.pt" in str(caught.value)) is is_said
+    assert ("left.pt" in store.uploads()) is is_said
+    for each in store.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()):
+        store.client.abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each.get("UploadId", "1"))
 
 
 @pytest.mark.parametrize(
