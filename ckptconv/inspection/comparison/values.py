@@ -225,12 +225,12 @@ class Values:
         comparer = self.comparer(*infos)
         size = BLOCK * get_dtype(infos[0].dtype).itemsize
         for offset, length in parts:
-            buffers = [memoryview(bytearray(min(size, length))) for _ in spans]
             for at in range(0, length, size):
-                filled = [buffer[: min(size, length - at)] for buffer in buffers]
+                filled = [bytearray(min(size, length - at)) for _ in spans]
                 for span, buffer in zip(spans, filled, strict=True):
-                    span.source.read_into(span.offset + offset + at, buffer)
-                comparer.add(*filled)
+                    span.source.read_into(span.offset + offset + at, memoryview(buffer))
+                if filled[0] != filled[1]:  # parts of several megabytes can differ in one element
+                    comparer.add(memoryview(filled[0]), memoryview(filled[1]))
         return comparer
 
     def without_equal_storages(self, slow: list[tuple[Key, Piece, Piece]]) -> list[tuple[Key, Piece, Piece]]:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptconv
-from ckptconv.byteranges.kernels.comparing import comparable
+from ckptconv.byteranges.kernels.comparing import Comparer, comparable
 from ckptconv.byteranges.sources import Readable
 from ckptconv.cli.main import main
 from ckptconv.dtypes import BY_NAME
@@ -36,6 +36,7 @@ from ckptconv.inspection.comparison.differences import (
     TensorFacts,
     ValueDifference,
 )
+from ckptconv.inspection.elements import BLOCK
 from ckptconv.limits import LIMITS
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.text import Style
@@ -1305,3 +1306,23 @@ def test_what_is_alike_is_one_line(tmp_path: Path, command: Command) -> None:
     lines = command("diff", a, tmp_path / "casts.pt", status=1).out
     assert "  dtype         11 tensors\n    layers.3.weight and 9 more  float32 → bfloat16  values equal\n" in lines
     assert "    layers.4.weight  float32 → float16  values equal\n" in lines
+
+
+def test_only_blocks_that_differ_are_computed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of overlapping views that differ in one element, only the block around the element is compared as numbers."""
+    added = 0
+    add = Comparer.add
+
+    def counted(self: Comparer, a: memoryview, b: memoryview) -> None:
+        nonlocal added
+        added += len(a)
+        add(self, a, b)
+
+    monkeypatch.setattr(Comparer, "add", counted)
+    for name, value in (("a.pt", 0), ("b.pt", 5)):
+        storage = torch.zeros(40 * BLOCK, dtype=torch.int8)
+        storage[20 * BLOCK] = value
+        torch.save({f"w{i}": storage[i : i + 39 * BLOCK] for i in range(8)}, tmp_path / name)
+    found = ckptconv.diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert [(each.values.differing, each.values.largest) for each in found.differing if each.values] == [(1, 5)] * 8
+    assert added == 8 * BLOCK
