@@ -14,7 +14,7 @@ from ckptconv.conversion.items import Item, Listing
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.conversion.target_conflicts import refuse_among_parts, refuse_inside, refuse_one_name
 from ckptconv.conversion.target_names import Found, Kind, name_in_folder
-from ckptconv.errors import InputError, UsageError, count, some
+from ckptconv.errors import InputError, MissingInputError, UsageError, count, some
 from ckptconv.formats.distributed import rank_names
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.foreign.paths import no_path_error, odd_suffix_error
@@ -121,6 +121,13 @@ def list_in_place(srcs: Sequence[str | os.PathLike[str]]) -> Listing:
     """
     items: list[Item] = []
     unentered: list[Path] = []
+    for src in map(Path, srcs if len(srcs) > 1 else ()):
+        if not os.path.lexists(src):  # before another one is changed: it may be meant as an output
+            raise MissingInputError(
+                "no such file, so nothing was changed",
+                where=src,
+                hint="without " + option("in_place") + " the last path is the output",
+            )
     for src in map(Path, srcs):
         found = find(src) if os.path.isdir(src) else [Found(src, "file", (src,))]
         unentered += [each.path for each in found if each.kind == "unentered"]

@@ -1101,6 +1101,14 @@ def test_a_copied_folder_leaves_journals_out(run_folder: Path, tmp_path: Path, c
     assert not any("was interrupted" in note for note in notes["epochs/1.pt"])
 
 
+def test_a_path_that_is_missing(checkpoint: Path, command: Command) -> None:
+    """It may be meant as an output: the others stay as they are."""
+    before = checkpoint.read_bytes()
+    missing = checkpoint.with_name("out.pt")
+    command("convert", checkpoint, missing, "--to", "cuda:1", "--in-place", status=1, err="so nothing was changed")
+    assert checkpoint.read_bytes() == before
+
+
 def test_jobs_in_place(run_folder: Path) -> None:
     """Jobs as any other: their two paths are one."""
     jobs = ckptconv.jobs_in(run_folder, str(run_folder), in_place=True, strip_prefix="module.")
