@@ -1,4 +1,4 @@
-"""What loading a checkpoint would run: nothing, code that it needs, or code that no checkpoint needs.
+"""Find out what loading a checkpoint would run: nothing, code that it needs, or code that no checkpoint needs.
 
-May import: ``formats`` and what stands below it. Start with ``scan``.
+May import: ``formats`` and the packages below it. Start with ``scan``.
 """

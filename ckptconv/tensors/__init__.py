@@ -1,6 +1,6 @@
 """Real tensors in memory: load, save and move them.
 
-The only package, beside ``byteranges.kernels``, that imports torch.
+Only this package and ``byteranges.kernels`` import torch.
 
-May import: ``inspection`` and what stands below it. Start with ``files``.
+May import: ``inspection`` and the packages below it. Start with ``files``.
 """

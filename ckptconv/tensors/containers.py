@@ -1,9 +1,9 @@
-"""Walk and copy Python containers with sharing, cycles, order and types kept.
+"""Walk and copy Python containers, keeping sharing, cycles, order and types.
 
 Containers are dicts, lists, tuples, sets, frozensets and deques, their subclasses (``OrderedDict``, ``defaultdict``,
-``Counter``, named tuples ...) with attributes set on them, other mutable mappings (``UserDict``), and instances of
-dataclasses. Everything else is a *leaf* and not looked into, but for attributes set on a tensor. Nothing here recurses:
-nesting may be as deep as memory allows.
+``Counter``, named tuples ...) with their attributes, other mutable mappings (``UserDict``), and instances of
+dataclasses. Every other object is a *leaf*. The content of a leaf is not visited, except for the attributes of a
+tensor. Nothing here recurses, so nesting may be as deep as memory allows.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from ckptconv.light_dataclass import dataclass
 
 __all__ = ["Contents", "Slot", "attributes_of", "is_wrapper", "set_attributes"]
 
-#: A subclass before its base. Their own methods are called, not those of classes derived from
-#: them, which may do more than store.
+#: Each subclass comes before its base. The methods of these classes are called directly, because methods of derived
+#: classes may do more than store.
 _BASES = (OrderedDict, defaultdict, dict, list, deque, set, frozenset, tuple)
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), type)
-_LEAVES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)  # whatever else they are: a module can be a dataclass
+_LEAVES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)  # always leaves, although a module can be a dataclass
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Where `node` stands first: `key` is its key where `above` is a dict and has it as a value, else None."""
+    """The first position of `node`.
+
+    `above` is the slot of the object that contains it, or None for the root. `key` is its key if it is a value of a
+    dict, and otherwise None.
+    """
 
     node: Any
     above: Slot | None
     key: object = None
 
     def upwards(self) -> Iterator[Slot]:
-        """This place and those around it, outwards."""
+        """Yield this slot and the slots around it, from the inside outwards."""
         at: Slot | None = self
         while at is not None:
             yield at
@@ -44,12 +48,12 @@ class Slot:
 
 
 class Contents:
-    """All that is in `root`, each object once."""
+    """All objects in `root`, each once, except for atoms."""
 
     def __init__(self, root: object) -> None:
         self.root = root
         self.leaves: list[Slot] = []
-        self.containers: list[Any] = []  # those inside before those around them, but for cycles
+        self.containers: list[Any] = []  # contents before their containers, except in cycles
         seen: set[int] = set()
         todo: list[tuple[Slot, bool]] = [(Slot(root, None), False)]
         while todo:
@@ -70,17 +74,19 @@ class Contents:
                         ]
 
     def copied(self, replaced: Callable[[Any], Any]) -> Any:
-        """A copy with `replaced`(leaf) for each leaf; a tensor that is replaced by another one gives it its attributes.
+        """Return a copy of the root in which `replaced`(leaf) stands for each leaf.
 
-        A tuple or frozenset in which nothing was replaced stays itself.
+        A tensor that replaces another tensor gets its attributes. A tuple or frozenset without replaced members is not
+        copied.
         """
         return _Copy(self, replaced).of(self.root)
 
 
 class _Copy:
-    """Makes what can change empty at first and fills it later, so that cycles find it.
+    """A copy of all containers.
 
-    What cannot is made of what is made already.
+    Mutable containers are made empty and filled later, so that cycles can refer to them. Tuples and frozensets are made
+    after their members.
     """
 
     def __init__(self, contents: Contents, replaced: Callable[[Any], Any]) -> None:
@@ -89,7 +95,7 @@ class _Copy:
             id(node): _empty(node) for node in contents.containers if not isinstance(node, (tuple, frozenset))
         }
         todo = contents.containers
-        while todo:  # again for those in a cycle that goes through a tuple
+        while todo:  # repeated for cycles through a tuple
             todo = [node for node in todo if not self.finished(node)]
         for place in contents.leaves:
             new = self.of(place.node)
@@ -97,13 +103,15 @@ class _Copy:
                 set_attributes(new, {name: self.of(value) for name, value in attributes_of(place.node).items()})
 
     def of(self, node: Any) -> Any:
+        """Return the copy of `node`, which must be made already."""
         return node if _is_atom(node) else self.made[id(node)]
 
     def has(self, node: Any) -> bool:
+        """Return whether the copy of `node` is made."""
         return _is_atom(node) or id(node) in self.made
 
     def finished(self, node: Any) -> bool:
-        """Whether `node`'s copy could be made and filled."""
+        """Make and fill the copy of `node`, if the copies of its contents are made. Return whether it was filled."""
         if not self.has(node):
             items = list(_items(node))
             if not all(map(self.has, items)):
@@ -122,11 +130,17 @@ def _is_atom(node: object) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether `tensor`'s class says itself what operations on it do. Its attributes may be what it is made of."""
+    """Return whether the class of `tensor` defines its operations (``__torch_dispatch__``).
+
+    The attributes of such a tensor may be the tensors that it consists of.
+    """
     return bool(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
 
 
 def _is_container(node: object) -> bool:
+    """Return whether `node` is a container. A dataclass or mapping counts only if ``object.__new__`` can make an empty
+    one.
+    """
     if isinstance(node, _LEAVES):
         return False
     if isinstance(node, _BASES):
@@ -135,23 +149,27 @@ def _is_container(node: object) -> bool:
         return False
     try:
         object.__new__(type(node))
-    except TypeError:  # it keeps things where only its own code, in C, reaches them
+    except TypeError:  # a class in C, whose data only its own code can reach
         return False
     return True
 
 
 def _base(node: object) -> Any:
+    """Return the first builtin container class that `node` is an instance of, or None."""
     return next((base for base in _BASES if isinstance(node, base)), None)
 
 
 def _items(node: Any) -> Iterator[Any]:
-    """The elements of a tuple, list, deque or set, the keys of a dict."""
+    """Return an iterator over the elements of a tuple, list, deque or set, or over the keys of a dict."""
     base = _base(node)
     return base.__iter__(node) if base else iter(())
 
 
 def _keyed(node: Any) -> Iterator[tuple[object, Any]]:
-    """All that `node` holds, a dict's values with their keys."""
+    """Yield the contents of `node`, except for atoms, as pairs of a key and a value.
+
+    The key is the key of a dict's value, and None for elements, keys and attributes.
+    """
     if isinstance(node, dict):
         for key, value in _base(node).items(node):
             if not _is_atom(key):
@@ -164,7 +182,7 @@ def _keyed(node: Any) -> Iterator[tuple[object, Any]]:
 
 
 def attributes_of(node: object) -> dict[str, Any]:
-    """What is in the ``__dict__`` and the ``__slots__`` of `node`."""
+    """Return the attributes of `node` in its ``__dict__`` and its ``__slots__``."""
     found = dict(getattr(node, "__dict__", ()))
     for slot in _slots(node):
         try:
@@ -175,7 +193,9 @@ def attributes_of(node: object) -> dict[str, Any]:
 
 
 def set_attributes(node: object, values: dict[str, Any]) -> None:
-    """Set `values` on `node`, whatever its ``__setattr__`` would say: a frozen dataclass refuses."""
+    """Set the attributes `values` on `node` without calling its ``__setattr__``, which refuses if a dataclass is
+    frozen.
+    """
     slots = {slot.__name__: slot for slot in _slots(node)}
     for name, value in values.items():
         if name in slots:
@@ -185,12 +205,14 @@ def set_attributes(node: object, values: dict[str, Any]) -> None:
 
 
 def _slots(node: object) -> Iterator[MemberDescriptorType]:
+    """Yield the descriptors of the ``__slots__`` of the class of `node` and its bases."""
     for cls in reversed(type(node).__mro__):
-        if "__slots__" in vars(cls):  # a class in C has members too, which are no slots
+        if "__slots__" in vars(cls):  # classes in C have members that are not slots
             yield from (slot for slot in vars(cls).values() if isinstance(slot, MemberDescriptorType))
 
 
 def _empty(node: Any) -> Any:
+    """Return an empty container of the type of `node`."""
     base = _base(node)
     if base is None:
         return object.__new__(type(node))
@@ -203,7 +225,9 @@ def _empty(node: Any) -> Any:
 
 
 def _remade(node: Any, items: list[Any]) -> Any:
-    """The tuple or frozenset `node` with other `items`."""
+    """Return a tuple or frozenset like `node` with `items`, or `node` itself if nothing differs and it has no
+    attributes.
+    """
     if not attributes_of(node) and all(new is old for new, old in zip(items, _items(node), strict=True)):
         return node
     if hasattr(type(node), "n_sequence_fields"):  # a ``torch.return_types``, as Python's own ``os.stat_result``
@@ -212,6 +236,7 @@ def _remade(node: Any, items: list[Any]) -> Any:
 
 
 def _fill(new: Any, node: Any, of: Callable[[Any], Any]) -> None:
+    """Add the contents and attributes of `node` to the empty container `new`, each mapped by `of`."""
     base = _base(node)
     if isinstance(node, dict):
         for key, value in base.items(node):

@@ -1,4 +1,4 @@
-"""Which devices torch has on this machine, and the error for those that it has not."""
+"""The devices that torch has on this machine, and the error for missing ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ _EVERYWHERE = ("cpu", "meta")
 
 
 def has(tag: str) -> bool:
-    """Whether torch can put tensors on `tag` here: its backend is built in, and so many devices are visible."""
+    """Return whether torch can put tensors on the device `tag` here.
+
+    Its backend must be built in, and the device must be visible. ``cpu`` and ``meta`` exist everywhere. Their tags have
+    no index, so the answer for ``cpu:0`` is False.
+    """
     family, _, index = tag.partition(":")
     if family in _EVERYWHERE:
         return not index  # torch restores no tag cpu:0
@@ -22,9 +26,10 @@ def has(tag: str) -> bool:
 
 
 def _count(family: str) -> int:
-    """How many devices of `family` there are.
+    """Return the number of devices of `family`, or 0 if this torch does not know it.
 
-    Backends that register themselves with torch (npu, mlu, ...) are modules of it like torch's own.
+    Backends that register themselves with torch (npu, mlu, ...) are modules of torch too. A backend that cannot count
+    its devices has one.
     """
     try:
         backend = torch.get_device_module(family)
@@ -35,7 +40,10 @@ def _count(family: str) -> int:
 
 
 def require(tags: Iterable[str], *, where: object, hint: str) -> None:
-    """Raise DeviceUnavailable if torch lacks one of `tags`, before torch says so in the middle of its work."""
+    """Raise DeviceUnavailable if torch lacks one of the devices `tags`.
+
+    `where` names the checkpoint in the error and `hint` says what to do.
+    """
     missing = sorted({tag for tag in tags if not has(tag)})
     if missing:
         families = sorted({tag.partition(":")[0] for tag in missing})
@@ -51,6 +59,6 @@ def require(tags: Iterable[str], *, where: object, hint: str) -> None:
 
 
 def automatic() -> str:
-    """The family of the accelerator that there is, else ``cpu``."""
+    """Return the family of the available accelerator, or ``cpu`` if there is none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator.type if accelerator else "cpu"

@@ -1,6 +1,6 @@
 """``open``, ``load`` and ``save``: checkpoint files from Python.
 
-What needs torch imports it when it is called.
+Code that needs torch imports it when it is called.
 """
 
 from __future__ import annotations
@@ -47,25 +47,27 @@ __all__ = ["CheckpointFile", "load", "open", "save"]
 
 @for_python
 def open(path: Input, *, download: bool = False) -> CheckpointFile:
-    """The checkpoint at `path`, to look into and to take single tensors from.
+    """Open the checkpoint at `path`, to look into it and to load single tensors.
+
+    Only headers and the pickle are read.
 
     Args:
-        path: A file, a sharded set or a folder of torch.distributed.checkpoint. Headers and the pickle are read. Or a
-            binary file object that can seek, such as an io.BytesIO: all of it from its byte 0 on, wherever its position
-            is. That is put back behind each reading, and the object stays open.
-        download: Of a URL, as for :func:`ckptconv.convert`.
+        path: A file, a sharded set, or a folder of torch.distributed.checkpoint. Or a binary file object that can seek,
+            such as an io.BytesIO: it is read from its byte 0 on, wherever its position is. Each reading restores the
+            position, and the object stays open.
+        download: For a URL, as for :func:`ckptconv.convert`.
 
     Returns:
-        The open checkpoint, for ``with``.
+        The open checkpoint, for a ``with`` statement.
 
     Raises:
-        CkptconvError: One of its subclasses, where there is none.
+        CkptconvError: One of its subclasses, if there is no checkpoint or it cannot be read.
     """
     return CheckpointFile(path, download=download)
 
 
 class CheckpointFile:
-    """An open checkpoint. Nothing of a tensor is in memory until :meth:`load` is asked for it."""
+    """An open checkpoint. The data of a tensor is read only by :meth:`load`."""
 
     @for_python
     def __init__(self, path: Input, *, download: bool = False) -> None:
@@ -82,39 +84,40 @@ class CheckpointFile:
 
     @property
     def path(self) -> Path:
-        """Where it is; of a file object, what it is called."""
+        """The path or URL of the checkpoint, or the name of the file object."""
         return self._source.path
 
     @property
     def format(self) -> str:
-        """Its container: ``torch zip``, ``safetensors``."""
+        """The container, such as ``torch zip`` or ``safetensors``."""
         return self._checkpoint.format
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The tensors by path (``state_dict/conv.weight``), in the file's order: dtype, shape and stride in elements,
+        """The tensors by path (``state_dict/conv.weight``), in the order of the file: dtype, shape, stride in elements,
         device, sizes in bytes, ties.
         """
         return MappingProxyType(self._checkpoint.tensors)
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """The texts that a safetensors file has beside its tensors."""
+        """The texts in the header of a safetensors file."""
         return MappingProxyType(self._checkpoint.metadata)
 
     @for_python
     def load(self, path: str) -> torch.Tensor:
-        """Load one tensor. Each call reads it anew.
+        """Load one tensor. Each call reads it again.
 
         Args:
-            path: Where it stands, as :attr:`tensors` says it.
+            path: The path of the tensor, as in :attr:`tensors`.
 
         Returns:
             The tensor on the CPU, as torch would load it: dtype, shape, stride, ``requires_grad``, ``Parameter``.
 
         Raises:
-            NoMatchError: No tensor stands there.
-            UnsupportedError: It is made by code that torch's safe loader refuses.
+            NoMatchError: There is no tensor at this path.
+            UsageError: The checkpoint is closed.
+            UnsupportedError: Torch's safe loader refuses code that makes the tensor.
         """
         require_torch("loading a tensor", self.path)
         from ckptconv.tensors.loading import load_checkpoint
@@ -126,7 +129,7 @@ class CheckpointFile:
         return tensor
 
     def _part(self, path: str) -> Checkpoint:
-        """The tensor at `path` as a checkpoint of its own, on the same nodes."""
+        """Return a checkpoint of the same nodes that contains only the tensor at `path`."""
         if not isinstance(path, str):
             raise ArgumentTypeError(
                 f"a tensor is loaded by its path, such as {next(iter(self._places), 'weight')!r}, not by {path!r}"
@@ -138,7 +141,7 @@ class CheckpointFile:
         return part
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file. A file object stays open."""
         self._is_closed = True
         self._source.close()
 
@@ -156,7 +159,9 @@ class CheckpointFile:
 
 
 def _near(path: str, paths: Iterable[str]) -> str | None:
-    """The path that was probably meant."""
+    """Return a hint with the path that is most like `path`, or with any path if none is like it. None if there are
+    none.
+    """
     every = list(paths)
     ending = [each for each in every if each.endswith("/" + path)]
     close = ending or close_matches(path, every, n=1) or every
@@ -174,30 +179,30 @@ def load(
     loadable: bool = False,
     download: bool = False,
 ) -> Any:
-    """What ``torch.load(path, map_location, weights_only=True)`` gives, from any container.
+    """Load what ``torch.load(path, map_location, weights_only=True)`` returns, from any container.
 
-    Nothing in the file is run. Of a file that needs unknown classes, a part without them loads by `state_dict` or
-    `select`.
+    Nothing in the file is executed. If the file needs unknown classes, use `state_dict` or `select` to load a part
+    without them.
 
     Args:
         path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`open`.
-        map_location: What torch takes (a device, a mapping of tags, a function of storage and tag), and what
-            :func:`ckptconv.convert` takes (families, ``'any'``, a function of the tag alone); ``'auto'`` is the GPU if
-            there is one, else the CPU. A device without an index is torch's current one; states of random generators
-            move with all others, as torch does it.
-        state_dict: Take the state dict alone, wherever it is.
-        select: The path of the part to take, such as ``ema/model``.
-        strip_prefix: Prefixes to take off the start of names, such as ``module.``.
-        loadable: Make plain what is only data, as :func:`ckptconv.convert` does, and load all of it.
-        download: Of a URL, as for :func:`ckptconv.convert`.
+        map_location: What torch accepts (a device, a mapping of tags, a function of storage and tag), or what
+            :func:`ckptconv.convert` accepts (families, ``'any'``, a function of the tag only). ``'auto'`` is the GPU if
+            there is one, else the CPU. A device without an index is torch's current one. States of random generators
+            move with all other tensors, as in torch.
+        state_dict: Load only the state dict, wherever it is.
+        select: Load only the part at this path, such as ``ema/model``.
+        strip_prefix: Prefixes to remove from the start of names, such as ``module.``.
+        loadable: Turn objects that are only data into plain containers, as :func:`ckptconv.convert` does, and load
+            everything.
+        download: For a URL, as for :func:`ckptconv.convert`.
 
     Returns:
-        The object, with real tensors. Of a safetensors file also the tied names that its metadata records, which
-        ``load_file`` leaves out: ``load_state_dict`` takes that for models that tie them and for models that do not.
+        The object, with real tensors.
 
     Raises:
         DeviceUnavailable: Tensors would go to a device that torch does not have here.
-        UnsupportedError: Code would be needed.
+        UnsupportedError: Loading would need code.
         CkptconvError: Another of its subclasses.
     """
     require_torch("loading tensors", path_of(path))
@@ -227,24 +232,24 @@ def _read(source: Readable, select: str | None = None) -> tuple[Checkpoint, str 
 @for_python
 @takes(SaveOptions, force=True)
 def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
-    """Write `obj` to `path`, which is replaced when the new file is whole, and not before.
+    """Write `obj` to `path`. An existing file is replaced after the new file is complete, and not before.
 
-    Tensors on a GPU are copied to the CPU 4 MiB at a time, others are written from where they are.
+    Tensors on a GPU are copied to the CPU 4 MiB at a time. Other tensors are written directly from memory.
 
     Args:
-        obj: Whatever ``torch.save`` takes.
-        path: A file, here or in S3: ``.safetensors`` by its suffix, else torch's zip format. Or a binary file object
-            that can seek, whose ``name``, if it has one, says the format as a path does: it is written from its
-            position on, stays open, and its position is then behind what was written, as with ``torch.save``; where
-            writing it fails, what was written until then stays.
+        obj: Any object that ``torch.save`` accepts.
+        path: A file, here or in S3: safetensors if the suffix is ``.safetensors``, else torch's zip format. Or a binary
+            file object that can seek. If it has a ``name``, the name decides the format as a path does. It is written
+            from its position on and stays open, and its position is then after the last byte, as with ``torch.save``.
+            If writing fails, what was written so far stays.
         **options: The keys of :class:`~ckptconv.conversion.options.SaveOptions`.
-        force: `path` may exist; False: it must not.
+        force: Whether `path` may exist.
 
     Returns:
-        A report of what was done. `map_location` changes what the file says; no tensor moves.
+        A report of what was done. `map_location` changes only the devices in the file, and no tensor moves.
 
     Raises:
-        CkptconvError: One of its subclasses; `path` is then as it was.
+        CkptconvError: One of its subclasses. `path` is then unchanged.
         Exception: What pickling `obj` raises.
     """
     started = time.monotonic()
@@ -269,7 +274,11 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
 
 
 def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:
-    """The file that `path` means, or what a file object is called, and its format. Raises where no file may be."""
+    """Return the file to write and its format, which is None if neither an option nor the name decides it.
+
+    For a file object, return its name instead of a file. Raise UsageError if `path` is a folder, and another
+    CkptconvError if it may not be written.
+    """
     if is_file_object(path):
         name = path_of(path)
         return name, find_target(Path(), name.name, output.format)[1]

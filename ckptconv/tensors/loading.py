@@ -1,8 +1,8 @@
-"""Load real tensors through torch's own safe loader, from an archive that is never written.
+"""Load real tensors with torch's own safe loader, from an archive that is never written.
 
-torch reads the graph's pickle, emitted again, and the storages' bytes where they stand
-(:mod:`ckptconv.output.virtual_file`). So a part of a file, a safetensors file, and a pickle that torch refuses for its
-protocol alone load in one way.
+torch reads the pickle that the graph emits, and the bytes of the storages from where they are
+(:mod:`ckptconv.output.virtual_file`). So a part of a file, a safetensors file, and a pickle that torch refuses only for
+its protocol all load in one way.
 """
 
 from __future__ import annotations
@@ -33,16 +33,23 @@ from ckptconv.tensors import devices_here
 
 __all__ = ["LoadLocation", "load_checkpoint"]
 
-#: What ``torch.load`` takes as well: a function that puts a storage, loaded on the CPU, where it belongs.
+#: A function for ``torch.load``: it moves a storage, which was loaded on the CPU, to its device.
 TorchsFunction: TypeAlias = Callable[[torch.UntypedStorage, str], "torch.UntypedStorage | None"]
 LoadLocation: TypeAlias = "MapLocation | TorchsFunction"
 
 
 def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *, whole: bool = True) -> Any:
-    """The object that `checkpoint` holds, which is edited.
+    """Return the object in `checkpoint`, with real tensors. The checkpoint's graph is changed.
 
-    `whole`: parts of it could be asked for instead. Raises DeviceUnavailable before a tensor is
-    read, UnsupportedError where torch refuses.
+    Args:
+        checkpoint: The checkpoint.
+        map_location: As for :func:`ckptconv.load`.
+        whole: Whether the user could ask for a part instead. If so, errors suggest a part that loads.
+
+    Raises:
+        DeviceUnavailable: torch lacks a device. Raised before a tensor is read.
+        UnsupportedError: torch's safe loader refuses the checkpoint.
+        MalformedError: torch cannot make what the checkpoint describes.
     """
     where = checkpoint.source.path
     devices, target = _meaning(map_location)
@@ -65,14 +72,14 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         with stream:
             return torch.load(cast("IO[bytes]", stream), map_location=target, weights_only=True, mmap=False)
     except BaseException as error:
-        if stream.failure:  # torch reports that reading failed, and not why
+        if stream.failure:  # torch reports that reading failed, without the reason
             raise stream.failure from None
         if isinstance(error, pickle.UnpicklingError):
             raise UnsupportedError("torch's safe loader refuses it", where=where, got=_reason(error)) from error
         if not isinstance(error, Exception):
             raise
         short = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
-        if short or callable(target):  # the machine's fault, or it may be the function's own
+        if short or callable(target):  # not the file's fault, or perhaps the function's own error
             raise
         raise MalformedError(
             "torch cannot make what the file says", where=where, got=f"{type(error).__name__}: {error}"
@@ -80,15 +87,15 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
 
 
 def _reason(error: pickle.UnpicklingError) -> str | None:
-    """The sentence in torch's advice that says what it refuses."""
+    """Return the part of torch's error that says what torch refuses, or None if it has no such part."""
     found = re.search(r"WeightsUnpickler error:\s*(.*?)(?:\.? Please|$)", str(error), re.MULTILINE)
     return found[1] if found else None
 
 
 def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
-    """Raise where torch's safe loader would refuse, before a tensor is read.
+    """Raise UnsupportedError if torch's safe loader would refuse `checkpoint`, before a tensor is read.
 
-    Of a `whole` file, say which part would load.
+    If `whole` is set, the error suggests a part that would load.
     """
     unknown = sorted({node.name for node in checkpoint.graph.globals if isinstance(node, OtherDType)})
     if unknown:
@@ -129,13 +136,13 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
 
 
 def _told() -> Iterator[str]:
-    """The names of what the program has told torch to trust."""
+    """Yield the names of the globals that the program has told torch to trust."""
     for told in torch.serialization.get_safe_globals():
         yield told[1] if isinstance(told, tuple) else f"{told.__module__}.{told.__qualname__}"
 
 
 def _default_byteorder() -> str:
-    """The byte order of files that do not say it, as torch is told."""
+    """Return torch's setting for the byte order of files that do not record it: ``little`` or ``big``."""
     told = torch.serialization.get_default_load_endianness()
     if told == torch.serialization.LoadEndianness.NATIVE:
         return sys.byteorder
@@ -143,7 +150,10 @@ def _default_byteorder() -> str:
 
 
 def _meaning(map_location: LoadLocation | None) -> tuple[Devices, Any]:
-    """Which tag becomes which, and what torch is to be told. Raises TypeError, UsageError."""
+    """Return the mapping of tags and the `map_location` for torch.
+
+    Raise TypeError or UsageError if `map_location` is wrong.
+    """
     if callable(map_location):
         if _takes_two(map_location):
             return Devices(), map_location
@@ -154,7 +164,7 @@ def _meaning(map_location: LoadLocation | None) -> tuple[Devices, Any]:
 
 
 def _takes_two(function: Callable[..., object]) -> bool:
-    """Whether it is torch's kind of function: (storage, tag) → storage or None."""
+    """Return whether `function` is one for torch: (storage, tag) → storage or None."""
     try:
         inspect.signature(function).bind(None, "cpu")
     except TypeError:
@@ -165,15 +175,19 @@ def _takes_two(function: Callable[..., object]) -> bool:
 
 
 def _device(word: object) -> str:
-    """The device `word` for all tensors, as torch says it. Without an index it is the current one of its family."""
+    """Return the device `word` for all tensors, as torch writes it.
+
+    Without an index it is the current device of its family. ``auto`` is the accelerator that is available, or the CPU.
+    """
     if word == "auto":
         return devices_here.automatic()
-    if str(word) == "meta":  # which holds no data, but who loads may want the shapes alone
+    if str(word) == "meta":  # no data, but the user may want only the shapes
         return "meta"
     target = parse_target(word)
     return target.family if target.index is None else target.tag("")
 
 
 def _tags(checkpoint: Checkpoint) -> Iterable[str]:
+    """Yield the devices of all storages, and the devices in arguments of calls."""
     yield from (storage.device for storage in checkpoint.storages.values())
     yield from (argument.device for argument in checkpoint.index.device_arguments)

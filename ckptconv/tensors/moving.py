@@ -1,8 +1,8 @@
 """``remap`` and ``devices``: move objects in memory between devices, and count their bytes.
 
-A move keeps what ``torch.save`` and ``torch.load(map_location=...)`` would keep: values bit for bit, views, what shares
-a storage, classes, attributes, ``requires_grad``; and gradients too. Modules and optimizers move in place, as with
-``Module.to``: their tensors stay the objects that they are, whoever else refers to them.
+A move keeps what ``torch.save`` and ``torch.load(map_location=...)`` would keep: values bit for bit, views, sharing of
+storages, classes, attributes, ``requires_grad``. It also keeps gradients. Modules and optimizers move in place, as with
+``Module.to``: their tensors stay the same objects for everything that refers to them.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from ckptconv.tensors.rng_states import rng_states
 __all__ = ["devices", "remap"]
 
 _T = TypeVar("_T")
-_NO_INDEX = ("cpu", "mps", "meta")  # devices whose tags have none
+_NO_INDEX = ("cpu", "mps", "meta")  # devices whose tags have no index
 
 
 @for_python
 def remap(obj: _T, map_location: MapLocation) -> _T:
-    """`obj` with its tensors on other devices.
+    """Move the tensors in `obj` to other devices and return the result.
 
-    A storage moves once and as a whole, so what shared one shares one. A tensor that is where it should be is returned
-    as it is; one that moves comes back as a leaf, without hooks. Sparse, quantized, nested and wrapper tensors move by
-    their own ``to``, and share no storages after it. ``meta`` tensors have no data and stay. States of random
-    generators stay on the CPU, as in ``convert``.
+    A storage moves once and completely, so tensors that shared a storage share one afterwards. A tensor that is already
+    on its device is returned unchanged. A tensor that moves becomes a leaf without hooks. Sparse, quantized, nested and
+    wrapper tensors move by their own ``to``, and share no storages afterwards. ``meta`` tensors have no data and stay.
+    States of random generators stay on the CPU, as in ``convert``.
 
-    As with ``Module.to``, a module's parameters, gradients and buffers move, and no tensor that is a plain attribute.
-    An optimizer's parameters move with its state. Its ``step``, and the ``lr`` if it is a tensor, stay on the CPU if
-    they are there, but in groups that are ``capturable`` or ``fused``, as torch has it. A ``state_dict()`` is a
-    container like any other.
+    As with ``Module.to``, a module's parameters, gradients and buffers move, but tensors in plain attributes do not. An
+    optimizer's parameters move with its state. If its ``step`` and a tensor ``lr`` are on the CPU, they stay there,
+    except in groups that are ``capturable`` or ``fused``, as in torch. A ``state_dict()`` is a container like any
+    other.
 
     Args:
-        obj: A module, an optimizer, a tensor, or containers of them. :mod:`ckptconv.tensors.containers` says which
-            containers are looked into; every other object is returned as it is.
-        map_location: As for :func:`ckptconv.convert`, but that a device without an index, for all tensors, is the
-            current one of its family, and ``'auto'`` is the GPU if there is one, else the CPU.
+        obj: A module, an optimizer, a tensor, or containers of them. :mod:`ckptconv.tensors.containers` describes the
+            containers that are searched. Every other object is returned as it is.
+        map_location: As for :func:`ckptconv.convert`, with two differences: a device without an index, for all tensors,
+            is the current one of its family, and ``'auto'`` is the GPU if there is one, else the CPU.
 
     Returns:
-        `obj` itself if it is a module or an optimizer, which move in place; containers, and other tensors that have to
+        `obj` itself if it is a module or an optimizer, which move in place. Containers, and other tensors that have to
         move, are copied.
 
     Raises:
-        DeviceUnavailable: torch does not have the device here; nothing was moved.
+        DeviceUnavailable: torch does not have the device here. Nothing was moved.
         UsageError: `map_location` makes no sense.
     """
     wish = _resolved(map_location)
@@ -64,7 +64,7 @@ def remap(obj: _T, map_location: MapLocation) -> _T:
         move.check()
         for place in contents.leaves:
             if isinstance(place.node, torch.nn.Module):
-                # which modules override: an LSTM joins its weights again after it
+                # modules override this: an LSTM joins its weights again afterwards
                 place.node._apply(move.in_place)  # type: ignore[no-untyped-call]
         for tensor in found.owned:
             move.in_place(tensor)
@@ -76,11 +76,11 @@ def devices(obj: object) -> dict[str, int]:
     """Count the bytes of storages on each device.
 
     Args:
-        obj: Modules, optimizers, tensors with their gradients, in any containers.
+        obj: Modules, optimizers and tensors with their gradients, in any containers.
 
     Returns:
-        The bytes by device, the most first; devices are written as in a checkpoint: ``cpu``, ``cuda:0``, ``mps``. A
-        storage counts once, and as a whole; on ``meta`` it has a size and no data.
+        The number of bytes by device, the largest first. Devices are written as in a checkpoint: ``cpu``, ``cuda:0``,
+        ``mps``. A storage counts once, with its full size. A storage on ``meta`` has a size and no data.
     """
     sizes: Counter[str] = Counter()
     with torch._C.DisableTorchFunctionSubclass():
@@ -89,7 +89,7 @@ def devices(obj: object) -> dict[str, int]:
         for tensor in found.tensors():
             lying_on = list(_storages(tensor))
             storages += lying_on
-            if not lying_on:  # in a layout of its own
+            if not lying_on:  # a layout without storages
                 sizes[_tag(tensor)] += tensor.numel() * tensor.element_size()
         for storage in {_key(storage): storage for storage in storages}.values():
             sizes[_tag(storage)] += storage.nbytes()
@@ -97,13 +97,20 @@ def devices(obj: object) -> dict[str, int]:
 
 
 class _Found:
-    """The tensors in `contents` with their gradients: *owned* by modules and optimizers, or *free*."""
+    """The tensors in `contents` and their gradients.
+
+    Attributes:
+        owned: Tensors of modules and optimizers.
+        free: Slots of all other tensors. Their gradients are added by :meth:`tensors`.
+        storages: Storages that are themselves leaves.
+        hosted: Tensors of optimizers that stay on the CPU if they are on the CPU.
+    """
 
     def __init__(self, contents: Contents) -> None:
         self.owned: list[torch.Tensor] = []
         self.free: list[Slot] = []
         self.storages: list[torch.UntypedStorage] = []
-        self.hosted: list[torch.Tensor] = []  # an optimizer's, which stay on the CPU if they are there
+        self.hosted: list[torch.Tensor] = []
         for place in contents.leaves:
             node = place.node
             if isinstance(node, torch.nn.Module):
@@ -117,23 +124,28 @@ class _Found:
                 self.storages.append(_untyped(node))
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them, each once."""
+        """Return all tensors, each once."""
         free = _with_gradients(place.node for place in self.free)
         return list({id(tensor): tensor for tensor in [*self.owned, *free]}.values())
 
 
 def _tensors(obj: object) -> list[torch.Tensor]:
+    """Return all tensors in the containers `obj`."""
     return [place.node for place in Contents(obj).leaves if isinstance(place.node, torch.Tensor)]
 
 
 def _with_gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `tensors`, followed by the gradients of those that are leaves."""
     found = list(tensors)
     return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
 
 
 def _hosted(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """``step``, which torch's ``Optimizer._process_value_according_to_param_policy`` leaves too, and the groups'
-    options: each step of training reads them.
+    """Yield the tensors of `optimizer` that stay on the CPU if they are there.
+
+    These are ``step`` and the options of groups, because each step of training reads them. Groups that are
+    ``capturable`` or ``fused`` have none. Torch's ``Optimizer._process_value_according_to_param_policy`` leaves
+    ``step`` too.
     """
     for group in optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):
@@ -145,7 +157,7 @@ def _hosted(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 class _Move:
-    """One move: each storage and each tensor of it once, whatever refers to them."""
+    """A move of storages and tensors, each once, however many objects refer to them."""
 
     def __init__(self, devices: Devices, found: _Found) -> None:
         self.devices = devices
@@ -160,7 +172,7 @@ class _Move:
         self.hosted = _keys(found.hosted)
 
     def check(self) -> None:
-        """Raise DeviceUnavailable if a device that something would move to is not here."""
+        """Raise DeviceUnavailable if a tensor or storage would move to a device that is not here."""
         things = [*map(_thing, self.all), *self.found.storages]
         devices_here.require(
             (new for thing in things if (new := self.target(thing)) != _tag(thing)),
@@ -172,7 +184,7 @@ class _Move:
         )
 
     def target(self, thing: torch.Tensor | torch.UntypedStorage) -> str:
-        """The tag of the device that `thing` belongs on."""
+        """Return the tag of the device that `thing` moves to, which may be the device that it is on."""
         tag = _tag(thing)
         key = _key(thing) if isinstance(thing, torch.UntypedStorage) else None
         if tag == "meta" or (tag == "cpu" and key in self.hosted):
@@ -183,7 +195,7 @@ class _Move:
         return self.tags[case]
 
     def new(self, leaf: Any) -> Any:
-        """What stands for `leaf` in the copy of a container."""
+        """Return the object that stands for `leaf` in the copy of a container."""
         if isinstance(leaf, torch.Tensor):
             return self.tensor(leaf)
         if isinstance(leaf, torch.UntypedStorage):
@@ -195,15 +207,19 @@ class _Move:
         return leaf
 
     def storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Return `storage` on its target. Each storage is moved once."""
         key = _key(storage)
         if key not in self.storages:
             tag = self.target(storage)
             new = storage if tag == _tag(storage) else _storage_on(tag, storage)
-            self.storages[key] = self.storages[_key(new)] = new  # what has arrived does not move on
+            self.storages[key] = self.storages[_key(new)] = new  # a storage on its target does not move again
         return self.storages[key]
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` if it is on its target or owned by what moved in place, else a new one."""
+        """Return `tensor` if it is on its target or was moved in place, and otherwise a copy there.
+
+        The copy has a copy of the gradient.
+        """
         if id(tensor) not in self.tensors:
             new = self.moved(tensor)
             self.tensors[id(tensor)] = tensor, new
@@ -212,7 +228,7 @@ class _Move:
         return self.tensors[id(tensor)][1]
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, which is on its target now, and so is its gradient."""
+        """Move `tensor` and its gradient in place, and return `tensor`."""
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = tensor, tensor
             gradient = tensor.grad if tensor.is_leaf else None
@@ -224,6 +240,7 @@ class _Move:
         return tensor
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor` if it is on its target, and otherwise a copy there, without its gradient."""
         storage = _own_storage(tensor)
         if storage is not None:
             new = self.storage(storage)
@@ -233,7 +250,10 @@ class _Move:
 
 
 def _resolved(map_location: MapLocation) -> Devices:
-    """What `map_location` says. A device without an index, for all tensors, is the current one here."""
+    """Return the mapping of devices for `map_location`.
+
+    A device without an index, for all tensors, becomes the current one of its family, if this machine has it.
+    """
     devices = to_devices(
         devices_here.automatic() if isinstance(map_location, str) and map_location == "auto" else map_location
     )
@@ -243,42 +263,48 @@ def _resolved(map_location: MapLocation) -> Devices:
 
 
 def _current(family: str) -> int | None:
+    """Return the index of the current device of `family`, or None if the family has no indices."""
     return torch.empty(0, device=family).device.index
 
 
 def _tag(thing: torch.Tensor | torch.UntypedStorage) -> str:
-    """The device of `thing`, as torch writes it into a file."""
+    """Return the device of `thing`, as torch writes it into a file."""
     device = thing.device
     return device.type if device.type in _NO_INDEX else f"{device.type}:{device.index or 0}"
 
 
 def _untyped(storage: torch.UntypedStorage | torch.storage.TypedStorage) -> torch.UntypedStorage:
+    """Return the untyped storage of `storage`."""
     return storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
 
 
 def _key(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """Its address, which no other storage has while the key lives; the bytes may go."""
+    """Return a key for the address of `storage`.
+
+    No other storage has this address while the key exists, even after the bytes are freed.
+    """
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _keys(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
+    """Return the keys of all storages of `tensors`."""
     return {_key(storage) for tensor in tensors for storage in _storages(tensor)}
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Its storage, if offset, shape and stride on it are all that `tensor` is."""
+    """Return the storage of `tensor`, or None unless storage, offset, shape and stride describe it completely."""
     special = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or is_wrapper(tensor)
     return tensor.untyped_storage() if not special and torch._C._has_storage(tensor) else None
 
 
 def _thing(tensor: torch.Tensor) -> torch.Tensor | torch.UntypedStorage:
-    """What has to move for `tensor` to move."""
+    """Return the object that has to move if `tensor` moves: its storage, or the tensor itself."""
     storage = _own_storage(tensor)
     return tensor if storage is None else storage
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """All that `tensor` lies on."""
+    """Yield all storages of `tensor`, including the storages of its parts."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     elif tensor.layout == torch.sparse_coo:
@@ -298,31 +324,32 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def _storage_on(tag: str, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The bytes of `storage` on another device. As a tensor's, because every backend moves tensors."""
+    """Return a copy of `storage` on the device `tag`. It moves as a tensor, because every backend can move tensors."""
     return _bytes(storage).to(tag).untyped_storage()
 
 
 def _tensor_on(tag: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is more than a view of one storage, on another device."""
+    """Return a copy of `tensor` on the device `tag`. For tensors that are more than a view of one storage."""
     return tensor.detach().to(tag)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of `storage` as a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """What `like` is on its own storage, on `storage`."""
+    """Return a view of `storage` with the dtype, offset, shape, stride and lazy bits of `like`."""
     view = torch.empty(0, dtype=like.dtype, device=storage.device)
     view.set_(storage, like.storage_offset(), like.size(), like.stride())
-    # whether it is to be conjugated or negated
+    # the lazy bits: conjugated, negated
     metadata = torch._utils.get_tensor_metadata(like)  # type: ignore[no-untyped-call]
     torch._utils.set_tensor_metadata(view, metadata)  # type: ignore[no-untyped-call]
     return view
 
 
 def _dressed(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`data` as a leaf with `like`'s class, attributes and ``requires_grad``."""
+    """Return `data` as a leaf with the class, attributes and ``requires_grad`` of `like`."""
     if type(data) is not type(like):
         data = torch.Tensor._make_subclass(type(like), data)
     if not is_wrapper(like):
@@ -331,9 +358,9 @@ def _dressed(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _become(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Make `tensor`, the object, what `new` is, as ``Module._apply`` does."""
+    """Give the object `tensor` the content of `new`, as ``Module._apply`` does."""
     if torch._has_compatible_shallow_copy_type(tensor, new) and not (is_wrapper(tensor) or tensor.is_inference()):
         tensor.data = new
     else:
-        tensor.grad = None  # a gradient's reference would keep the two from being exchanged
+        tensor.grad = None  # a reference from the gradient would prevent the swap
         torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]

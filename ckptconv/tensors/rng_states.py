@@ -1,4 +1,4 @@
-"""Detect RNG states among tensors in memory, by the rules of :mod:`ckptconv.checkpoint.rng_states`."""
+"""Find RNG states among tensors in memory, by the rules of :mod:`ckptconv.checkpoint.rng_states`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ __all__ = ["rng_states"]
 
 
 def rng_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
-    """Those of the tensors at `places`. `alone` says whether one has its storage to itself, as a state has."""
+    """Return the tensors at `places` that are states of random generators.
+
+    `alone` returns whether nothing else uses the storage of a tensor. That holds for each state.
+    """
     possible = [place for place in places if _is_bytes(place.node) and alone(place.node)]
     judge = _Judge(possible)
     return [place.node for place in possible if judge.is_state(place)]
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a plain vector of bytes that fills its storage, as each state is."""
     return (
         type(tensor) is torch.Tensor
         and tensor.dtype == torch.uint8
@@ -32,12 +36,15 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
 
 
 class _Judge:
+    """The rules, for the tensors that can be states by their form."""
+
     def __init__(self, possible: list[Slot]) -> None:
         self.possible = {id(place.node) for place in possible}
         self.certain = {id(place.node) for place in possible if place.node.numel() == CPU_RNG_BYTES}
         self.hinted = {id(place.node) for place in possible if any(has_rng_word(a.key) for a in place.upwards())}
 
     def is_state(self, place: Slot) -> bool:
+        """Return whether the tensor at `place` is a state, by its size, its keys or its neighbours."""
         if id(place.node) in self.certain:
             return True
         around = [above.node for above in place.upwards()][1:]
@@ -52,7 +59,11 @@ class _Judge:
         return any(id(value) in self.certain for value in nearest.values()) or {"python", "numpy"} <= nearest.keys()
 
     def is_in_state_dict(self, dicts: list[dict[Any, Any]]) -> bool:
-        """Whether one of `dicts`, the outermost first, is a state dict; there is none in an optimizer's."""
+        """Return whether one of `dicts` is a state dict.
+
+        `dicts` are the dictionaries around a tensor, the outermost first. The dictionaries in an optimizer's state are
+        not state dicts.
+        """
         for node in dicts:
             if isinstance(getattr(node, "_metadata", None), Mapping):
                 return True
@@ -64,10 +75,12 @@ class _Judge:
         return False
 
     def are_states(self, tensors: set[int]) -> bool:
+        """Return whether all of `tensors`, given by their ids, may be states."""
         return tensors <= (self.certain | self.hinted if tensors.isdisjoint(self.certain) else self.possible)
 
 
 def _may_be_in_state_dict(key: object, value: object) -> bool:
+    """Return whether a state dict can have `value` under `key`."""
     if not isinstance(key, str):
         return False
     return value is None or isinstance(value, torch.Tensor) or key.endswith("_extra_state")

@@ -1,6 +1,6 @@
-"""Turn an object in memory into a checkpoint: its pickle is parsed, its storages are read where they are.
+"""Make a checkpoint of an object in memory: parse its pickle and refer to its storages where they are.
 
-So that what is saved goes the way of every conversion: edits, plan, one file that appears whole.
+So saving is a conversion like any other: edits, a plan, and a file that appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _WHERE = Path("the object")
 
 
 def checkpoint_of_object(obj: object) -> Checkpoint:
-    """`obj` as ``torch.save`` would write it.
+    """Return `obj` as a checkpoint, as ``torch.save`` would write it.
 
-    It must not be changed before the checkpoint is written. Raises what pickling it raises.
+    The object must not change before the checkpoint is written. Raises RefusedError if torch's format cannot store a
+    tensor, and every exception of pickling `obj`.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
@@ -45,7 +46,7 @@ def checkpoint_of_object(obj: object) -> Checkpoint:
 
 
 class Memory(Readable):
-    """The bytes of a storage on whatever device. ``fd`` is -1: the kernel has no file to copy from."""
+    """The bytes of a storage on any device. ``fd`` is -1, because there is no file that the kernel could copy from."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.path = _WHERE
@@ -54,37 +55,38 @@ class Memory(Readable):
         self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def read(self, offset: int, length: int) -> bytes:
-        """`length` bytes at `offset`."""
+        """Return `length` bytes at `offset`."""
         part = self._bytes[offset : offset + length].cpu()
         return ctypes.string_at(part.data_ptr(), length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`."""
+        """Fill `buffer` with the bytes from `offset` on."""
         part = self._bytes[offset : offset + len(buffer)].cpu()
         ctypes.memmove((ctypes.c_char * len(buffer)).from_buffer(buffer), part.data_ptr(), len(buffer))
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles with persistent ids for storages, in the protocol and the words of torch's own writer
-    (``torch.serialization._save`` of 2.13).
+    """A pickler that writes storages as persistent ids.
+
+    Protocol and persistent ids are those of torch's own writer (``torch.serialization._save`` of 2.13).
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=2)
         self.storages: dict[str, torch.UntypedStorage] = {}
-        self._known: dict[int, tuple[str, DType]] = {}  # by the storage's address, which the dict above keeps in use
+        self._known: dict[int, tuple[str, DType]] = {}  # by the address of a storage, which `storages` keeps alive
 
     def persistent_id(self, obj: Any) -> tuple[object, ...] | None:
-        """What the pickle says for a storage; nothing for any other object."""
+        """Return the persistent id of a storage, or None for any other object. Record the storage in ``storages``."""
         if isinstance(obj, torch.storage.TypedStorage):
-            storage = obj._untyped_storage  # its public name warns of the end of typed storages
+            storage = obj._untyped_storage  # its public name emits a deprecation warning
             dtype = BY_NAME[str(obj.dtype).removeprefix("torch.")]
         elif isinstance(obj, torch.UntypedStorage):
             storage, dtype = obj, UNTYPED
         else:
             return None
         key, first = self._known.setdefault(storage._cdata, (str(len(self._known)), dtype))
-        if first.name != dtype.name:  # a loader remembers one dtype for each storage
+        if first.name != dtype.name:  # a loader assumes one dtype for each storage
             raise RefusedError(
                 f"two tensors are views of one storage as {first.name} and {dtype.name}, which torch's format"
                 " cannot say",
