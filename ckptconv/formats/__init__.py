@@ -1,5 +1,5 @@
-"""One reader and writer for each container of checkpoints, and names for files that are none of them.
+"""One reader and writer for each container of checkpoints, and names for files that are not checkpoints.
 
-May import: ``checkpoint`` and what stands below it, not ``edits`` or ``output``. Start
-with ``opening``, then ``torch_zip``.
+May import: ``checkpoint`` and the packages below it, not ``edits`` or ``output``. Start with ``opening``, then read
+``torch_zip``.
 """

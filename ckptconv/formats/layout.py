@@ -16,8 +16,13 @@ __all__ = ["Layout", "check_growth", "file_of"]
 
 @dataclass(frozen=True)
 class Layout:
-    """What a format's writer decided: the files, what of the source they cannot hold, notes, and the ties (name, name
-    it is tied to) that a file or its source records as texts.
+    """The result of a format's writer.
+
+    Attributes:
+        files: The files to write.
+        left_behind: The parts of the source that the files cannot contain.
+        notes: Notes for the report.
+        ties: Pairs of a name and the name that it is tied to, if a file or its source records them as texts.
     """
 
     files: tuple[OutFile, ...]
@@ -27,10 +32,11 @@ class Layout:
 
 
 def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
-    """The file of `pieces`, which has no place for checksums: those that `storages` have are checked
-    beside the copy.
+    """Return the file at `path` that consists of `pieces`, in a format without checksums.
+
+    Checksums that `storages` have are verified during the copy.
     """
-    # the bytes of these are read anyway, if the piece has all of them
+    # ranges that the copy reads completely
     read_anyway = {id(piece.checked_range()) for piece in pieces}
     spans = {id(span): span for each in storages for span in each.data.with_checksums()}
     sums = [span for key, span in spans.items() if key not in read_anyway]

@@ -1,4 +1,4 @@
-"""How a file of torch's format from before 1.6 starts, and what its reader keeps of it."""
+"""The start of a file in torch's format from before 1.6, and the result of its reader."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ __all__ = ["MAGIC", "MAGIC_BYTES", "NAME", "LegacyFile", "looks_like"]
 
 NAME = WRITERS["legacy"].name
 MAGIC = 0x1950A86A20F9469CFC6C
-MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as LONG1 says it, in protocols 2 and higher
+MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as an operand of LONG1, in protocols 2 and higher
 _MAGIC_TEXT = b"L119547037146038801333356L\n"  # in protocols 0 and 1
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that starts with `head` starts with the magic number, pickled in any protocol."""
+    """Return whether a file that starts with `head` starts with the magic number, pickled in any protocol."""
     return head.startswith(_MAGIC_TEXT) or (head[:1] == b"\x80" and MAGIC_BYTES in head[:24])
 
 
 @dataclass(eq=False)
 class LegacyFile:
-    """What stands in the file: the pickles before the object (None where torch's safe loader would refuse them), the
-    object, the keys, and by key the bytes of the storages, in the file's order. ``around``: the pickles that are not
-    the object, where they are not as torch writes them. ``class_ids`` and ``warnings``:
-    see :class:`~ckptconv.checkpoint.model.Checkpoint`. ``pickle_offset`` and ``pickle_length`` say where the object's
-    pickle stands, in bytes.
+    """The content of the file.
+
+    Attributes:
+        head: The pickles before the object, or None if torch's safe loader would refuse them.
+        graph: The object.
+        keys: The keys of the storages.
+        spans: The bytes of the storages by key, in the order of the file.
+        class_ids: See :class:`~ckptconv.checkpoint.model.Checkpoint`.
+        notes: Notes on the file.
+        warnings: See :class:`~ckptconv.checkpoint.model.Checkpoint`.
+        around: The pickles other than the object, if they are not as torch writes them.
+        pickle_offset: The offset of the object's pickle.
+        pickle_length: The number of bytes of the object's pickle.
     """
 
     head: ByteRange | None

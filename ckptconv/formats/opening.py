@@ -1,6 +1,6 @@
-"""Open an input, detect its format, and read it. A file is what its content says, never its suffix.
+"""Open an input, detect its format and read it. The content of a file decides its format, never its suffix.
 
-That it is one part of a distributed checkpoint is what the files beside it say.
+The files next to a file decide whether it is one part of a distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["interrupted", "open_file", "open_input", "open_part", "read"]
 
 
 class Format(Protocol):
-    """What a format's module offers."""
+    """The interface of the module of a format."""
 
     NAME: str
 
@@ -42,9 +42,9 @@ class Format(Protocol):
 
 
 class FolderFormat(Protocol):
-    """What the module of a format of several files offers.
+    """The interface of the module of a format of several files.
 
-    READ_FILE reads one of them, where it is a checkpoint itself.
+    `read_file` reads one of the files, if it is a checkpoint itself.
     """
 
     NAME: str
@@ -59,10 +59,10 @@ _HEAD = 64
 
 
 def _file_formats() -> Iterator[Format]:
-    """What a file can be. Each is imported when the ones before it are not what the file starts like, which saves a
-    third of the start.
+    """Yield the formats of files. Each is imported only if the formats before it do not match the start of the file.
 
-    safetensors before pickles: the length of a header can be the bytes with which a pickle starts.
+    safetensors comes before plain pickles, because the length of a header can have the bytes with which a pickle
+    starts.
     """
     yield torch_zip
     from ckptconv.formats import torch_legacy
@@ -77,7 +77,7 @@ def _file_formats() -> Iterator[Format]:
 
 
 def _folder_formats() -> Iterator[FolderFormat]:
-    """What a folder can be."""
+    """Yield the formats of folders."""
     from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
     from ckptconv.formats.sharded import reading as sharded
 
@@ -92,14 +92,22 @@ def open_input(
     download: bool | Path = False,
     progress: Meter | None = None,
 ) -> Readable:
-    """What `path` means: a folder, the index of shards or the pattern of rank files, else a file; or the file object
-    that it is.
+    """Open `path`: a folder, the index of shards, the pattern of rank files, any other file, or a file object.
 
-    A context manager; `faults` takes what readers find wrong with it. `skims`: of a far file nothing is wanted but what
-    is in it. `download`: one of which the server sends no ranges is downloaded, to a folder that this may say, and
-    `progress` hears of that.
+    Args:
+        path: The input.
+        faults: Receives the faults that readers find.
+        skims: Whether only the content of a remote file is wanted, and no integrity checks.
+        download: Whether to download a remote file if its server cannot send ranges; or the folder for the download.
+        progress: Is informed about the download.
 
-    Raises InputError, UsageError for a file object that cannot be read by position, OutputError for a download.
+    Returns:
+        The source, which is a context manager.
+
+    Raises:
+        InputError: The input is missing or cannot be read.
+        UsageError: A file object cannot be read by position.
+        OutputError: A download cannot be written.
     """
     if is_file_object(path):
         return FileObjectSource(path, faults)
@@ -112,13 +120,14 @@ def open_input(
 
 
 def _open_url(given: str | os.PathLike[str], faults: FaultSink, **how: Any) -> Readable:
-    """What the URL `given` means: a folder, the index of shards, the pattern of rank files, else a file. `how` is as
-    for :func:`open_input`, whose errors it raises.
+    """Open the URL `given`: a folder, the index of shards, the pattern of rank files, or any other file.
+
+    `how` and the errors are as for :func:`open_input`.
     """
     path = path_at(given)
     if not is_url(path):
         return open_input(path, faults)
-    from ckptconv.byteranges.far.download import open_far  # which no file here needs
+    from ckptconv.byteranges.far.download import open_far  # local files do not need it
     from ckptconv.byteranges.far.folder import FarFolder
     from ckptconv.byteranges.far.paths import FarPath
 
@@ -134,9 +143,10 @@ def _open_url(given: str | os.PathLike[str], faults: FaultSink, **how: Any) -> R
 
 
 def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
-    """The file `path`.
+    """Open the file `path`.
 
-    Raises InputError, which says what a folder is, and which name is like that of a missing file.
+    Raises InputError. For a folder the error says what the folder contains, and for a missing file it names a similar
+    file.
     """
     try:
         return Source(path, faults, locked=True)
@@ -159,15 +169,18 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
 
 
 def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
-    """The file `path`, which belongs to a checkpoint of several.
+    """Open the file `path`, which is one of several files of a checkpoint.
 
-    Raises InputError, and MalformedError where it can be read in two ways.
+    Raises InputError, and MalformedError if the file can be read in two ways.
     """
     return checked_part(open_file(path, faults))
 
 
 def checked_part(source: _R) -> _R:
-    """`source`, a file of a checkpoint of several. Raises MalformedError where it can be read in two ways."""
+    """Return `source`, one of several files of a checkpoint. Raise MalformedError if it can be read in two ways.
+
+    After an error the source is closed.
+    """
     try:
         format_ = _format_of(source)
         if format_:
@@ -179,9 +192,10 @@ def checked_part(source: _R) -> _R:
 
 
 def read(source: Readable) -> Checkpoint:
-    """The checkpoint in `source`, in whatever container.
+    """Return the checkpoint in `source`, which may have any format.
 
-    Raises UnsupportedError with what it is instead, and what the reader raises.
+    Raises UnsupportedError, which names the format of the source, if it is not a checkpoint, and every error of a
+    reader.
     """
     said = interrupted(source)
     try:
@@ -195,10 +209,10 @@ def read(source: Readable) -> Checkpoint:
 
 
 def read_selected(source: Readable, select: str | None) -> tuple[Checkpoint, str | None]:
-    """Return the checkpoint in `source`, and `select`, the path of the part that is to be taken of it.
+    """Return the checkpoint in `source`, and the path of the part that remains to be selected, or None.
 
-    If a file of torch.save stands at that path, in a byte string, the checkpoint is the one in that file, and there is
-    nothing more to select. Raises as :func:`read` does.
+    If a byte string at the path `select` is a file of torch.save, the checkpoint is the one in that file, and nothing
+    remains to be selected. Raises the same errors as :func:`read`.
     """
     checkpoint = read(source)
     if select is None:
@@ -215,7 +229,7 @@ def read_selected(source: Readable, select: str | None) -> tuple[Checkpoint, str
 
 
 def interrupted(source: Readable) -> Message | None:
-    """What to say where a change in place of `source`, or of a file in it, was begun and not finished."""
+    """Return a message if an in-place change of `source`, or of a file in it, was not finished, and otherwise None."""
     if not source.is_stored:
         return None
     path = source.folder if isinstance(source, SourceFolder) else source.path
@@ -227,7 +241,7 @@ def interrupted(source: Readable) -> Message | None:
 
 
 def read_folder(source: SourceFolder) -> Checkpoint:
-    """The checkpoint whose parts stand in `source`. Raises as :func:`read` does."""
+    """Return the checkpoint whose files are in `source`. Raises the same errors as :func:`read`."""
     for format_ in _folder_formats():
         if format_.looks_like(source):
             return format_.read(source, read_part)
@@ -235,7 +249,10 @@ def read_folder(source: SourceFolder) -> Checkpoint:
 
 
 def read_file(source: Readable) -> Checkpoint:
-    """The checkpoint in the file `source`. Raises as :func:`read` does, and MalformedError if it has two readings."""
+    """Return the checkpoint in the file `source`.
+
+    Raises the same errors as :func:`read`, and MalformedError if the file can be read in two ways.
+    """
     format_ = _format_of(source)
     if format_:
         refuse_two_readings(source, format_.NAME)
@@ -247,12 +264,12 @@ def read_file(source: Readable) -> Checkpoint:
 
 
 def read_part(source: Readable) -> Checkpoint:
-    """The checkpoint in `source`, which :func:`open_part` has opened. Raises as :func:`read` does."""
+    """Return the checkpoint in `source`, which :func:`open_part` has opened. Raises the same errors as :func:`read`."""
     return _read_as(source, _format_of(source))
 
 
 def _format_of(source: Readable) -> Format | None:
-    """What `source` starts like; None where that is nothing that is read."""
+    """Return the format that the start of `source` matches, or None."""
     head = source.read(0, min(_HEAD, source.size))
     for format_ in _file_formats():
         if format_.looks_like(head):
@@ -264,7 +281,9 @@ def _format_of(source: Readable) -> Format | None:
 
 
 def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
-    """The checkpoint in `source`, a file of `format_` or of none that is read."""
+    """Return the checkpoint in `source`, a file in `format_`, or raise an error that says what the file is if that is
+    None.
+    """
     part = distributed_part_error(source)
     if part:
         raise part
@@ -283,7 +302,7 @@ def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
     if error:
         raise error
     if source.path.suffix in _SAFETENSORS.suffixes:
-        return safetensors.read(source)  # which says what is wrong with it
+        return safetensors.read(source)  # the reader says what is wrong with it
     raise UnsupportedError(
         "no checkpoint that this version reads",
         where=source.path,

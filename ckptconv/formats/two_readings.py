@@ -1,24 +1,25 @@
-"""Refuse a file that another reader would take for something else: what is true of one reading is not of the other.
+"""Refuse a file that another reader would take for something else: findings about one reading do not hold for the
+other.
 
-Asked before a file is read, of what every other reader looks for, where it looks:
+Before a file is read, this module checks it as every other reader does, in the place where that reader looks:
 
-    tarfile         the first 512 bytes, by ``tarfile.TarInfo.frombuf`` itself: torch.load asks tarfile first about
-                    every file that is no zip. Never ``is_tarfile``, which decompresses, and reads what PAX headers say
-    zipfile, torch  the last 64 KiB, where both look for the end of an archive, whatever stands before it. Not in an
-                    archive, nor one that is a byte string of a pickle, which is looked into as pickles there are
-    pickle          byte 0 of what is no pickle, and up to five pickles one behind another, as torch's format from
-                    before 1.6 has them
-    gzip            byte 0: joblib unpacks what starts as gzip does, and unpickles that
-    h5py            offsets 512, 1024, 2048, ..., where a file may start whose first bytes are its user's
+    tarfile         the first 512 bytes, with ``tarfile.TarInfo.frombuf``: torch.load asks tarfile first about every
+                    file that is not a zip. Never ``is_tarfile``, which decompresses and follows PAX headers
+    zipfile, torch  the last 64 KiB, where both look for the end of an archive, whatever precedes it. Not checked in an
+                    archive, nor for a byte string of a pickle, which is searched for pickles
+    pickle          byte 0 of a file that is not a pickle, and up to five consecutive pickles, as in torch's format from
+                    before 1.6
+    gzip            byte 0: joblib decompresses a file that starts like gzip, and unpickles the result
+    h5py            offsets 512, 1024, 2048, ..., where an HDF5 file may start after a block of user data
 
-Of ordinary safetensors headers 0.2 % are a pickle by chance, because the bytes of their length are opcodes. Such a
-pickle names nothing, or names the header itself; so one counts only if it reaches
+By chance 0.2 % of ordinary safetensors headers are pickles, because the bytes of their length are opcodes. Such a
+pickle names nothing, or names parts of the header. So a pickle counts only if it reaches
 
-- a global whose module could be one: without NUL, quotes or brackets, some of which every part of a header has;
-- an extension code, and either calls it or goes on to its end: those of a header's length do neither;
-- a persistent id that is a tuple, or a text without those characters.
+- a global whose module has no NUL, quotes or brackets, which every part of a header has; - an extension code, and
+either calls it or goes on to its end: the ones in a header's length do neither; - a persistent id that is a tuple, or a
+text without those characters.
 
-Read are some hundred kilobytes, and of what does start as a pickle at most 16 MiB, however large the file is.
+At most a few hundred kilobytes are read, and at most 16 MiB of a file that starts like a pickle.
 """
 
 from __future__ import annotations
@@ -39,21 +40,24 @@ from ckptconv.pickles.opcodes import CODES
 __all__ = ["is_tar", "refuse_two_readings"]
 
 _BLOCK = 512  # bytes of a tar header, and where the first file in HDF5 may start
-#: What tarfile takes for a number: in base 256, or octal digits as int() reads them, up to a NUL.
+#: Numbers that tarfile accepts: in base 256, or octal digits as int() reads them, up to a NUL.
 _NUMBER = regex(rb"[\x80\xff]|[\s\x1c-\x1f0-7oO_+-]*(\0|\Z)")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _GZIP = b"\x1f\x8b\x08"
-_UNPACKED = 1 << 17  # bytes: the header of gzip, as long as it can be here, and some of what follows
+_UNPACKED = 1 << 17  # bytes: the longest possible header of gzip, and some of the data after it
 _SUPERBLOCK = "possible HDF5 start"
 _ZIPPED = WRITERS["pt"].name
 _PICKLED = WRITERS["legacy"].name, WRITERS["pickle"].name
-_PICKLES = 5  # one behind another, before torch 1.6
-#: What stands in every part of a safetensors header, and in no name of a module.
+_PICKLES = 5  # consecutive pickles in torch's format before 1.6
+#: Characters that occur in every part of a safetensors header, and in no name of a module.
 _OF_HEADERS = regex(r'[\0"{}\[\],:]')
 
 
 def refuse_two_readings(source: Readable, name: str) -> None:
-    """Raise MalformedError, which names both readings, where `source`, a file of the format `name`, has another one."""
+    """Raise MalformedError, which names both readings, if `source` can be read in another way.
+
+    `name` is the name of its format.
+    """
     for ask in _ASKED:
         other = ask(source, name)
         if other:
@@ -65,11 +69,11 @@ def refuse_two_readings(source: Readable, name: str) -> None:
 
 
 def is_tar(source: Readable) -> bool:
-    """Whether Python's tarfile takes the first 512 bytes for a header, as torch.load asks it first."""
+    """Return whether Python's tarfile accepts the first 512 bytes as a header. torch.load asks tarfile first."""
     head = source.read(0, min(_BLOCK, source.size))
-    if len(head) < _BLOCK or not _NUMBER.match(head[148:156]):  # where a header has its checksum
+    if len(head) < _BLOCK or not _NUMBER.match(head[148:156]):  # the checksum of a header
         return False
-    import tarfile  # here, because hardly a file gets so far
+    import tarfile  # imported here, because few files need it
 
     try:
         tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
@@ -79,10 +83,12 @@ def is_tar(source: Readable) -> bool:
 
 
 def _tar(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
+    """Return a description if `source` is a tar archive too, or None."""
     return "a tar archive, which torch.load looks for first" if is_tar(source) else None
 
 
 def _zip(source: Readable, name: str) -> str | None:
+    """Return a description if `source` is a zip archive too, or None."""
     if name == _ZIPPED:
         return None
     found = {*archives_behind(source)}
@@ -92,8 +98,9 @@ def _zip(source: Readable, name: str) -> str | None:
 
 
 def _byte_strings(source: Readable) -> set[tuple[int, int]]:
-    """Start and end of the byte strings in the pickles of `source` that start like an archive. (As much is parsed as
-    reading `source` takes.).
+    """Return the start and end of each byte string in the pickles of `source` that starts like an archive.
+
+    This parses as much as reading the source does.
     """
     return {
         (value.offset, value.offset + value.length)
@@ -104,13 +111,14 @@ def _byte_strings(source: Readable) -> set[tuple[int, int]]:
 
 
 def _pickle(source: Readable, name: str) -> str | None:
+    """Return a description if `source` is a pickle too, or None."""
     if name in (_ZIPPED, *_PICKLED) or source.read(0, 1) not in _FIRST:
         return None
     for seen in _pickles(source, LIMITS.second_reading_opcodes, LIMITS.second_reading_bytes):
         named = _named(seen)
         if named:
             return f"a pickle, which names {named}"
-        # Where no reader has a persistent_load, and that is what plain pickles are read with, PERSID is the end.
+        # Plain pickles are read without a persistent_load, and then PERSID stops the reader.
         if seen.doubt and source.read(0, 1) != CODES["PERSID"]:
             return f"a pickle: {seen.doubt}"
     return None
@@ -120,7 +128,7 @@ _FIRST = frozenset(bytes([code]) for code in STARTS)
 
 
 def _pickles(source: Readable, most: int, nbytes: int) -> Iterator[LenientScan]:
-    """The pickles at the start of `source`, one behind another, of at most `most` opcodes in `nbytes` each."""
+    """Yield the consecutive pickles at the start of `source`, each with at most `most` opcodes in `nbytes` bytes."""
     at = 0
     for _ in range(_PICKLES):
         if at >= source.size:
@@ -133,7 +141,7 @@ def _pickles(source: Readable, most: int, nbytes: int) -> Iterator[LenientScan]:
 
 
 def _named(seen: LenientScan) -> str | None:
-    """What a pickle that was `seen` names and could mean."""
+    """Return the first name in a pickle that cannot be a part of a safetensors header, or None."""
     graph = seen.graph
     for node in graph.globals:
         if not _OF_HEADERS.search(node.module):
@@ -147,11 +155,12 @@ _ID = "a persistent id"
 
 
 def _calls_extensions(graph: Graph) -> bool:
+    """Return whether the pickle calls an extension code."""
     return any(isinstance(call.callable, Extension) for call in graph.calls)
 
 
 def _is_meant(id_: Value) -> bool:
-    """Whether `id_` could be one: not the header's own bytes, a number, or nothing."""
+    """Return whether `id_` can be a persistent id, and not a part of a header, a number or nothing."""
     if isinstance(id_, Py2String):
         id_ = id_.data
     if isinstance(id_, bytes):
@@ -162,6 +171,7 @@ def _is_meant(id_: Value) -> bool:
 
 
 def _gzip(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
+    """Return a description if `source` is a gzip file too, or None."""
     if source.read(0, min(len(_GZIP), source.size)) != _GZIP:
         return None
     try:
@@ -172,6 +182,7 @@ def _gzip(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever
 
 
 def _hdf5(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
+    """Return a description if `source` is an HDF5 file too, or None."""
     at = _BLOCK
     if source.is_far:
         places = [_BLOCK << i for i in range((source.size // _BLOCK).bit_length())]

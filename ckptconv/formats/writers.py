@@ -1,4 +1,4 @@
-"""The formats that can be written, and which of them a suffix or a container means."""
+"""The formats that can be written, and which of them a suffix or a container stands for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FormatWord: TypeAlias = Literal["pt", "legacy", "pickle", "safetensors"]
 
 
 class HubName(NamedTuple):
-    """What the Hub's tools call a whole model in a format: ``model`` + ``.safetensors``."""
+    """The name that the Hub's tools give to a model in one file: ``model`` + ``.safetensors``."""
 
     model: str
     suffix: str
@@ -43,26 +43,27 @@ class HubName(NamedTuple):
 
 @dataclass(frozen=True)
 class Writer:
-    """A format that can be written: its names, and what it can hold. Everything else asks this, and no format's name.
+    """A format that can be written: its names, and what it can hold. All other code uses this, and never the name of a
+    format.
 
     Attributes:
-        word: What ``--format`` calls it.
-        name: What reports call it.
-        module: That of ``ckptconv.formats`` with its ``layout(checkpoint, path)``, and ``copy_tied`` where `ties` is
-            False.
-        suffixes: Those of its files. What the first of several writers with a suffix writes is meant by it.
-        new_suffix: That of a file whose own suffix belongs to other formats.
-        about: What it is, for who has to choose.
-        hub: What the Hub's tools call a model in it, if they read it.
-        shards: Whether they read shards of it.
-        stays: Whether a file of this format stays one under a suffix that means another format first.
+        word: Its name in ``--format``.
+        name: Its name in reports.
+        module: The module of ``ckptconv.formats`` with its ``layout(checkpoint, path)``, which also takes ``copy_tied``
+            if `ties` is False.
+        suffixes: The suffixes of its files. If several writers have a suffix, it stands for the first of them.
+        new_suffix: The suffix for a file whose own suffix belongs to other formats.
+        about: A description for a user who has to choose.
+        hub: The name that the Hub's tools give to a model in it, if they read it.
+        shards: Whether the Hub's tools read shards of it.
+        stays: Whether a file of this format keeps its format under a suffix that stands for another format first.
         devices: Whether it stores the device of a tensor.
-        objects: Whether it holds whatever a pickle can say; else names and their tensors alone.
-        ties: Whether two names can have one tensor; else texts say so.
-        views: Whether it holds storages, of which tensors show parts; else what tensors show and no more.
-        texts: Whether it holds texts beside tensors.
-        records: Whether it holds what else stands in an archive of torch's.
-        safe_loader: Whether torch's safe loader reads it, which refuses code that it does not know.
+        objects: Whether it can hold every object that a pickle can. Otherwise it holds only names and their tensors.
+        ties: Whether two names can share a tensor. Otherwise a text records that.
+        views: Whether it stores storages, of which tensors are views. Otherwise it stores only the elements of tensors.
+        texts: Whether it can hold texts next to tensors.
+        records: Whether it can hold other members of torch's archives.
+        safe_loader: Whether torch's safe loader reads it, which refuses unknown code.
     """
 
     word: str
@@ -84,26 +85,29 @@ class Writer:
 
     @property
     def shard_suffix(self) -> str:
-        """The suffix of its shards, if it has any."""
+        """The suffix of its shards. Only for a format with a ``hub`` name."""
         assert self.hub is not None
         return self.hub.suffix
 
     def lay_out(self, checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> Layout:
-        """The file that `checkpoint`, edited, becomes at `path`.
+        """Plan the file at `path` for an edited `checkpoint`.
 
         Args:
-            checkpoint: It can be changed by this.
-            path: Of the file.
-            copy_tied: Write tied tensors under each of their names; not where `ties` is True.
+            checkpoint: The checkpoint, which this may change.
+            path: The path of the file.
+            copy_tied: Write a tied tensor under each of its names. Only if `ties` is False.
+
+        Returns:
+            The files to write, and what they cannot hold.
 
         Raises:
-            RefusedError: The format cannot hold it.
+            RefusedError: The format cannot hold the checkpoint.
         """
         layout: Callable[..., Layout] = import_module(f"ckptconv.formats.{self.module}").layout
         return layout(checkpoint, path, copy_tied=True) if copy_tied else layout(checkpoint, path)
 
 
-#: What ``torch.save`` gets called by, and what ``pickle.dump`` does, which is torch's too.
+#: The suffixes that people give to files of ``pickle.dump`` and ``torch.save``. Torch's files have both kinds.
 _PICKLE_SUFFIXES = (".pkl", ".pickle", ".p")
 _TORCH_SUFFIXES = (".pt", ".pth", ".pth.tar", ".bin", ".ckpt", ".th", ".tar", *_PICKLE_SUFFIXES)
 _TORCH_HUB_NAME = HubName("pytorch_model", ".bin")
@@ -136,22 +140,23 @@ _ALL = (
         safe_loader=False,
     ),
 )
-#: By the word of ``--format``. Of those that a suffix admits, the first is meant where nobody says anything else.
+#: By the word of ``--format``. A suffix stands for the first writer that has it, unless the user says otherwise.
 WRITERS = {each.word: each for each in _ALL}
 SUFFIXES = frozenset(suffix for writer in _ALL for suffix in writer.suffixes)
-#: What is written where nothing says anything else.
+#: The format if neither the user nor a suffix says otherwise.
 DEFAULT = WRITERS["pt"]
 
 
 def suffix_of(name: str) -> str:
-    """The suffix of the file `name` that stands for a format, as it is spelled there; empty if there is none."""
+    """Return the suffix of the file `name` that stands for a format, spelled as in the name, or an empty text."""
     return split_suffix(name)[1]
 
 
-@lru_cache(maxsize=16)  # one name is asked for some ten times while it is converted
+@lru_cache(maxsize=16)  # a conversion asks about ten times for one name
 def split_suffix(name: str) -> tuple[str, str, str]:
-    """The file `name` before, in, and behind the last suffix in it that stands for a format (``model.safetensors.bak``
-    is one); all of it, and nothing, where there is none.
+    """Split the file `name` at the last suffix that stands for a format, which may be in the middle (``model.pt.bak``).
+
+    Return the texts before, in and after the suffix. If there is none, return the name and two empty texts.
     """
     for end in range(len(name), 0, -1):
         if name[end : end + 1] in ("", "."):
@@ -162,14 +167,15 @@ def split_suffix(name: str) -> tuple[str, str, str]:
 
 
 def admitted(name: str) -> list[Writer]:
-    """The writers of what the suffix of `name` says; all where it has none that is known."""
+    """Return the writers that the suffix of `name` allows. Without a known suffix, return all writers."""
     suffix = suffix_of(name).lower()
     return [writer for writer in WRITERS.values() if not suffix or suffix in writer.suffixes]
 
 
 def usual_format(name: str, container: str) -> str:
-    """The format of a file called `name` where nobody says which, made of a `container`: what its suffix says first,
-    unless the container is of a format that stays what it is.
+    """Return the word of the format for a file called `name`, made from a `container`, if the user has not chosen one.
+
+    It is the first format of the suffix, unless the container is in a format that keeps its format under this suffix.
     """
     every = admitted(name)
     kept = [writer for writer in every if writer.stays and writer.name == container and suffix_of(name)]
@@ -177,22 +183,28 @@ def usual_format(name: str, container: str) -> str:
 
 
 def also_meant(name: str, word: str) -> Writer | None:
-    """What else the suffix of `name` says, of which the format `word` is written: one that stays what it is."""
+    """Return another writer that the suffix of `name` can stand for, if `word` is written, or None.
+
+    Only formats that keep their format under the suffix of another one count.
+    """
     if not suffix_of(name):
         return None
     return next((writer for writer in admitted(name) if writer.stays and writer.word != word), None)
 
 
 def writer_for(*, objects: bool) -> Writer:
-    """The writer of what holds any objects, or names and tensors alone, where nobody says which, in shards too."""
+    """Return the default writer for any objects, or for names and tensors only. It can write shards."""
     return next(writer for writer in WRITERS.values() if writer.shards and writer.objects is objects)
 
 
 def writer_of(container: str) -> Writer | None:
-    """The writer of the files of a container as reports call it, be it one file or a set (``sharded safetensors``)."""
+    """Return the writer for the name of a `container` in reports, or None. The container may be a set of files."""
     return next((writer for writer in WRITERS.values() if container.endswith(writer.name)), None)
 
 
 def words(quality: str, *, holds: bool = True) -> str:
-    """The words of the formats that have a `quality` of :class:`Writer`, or have it not, for an error."""
+    """Return the words of the formats whose attribute `quality` equals `holds`, joined for an error.
+
+    `quality` is the name of an attribute of :class:`Writer`.
+    """
     return " or ".join(word for word, writer in WRITERS.items() if getattr(writer, quality) is holds)

@@ -1,4 +1,4 @@
-"""Plan an archive of torch's: the places of its records. The source's records keep their places modulo a block."""
+"""Plan an archive of torch: the positions of its records. Records of the source keep their positions modulo a block."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ from ckptconv.formats.zip_archive import (
 
 __all__ = ["ZipWriter"]
 
-_ALIGNMENT = 64  # torch's storages start at multiples of it: torch.serialization's _get_storage_alignment
+_ALIGNMENT = 64  # torch's storages start at multiples of this: _get_storage_alignment in torch.serialization
 
 
 class ZipWriter:
-    """Places records one behind another, in the folder `root` of the archive. `checked`: they have checksums."""
+    """A plan that places records after each other, in the folder `root` of the archive.
+
+    `checked` is whether the records have checksums.
+    """
 
     def __init__(self, root: str, *, checked: bool) -> None:
         self.root = root
@@ -42,8 +45,8 @@ class ZipWriter:
         self.pieces: list[Piece] = []
         self.entries: list[NewEntry] = []
         self.sums: list[Piece] = []
-        self.checked_parts: set[int] = set()  # ids of ranges with checksums, of which parts are written
-        self.awaited: dict[int, int] = {}  # index of an entry → index in `sums`, where the checksum has to be computed
+        self.checked_parts: set[int] = set()  # ids of ranges to verify, of which only parts are written
+        self.awaited: dict[int, int] = {}  # index of an entry → index in `sums`, for checksums to be computed
         self.at = 0
 
     def add(self, piece: Piece) -> None:
@@ -52,7 +55,14 @@ class ZipWriter:
         self.at += piece.length
 
     def header(self, name: str, crc32: int | Piece, size: int, padding: int) -> None:
-        """Append a header. `crc32` is the checksum, or the piece of which it will be computed."""
+        """Append the header of the record `name`.
+
+        Args:
+            name: The name in the folder.
+            crc32: The checksum, or the piece whose checksum is computed during the copy.
+            size: The number of bytes of the record.
+            padding: The number of bytes between the header and the record.
+        """
         raw_name = f"{self.root}/{name}".encode()
         known = crc32 if isinstance(crc32, int) else 0
         header = local_header(raw_name, known, size, padding)
@@ -65,11 +75,11 @@ class ZipWriter:
             self.add(Literal(header))
 
     def bare_header(self, name: str, size: int) -> int:
-        """The length of a record's header without padding."""
+        """Return the number of bytes of a record's header without padding."""
         return len(local_header(f"{self.root}/{name}".encode(), 0, size, 0))
 
     def pickle(self, name: str, pieces: list[Literal | ByteRange], *, like: int) -> None:
-        """Append the pickle as the record `name`, padded so that what follows stands at `like`, modulo a block."""
+        """Append the pickle `pieces` as the record `name`, padded so that its end is at `like` modulo a block."""
         size = sum(piece.length for piece in pieces)
         crc32 = 0
         if self.checked:
@@ -81,19 +91,19 @@ class ZipWriter:
             self.add(piece)
 
     def record(self, name: str, data: bytes) -> None:
-        """Append a small record that holds `data`."""
+        """Append a small record with the content `data`."""
         self.header(name, zlib.crc32(data) if self.checked else 0, len(data), 0)
         self.add(Literal(data))
 
     def storage(self, name: str, data: Data, *, summed: bool = True) -> None:
-        """Append a storage whose bytes come from another container, or were changed.
+        """Append a storage whose bytes come from another container or were changed.
 
-        `summed`: it gets a checksum if the archive has them.
+        If `summed` is set, it gets a checksum, provided that the archive has checksums.
         """
         known = data.crc32_known()
         crc32: int | Piece = 0
         if self.checked and summed and data.length:
-            assert known is not None or not isinstance(data, Inflate)  # zips alone deflate
+            assert known is not None or not isinstance(data, Inflate)  # only zips have deflated data
             crc32 = data if known is None else known
         if known is None:
             for span in data.with_checksums():
@@ -105,9 +115,9 @@ class ZipWriter:
             self.add(data)
 
     def member(self, name: str, member: Member, source: Readable, *, checked: bool) -> None:
-        """Append a record of the source, with its header if that can stay as it is, else with a new one.
+        """Append the record `member` of `source` as `name`.
 
-        `checked`: the record has a checksum.
+        Its header is copied too if it can stay the same. `checked` is whether the record has a checksum.
         """
         aligned = member.data_offset % _ALIGNMENT == 0 or not name.startswith("data/")
         same = member.name == f"{self.root}/{name}" and member.method == STORED
@@ -126,7 +136,7 @@ class ZipWriter:
             self.add(data)
 
     def finish(self, path: Path) -> OutFile:
-        """Append the central directory; the whole archive, to be written to `path`."""
+        """Append the central directory. Return the archive as a file to be written to `path`."""
         start, entries, awaited = self.at, self.entries, self.awaited
         directory = central_directory(entries, start)
         if awaited:
@@ -139,11 +149,17 @@ class ZipWriter:
 
 
 def _with_sums(entries: list[NewEntry], awaited: dict[int, int], sums: Sequence[int]) -> list[NewEntry]:
-    """`entries` with the computed `sums` in those that `awaited` one."""
+    """Return `entries` with the computed checksums `sums`.
+
+    `awaited` maps the index of an entry to the index of its checksum.
+    """
     return [entry._replace(crc32=sums[awaited[i]]) if i in awaited else entry for i, entry in enumerate(entries)]
 
 
 def _padding(at: int, wanted: int, modulus: int) -> int:
-    """The bytes from `at` to a place that is `wanted` modulo `modulus`: none, or at least the 4 of an extra field."""
+    """Return the number of bytes from `at` to the next position that is `wanted` modulo `modulus`.
+
+    It is 0 or at least 4, because an extra field has at least 4 bytes.
+    """
     padding = (wanted - at) % modulus
     return padding + modulus if 0 < padding < 4 else padding

@@ -1,16 +1,16 @@
-"""Find pickles inside byte strings and texts: a call of ``pickle.loads`` could run them.
+"""Find pickles inside byte strings and texts, because a call of ``pickle.loads`` could run them.
 
-Looked into are, from their first byte on, bytes objects, bytearrays, Python 2's strings, and texts of which
-``_codecs.encode``, ``bytes`` or ``bytearray`` makes bytes, as the codec that is named there does where it is one of
-Unicode, ASCII or Latin-1, else as Latin-1. In these: pickles, one behind another, NumPy's files, whose objects are a
-pickle behind the header, and files of torch, read as leniently as their readers do (:mod:`ckptconv.pickles.lenient`),
-of which a pickle that names nothing is none.
+Searched from their first byte on: bytes objects, bytearrays, Python 2's strings, and texts that ``_codecs.encode``,
+``bytes`` or ``bytearray`` turns into bytes. A text is encoded with the codec in the call if that is one of Unicode,
+ASCII or Latin-1, and otherwise as Latin-1. Found in these: consecutive pickles, NumPy files, whose objects are a pickle
+after the header, and files of torch. They are read as leniently as their own readers read them
+(:mod:`ckptconv.pickles.lenient`). A pickle that names nothing does not count.
 
-Not looked into: byte strings that are compressed or encoded in another way (zlib, base64, other codecs), texts that
-nothing encodes or something else does (``codecs.encode``, ``functools.partial``, a method), the numbers of tensors,
-lists of numbers (``bytes([...])``), pickles that start behind the first byte and no other pickle, members of archives
-that are not called ``.pkl`` or ``.pickle`` and are no files of torch or NumPy, archives without any name of a
-checkpoint in them. Whoever loads one of these needs code to get at it.
+Not searched: byte strings that are compressed or encoded in another way (zlib, base64, other codecs), texts that
+nothing encodes or that something else encodes (``codecs.encode``, ``functools.partial``, a method), the numbers of
+tensors, lists of numbers (``bytes([...])``), pickles that start neither at the first byte nor after another pickle,
+members of archives that are not called ``.pkl`` or ``.pickle`` and are not files of torch or NumPy, and archives in
+which no name is the name of a checkpoint. Loading one of these takes other code first.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _FIRST = frozenset(bytes([code]) for code in STARTS)
 _NUMPY = b"\x93NUMPY"
 _WINDOW = 1 << 20  # bytes searched at a time
 _SHORTEST = 3  # bytes of a pickle that names something: EXT1, its code, STOP
-_LONGEST_TEXT = 16 << 20  # bytes of a text that is encoded in memory
-#: Codecs of Python's own in which a text can be a pickle, and what they do with characters that they do not have.
+_LONGEST_TEXT = 16 << 20  # bytes of the longest text that is encoded in memory
+#: Python's codecs that can turn a text into a pickle, and ways to handle characters that a codec does not have.
 _CODECS = frozenset([
     "ascii", "latin_1", "raw_unicode_escape", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le",
     "utf_7", "utf_8", "utf_8_sig",
@@ -67,8 +67,9 @@ _NAMES = regex(b"[" + re.escape(NAMING) + b"]")
 
 
 class Inner(NamedTuple):
-    """A pickle that was found: what it is called in paths, its graph, and what its own long byte
-    strings are ranges of.
+    """A pickle that was found.
+
+    `name` is its name in paths, `graph` its graph, and `of` the source of its long byte strings.
     """
 
     name: str
@@ -77,11 +78,11 @@ class Inner(NamedTuple):
 
 
 class Undecidable(Exception):
-    """Nobody can tell what is in a byte string; the text says why."""
+    """The content of a byte string cannot be determined. The text is the reason."""
 
 
 class Encoded(NamedTuple):
-    """Bytes that are a long `text` in `codec`."""
+    """Bytes that result from encoding the long text `text` with `codec`."""
 
     text: Blob
     codec: str
@@ -89,9 +90,9 @@ class Encoded(NamedTuple):
 
 
 def byte_strings(graph: Graph) -> Iterator[tuple[Value | Encoded, Value]]:
-    """What in `graph` can hold a pickle, each once: byte strings, texts that become such, as their bytes.
+    """Yield every value in `graph` that can contain a pickle, each once, with the node that stands for it in the graph.
 
-    Each is named beside what stands for it in the graph.
+    The values are byte strings, and the bytes of texts that a call encodes. For the latter the node is the call.
     """
     for value in graph.byte_strings:
         if _may_hold(value):
@@ -112,9 +113,10 @@ def byte_strings(graph: Graph) -> Iterator[tuple[Value | Encoded, Value]]:
 
 
 def _encoding(args: list[Value], known: dict[str, str]) -> tuple[Value, str, str]:
-    """Text, codec and what becomes of characters that it does not have, as `args` say them to an encoder.
+    """Return the text, the codec and the handling of errors that an encoder with the arguments `args` uses.
 
-    `known` are the codecs by what the file calls them. The names given are ours, not the file's.
+    `known` maps each name of a codec in the file to the codec, and is extended. The returned names come from this
+    module, not from the file.
     """
     text, codec, errors = (*args, None, None)[:3]
     said = "utf-8" if len(args) == 1 else text_of(codec) or ""
@@ -127,12 +129,14 @@ def _encoding(args: list[Value], known: dict[str, str]) -> tuple[Value, str, str
 
 
 def _as_bytes(text: Value, codec: str, errors: str) -> bytes | Encoded | None:
+    """Return `text` encoded, or None if that is not possible or `text` is not a text."""
     if isinstance(text, Blob) and text.kind == "str":
         return Encoded(text, codec, errors)
     return _encoded(text, codec, errors) if isinstance(text, str) else None
 
 
 def _encoded(text: str, codec: str, errors: str) -> bytes | None:
+    """Return `text` encoded, or None if the codec refuses it."""
     try:
         return text.encode(codec, errors)
     except UnicodeError:
@@ -140,7 +144,7 @@ def _encoded(text: str, codec: str, errors: str) -> bytes | None:
 
 
 def string_length(value: Value | Encoded) -> int:
-    """The bytes of `value`, a byte string or a text that becomes one."""
+    """Return the number of bytes of `value`. For a long text it is the number of bytes in the source."""
     if isinstance(value, Encoded):
         return value.text.length
     if isinstance(value, Blob):
@@ -150,11 +154,12 @@ def string_length(value: Value | Encoded) -> int:
 
 
 def _held(value: Value | Encoded) -> bytes | None:
-    """The bytes of `value` where they are in memory, and are such."""
+    """Return the bytes of `value`, or None if it is not a byte string or its bytes are not in memory."""
     return value.data if isinstance(value, (Py2String, ByteArray)) else value if isinstance(value, bytes) else None
 
 
 def _may_hold(value: Value | Encoded) -> bool:
+    """Return whether `value` can contain a pickle that names a global, by its first byte. A long value always can."""
     if isinstance(value, (Blob, Encoded)):
         return True
     data = _held(value)
@@ -164,10 +169,11 @@ def _may_hold(value: Value | Encoded) -> bool:
 
 
 def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[Inner | int]:
-    """The pickles in `value`, which is a range of `blobs` if it is long. Raises Undecidable.
+    """Yield the pickles in `value`, whose bytes are in `blobs` if it is long.
 
-    Between them are numbers: so many bytes were looked at, of `most` in all. A negative one says how many more there
-    are to look at: what is deflated in an archive can be more than the archive.
+    Between the pickles, numbers are yielded: the number of bytes that were searched. At most `most` bytes are searched.
+    A negative number adds to the bytes that are still to be searched, because the content of an archive can be longer
+    than the archive. Raises Undecidable.
     """
     held = _readable(value, blobs)
     if held is not None:
@@ -177,17 +183,20 @@ def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[I
 def pickles_in_member(
     held: Readable, member: Member, name: str, most: int, depth: int = LIMITS.nested_pickles
 ) -> Iterator[Inner | int]:
-    """What :func:`pickles_in` gives, of `member`, called `name`, of the archive `held`, if it is a pickle by its name
-    or a file of torch or NumPy by its first bytes; archives are looked into `depth` deep. Raises Undecidable and
-    InputError.
+    """Yield the same as :func:`pickles_in` for `member` of the archive `held`.
+
+    Nothing is yielded unless `name` is the name of a pickle or the member starts like a file of torch or NumPy.
+    Archives in archives are searched up to `depth` levels. Raises Undecidable and InputError.
     """
     if _is_pickle(name) or _is_looked_into(_head_of(held, member)):
-        yield -member.size  # more to look at
+        yield -member.size  # more bytes to search
         yield from _pickles_in_file(_opened(held, member), name, most, depth)
 
 
 def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) -> Iterator[Inner | int]:
-    """The pickles at the start of `held`, called `name` if it has one, or those in it, if it is an archive."""
+    """Yield the pickles at the start of `held`, or in its members if it is an archive. `name` is its name in paths, or
+    None.
+    """
     head = held.read(0, min(_HEAD, held.size))
     if head.startswith(_NUMPY):
         at = min(_behind_header(head), held.size)
@@ -207,7 +216,7 @@ def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) ->
 
 
 def _member(held: Readable, member: Member, name: str, most: int, depth: int) -> Iterator[Inner | int]:
-    """What :func:`pickles_in_member` gives of an archive that is not the checkpoint itself. Raises Undecidable."""
+    """Yield the same as :func:`pickles_in_member` for an archive inside the checkpoint. Raises Undecidable."""
     try:
         yield from pickles_in_member(held, member, name, most, depth)
     except InputChangedError:
@@ -217,25 +226,26 @@ def _member(held: Readable, member: Member, name: str, most: int, depth: int) ->
 
 
 def _is_looked_into(head: bytes) -> bool:
-    """Whether a file that starts with `head` is one of torch or NumPy."""
+    """Return whether a file that starts with `head` is a file of torch or NumPy."""
     return torch_zip.looks_like(head) or legacy_file.looks_like(head) or head.startswith(_NUMPY)
 
 
 def _behind_header(head: bytes) -> int:
-    """Where the numbers or objects start in one of NumPy's files, which starts with `head`: two bytes of a version, of
-    which the first decides how many the length of the header has.
+    """Return the offset after the header of a NumPy file that starts with `head`.
+
+    The first of the two bytes of the version decides how many bytes the length of the header has.
     """
     wide = 2 if head[6:7] == b"\1" else 4
     return 8 + wide + int.from_bytes(head[8 : 8 + wide], "little")
 
 
 def is_numpy(held: Readable, member: Member) -> bool:
-    """Whether ``numpy.load`` takes `member` of the archive `held` for an array, whatever it is called."""
+    """Return whether ``numpy.load`` reads `member` of the archive `held` as an array. Its name does not matter."""
     return member.size > len(_NUMPY) and _head_of(held, member).startswith(_NUMPY)
 
 
 def _head_of(held: Readable, member: Member) -> bytes:
-    """The first bytes of `member` of the archive `held`. Raises InputError."""
+    """Return the first bytes of `member` of the archive `held`. Raises InputError."""
     if member.method == STORED:
         return held.read(member.data_offset, min(_HEAD, member.size))
     stream = Inflate(ByteRange(held, member.data_offset, member.stored_size), member.size, None)
@@ -243,7 +253,7 @@ def _head_of(held: Readable, member: Member) -> bytes:
 
 
 def _readable(value: Value | Encoded, blobs: Readable) -> Readable | None:
-    """`value` as a file."""
+    """Return `value` as a source, or None if it has no bytes."""
     if isinstance(value, Encoded):
         return _text_as_file(value, blobs)
     if isinstance(value, Blob):
@@ -253,21 +263,25 @@ def _readable(value: Value | Encoded, blobs: Readable) -> Readable | None:
 
 
 def _window(blob: Blob, blobs: Readable) -> Readable:
+    """Return the bytes of `blob` as a source that raises each fault."""
     window = SliceSource(blobs, blob.offset, blob.length)
     window.faults = RAISED
     return window
 
 
 def _text_as_file(value: Encoded, blobs: Readable) -> Readable | None:
-    """A long text, encoded; in memory, where it must be."""
+    """Return a long text, encoded, as a source, or None if it cannot be encoded.
+
+    It is encoded in memory unless the codec is Latin-1 or UTF-8. Raises Undecidable if it is too long for that.
+    """
     text, codec, errors = value
     if (codec, errors) == ("latin_1", "strict"):
         try:
             return Latin1Text(ByteRange(blobs, text.offset, text.length))
-        except MalformedError:  # characters that no byte has
+        except MalformedError:  # the text has characters outside Latin-1
             return None
     if codec == "utf_8":
-        return _window(text, blobs)  # as it stands
+        return _window(text, blobs)  # texts are stored as UTF-8
     if text.length > _LONGEST_TEXT:
         raise Undecidable("a text too long to encode")
     data = _encoded(blobs.read(text.offset, text.length).decode("utf-8", "surrogatepass"), codec, errors)
@@ -275,7 +289,7 @@ def _text_as_file(value: Encoded, blobs: Readable) -> Readable | None:
 
 
 def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[Inner | int]:
-    """The pickles in `held`, one behind the other, `count` at most."""
+    """Yield the pickles from the start of `held`, at most `count` consecutive ones, as :func:`pickles_in` does."""
     at, names = 0, -1
     left = min(LIMITS.nested_opcodes, most)
     for _ in range(count):
@@ -299,7 +313,9 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
 
 
 def _next_name(held: Readable, at: int) -> int:
-    """The offset of the first byte from `at` on with which a pickle can name something; -1 where there is none."""
+    """Return the offset of the first byte from `at` on that can be an opcode which names a global, or -1 if there is
+    none.
+    """
     for start in range(at, held.size, _WINDOW):
         found = _NAMES.search(held.read(start, min(_WINDOW, held.size - start)))
         if found:
@@ -308,10 +324,10 @@ def _next_name(held: Readable, at: int) -> int:
 
 
 def _is_looked_at(seen: LenientScan) -> bool:
-    """Whether it is a pickle that names or holds something.
+    """Return whether the pickle of this scan names or contains something.
 
-    Bytes can start as a pickle by chance. So one that breaks off counts only if something was called before, or
-    something dangerous was named.
+    Bytes can start like a pickle by chance. So an incomplete pickle counts only if it has called something or named
+    something dangerous.
     """
     graph = seen.graph
     if seen.is_whole:
@@ -320,7 +336,10 @@ def _is_looked_at(seen: LenientScan) -> bool:
 
 
 def _members(held: Readable) -> tuple[Member, ...]:
-    """The members of the archive `held`, if one of them can be a checkpoint by its name. Raises Undecidable."""
+    """Return the members of the archive `held`. Return none if no name is the name of a pickle or checkpoint.
+
+    Raises Undecidable if the archive cannot be read.
+    """
     try:
         return read_archive(held, _want_checkpoints).members
     except _OtherArchive:
@@ -332,7 +351,7 @@ def _members(held: Readable) -> tuple[Member, ...]:
 
 
 def _is_pickle(name: str) -> bool:
-    """Whether a member of an archive is a pickle by its `name`, in any case: so torch looks names up."""
+    """Return whether a member with this `name` is a pickle. The case does not matter, as in torch."""
     return name.casefold().endswith((".pkl", ".pickle"))
 
 
@@ -341,12 +360,16 @@ class _OtherArchive(Exception):
 
 
 def _want_checkpoints(names: list[str]) -> None:
+    """Raise _OtherArchive unless one of `names` is the name of a pickle or checkpoint."""
     if not any(_is_pickle(name) or name.casefold().endswith(CHECKPOINT_SUFFIXES) for name in names):
         raise _OtherArchive
 
 
 def _opened(held: Readable, member: Member) -> Readable:
-    """`member` of the archive `held`; where it is deflated, in memory. Raises Undecidable, InputError."""
+    """Return `member` of the archive `held` as a source. A deflated member is inflated in memory.
+
+    Raises Undecidable if it is too long, and InputError.
+    """
     if member.method == STORED:
         return SliceSource(held, member.data_offset, member.size)
     if member.size > min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes):

@@ -1,8 +1,8 @@
-"""Scan a checkpoint for what loading it would run. Looks; runs nothing.
+"""Scan a checkpoint for what loading it would run, without running anything.
 
 Every global that torch's safe loader refuses is a *concern*, wherever the file names it: in each of its pickles, in
-what they make and throw away, and in pickles inside byte strings (:mod:`ckptconv.safety.nested_pickles`, which says
-what is not looked into).
+values that they throw away, and in pickles inside byte strings (:mod:`ckptconv.safety.nested_pickles`, which lists what
+is not searched).
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ from ckptconv.safety.torch_load import Loading, torch_loading
 
 __all__ = ["Concern", "Kind", "Level", "concerns", "concerns_in", "dangers_carried", "level_of"]
 
-#: What is refused and needs no code is so for a frozenset, for opcodes that torch's safe loader does not know, for an
-#: argument that a function of torch's does not take, for a class that torch allows once a module of its own is
-#: imported, or because torch.load reads no such container.
+#: Reasons to refuse a checkpoint that needs no code: a frozenset, opcodes that torch's safe loader does not know, an
+#: argument that a function of torch does not accept, a class that torch allows only after a module of torch is
+#: imported, or a container that torch.load does not read.
 Level: TypeAlias = Literal[
     "holds no code",
     "loads with weights_only=True",
@@ -71,7 +71,7 @@ Level: TypeAlias = Literal[
     "dangerous",
 ]
 
-#: The worst first. ``unknown``: nobody can tell what is there.
+#: The worst first. ``unknown``: the content cannot be determined.
 Kind: TypeAlias = Literal["dangerous", "unknown", "needs code"]
 _KINDS: tuple[Kind, ...] = ("dangerous", "unknown", "needs code")
 
@@ -80,9 +80,15 @@ _NOT_LISTED = "others that are not listed"
 
 @dataclass(frozen=True)
 class Concern:
-    """A global that torch's safe loader refuses, as the reading Python looks it up, or what else there is that nobody
-    can judge; where it stands first, and in how many more places. `inside`: alone in pickles that loading leaves
-    as they are, in byte strings and in other members of the file.
+    """A global that torch's safe loader refuses, or another finding that cannot be judged.
+
+    Attributes:
+        name: The name of the global as the reading Python looks it up, or a description of the finding.
+        path: Where it occurs first.
+        kind: How bad it is.
+        more: The number of further places.
+        inside: Whether it occurs only in pickles that loading the checkpoint does not run: in byte strings and in other
+            members of the file.
     """
 
     name: str
@@ -93,13 +99,14 @@ class Concern:
 
     @property
     def dangerous(self) -> bool:
-        """Whether no checkpoint needs it, and attacks do."""
+        """Whether it is something that attacks use and that no checkpoint needs."""
         return self.kind == "dangerous"
 
 
 def concerns(checkpoint: Checkpoint, *, storages: bool = False) -> list[Concern]:
-    """What is to be known of `checkpoint` before it is loaded, the worst first. `storages`: each is asked whether
-    ``numpy.load`` takes it for an array of objects, which costs a read of each.
+    """Return the concerns of `checkpoint`, the worst first.
+
+    If `storages` is set, each storage is read to find out whether ``numpy.load`` takes it for an array of objects.
     """
     search = _Search(storages=storages)
     search.checkpoint(checkpoint, "")
@@ -114,8 +121,9 @@ def concerns(checkpoint: Checkpoint, *, storages: bool = False) -> list[Concern]
 
 
 def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
-    """What is to be known of `pickles` that no checkpoint can be made of: what they name before
-    they break off, because loading them runs that much.
+    """Return the concerns of `pickles` that cannot be read as checkpoints, the worst first.
+
+    They include everything that a pickle names before its first fault, because loading runs it up to there.
     """
     search = _Search()
     for each in pickles:
@@ -126,14 +134,16 @@ def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
                 if not isinstance(inner, int):
                     inner.graph.globals = [node for node in inner.graph.globals if str(node) not in each.known]
                     search.graph(inner.graph, _Where(inner.graph, ""), inner.of, 0)
-        except (Undecidable, InputError):  # which was said when it was to be read
+        except (Undecidable, InputError):  # the reader has reported it
             continue
     return search.listed()
 
 
 def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern]:
-    """What is dangerous in `checkpoint`, edited, or cannot be judged, and would be in all that is written of it but
-    safetensors; the worst first. `as_archive`: what its own archive has besides is kept.
+    """Return the findings in an edited `checkpoint` that would be in its output, the worst first.
+
+    Only dangerous findings and findings that cannot be judged are returned. A safetensors output contains none of them.
+    If `as_archive` is set, the other members of the archive are kept in the output and are searched too.
     """
     search = _Search(carried=True)
     search.checkpoint(checkpoint, "")
@@ -143,9 +153,12 @@ def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern
 
 
 def level_of(checkpoint: Checkpoint, found: Iterable[Concern], loading: Loading | None = None) -> Level:
-    """How safe it is to load `checkpoint`, in which :func:`concerns` has `found` something or nothing.
+    """Return how safe it is to load `checkpoint`.
 
-    `loading`: what :func:`ckptconv.safety.torch_load.torch_loading` says of it, where that was asked before.
+    Args:
+        checkpoint: The checkpoint.
+        found: The result of :func:`concerns`.
+        loading: The result of :func:`ckptconv.safety.torch_load.torch_loading`, if the caller has it.
     """
     met = {concern.kind for concern in found if concern.kind != "needs code" or not concern.inside}
     if met:
@@ -163,25 +176,30 @@ _BY_ANSWER: dict[Answer, Level] = {
 
 
 def _around(checkpoint: Checkpoint) -> list[Graph]:
-    """The pickles of a file of torch before 1.6 that stand around its object."""
+    """Return the pickles of files in torch's format before 1.6 that are not the pickle of the object."""
     containers = [part.container for part in _parts(checkpoint)]
     return [graph for each in containers if isinstance(each, LegacyFile) for graph in each.around]
 
 
 def _parts(checkpoint: Checkpoint) -> list[Checkpoint]:
-    """The files of `checkpoint`."""
+    """Return the files of `checkpoint`: its shards, or itself."""
     container = checkpoint.container
     return [shard.part for shard in container.shards] if isinstance(container, ShardedContainer) else [checkpoint]
 
 
 def _left_for(graph: Graph) -> int:
+    """Return the number of bytes that may be searched inside the byte strings of `graph`."""
     return LIMITS.nested_pickles * sum(string_length(value) for value, _ in byte_strings(graph))
 
 
 class _Where:
-    """Paths in one graph, made when the first is asked for.
+    """The paths in one graph, which are made when the first is needed.
 
-    What is `inside` a byte string stands where that does: beside `holder` in `outer`.
+    Args:
+        of: The checkpoint or graph.
+        inside: A prefix of paths, or the name of the graph's pickle if it is inside a byte string.
+        outer: The paths of the graph that contains the byte string, or None.
+        holder: The node in the outer graph that stands for the byte string.
     """
 
     def __init__(
@@ -191,9 +209,11 @@ class _Where:
 
     @cached_property
     def referrers(self) -> Referrers:
+        """The users of each node."""
         return self.of.index.referrers if isinstance(self.of, Checkpoint) else Referrers(self.of, _places(self.of))
 
     def path(self, value: Value) -> str:
+        """Return the path of `value`. For a pickle inside a byte string it starts with the path of the byte string."""
         path = self.referrers.path(value)
         if self.outer is None:
             return self.inside + path
@@ -202,7 +222,7 @@ class _Where:
 
 
 def _places(graph: Graph) -> Iterator[Place]:
-    """The places in a `graph` that is no checkpoint, as far as there is room for them."""
+    """Yield the places in `graph`, which is not a checkpoint, up to the limit on paths."""
     try:
         yield from find_places(graph.root, lambda _: None, "", graph.opcodes)
     except LimitError:
@@ -210,9 +230,12 @@ def _places(graph: Graph) -> Iterator[Place]:
 
 
 class _Search:
-    """Collects concerns by their names.
+    """A search that collects concerns by their names.
 
-    `carried`: only what is dangerous or cannot be judged, and only in byte strings that the graph still has.
+    Args:
+        carried: Whether to collect only dangerous findings and findings that cannot be judged, and to search only byte
+            strings that the graph still contains.
+        storages: Whether to search storages that are NumPy files.
     """
 
     def __init__(self, *, carried: bool = False, storages: bool = False) -> None:
@@ -221,23 +244,24 @@ class _Search:
         self.found: dict[str, Concern] = {}
         self.more: Counter[str] = Counter()
         self.urgent = 0  # concerns of a kind that is always listed
-        self.left = 0  # bytes that may still be looked at inside byte strings
-        self.inside = 0  # pickles that were found there
+        self.left = 0  # bytes that may still be searched inside byte strings
+        self.inside = 0  # pickles that were found inside byte strings
 
     def listed(self) -> list[Concern]:
-        """What was found, the worst first."""
+        """Return the concerns, the worst first."""
         found = (replace(concern, more=self.more[name]) for name, concern in self.found.items())
         return sorted(found, key=lambda concern: _KINDS.index(concern.kind))
 
     def checkpoint(self, checkpoint: Checkpoint, before: str) -> None:
-        """Look at the graph of `checkpoint`; paths begin with `before`."""
+        """Search the graph of `checkpoint`. Paths start with `before`."""
         graph = checkpoint.graph
         self.left = _left_for(graph)
         self.graph(graph, _Where(checkpoint, before), checkpoint.blobs or checkpoint.source, 0)
 
     def members(self, checkpoint: Checkpoint) -> None:
-        """Look at the pickles and files of torch in the archive of `checkpoint` that are not its own, which whoever
-        knows them loads.
+        """Search the pickles and files of torch and NumPy that are other members of the archive of `checkpoint`.
+
+        A program that knows these members can load them.
         """
         archive = checkpoint.container
         known = {torch_zip.PICKLE, *checkpoint.beside, *(f"data/{key}" for key in checkpoint.storages)}
@@ -252,18 +276,21 @@ class _Search:
                 self.add(str(why), _Where(checkpoint, f"{name}: "), checkpoint.graph.root, "unknown", inside=True)
             except InputChangedError:
                 raise
-            except InputError:  # a fault of the archive's, which its checksums show
+            except InputError:  # a fault of the archive, which its checksums show
                 continue
 
     def member(self, pickles: Iterable[Inner | int]) -> None:
-        """Look at `pickles`, which are in a member of an archive."""
+        """Search `pickles`, which are in a member of an archive."""
         for inner in pickles:
             if not isinstance(inner, int):
                 self.inside += 1
                 self.graph(inner.graph, _Where(inner.graph, f"{inner.name}: "), inner.of, 1)
 
     def graph(self, graph: Graph, where: _Where, blobs: Readable, depth: int) -> None:
-        """Look at what `graph` names, and into its byte strings, of which the long ones are ranges of `blobs`."""
+        """Search the globals and byte strings of `graph`.
+
+        Long byte strings are in `blobs`. `depth` is the number of byte strings and members around the pickle.
+        """
         read_here = _storages_loaded(graph) if depth else set()
         for name, named, kind in _named(graph):
             if id(named) not in read_here:
@@ -278,11 +305,14 @@ class _Search:
                     self.add(str(why), where, holder, "unknown", inside=True)
 
     def is_wanted(self, holder: Value, where: _Where, depth: int) -> bool:
-        """Whether to look at what `holder` says: where it is asked what is carried, only if the graph still has it."""
+        """Return whether findings in the byte string of `holder` count.
+
+        They do not if only carried findings are wanted and the graph, at depth 0, no longer contains `holder`.
+        """
         return not self.carried or depth > 0 or where.referrers.has(holder)
 
     def byte_string(self, value: Value | Encoded, holder: Value, where: _Where, blobs: Readable, depth: int) -> None:
-        """Look at the pickles in `value`, which stands where `holder` does."""
+        """Search the pickles in `value`, which `holder` stands for in the graph. Raises Undecidable."""
         for inner in pickles_in(value, blobs, self.left):
             if isinstance(inner, int):
                 self.left -= inner
@@ -295,7 +325,10 @@ class _Search:
                 self.graph(inner.graph, _Where(inner.graph, inner.name, where, holder), inner.of, depth + 1)
 
     def add(self, name: str, where: _Where, value: Value, kind: Kind, *, inside: bool) -> None:
-        """`name` is, or stands at, `value`."""
+        """Add the concern `name` at `value`. Merge it with an earlier concern of this name.
+
+        If there are too many concerns, it is counted under one common name.
+        """
         urgent = kind != "needs code"
         if self.carried and not urgent:
             return
@@ -314,7 +347,7 @@ class _Search:
 
 
 def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
-    """What `graph` names that torch's safe loader refuses, where, and of what kind it is."""
+    """Yield the name, the node and the kind of everything in `graph` that torch's safe loader refuses."""
     for node in graph.globals:
         if not is_torchs(node) and not isinstance(node, OtherDType):
             kind: Kind = "dangerous" if is_dangerous(node) else "needs code"
@@ -325,9 +358,9 @@ def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
 
 
 def _storages_loaded(graph: Graph) -> set[int]:
-    """The ids of the loaders that `graph`, a pickle inside a byte string, calls on bytes and uses for nothing else.
+    """Return the ids of the functions that `graph`, a pickle inside a byte string, uses only to load bytes.
 
-    So plain pickles hold storages. The bytes are looked into by themselves, so that the loader is no concern.
+    Plain pickles contain storages in this form. Their bytes are searched separately, so the function is not a concern.
     """
     loaders = {id(node) for node in graph.globals if is_global(node, LOADER)}
     if not loaders:
@@ -340,7 +373,7 @@ def _storages_loaded(graph: Graph) -> set[int]:
 
 
 def _is_of_bytes(call: Call) -> bool:
-    """Whether `call` is one of a byte string, or of a text as Latin-1."""
+    """Return whether the only argument of `call` is a byte string, or a text that is encoded as one."""
     (value, *more) = args_of(call) or [None]
     if isinstance(value, Call) and is_global(value.callable, "_codecs.encode"):
         value = (*args_of(value), None)[0]

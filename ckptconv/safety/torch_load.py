@@ -1,10 +1,11 @@
-"""Would ``torch.load(path, map_location="cpu", weights_only=True)`` load the file? A proof, a refusal, or not known.
+"""Would ``torch.load(path, map_location="cpu", weights_only=True)`` load the file? The answer is yes, no, or not known.
 
-The pickle is run by :mod:`ckptconv.checkpoint.weights_only`; here is what torch does with the file around it. Source:
-``torch/serialization.py`` of torch 2.13, and of its C++ ``caffe2/serialize/inline_container.cc``, by what it answers.
+:mod:`ckptconv.checkpoint.weights_only` runs the pickle. This module models what torch does with the file around it.
+Source: ``torch/serialization.py`` of torch 2.13, and the answers of its C++ code in
+``caffe2/serialize/inline_container.cc``.
 
-What is promised: the reader has found nothing wrong with the file, the process has imported torch and nothing else, and
-it has memory for what the file holds.
+The answer assumes that the reader has found no fault in the file, that the process has imported only torch, and that it
+has enough memory for the content of the file.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from ckptconv.limits import LIMITS
 
 __all__ = ["CALL", "Loading", "torch_loading"]
 
-#: What the answer is about.
+#: The call that the answer is about.
 CALL = 'torch.load(path, map_location="cpu", weights_only=True)'
 _SAFETENSORS = WRITERS["safetensors"].name
 _VERSIONS = range(1, 11)
 _NUMBER = regex(rb"\s*\+?([0-9]{1,19})")
-_LONGEST_NAME = 511  # bytes: what torch keeps of a record's name
+_LONGEST_NAME = 511  # bytes of a record's name that torch keeps
 _ALIGNMENT = ".storage_alignment"
 _SERIALIZATION_ID = ".data/serialization_id"
 _OTHER_VERSION = ".data/version"
-#: What torch reads beside the pickle and the storages; it looks for all of them without regard to case.
+#: The records that torch reads next to the pickle and the storages. It ignores the case of their names.
 _RECORDS = ("version", _OTHER_VERSION, _ALIGNMENT, _SERIALIZATION_ID, ".format_version", "byteorder")
 
 
 @dataclass(frozen=True)
 class Loading:
-    """The answer, and the reasons for one that is not ``loads``, refusals first.
+    """The answer, and the reasons for any answer but ``loads``, refusals first.
 
     Attributes:
         answer: ``loads``, ``refused`` or ``not known``.
-        reasons: Why.
-        torch: The version of torch that was modelled.
+        reasons: The reasons. Empty if the answer is ``loads``.
+        torch: The version of torch that is modelled.
     """
 
     answer: Answer
@@ -62,19 +63,19 @@ class Loading:
 
     @property
     def loads(self) -> bool:
-        """Whether it was proved that torch loads the file."""
+        """Whether it is proved that torch loads the file."""
         return self.answer == "loads"
 
 
 def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True) -> Loading:
-    """Tell whether torch's safe loader would load a file.
+    """Return whether torch's safe loader would load a file.
 
     Args:
-        checkpoint: What the reader made of it, unedited, while the source is open.
-        is_sound: Whether the reader has found nothing wrong with it.
+        checkpoint: The unedited checkpoint, whose source must be open.
+        is_sound: Whether the reader has found no fault in it.
 
     Returns:
-        The answer, about :data:`CALL` on a machine without accelerators.
+        The answer about :data:`CALL` on a machine without accelerators.
     """
     if not is_sound:
         return Loading("not known", (_not_known("something is wrong with the file"),))
@@ -85,15 +86,17 @@ def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True) -> Loading:
 
 
 def _refused(text: str, *, is_spelling: bool = False) -> Reason:
+    """Return a reason for a refusal. `is_spelling` is passed on to the reason."""
     return Reason("refused", text, is_spelling=is_spelling)
 
 
 def _not_known(text: str) -> Reason:
+    """Return a reason why the answer is not known."""
     return Reason("not known", text)
 
 
 def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
-    """The reasons in one file, or in each of a set of shards; its long texts stand in `blobs`."""
+    """Yield the reasons for a file, or for each file of a set of shards. `blobs` contains its long texts."""
     container = checkpoint.container
     if isinstance(container, ShardedContainer):
         for shard in container.shards:
@@ -112,6 +115,7 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
 
 
 def _of_zip(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
+    """Yield the reasons for a zip file of torch."""
     archive = checkpoint.container
     assert isinstance(archive, Archive)
     yield from _of_records(checkpoint, archive)
@@ -121,7 +125,7 @@ def _of_zip(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
 
 
 def _of_records(checkpoint: Checkpoint, archive: Archive) -> Iterator[Reason]:
-    """What torch's reader of archives demands of the records beside the pickle and the storages."""
+    """Yield reasons from the records next to the pickle and the storages, which torch's reader of archives checks."""
     names = archive.names()
     root = archive.root.encode()
     if len(root) >= _LONGEST_NAME:
@@ -146,7 +150,7 @@ def _of_records(checkpoint: Checkpoint, archive: Archive) -> Iterator[Reason]:
 
 
 def _of_name(name: bytes, root: bytes) -> Iterator[Reason]:
-    """What torch makes of a record's name that is longer than it keeps."""
+    """Yield reasons for a record `name` that is longer than torch keeps. `root` is the name of the archive's folder."""
     kept = name[:_LONGEST_NAME]
     if kept == name:
         return
@@ -159,8 +163,11 @@ def _of_name(name: bytes, root: bytes) -> Iterator[Reason]:
 
 
 def _of_version(note: bytes | None) -> Iterator[Reason]:
+    """Yield reasons for `note`, the content of the record with the archive's version, or None if there is no such
+    record.
+    """
     found = _NUMBER.match(note) if note is not None else None
-    if note is None:  # the record is damaged, or differs from torch's in case as Unicode has it
+    if note is None:  # the record is damaged, or its case differs as only Unicode defines it
         yield _refused("there is no record that says the archive's version")
     elif found is None:
         yield _refused("the record that says the archive's version is no number")
@@ -169,14 +176,17 @@ def _of_version(note: bytes | None) -> Iterator[Reason]:
 
 
 def _said(checkpoint: Checkpoint, member: Member) -> bytes:
-    """The bytes of a record in which a word stands, as far as anybody needs them."""
+    """Return the bytes of a short record. Raise MalformedError if it is too long."""
     if member.size > LIMITS.inline_bytes:
         raise MalformedError("the record is too long", where=f"{checkpoint.source.path}: {member.name}")
     return record_bytes(checkpoint.source, member, f"{checkpoint.source.path}: {member.name}", checked=False)
 
 
 def _of_deflated(checkpoint: Checkpoint) -> Iterator[Reason]:
-    """Storages that torch inflates when it loads them, which fails where they are damaged."""
+    """Yield reasons if a deflated storage is damaged, or if the deflated storages are too long to test.
+
+    torch inflates them when it loads them.
+    """
     deflated = [each.data for each in checkpoint.storages.values() if isinstance(each.data, Inflate)]
     if sum(each.length for each in deflated) > LIMITS.inflated_to_prove:
         yield _not_known("its storages are deflated, and too long to be inflated for this")
@@ -193,6 +203,7 @@ def _of_deflated(checkpoint: Checkpoint) -> Iterator[Reason]:
 
 
 def _of_legacy(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
+    """Yield the reasons for a file in torch's format before 1.6."""
     container = checkpoint.container
     assert isinstance(container, LegacyFile)
     if is_tar(checkpoint.source):
@@ -207,16 +218,20 @@ def _of_legacy(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     yield from reasons(checkpoint.graph, Contents(blobs=blobs, are_there=False))
 
 
-# What torch.load reads in no case, or hands on
+# Formats that torch.load never reads, or passes on
 
 
 def _of_pickle(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
+    """Yield the reason for a plain pickle."""
     del checkpoint, blobs
     yield _refused("it is a plain pickle: torch.load finds no magic number, and reads none", is_spelling=True)
 
 
 def _of_safetensors(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
-    """torch.load hands a file of that name to the safetensors package, here of version 0.8."""
+    """Yield the reasons for a safetensors file.
+
+    torch.load passes a file with that suffix to the safetensors package, which is modelled as of version 0.8.
+    """
     del blobs
     if not checkpoint.source.path.name.endswith(".safetensors"):
         yield _refused("torch.load reads safetensors only under a name that ends in .safetensors")
@@ -226,11 +241,12 @@ def _of_safetensors(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]
 
 
 def _of_folder(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
+    """Yield the reason for a folder of files."""
     del checkpoint, blobs
     yield _refused("torch.load reads files, and these are several, with parts of the same tensors", is_spelling=True)
 
 
-#: All others are folders.
+#: All other formats are folders.
 _BY_FORMAT: dict[str, Callable[[Checkpoint, Readable], Iterator[Reason]]] = {
     WRITERS["pt"].name: _of_zip,
     WRITERS["legacy"].name: _of_legacy,
