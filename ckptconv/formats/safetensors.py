@@ -1,12 +1,12 @@
 """The safetensors format: reader and writer. :mod:`ckptconv.formats.safetensors_header` has the layout.
 
-The file holds named tensors, each whole and in row-major order; no devices, no views, no objects. Read, it becomes a
-graph like that of a pickled dict of tensors, each on ``cpu``, so that every edit and every writer serves it. Two names
-of one tensor cannot be said in it: the second is recorded in the metadata as ``second → first``, which is what the
-library's ``save_model`` writes, and read back as a tie.
+The file contains named tensors, each complete and in row-major order, without devices, views or objects. It is read as
+the graph of a pickled dict of tensors on ``cpu``, so that every edit and every writer can handle it. The format has no
+second name for a tensor. So the metadata records a second name as ``second → first``, as the library's ``save_model``
+does, and it is read back as a tie.
 
-Written: the header in the state dict's order, the data sorted by the size of its elements, the largest first, so that
-each tensor is aligned.
+The header is written in the order of the state dict. The data is sorted by the size of elements, the largest first, so
+that each tensor is aligned.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ckptconv.pickles.paths import Place, is_item, is_repeated
 __all__ = ["NAME", "DataStart", "header_in_place", "layout", "looks_like", "read"]
 
 NAME = WRITERS["safetensors"].name
-_LENGTH = 8  # bytes before the header, which are its length
-_FORMAT = "format"  # the metadata key by which loaders know whose tensors these are; never a tie
-_PACKED = "float4_e2m1fn_x2"  # torch's elements are two of F4's
+_LENGTH = 8  # bytes of the header's length, before the header
+_FORMAT = "format"  # the metadata key that names the framework; never a tie
+_PACKED = "float4_e2m1fn_x2"  # each element contains two elements of F4
 _PART = "one process's part of it"
 _MERGE = (
     "save it whole in the run that has all parts (tensor.full_tensor(), or full_state_dict=True), "
@@ -52,13 +52,15 @@ _COMPLEX = {"complex64"}
 
 @dataclass(frozen=True, eq=False)
 class DataStart:
-    """What the reader keeps for the writer: where the data starts."""
+    """The position of the data in the source, which the writer needs."""
 
     data_offset: int
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that starts with `head` is one: a length below a terabyte, and a brace after spaces."""
+    """Return whether a file that starts with `head` has this format: a length below a terabyte, and a brace after
+    spaces.
+    """
     return head[5:8] == bytes(3) and head[8:].lstrip(b" \t\r\n")[:1] in (b"{", b"") and len(head) > 8
 
 
@@ -66,9 +68,9 @@ def looks_like(head: bytes) -> bool:
 
 
 def read(source: Readable) -> Checkpoint:
-    """The checkpoint in `source`.
+    """Return the checkpoint in `source`.
 
-    Raises MalformedError, LimitError, and UnsupportedError where it holds parts of tensors.
+    Raises MalformedError, LimitError, and UnsupportedError if the file contains parts of tensors.
     """
     header = read_header(source)
     metadata = dict(header.metadata or {})
@@ -94,15 +96,17 @@ def read(source: Readable) -> Checkpoint:
 
 
 def _is_tie(key: str, text: str, names: Container[str]) -> bool:
-    """Whether the metadata `key`: `text` says that `key` is another name of the tensor `text`,
-    where there are tensors of these `names`.
+    """Return whether the metadata `key`: `text` means that `key` is a second name of the tensor `text`.
+
+    `names` are the names of all tensors.
     """
     return text in names and key not in names and key != _FORMAT
 
 
 def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
-    """The graph of a dict of tensors: what ``torch.save`` would pickle, and one more
-    tensor on the same storage for each tie.
+    """Return the graph of a dict of tensors, as ``torch.save`` would pickle it.
+
+    For each tie it contains one more tensor on the same storage.
     """
     graph = empty_graph()
     calls = TensorCalls(graph)
@@ -118,7 +122,7 @@ def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
 
 
 def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
-    """`entry`'s dtype and shape as torch counts them, where torch can."""
+    """Return the dtype and shape of `entry` as torch counts them, or as in the file if torch cannot store them."""
     if entry.word == "F4" and entry.shape and entry.shape[-1] % 2 == 0:
         return BY_NAME[_PACKED], (*entry.shape[:-1], entry.shape[-1] // 2)
     return BY_WORD[entry.word], entry.shape
@@ -128,10 +132,10 @@ def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
 
 
 def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> Layout:
-    """The file that `checkpoint`, a state dict by now, becomes at `path`, and what it cannot take along.
+    """Plan the file at `path` for `checkpoint`, which must be a state dict.
 
-    `copy_tied`: write tied tensors under each of their names. Raises RefusedError with
-    everything that the format cannot hold.
+    If `copy_tied` is set, tied tensors are written under each of their names. Raises RefusedError, which names every
+    tensor that the format cannot hold.
     """
     taken, left_behind = _sort_out(checkpoint)
     container = checkpoint.container if isinstance(checkpoint.container, DataStart) else None
@@ -139,7 +143,7 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
     left_behind += [
         LeftBehind(f"{METADATA}/{key}", len(text.encode()), "it would be read as a tie") for key, text in false.items()
     ]
-    metadata = {} if NAME in checkpoint.format else {_FORMAT: "pt"}  # a file, or set, of its own format says it itself
+    metadata = {} if NAME in checkpoint.format else {_FORMAT: "pt"}  # a source in safetensors has its own entry
     metadata |= {key: text for key, text in checkpoint.metadata.items() if key not in false}
     written = taken if copy_tied else _untied(taken, metadata)
     order = sorted(written, key=lambda name: _order_of_data(written[name], as_it_is=container is not None))
@@ -163,9 +167,9 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
 
 
 def header_in_place(checkpoint: Checkpoint, container: DataStart) -> bytes | None:
-    """The length and header of `checkpoint`, whose tensors were renamed, in as many bytes as they take now.
+    """Return the length and header of `checkpoint`, whose tensors were renamed, in the bytes that they take now.
 
-    None where that is too little. The data stays where it is.
+    Return None if the new header is longer. The data stays where it is.
     """
     taken, _ = _sort_out(checkpoint)
     kept = read_header(checkpoint.source).metadata
@@ -183,7 +187,10 @@ def header_in_place(checkpoint: Checkpoint, container: DataStart) -> bytes | Non
 
 
 def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftBehind]]:
-    """The tensors by name, in the state dict's order, and what the file will not hold. Raises RefusedError."""
+    """Return the tensors by name, in the order of the state dict, and what the file cannot contain.
+
+    Raises RefusedError.
+    """
     if not isinstance(checkpoint.graph.root, Object):
         raise RefusedError("a safetensors file holds names and their tensors", where=checkpoint.source.path)
     taken: dict[str, TensorInfo] = {}
@@ -220,7 +227,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
 
 
 def _trouble(place: Place, info: TensorInfo) -> str | None:
-    """Why the format cannot hold the tensor `info` at `place`."""
+    """Return why the format cannot hold the tensor `info` at `place`, or None if it can."""
     dtype = get_dtype(info.dtype)
     if place.key is None:
         return "its key is no string"
@@ -245,9 +252,9 @@ def _trouble(place: Place, info: TensorInfo) -> str | None:
 
 
 def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str, TensorInfo]:
-    """`taken` with each tensor once, under its first name.
+    """Return `taken` with each tensor once, under its first name.
 
-    `metadata` gains the other names where it has room for them.
+    The other names are added to `metadata`. A name that `metadata` already contains stays a name of its own.
     """
     first: dict[tuple[object, ...], str] = {}
     written: dict[str, TensorInfo] = {}
@@ -261,9 +268,9 @@ def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str,
 
 
 def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
-    """The largest elements first.
+    """Return the key by which the data is sorted: the largest elements first.
 
-    `as_it_is`: then in the order of the source's data, so that long ranges of it stay whole.
+    If `as_it_is` is set, tensors with equal elements keep the order of the source, so that long ranges stay together.
     """
     dtype = get_dtype(info.dtype)
     assert info.storage is not None
@@ -273,14 +280,14 @@ def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
 
 
 def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
-    """`info`'s dtype and shape as safetensors counts them."""
+    """Return the dtype and shape of `info` as safetensors counts them."""
     if info.dtype == _PACKED:
         return "F4", (*info.shape[:-1], 2 * info.shape[-1])
     return get_dtype(info.dtype).word or "", info.shape
 
 
 def _notes(taken: dict[str, TensorInfo]) -> list[str]:
-    """What the format cannot say of the tensors that it holds."""
+    """Return notes on names with a wrapper's prefix, and on properties of tensors that the format does not store."""
     notes: list[str] = []
     for wrapper in ("module.", "_orig_mod."):
         if taken and all(name.startswith(wrapper) for name in taken):

@@ -2,14 +2,14 @@
 
 Layout (https://github.com/huggingface/safetensors#format), the integer little-endian:
 
-    length    8 bytes: the header's, at most 100 MB
+    length    8 bytes: the length of the header, at most 100 MB
     header    JSON, spaces around it: {"__metadata__": {string: string},
                                        NAME: {"dtype": WORD, "shape": [n, ...], "data_offsets": [start, end]}, ...}
     data      tensors in row-major order; offsets count from its start, and every byte belongs to exactly one tensor
 
-As strict as the library, and where two readers could see two different things in one header, stricter: a key that
-stands twice (the library takes the last), a field that nobody knows, a tensor written as a JSON array or a dtype as an
-object. The differences stand in a test, beside the library itself.
+The reader is as strict as the library. It is stricter if two readers could read one header differently: a duplicate key
+(the library takes the last), an unknown field, a tensor as a JSON array or a dtype as an object. A test compares it
+with the library.
 """
 
 from __future__ import annotations
@@ -30,16 +30,22 @@ from ckptconv.limits import LIMITS
 __all__ = ["METADATA", "Entry", "Header", "check_nesting", "header_bytes", "is_text", "read_header"]
 
 METADATA = "__metadata__"
-_LENGTH = 8  # bytes of the integer in front
+_LENGTH = 8  # bytes of the integer before the header
 _FIELDS = ("dtype", "shape", "data_offsets")
-_SPACES = b" \t\r\n"  # JSON's; files with some before the brace exist
+_SPACES = b" \t\r\n"  # spaces in JSON; some files have spaces before the brace
 _ALIGNMENT = 8
 _WINDOW = 1024  # bytes of JSON
 
 
 class Entry(NamedTuple):
-    """One tensor: its dtype in safetensors' words, its shape in their elements, and its
-    bytes counted from the start of the data.
+    """A tensor.
+
+    Attributes:
+        name: Its name.
+        word: Its dtype in safetensors' spelling.
+        shape: Its shape in elements of that dtype.
+        start: Offset of its first byte from the start of the data.
+        end: Offset after its last byte.
     """
 
     name: str
@@ -51,9 +57,12 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """A header: tensors in its own order, and where the data starts in the file.
+    """A header.
 
-    ``metadata`` is None where there is none.
+    Attributes:
+        metadata: The texts, or None if there are none.
+        entries: The tensors in the order of the header.
+        data_offset: Offset of the data in the file.
     """
 
     metadata: dict[str, str] | None
@@ -62,12 +71,13 @@ class Header:
 
 
 def check_nesting(data: bytes) -> None:
-    """Raise RecursionError where the JSON `data` is nested deeper than anything may be: its parser needs a stack for
-    that, and where there is little of it, as in a browser, the whole process would end. Its parser takes UTF-16 and
-    UTF-32 too, in which bytes of a text look like its end.
+    """Raise RecursionError if the JSON `data` is nested too deeply.
+
+    Python's parser needs a stack for nested JSON. If the stack is small, as in a browser, the process would end. The
+    parser also accepts UTF-16 and UTF-32, in which bytes of a text can look like the text's end.
     """
     if not (encoding := json.detect_encoding(data)).startswith("utf-8"):
-        with contextlib.suppress(UnicodeDecodeError):  # which its parser raises before it begins
+        with contextlib.suppress(UnicodeDecodeError):  # the parser raises the same error
             data = data.decode(encoding, "surrogatepass").encode(errors="replace")
     if _may_be_deep(data):
         outside_of_texts = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
@@ -76,7 +86,9 @@ def check_nesting(data: bytes) -> None:
 
 
 def _may_be_deep(data: bytes) -> bool:
-    """False where so many brackets never stand open, if at the end of each window all that opened in it still did."""
+    """Return False only if too many open brackets at once are impossible, however the brackets in each window are
+    ordered.
+    """
     depth = 0
     for start in range(0, len(data), _WINDOW):
         part = data[start : start + _WINDOW]
@@ -88,12 +100,15 @@ def _may_be_deep(data: bytes) -> bool:
 
 
 def read_header(source: Readable) -> Header:
-    """The header of `source`, checked against the file's size. Raises MalformedError, LimitError, UnsupportedError."""
+    """Return the header of `source`, checked against the size of the file.
+
+    Raises MalformedError, LimitError, UnsupportedError.
+    """
     return _Reader(source).header()
 
 
 class _Reader:
-    """Reads one header, and says what is wrong with it."""
+    """A reader of one header, which reports its faults."""
 
     def __init__(self, source: Readable) -> None:
         self.source = source
@@ -101,18 +116,21 @@ class _Reader:
     def error(
         self, what: str, *, expected: object = None, got: object = None, hint: str | None = None
     ) -> MalformedError:
+        """Return the error for a damaged header."""
         return MalformedError(
             what, where=f"{self.source.path}: safetensors header", expected=expected, got=got, hint=hint
         )
 
     def fail(self, what: str, *, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
+        """Raise the error for a damaged header."""
         raise self.error(what, expected=expected, got=got, hint=hint)
 
     def refuse(self, what: str, got: str) -> NoReturn:
+        """Raise the error for a header that this version does not know."""
         raise UnsupportedError(what, where=f"{self.source.path}: safetensors header", got=got)
 
     def header(self) -> Header:
-        """All of it."""
+        """Return the complete header."""
         size = self.source.size
         if size < _LENGTH:
             self.fail("the file is too short", expected=f"at least {_LENGTH} bytes", got=size)
@@ -133,15 +151,16 @@ class _Reader:
             metadata = self.metadata(top.pop(METADATA, None))
         entries = []
         for name, value in top.items():
-            try:  # there can be a hundred thousand of them
+            try:  # report each bad entry and go on
                 entries.append(self.entry(name, value))
             except InputError as error:
                 self.source.faults.found(error)
-        if len(entries) == len(top):  # else a hole may be the place of one that is not known
+        if len(entries) == len(top):  # otherwise a hole may be the data of a tensor that was not read
             self.check_data(entries, size, data_offset)
         return Header(metadata, tuple(entries), data_offset)
 
     def parsed(self, raw: bytes) -> dict[str, Any]:
+        """Return the JSON object in `raw`, without checking its entries."""
         start = raw.lstrip(_SPACES)[:1]
         if start != b"{":
             self.fail("it is no JSON object", expected="{", got=start or "nothing")
@@ -173,7 +192,7 @@ class _Reader:
         return top
 
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """A JSON object, each of whose keys stands in it once and is text."""
+        """Return a JSON object. Raise an error if a key occurs twice or is not valid text."""
         found = dict(pairs)
         if len(found) != len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)
@@ -183,19 +202,22 @@ class _Reader:
         return found
 
     def check_text(self, text: str) -> None:
+        """Raise an error if `text` contains half of a surrogate pair."""
         if not is_text(text):
             self.fail("half of a surrogate pair is no text", got=repr(text))
 
     def count(self, digits: str) -> int:
-        """A number that counts something: no sign, below 2^64."""
+        """Return a number without a sign, below 2^64."""
         if digits[0] == "-" or len(digits) > 20 or int(digits) >= LIMITS.header_number:
             self.fail("a number is negative or too large", expected="0 to 2^64 - 1", got=digits)
         return int(digits)
 
     def number(self, digits: str) -> NoReturn:
+        """Raise an error: no number in a header has a fraction or an exponent."""
         self.fail("a number is no integer", got=digits)
 
     def metadata(self, value: Any) -> dict[str, str] | None:
+        """Return the texts `value`, or None if there are none."""
         if value is None:
             return None
         if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
@@ -205,6 +227,7 @@ class _Reader:
         return value
 
     def entry(self, name: str, value: Any) -> Entry:
+        """Return the tensor `name` that `value` describes."""
         if not isinstance(value, dict) or not value.keys() >= {*_FIELDS}:
             got = ", ".join(value) if isinstance(value, dict) else type(value).__name__
             self.fail(f"{name!r} does not describe a tensor", expected=", ".join(_FIELDS), got=got)
@@ -225,6 +248,7 @@ class _Reader:
         return entry
 
     def nbytes(self, entry: Entry) -> int:
+        """Return the number of bytes of the tensor `entry`, from its dtype and shape."""
         dtype = BY_WORD[entry.word]
         bits = 1
         for factor in (*entry.shape, 8 * dtype.itemsize // dtype.packed):
@@ -236,7 +260,10 @@ class _Reader:
         return bits // 8
 
     def check_data(self, entries: Iterable[Entry], size: int, data_offset: int) -> None:
-        """Every byte of the file's `size` from `data_offset` on must belong to exactly one tensor."""
+        """Report a fault unless every byte of the file from `data_offset` on belongs to exactly one tensor.
+
+        `size` is the size of the file. Raises MalformedError if the file is too short.
+        """
         found = self.source.faults.found
         at = 0
         for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
@@ -262,19 +289,21 @@ class _Reader:
 
 
 def _are_counts(value: Any) -> bool:
+    """Return whether `value` is a list of integers."""
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def is_text(string: str) -> bool:
-    """Whether `string` can be written as UTF-8: no half of a surrogate pair stands in it."""
+    """Return whether `string` can be written as UTF-8, because it contains no half of a surrogate pair."""
     return string.isascii() or not any("\ud800" <= c <= "\udfff" for c in string)
 
 
 def header_bytes(metadata: dict[str, str] | None, entries: Iterable[Entry], *, like: int | None = None) -> bytes:
-    """The length and the header of a new file, spaces at its end so that the data starts at a multiple of 8 bytes.
+    """Return the length and the header of a new file, padded with spaces so that the data starts at a multiple of 8
+    bytes.
 
-    `like`: a place in another file; the data then starts at the same place modulo a block, so
-    that filesystems can share its blocks.
+    If `like` is given, the data starts at the same position as `like` modulo a block, so that filesystems can share
+    blocks with another file whose data starts there. Raises LimitError if the header is too long.
     """
     top: dict[str, object] = {} if metadata is None else {METADATA: metadata}
     for entry in entries:

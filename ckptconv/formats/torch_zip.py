@@ -1,22 +1,22 @@
 r"""torch's zip format (since 1.6): reader and writer.
 
-Layout: one folder, named like the file it was saved under, in a zip of stored members
+Layout: one folder, named after the file in which it was saved, in a zip of stored members
 (:mod:`ckptconv.formats.zip_archive`):
 
     data.pkl                  the pickle; storages in it are persistent ids ('storage', class, key, location, elements)
-    .format_version           '1': storages stand in the order and with the headers of torch's own writer (newer files)
+    .format_version           '1': storages have the order and headers of torch's own writer (newer files)
     .storage_alignment        '64' (newer files)
     byteorder                 'little' or 'big'; absent means little, unless torch is told otherwise
     data/KEY                  the bytes of storage KEY, aligned to 64 bytes
-    version                   '3\\n'
+    version                   '3\n'
     .data/serialization_id    a hash of the records' names and checksums (newer files)
 
 Source: ``torch/serialization.py`` (``_save``, ``_load``) and ``caffe2/serialize/inline_container.cc`` of torch 2.13.
 
-Where only the pickle changes, what follows it keeps its place modulo 4,096 (the gap goes into the padding of data.pkl's
-header), so that it is one range of the source, whose blocks a copy-on-write filesystem shares. ``.format_version``
-promises a layout by which torch computes offsets without looking; ours is another, so the records that describe a
-layout are left out, and torch looks.
+If only the pickle changes, all bytes after it keep their positions modulo 4,096: the padding of data.pkl's header fills
+the gap. They are then one range of the source, whose blocks a copy-on-write filesystem shares. ``.format_version``
+declares a layout from which torch computes offsets without looking. The written layout differs, so the records that
+describe a layout are left out, and torch looks.
 """
 
 from __future__ import annotations
@@ -87,25 +87,25 @@ NO_STORAGE_CHECKSUMS = (
     " somebody fills them in; damage to them cannot be seen"
 )
 _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization_id")
-#: What an in-place change that appends a new pickle replaces: the old one, and what describes the layout.
+#: Records that an in-place change replaces if it appends a new pickle: the old pickle, and the layout's description.
 REPLACED = (PICKLE, ".format_version", ".storage_alignment")
 SUPERSEDED = "a change in place replaced it"
 _SUPERSEDED = regex("|".join(rf"{re.escape(name[:-4])}\.[0-9]{{3}}" for name in REPLACED))
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
-#: By which torch.jit.load knows a program (:mod:`ckptconv.formats.torchscript`).
+#: The record by which torch.jit.load recognises a program (:mod:`ckptconv.formats.torchscript`).
 CONSTANTS = "constants.pkl"
 _LOOKED_FOR = (*_RECORDS, CONSTANTS)
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that starts with `head` is a zip archive."""
+    """Return whether a file that starts with `head` is a zip archive."""
     return head[:4] == b"PK\x03\x04"
 
 
 def is_program(checkpoint: Checkpoint) -> bool:
-    """Whether `checkpoint`, read from a zip of torch's, is the module of a program.
+    """Return whether `checkpoint`, read from a zip of torch, is the module of a program.
 
-    By the record by which torch knows it.
+    torch recognises a program by the same record.
     """
     return isinstance(checkpoint.container, Archive) and CONSTANTS in checkpoint.container.names()
 
@@ -114,7 +114,7 @@ def is_program(checkpoint: Checkpoint) -> bool:
 
 
 def read(source: Readable) -> Checkpoint:
-    """The checkpoint in `source`. Raises MalformedError, UnsupportedError, LimitError."""
+    """Return the checkpoint in `source`. Raises MalformedError, UnsupportedError, LimitError."""
     try:
         archive = read_archive(source, lambda names: refuse_foreign_zips(source, names), _is_storage)
     except EndMissing as error:
@@ -149,7 +149,7 @@ def read(source: Readable) -> Checkpoint:
         checkpoint.notes.append(NO_CHECKSUMS)
     elif archive.unsummed:
         checkpoint.warn(NO_STORAGE_CHECKSUMS)
-    version = "version" if "version" in names else ".data/version"  # torch looks at both
+    version = "version" if "version" in names else ".data/version"  # torch accepts both
     _check_version(source, _note(source, names, version, checked))
     order = _note(source, names, "byteorder", checked)
     checkpoint.byteorder, checkpoint.is_byteorder_said = _byteorder(source, order), order is not None
@@ -157,10 +157,11 @@ def read(source: Readable) -> Checkpoint:
 
 
 def read_inner(source: Readable) -> Checkpoint:
-    """The checkpoint in `source`, an archive inside another file, of which nothing is kept but what the pickle says.
+    """Return the checkpoint in `source`, an archive inside another file, of which only the content of the pickle is
+    kept.
 
-    Raises as :func:`read` does, and UnsupportedError where it holds more than torch.save writes: with ``constants.pkl``
-    it is a program, which torch.load runs, by whatever names its code has.
+    Raises the same errors as :func:`read`, and UnsupportedError if it contains more than torch.save writes. An archive
+    with ``constants.pkl`` is a program: torch.load runs it, whatever names its code has.
     """
     checkpoint = read(source)
     archive = checkpoint.container
@@ -177,8 +178,9 @@ def read_inner(source: Readable) -> Checkpoint:
 
 
 def _without_sums(archive: Archive) -> Archive:
-    """`archive`, where no storage has a checksum though the pickle has one: ``torch.serialization.skip_data`` writes
-    none, and no bytes either, which others fill in later.
+    """Return `archive`, with its storages marked as without checksums if no storage has one.
+
+    ``torch.serialization.skip_data`` writes neither checksums nor bytes of storages. Other programs fill in the bytes.
     """
     if any(member.crc32 and member.size for name, member in archive.names().items() if _is_storage(name)):
         return archive
@@ -187,9 +189,9 @@ def _without_sums(archive: Archive) -> Archive:
 
 
 def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) -> tuple[Graph, bytes | None]:
-    """The graph of the pickle `member`, and its bytes where they do not stand in the source as they are.
+    """Return the graph of the pickle `member`, and its bytes if they are deflated in the source, else None.
 
-    `checked`: it has a checksum.
+    `checked` is whether the archive has checksums.
     """
     pickle = None
     if member.method != STORED:
@@ -208,17 +210,20 @@ def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) 
 
 
 def _others(names: Iterable[str]) -> list[str]:
-    """Those of `names` that are not below the folder of the storages: a few."""
+    """Return the `names` outside the folder of the storages. There are only a few."""
     return [name for name in names if not name.startswith("data/")]
 
 
 def _is_storage(name: str) -> bool:
-    """Whether the record `name` holds a storage, and is no folder."""
+    """Return whether the record `name` is a storage and not a folder."""
     return name.startswith("data/") and not name.endswith("/")
 
 
 def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
-    """Torch looks records up without regard to case: it would read as its own what only resembles that."""
+    """Report records whose names differ from torch's only in case.
+
+    torch ignores case, and would read such a record as its own.
+    """
     for name in names:
         if (folded := name.casefold()) == name:
             continue
@@ -231,16 +236,16 @@ def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
 
 
 def _reader(source: Readable, member: Member, pickle: bytes | None) -> tuple[Callable[[int, int], bytes], int, int]:
-    """How to read the pickle, where it starts and how long it is."""
+    """Return a function that reads the pickle, the offset of the pickle, and its length."""
     if pickle is None:
         return source.read, member.data_offset, member.size
     return (lambda offset, length: pickle[offset : offset + length]), 0, len(pickle)
 
 
 def _inflated(source: Readable, member: Member, where: str, checked: bool) -> bytes:
-    """A deflated pickle, whole: it must fit the limits of a pickle and not be far smaller deflated.
+    """Return the bytes of a deflated record.
 
-    `checked`: it has a checksum.
+    Raise LimitError if it is longer than the limit on pickles, or far longer than its deflated bytes.
     """
     most = min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes)
     if member.size > most or member.stored_size > LIMITS.pickle_bytes:
@@ -254,12 +259,13 @@ def _inflated(source: Readable, member: Member, where: str, checked: bool) -> by
 
 
 def _check_crc(source: Readable, member: Member, where: str) -> None:
+    """Report a fault if the checksum of a stored record is wrong."""
     with source.faults:
         check_crc32(member.crc32, crc32_of(ByteRange(source, member.data_offset, member.size)), where)
 
 
 def _note(source: Readable, names: Mapping[str, Member], name: str, checked: bool) -> bytes | None:
-    """The few bytes of the record `name`, if there is one."""
+    """Return the bytes of the short record `name`, or None if it does not exist or is too long."""
     member = names.get(name)
     if member is None:
         return None
@@ -275,9 +281,9 @@ def _note(source: Readable, names: Mapping[str, Member], name: str, checked: boo
 
 
 def record_bytes(source: Readable, member: Member, where: str, *, checked: bool) -> bytes:
-    """The bytes of a record that is to be held whole; its size is the caller's to bound where it is stored.
+    """Return the bytes of a record. The caller must bound the size of a stored record.
 
-    `checked`: it has a checksum. Raises MalformedError, LimitError.
+    `checked` is whether it has a checksum. Raises MalformedError, LimitError.
     """
     if member.method != STORED:
         return _inflated(source, member, where, checked)
@@ -287,7 +293,9 @@ def record_bytes(source: Readable, member: Member, where: str, *, checked: bool)
 
 
 def _check_version(source: Readable, note: bytes | None) -> None:
-    """Torch reads no archive without a number there; which one it is, is its own affair."""
+    """Report a fault unless the record contains a number. torch reads no archive without one, and decides which it
+    accepts.
+    """
     if note is None or not note.strip().isdigit():
         source.faults.found(
             MalformedError(
@@ -300,6 +308,7 @@ def _check_version(source: Readable, note: bytes | None) -> None:
 
 
 def _byteorder(source: Readable, note: bytes | None) -> str:
+    """Return the byte order in the record `note`, or ``little`` if there is none. Report an unknown one."""
     if note not in (None, b"little", b"big"):
         source.faults.found(
             MalformedError(
@@ -313,7 +322,7 @@ def _byteorder(source: Readable, note: bytes | None) -> str:
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """The file that `checkpoint`, edited, becomes at `path`, and what of its container cannot be kept.
+    """Plan the file at `path` for an edited `checkpoint`, and list what of its container cannot be kept.
 
     Raises RefusedError.
     """
@@ -327,7 +336,9 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 
 
 def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
-    """The source's own archive, with another pickle and without what describes its layout or is no longer used."""
+    """Return the source's own archive with a new pickle, without records that describe its layout or are no longer
+    used.
+    """
     from ckptconv.formats.zip_writer import ZipWriter  # which reading does not need
 
     members = archive.names()
@@ -353,14 +364,18 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
 
 
 def archived(checkpoint: Checkpoint) -> OutFile:
-    """`checkpoint` as torch's loader reads it, whatever container it came in: an archive of its storages alone, without
-    checksums, at which torch does not look.
+    """Return `checkpoint` as an archive for torch's loader, whatever container it came in.
+
+    It has only the storages of the checkpoint, and no checksums, which torch does not verify.
     """
     return _written(checkpoint, Path("archive"), checked=False)
 
 
 def _written(checkpoint: Checkpoint, path: Path, *, checked: bool) -> OutFile:
-    """An archive as torch writes it. `checked`: its records get checksums, computed on the way."""
+    """Return an archive as torch writes it.
+
+    If `checked` is set, its records get checksums, which are computed during the copy.
+    """
     from ckptconv.formats.zip_writer import ZipWriter  # which reading does not need
 
     keys = renumber(checkpoint)
@@ -374,7 +389,10 @@ def _written(checkpoint: Checkpoint, path: Path, *, checked: bool) -> OutFile:
 
 
 def _root_name(path: Path) -> str:
-    """The folder in the archive: the file's name without its suffix, as torch has it, where that is text."""
+    """Return the name of the archive's folder.
+
+    As in torch it is the file's name without its suffix, or ``archive`` if that is not valid text or not a plain name.
+    """
     try:
         path.stem.encode()
     except UnicodeEncodeError:

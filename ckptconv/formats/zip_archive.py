@@ -7,13 +7,13 @@ Layout (PKWARE APPNOTE 6.3.10, https://pkware.cachefly.net/webdocs/casestudies/A
     [zip64 end (56 bytes), zip64 locator (20 bytes)]
     end                22 bytes and a comment
 
-Where sizes or offsets do not fit 32 bits, the field is all ones and the number stands in an extra field (id 1); torch
-writes zip64 ends always, zeros in local headers, and pads data to 64 bytes with an extra field of its own (id ``FB``).
+If a size or offset does not fit 32 bits, the field is all ones and the number is in an extra field (id 1). torch always
+writes zip64 ends, writes zeros into local headers, and pads data to 64 bytes with its own extra field (id ``FB``).
 
-Stricter than zip readers are: two of them must not be able to see two different archives. So every byte belongs to
-exactly one member or to the directory, local and central headers agree, the last end is the only one, and no two names
-are equal, not even without regard to case (torch looks names up like that). A folder holds no bytes: torch would hand
-out memory as it finds it for their number.
+This reader is stricter than others, so that no two of them can see different archives. Every byte belongs to exactly
+one member or to the directory, local and central headers agree, there is only one end, and no two names are equal, even
+if case is ignored (torch ignores it in look-ups). A folder contains no bytes: torch would return uninitialised memory
+for them.
 """
 
 from __future__ import annotations
@@ -77,23 +77,25 @@ ZIP64_END_SIZE, ZIP64_LOCATOR_SIZE = ZIP64_END_FIELDS.size, _ZIP64_LOCATOR.size
 _ZIP64_EXTRA, _UNICODE_NAME_EXTRA, PADDING_EXTRA = 1, 0x7075, int.from_bytes(b"FB", "little")
 _ONES16, _ONES32 = 0xFFFF, 0xFFFFFFFF
 LONGEST_END = END_SIZE + _ONES16  # with a comment
-_READ_BACK = LONGEST_END + 4096  # torch's reader goes back in steps of that
-_DESCRIPTORS, _HEADERS = 32, 256  # bytes before and behind the start of a local header that are asked for with it
-_ENTRIES_ASKED = 16  # of a directory that may be none
+_READ_BACK = LONGEST_END + 4096  # torch's reader goes back in steps of 4096 bytes
+_DESCRIPTORS, _HEADERS = 32, 256  # bytes to read before and after the start of a local header
+_ENTRIES_ASKED = 16  # entries to test in data that may not be a directory
 _ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13
 HAS_DESCRIPTOR = 1 << 3
 UTF8 = 1 << 11
-_KNOWN_FLAGS = HAS_DESCRIPTOR | UTF8 | 1 << 1 | 1 << 2  # the last two say how hard the deflater tried
+_KNOWN_FLAGS = HAS_DESCRIPTOR | UTF8 | 1 << 1 | 1 << 2  # the last two are the level of compression
 _FOLDER = 0x10  # among the external attributes
 STORED, DEFLATED = 0, 8
-_AHEAD = 4096  # bytes read at once where headers are expected: small members stand close together
+_AHEAD = 4096  # bytes read at once for headers: small members are close to each other
 _ALIKE = 1 << 18  # bytes of a directory read at once
-_UNSAID = bytes(12)  # the numbers of a local header, where they stand in the descriptor
+_UNSAID = bytes(12)  # the numbers of a local header if the descriptor contains them
 
 
 class Member(NamedTuple):
-    """One record: where its header, its data and its end (with the descriptor) stand,
-    in bytes from the start of the file.
+    """A record: the positions of its header, its data and its end (with the descriptor), in bytes from the start of the
+    file.
+
+    ``placed`` is the position of the data, or a function that reads the local header and returns the position.
     """
 
     name: str
@@ -108,11 +110,17 @@ class Member(NamedTuple):
 
     @property
     def data_offset(self) -> int:
-        """Where its data stands. Raises MalformedError where its local header, read only now, is damaged."""
+        """The position of its data.
+
+        This may read the local header of the member. Raises MalformedError if that is damaged.
+        """
         return self.placed if isinstance(self.placed, int) else self.placed()
 
     def data(self, source: Readable, *, checked: bool) -> ByteRange | Inflate:
-        """Its bytes, inflated where they are deflated. `checked`: the archive has checksums."""
+        """Return the bytes of this record, inflated if they are deflated.
+
+        `checked` is whether the record has a checksum.
+        """
         crc32 = self.crc32 if checked else None
         of, offset = (source, self.placed) if isinstance(self.placed, int) else (_Unplaced(source, self), 0)
         if self.method == STORED:
@@ -128,23 +136,25 @@ class _Unplaced(Readable):
         self._source, self._member = source, member
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes at `offset`. Raises InputError."""
+        """Return exactly `length` bytes at `offset`. Raises InputError."""
         return self._source.read(self._member.data_offset + offset, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`. Raises InputError."""
+        """Fill `buffer` with the bytes from `offset` on. Raises InputError."""
         self._source.read_into(self._member.data_offset + offset, buffer)
 
 
 @dataclass(frozen=True)
 class Archive:
-    """Every member in the order of the file, all below one folder `root`.
+    """All members in the order of the file, in one folder `root`.
 
-    ``has_checksums`` is False where every CRC is zero; ``unsummed`` are the members that have none in an archive where
-    others have one.
-
-    ``broken``: names of members whose local headers do not say where their data stands; no reader gets an archive with
-    such, but one that collects faults.
+    Attributes:
+        root: The name of the folder.
+        members: The members.
+        has_checksums: Whether any CRC is not zero.
+        broken: Names of members whose local headers do not tell where their data is. Only a reader that collects faults
+            gets an archive with such members.
+        unsummed: Names of members without a checksum in an archive with checksums.
     """
 
     root: str
@@ -154,11 +164,11 @@ class Archive:
     unsummed: frozenset[str] = frozenset()
 
     def is_checked(self, member: Member) -> bool:
-        """Whether `member` has a checksum."""
+        """Return whether `member` has a checksum."""
         return self.has_checksums and member.name not in self.unsummed
 
     def names(self) -> Mapping[str, Member]:
-        """The members by name below the root."""
+        """Return the members by their names below the root."""
         return self._names
 
     @cached_property
@@ -167,7 +177,7 @@ class Archive:
         return {member.name[start:]: member for member in self.members}
 
     def unread(self, source: Readable) -> Iterator[UnreadRecord]:
-        """The records of `source` whose bytes can be checked, with their names below the root."""
+        """Yield the records of `source` whose bytes can be checked, with their names below the root."""
         for name, member in self.names().items():
             checked = self.is_checked(member)
             if member.name not in self.broken and (checked or member.method != STORED):
@@ -175,7 +185,7 @@ class Archive:
 
 
 class EndMissing(MalformedError):
-    """What starts as a zip archive has no end: it was truncated."""
+    """A file that starts like a zip archive has no end, because it was truncated."""
 
 
 def read_archive(
@@ -183,12 +193,19 @@ def read_archive(
     refuse: Callable[[list[str]], None] | None = None,
     is_large: Callable[[str], bool] | None = None,
 ) -> Archive:
-    """The members of `source`, which must be a zip from its first byte to its last.
+    """Return the archive in `source`, which must be a zip from its first byte to its last.
 
-    Raises MalformedError, UnsupportedError, LimitError.
+    Args:
+        source: The file.
+        refuse: Called with all names before members are checked, so that it can raise a better error for another kind
+            of zip.
+        is_large: Return whether the member with a name below the root is large. If the source can spare the local
+            headers of large members, they are read later.
 
-    `refuse` is shown the names first: what is another kind of zip is said before what is wrong with it. Of members that
-    are `large` by their names below the root the local headers wait where the source spares them.
+    Raises:
+        MalformedError: The archive is damaged or ambiguous.
+        UnsupportedError: The archive is encrypted, split or compressed in an unknown way.
+        LimitError: The archive has too many members.
     """
     found = source.faults.found
     count, directory, start = _read_end(source)
@@ -233,7 +250,7 @@ def read_archive(
 
 
 def _is_spared(source: Readable, entry: _Entry, following: int, is_large: Callable[[str], bool]) -> bool:
-    """Whether the local header of `entry`, and its descriptor, wait until somebody asks where its data stands."""
+    """Return whether to read the local header and descriptor of `entry` only when its data is needed."""
     if not is_large(entry.name.partition("/")[2]):
         return False
     places = [(entry.header_offset, _LOCAL.size + len(entry.raw_name)), (following - _DESCRIPTORS, _DESCRIPTORS)]
@@ -243,7 +260,7 @@ def _is_spared(source: Readable, entry: _Entry, following: int, is_large: Callab
 def _borders(
     source: Readable, entries: list[_Entry], end: int, is_large: Callable[[str], bool] | None
 ) -> Iterator[tuple[int, int]]:
-    """Where the headers and descriptors of `entries` stand that are read, the last of which ends at `end`."""
+    """Yield the ranges of the headers and descriptors of `entries` that are read now. The last entry ends at `end`."""
     following = [*(entry.header_offset for entry in entries[1:]), end]
     for entry, stop in zip(entries, following, strict=True):
         if not (is_large and _is_spared(source, entry, stop, is_large)):
@@ -252,7 +269,7 @@ def _borders(
 
 
 class FirstMember(NamedTuple):
-    """What the local header at the start of a file says."""
+    """The content of the local header at the start of a file."""
 
     name: str
     method: int
@@ -260,9 +277,9 @@ class FirstMember(NamedTuple):
 
 
 def first_member(source: Readable) -> FirstMember | None:
-    """The member at the start of `source` by its local header alone, for a file that has no directory.
+    """Return the member at the start of `source` from its local header only, for a file without a directory.
 
-    None where even that is cut or damaged.
+    Return None if this header is truncated or damaged.
     """
     if source.size < _LOCAL.size:
         return None
@@ -277,7 +294,7 @@ def first_member(source: Readable) -> FirstMember | None:
 
 
 class _Window:
-    """Short reads close behind one another, with one call of the system for many."""
+    """A window of the file, so that many short reads at increasing offsets take one call of the system."""
 
     def __init__(self, source: Readable) -> None:
         self.source = source
@@ -285,10 +302,10 @@ class _Window:
         self.data = b""
 
     def read(self, offset: int, length: int) -> bytes:
-        """`length` bytes at `offset`, which the source must have."""
+        """Return `length` bytes at `offset`. The source must contain them."""
         start = offset - self.offset
         if start < 0 or start + length > len(self.data):
-            ahead = 0 if self.source.is_far else _AHEAD  # what is far holds what came with the last request
+            ahead = 0 if self.source.is_far else _AHEAD  # a remote source keeps the bytes of its last request
             self.data = self.source.read(offset, max(length, min(ahead, self.source.size - offset)))
             self.offset, start = offset, 0
         return self.data[start : start + length]
@@ -302,10 +319,10 @@ def _bad(source: Readable, offset: int, what: str, expected: object = None, got:
 
 
 def _read_end(source: Readable) -> tuple[int, int, int]:
-    """The number of members, and the size and offset of the central directory."""
+    """Return the number of members, and the size and offset of the central directory."""
     tail_offset = max(0, source.size - LONGEST_END)
     tail = source.read(tail_offset, source.size - tail_offset)
-    at = tail.rfind(END)  # as torch does, whatever the comment's length
+    at = tail.rfind(END)  # as torch does, without regard to the comment's length
     if at < 0 or len(tail) - at < END_SIZE:
         raise EndMissing(
             "a zip archive without its end",
@@ -344,13 +361,17 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
 
 
 def _behind(tail: bytes, at: int) -> int:
-    """How many bytes of `tail` follow the end at `at` and its comment; below 0, how many of the comment are missing."""
+    """Return the number of bytes of `tail` after the end record at `at` and its comment.
+
+    A negative number is the number of bytes that the comment lacks.
+    """
     return len(tail) - at - END_SIZE - int.from_bytes(tail[at + END_SIZE - 2 : at + END_SIZE], "little")
 
 
 def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
-    """Offset, disk numbers, counts, size and offset of the directory from the zip64 end, if there is
-    one before `end`.
+    """Return the offset, disk numbers, counts, size and offset of the directory from the zip64 end before `end`.
+
+    Return None if there is no zip64 end.
     """
     if end < ZIP64_LOCATOR_SIZE:
         return None
@@ -372,11 +393,11 @@ def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
 
 
 def archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
-    """From where on its offsets count, and where it ends, of each zip archive that a reader could find from the end of
-    `source`, whatever else that is: with its directory where the end says, or right before the end, where Python's
-    zipfile looks.
+    """Yield each zip archive that a reader could find from the end of `source`, whatever else the file is.
 
-    Stray signatures are none: an end, an entry and a local header would have to point at one another.
+    An archive is yielded as the offset from which its offsets count, and the offset of its end. Its directory is where
+    the end record says, or directly before the end record, where Python's zipfile looks. Stray signatures do not count:
+    an end, an entry and a local header would have to point to each other.
     """
     tail_offset = max(0, source.size - _READ_BACK)
     tail = source.read(tail_offset, source.size - tail_offset)
@@ -392,7 +413,7 @@ def archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
 
 
 def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, int]]:
-    """What the zip64 end before `end` says: where it stands, and size and place of the directory."""
+    """Yield the offset of each zip64 end before `end`, and the size and offset of its directory."""
     if end < ZIP64_LOCATOR_SIZE:
         return
     signature, _, said, _ = _ZIP64_LOCATOR.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
@@ -406,8 +427,10 @@ def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, i
 
 
 def _has_member(source: Readable, at: int, end: int, shift: int) -> bool:
-    """Whether an entry of the directory from `at` to `end` points at a local header, `shift` bytes further or not, or
-    there are too many to ask all of them.
+    """Return whether an entry of the directory from `at` to `end` points to a local header, with or without `shift`
+    added.
+
+    If the directory has more entries than are tested, the answer is yes.
     """
     for _ in range(_ENTRIES_ASKED):
         if at < 0 or at + _CENTRAL.size > min(end, source.size):
@@ -430,7 +453,7 @@ def _is_local(source: Readable, at: int) -> bool:
 
 
 class _Entry(NamedTuple):
-    """A member as the central directory has it; a :class:`Member` begins with the same."""
+    """An entry of the central directory. A :class:`Member` starts with the same fields."""
 
     name: str
     flags: int
@@ -443,6 +466,7 @@ class _Entry(NamedTuple):
 
 
 def _read_directory(window: _Window, count: int, size: int, start: int) -> list[_Entry]:
+    """Return the entries of the central directory of `count` entries, which has `size` bytes from `start` on."""
     source = window.source
     if count * _CENTRAL.size > size:
         raise _bad(
@@ -471,7 +495,7 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
         variable = sum(fields[10:13])
         if fields[0] != CENTRAL or end - at - _CENTRAL.size < variable:
             raise _bad(source, at, "no entry of the zip's directory", CENTRAL, fields[0])
-        try:  # there can be a hundred thousand of them
+        try:  # report each bad entry and go on
             entries.append(_entry(source, at, fields, window.read(at + _CENTRAL.size, variable)))
         except InputError as error:
             source.faults.found(error)
@@ -483,13 +507,14 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
 
 @lru_cache(maxsize=16)
 def _with_name(fields: str, length: int) -> struct.Struct:
-    """Of a header with a name of so many bytes."""
+    """Return the format of a header with a name of `length` bytes."""
     return struct.Struct(f"{fields}{length}s")
 
 
 def _alike(data: bytes, length: int) -> list[_Entry]:
-    """The entries of `length` bytes each that `data` is made of, if they are of files that are stored, with nothing
-    behind the name; else none.
+    """Return the entries in `data`, if each has `length` bytes and is a stored file with nothing after its name.
+
+    Otherwise return an empty list.
     """
     form = _with_name("<4s4xHH4xIII8s2xII", length - CENTRAL_SIZE)
     columns = [*zip(*form.iter_unpack(data), strict=True)]
@@ -511,6 +536,9 @@ def _alike(data: bytes, length: int) -> list[_Entry]:
 
 
 def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) -> _Entry:
+    """Return the entry at `at` whose fixed part has these `fields` and whose name, extra field and comment are
+    `variable`.
+    """
     _, _, _, flags, method, _, _, crc32, stored_size, size, n_name, n_extra, _, disk, _, attributes, header_offset = (
         fields
     )
@@ -542,7 +570,10 @@ def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) 
 
 
 def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
-    """`numbers`, those that are all ones taken from the zip64 field `wide`; None where it holds fewer or more."""
+    """Return `numbers`, with those that are all ones replaced by numbers from the zip64 field `wide`.
+
+    Return None if this field contains more or fewer numbers than that.
+    """
     ones = numbers.count(_ONES32)
     if len(wide) != 8 * ones:
         return None
@@ -553,7 +584,7 @@ def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
 
 
 def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[int, bytes]:
-    """The extra fields by id."""
+    """Return the extra fields by id."""
     found: dict[int, bytes] = {}
     start = 0
     while start < len(extra):
@@ -572,7 +603,10 @@ def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[in
 
 
 def _check_names(source: Readable, members: list[Member], root: str) -> list[Member]:
-    """Those of `members` that have a name: all below the folder `root`, none twice, none that leads out of it."""
+    """Return the `members` with valid names, and report the others.
+
+    A valid name is below the folder `root`, does not lead out of it, and occurs only once.
+    """
     every = "".join(f"\n{member.name}" for member in members)
     is_sound = root and every.count("\n") == every.count(f"\n{root}/") == len(members)
     is_sound = is_sound and not any(part in every for part in ("//", "..", "\0"))
@@ -597,7 +631,7 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 
 
 def _plain_place(window: _Window, entry: _Entry, following: int) -> int:
-    """Where the data of `entry` stands, if its header and its descriptor are those that torch writes; else 0."""
+    """Return the position of the data of `entry` if its header and descriptor have torch's form, else 0."""
     _, flags, method, crc32, stored_size, size, at, raw_name = entry
     n = len(raw_name)
     form = _with_name("<4s2xHH4x12sHH", n)
@@ -618,10 +652,10 @@ def _plain_place(window: _Window, entry: _Entry, following: int) -> int:
 
 
 def _placed(window: _Window, entry: _Entry, following: int) -> int:
-    """Where the data of `entry` stands, whose local header and descriptor must fill the file up to `following` and
-    agree with it.
+    """Return the position of the data of `entry`.
 
-    Raises MalformedError where it is not known where its data stands.
+    Its local header and descriptor must agree with the entry, and the member must end at `following`. Faults are
+    reported. Raises MalformedError if the position is not known.
     """
     source = window.source
     found = source.faults.found
@@ -655,11 +689,12 @@ def _placed(window: _Window, entry: _Entry, following: int) -> int:
 
 
 def _check_local_numbers(source: Readable, entry: _Entry, local: tuple[int, int, int], wide: bytes) -> None:
+    """Raise MalformedError if the checksum and sizes in a local header disagree with `entry`."""
     in_descriptor = entry.flags & HAS_DESCRIPTOR
     if in_descriptor and local == (0, 0, 0):
-        return  # what torch puts into a zip64 field here nobody reads
+        return  # no reader uses torch's zip64 field here
     crc32, stored_size, size = local
-    if wide != struct.pack("<2Q", size, stored_size):  # Python's zipfile, before 3.11, says small sizes in both places
+    if wide != struct.pack("<2Q", size, stored_size):  # zipfile before 3.11 writes small sizes twice
         size, stored_size = _widened((size, stored_size), wide) or (-1, -1)
     found, expected = (crc32, stored_size, size), (entry.crc32, entry.stored_size, entry.size)
     if found != expected and not (in_descriptor and found in ((0, 0, 0), (entry.crc32, 0, 0))):
@@ -667,8 +702,9 @@ def _check_local_numbers(source: Readable, entry: _Entry, local: tuple[int, int,
 
 
 def _check_descriptor(source: Readable, entry: _Entry, descriptor: bytes, at: int) -> None:
-    """What stands between a member's data and the next header: a descriptor, with or without its
-    signature, or nothing.
+    """Report a fault unless `descriptor`, the bytes between the data and the next header, is what `entry` needs.
+
+    That is a data descriptor with or without its signature, or nothing.
     """
     found = source.faults.found
     if not entry.flags & HAS_DESCRIPTOR:
@@ -686,8 +722,10 @@ def _check_descriptor(source: Readable, entry: _Entry, descriptor: bytes, at: in
 
 
 def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
-    """The local header of a stored member, flags UTF8, its extra field `padding` bytes long (0,
-    or 4 and more) beside what zip64 needs.
+    """Return the local header of a stored member with the flag UTF8.
+
+    `padding` is the length of the padding field in bytes: 0, or at least 4. A zip64 field is added if the size needs
+    it.
     """
     wide = b"" if size < _ONES32 else struct.pack("<HHQQ", _ZIP64_EXTRA, 16, size, size)
     pad = b"" if not padding else struct.pack("<HH", PADDING_EXTRA, padding - 4) + b"Z" * (padding - 4)
@@ -712,12 +750,12 @@ class NewEntry(NamedTuple):
 
 
 class RawEntry(NamedTuple):
-    """An entry of a central directory as it stands there.
+    """An unparsed entry of a central directory.
 
     Attributes:
-        name: The member's name, as bytes.
-        data: The whole entry, as bytes.
-        offset: Where the entry stands, in bytes from the start of the file.
+        name: The member's name.
+        data: The complete entry.
+        offset: Position of the entry, in bytes from the start of the file.
     """
 
     name: bytes
@@ -726,21 +764,21 @@ class RawEntry(NamedTuple):
 
     @property
     def crc32_offset(self) -> int:
-        """Where its checksum stands."""
+        """The position of the checksum in the file."""
         return self.offset + 16
 
     def renamed(self, name: bytes) -> bytes:
-        """The entry with another name of the same length."""
+        """Return the entry with another `name`, which must have the same length."""
         return self.data[: _CENTRAL.size] + name + self.data[_CENTRAL.size + len(name) :]
 
 
 class RawDirectory(NamedTuple):
-    """A central directory as it stands in a file, which was read as an archive before.
+    """The unparsed central directory of a file that was read as an archive before.
 
     Attributes:
-        start: Where it begins, in bytes from the start of the file.
-        entries: In its order.
-        end: Where the end record begins.
+        start: Position of the directory, in bytes from the start of the file.
+        entries: The entries in its order.
+        end: Position of the end record.
         comment: The archive's comment.
     """
 
@@ -751,7 +789,7 @@ class RawDirectory(NamedTuple):
 
 
 def raw_directory(source: Readable) -> RawDirectory:
-    """The central directory of `source`, as it stands there. Raises as :func:`read_archive` does."""
+    """Return the unparsed central directory of `source`. Raises the same errors as :func:`read_archive`."""
     count, _, start = _read_end(source)
     data = source.read(start, source.size - start)
     entries, at = [], 0
@@ -765,13 +803,13 @@ def raw_directory(source: Readable) -> RawDirectory:
 
 
 def central_directory(entries: list[NewEntry], start: int) -> bytes:
-    """The directory of `entries` (all stored) at offset `start`, and the end of the archive."""
+    """Return the directory of `entries` (all stored) at offset `start`, followed by the end of the archive."""
     out = b"".join(map(central_entry, entries))
     return out + end_records(len(entries), len(out), start)
 
 
 def central_entry(entry: NewEntry) -> bytes:
-    """The entry of a stored member in the central directory."""
+    """Return the entry of a stored member in the central directory."""
     wide = b""
     if entry.size >= _ONES32 or entry.header_offset >= _ONES32:
         wide = b"".join(n.to_bytes(8, "little") for n in (entry.size, entry.size, entry.header_offset) if n >= _ONES32)
@@ -782,7 +820,7 @@ def central_entry(entry: NewEntry) -> bytes:
 
 
 def end_records(count: int, size: int, start: int, comment: bytes = b"") -> bytes:
-    """The end of an archive whose directory of `count` entries has `size` bytes and begins at `start`."""
+    """Return the end of an archive whose directory of `count` entries has `size` bytes and begins at `start`."""
     out = b""
     if count >= _ONES16 or size >= _ONES32 or start >= _ONES32:
         out += ZIP64_END_FIELDS.pack(ZIP64_END, ZIP64_END_SIZE - 12, 45, 45, 0, 0, count, count, size, start)
