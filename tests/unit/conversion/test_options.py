@@ -54,7 +54,7 @@ def test_the_docstring_has_each_keyword_once() -> None:
     text = inspect.getdoc(ckptconv.save) or ""
     for name in inspect.signature(ckptconv.save).parameters:
         assert text.count(f"\n    {name}: ") == 1, name
-    assert "force: `path` may exist" in text and "**options" not in text
+    assert "force: Whether `path` may exist" in text and "**options" not in text
 
     @takes(ConvertOptions)
     def silent(**options: Any) -> None:
