@@ -352,12 +352,12 @@ def children(node: Value) -> list[Value]:
         return [node.id]
     if not isinstance(node, Object):
         return []
-    found = [node.callable, node.args] if isinstance(node, Call) else []
+    parts = [node.callable, node.args] if isinstance(node, Call) else []
     if isinstance(node, Call) and node.kwargs is not None:
-        found.append(node.kwargs)
+        parts.append(node.kwargs)
     for effect in node.effects:
-        found += effect.values
-    return found
+        parts += effect.values
+    return parts
 
 
 def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
@@ -415,10 +415,10 @@ def members_of(node: Value, most: int | None = None) -> list[Value] | None:
     are returned, if `most` is given: any number of calls can share one sequence.
     """
     if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES) and not node.effects:
-        made_of = args_of(node)
-        if isinstance(node.args, Tuple) and not made_of:
+        args = args_of(node)
+        if isinstance(node.args, Tuple) and not args:
             return []
-        node = made_of[0] if len(made_of) == 1 and isinstance(made_of[0], (Tuple, List)) else None
+        node = args[0] if len(args) == 1 and isinstance(args[0], (Tuple, List)) else None
     else:
         most = None
     if isinstance(node, (Tuple, FrozenSet)):
@@ -432,21 +432,25 @@ def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
     `new` maps each old node to its replacement. The children of a replacement are replaced too.
     """
 
-    def of(value: Value) -> Value:
+    def swap(value: Value) -> Value:
         return new.get(value, value) if isinstance(value, Node) else value
 
-    graph.root = of(graph.root)
-    graph.discarded = [of(value) for value in graph.discarded]
+    graph.root = swap(graph.root)
+    graph.discarded = [swap(value) for value in graph.discarded]
     for node in walk([graph.root, *graph.discarded]):  # walk asks for children after their parent was changed
         if isinstance(node, (Tuple, FrozenSet)):
-            node.items = [of(item) for item in node.items]
+            node.items = [swap(item) for item in node.items]
         elif isinstance(node, PersistentId):
-            node.id = of(node.id)
+            node.id = swap(node.id)
         elif isinstance(node, Object):
             if isinstance(node, Call):
-                node.callable, node.args, node.kwargs = of(node.callable), of(node.args), of(node.kwargs)
+                node.callable, node.args, node.kwargs = (
+                    swap(node.callable),
+                    swap(node.args),
+                    swap(node.kwargs),
+                )
             for effect in node.effects:
-                effect.values = [of(value) for value in effect.values]
+                effect.values = [swap(value) for value in effect.values]
     graph.shared |= {new[node] for node in new if node in graph.shared}
 
 

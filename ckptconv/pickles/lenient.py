@@ -250,10 +250,10 @@ def _string(m: PickleMachine) -> None:
 
 def _stack_global(m: PickleMachine) -> None:
     names, modules = (_texts(value) for value in (m.stack.pop(), m.stack.pop()))
-    found = [m.find_class(module, name) for module in modules for name in names]
-    if not found:
+    globals_ = [m.find_class(module, name) for module in modules for name in names]
+    if not globals_:
         m.fail("STACK_GLOBAL needs two texts")
-    m.stack.append(found[0])
+    m.stack.append(globals_[0])
 
 
 def _texts(value: Value) -> list[str]:

@@ -349,24 +349,24 @@ class PickleMachine:
 
     def find_class(self, module: str, name: str) -> Global:
         """Return the node of the global ``module.name``, without importing it. One name always has the same node."""
-        found = self.named.get((module, name))
-        if found is None:
+        node = self.named.get((module, name))
+        if node is None:
             self.named_characters += len(module) + len(name)
-            found = self.named[module, name] = Global(module, name)
+            node = self.named[module, name] = Global(module, name)
             self.check_named()
         else:
-            self.shared.add(found)
-        return found
+            self.shared.add(node)
+        return node
 
     def extension(self, code: int) -> Extension:
         """Return the node of the extension `code`. One code always has the same node."""
-        found = self.codes.get(code)
-        if found is None:
-            found = self.codes[code] = Extension(code)
+        node = self.codes.get(code)
+        if node is None:
+            node = self.codes[code] = Extension(code)
             self.check_named()
         else:
-            self.shared.add(found)
-        return found
+            self.shared.add(node)
+        return node
 
     def check_named(self) -> None:
         """Raise LimitError if the pickle names too many globals and extensions."""

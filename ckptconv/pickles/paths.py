@@ -169,12 +169,12 @@ def child_places(place: Place, leaf: Leaf, listed: set[int] | None = None) -> li
     listed = set() if listed is None else listed
     states = leaf(node) if isinstance(node, Node) else []
     if states is None:
-        found = _inside(place, listed)
+        places = _inside(place, listed)
     else:
-        found = [attribute for state in states for attribute in _attributes(place, state, listed)]
-    if isinstance(node, (Call, Dict)) and found:
-        _number_again(found)
-    return found
+        places = [attribute for state in states for attribute in _attributes(place, state, listed)]
+    if isinstance(node, (Call, Dict)) and places:
+        _number_again(places)
+    return places
 
 
 def parts_listed(node: Call, leaf: Leaf) -> list[Value]:
@@ -202,12 +202,12 @@ def _inside(place: Place, listed: set[int]) -> list[Place]:
         return _numbered(place, "[%d]" if isinstance(node, List) else "/{%d}", list(node.elements()))
     if isinstance(node, PersistentId):
         return [_below(place, "/(0)", node.id)] if isinstance(node.id, Node) and not isinstance(node.id, Tuple) else []
-    found: list[Place] = []
+    places: list[Place] = []
     if isinstance(node, Call):
-        found += _arguments(place, node, listed)
+        places += _arguments(place, node, listed)
     if isinstance(node, Object):
-        found += _effects(place, node, listed)
-    return found
+        places += _effects(place, node, listed)
+    return places
 
 
 def is_repeated(place: Place) -> bool:
@@ -252,20 +252,20 @@ def _numbered(place: Place, form: str, items: list[Value], start: int = 0) -> li
 
 def _arguments(place: Place, call: Call, listed: set[int]) -> list[Place]:
     """Return the places of the callable and arguments of `call`. A callable gets a place only if it is a call."""
-    found: list[Place] = []
+    places: list[Place] = []
     if isinstance(call.callable, Call):
-        found.append(_below(place, "/(call)", call.callable))
+        places.append(_below(place, "/(call)", call.callable))
     if isinstance(call.args, Tuple) and _is_first(call.args, listed):
-        found += _numbered(place, "/(%d)", call.args.items)
+        places += _numbered(place, "/(%d)", call.args.items)
     elif isinstance(call.args, Call):
-        found.append(_below(place, "/(*)", call.args))
+        places.append(_below(place, "/(*)", call.args))
     if isinstance(call.kwargs, Dict) and _is_first(call.kwargs, listed):
         _check_keys(call.kwargs)
         for effect, i in call.kwargs.pairs():
             name = effect.values[i]
             segment = f"/({escape_segment(name) if isinstance(name, str) else i})"
-            found.append(_below(place, segment, effect.values[i + 1]))
-    return found
+            places.append(_below(place, segment, effect.values[i + 1]))
+    return places
 
 
 def _is_first(part: Node, listed: set[int]) -> bool:
@@ -289,20 +289,20 @@ def _check_keys(mapping: Object) -> None:
 
 def _effects(place: Place, node: Object, listed: set[int]) -> list[Place]:
     """Return the places of the values that effects have put into `node`, a mapping or the result of a call."""
-    found: list[Place] = []
+    places: list[Place] = []
     if node.effects:
         _check_keys(node)
     count = pairs = 0
     for effect in node.effects:
         if effect.opcode == "BUILD":
-            found += _attributes(place, effect.values[0], listed)
+            places += _attributes(place, effect.values[0], listed)
         elif effect.opcode in ("SETITEM", "SETITEMS"):
-            found += _items(place, effect, pairs)
+            places += _items(place, effect, pairs)
             pairs += len(effect.values) // 2
         else:
-            found += _numbered(place, "/{%d}" if effect.opcode == "ADDITEMS" else "[%d]", effect.values, count)
+            places += _numbered(place, "/{%d}" if effect.opcode == "ADDITEMS" else "[%d]", effect.values, count)
             count += len(effect.values)
-    return found
+    return places
 
 
 def _items(place: Place, effect: Effect, start: int) -> list[Place]:
@@ -310,17 +310,17 @@ def _items(place: Place, effect: Effect, start: int) -> list[Place]:
 
     `start` is the number of items that earlier effects have set.
     """
-    found: list[Place] = []
+    places: list[Place] = []
     depth = place.depth + 1
     values = iter(effect.values)
     for n, (key, value) in enumerate(zip(values, values, strict=True), start):
         if isinstance(key, str):
-            found.append(Place(place, key_segment(key, n), value, depth, key))
+            places.append(Place(place, key_segment(key, n), value, depth, key))
             continue
         if isinstance(key, Node):
-            found.append(_below(place, f"/<{n}>", key))
-        found.append(Place(place, key_segment(key, n), value, depth))
-    return found
+            places.append(_below(place, f"/<{n}>", key))
+        places.append(Place(place, key_segment(key, n), value, depth))
+    return places
 
 
 def _attributes(place: Place, state: Value, listed: set[int]) -> list[Place]:

@@ -90,11 +90,11 @@ class Referrers:
 
     def above(self, nodes: Iterable[Value]) -> set[int]:
         """Return the ids of `nodes` and of all nodes that lead to them."""
-        found: set[int] = set()
+        reached: set[int] = set()
         todo = list(nodes)
         while todo:
             node = todo.pop()
-            if id(node) not in found:
-                found.add(id(node))
+            if id(node) not in reached:
+                reached.add(id(node))
                 todo += self.users(node)
-        return found
+        return reached

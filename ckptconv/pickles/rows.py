@@ -41,7 +41,7 @@ _WORTH_IT = 6  # items: if fewer were read at once, some rows pass before the ne
 # Groups in the pattern of a row: the opcodes after it in a parameter, all puts, and the groups that identify a form.
 _AROUND = 18
 _puts_in = itemgetter(3, 6, 8, 11, 13, 15, 16, 17)
-_said_by = itemgetter(0, 5, 7, 9, 10, 12, 14, _AROUND)
+_form_groups = itemgetter(0, 5, 7, 9, 10, 12, 14, _AROUND)
 _EACH_GET = regex(_GET, re.DOTALL)
 _PUTS = [struct.Struct("<" + "xI" * n).unpack for n in range(13)]  # by the number of puts in a row
 _PATIENCE = 64  # failed attempts to read a row; each success allows one more
@@ -234,8 +234,8 @@ class RowCall(Call):
     def row(self) -> RowForm | None:
         """The form of this row, or None if somebody has accessed or changed the content of the row."""
         form = self.form
-        is_so = form is not None and self.callable is form.functions[0] and self.reference.form is form
-        return form if is_so and not self.effects else None
+        is_unchanged = form is not None and self.callable is form.functions[0] and self.reference.form is form
+        return form if is_unchanged and not self.effects else None
 
     def calls(self) -> list[Call]:
         """Return the inner calls and this call, in the order of the pickle."""
@@ -415,29 +415,29 @@ class RowMachine(PickleMachine):
         if self._patience < 0:
             return False
         self._patience -= 1
-        found = spelling.row.match(self.window, self.pos, self._room())
-        if found is None:
+        match = spelling.row.match(self.window, self.pos, self._room())
+        if match is None:
             return False
-        groups = found.groups(b"")
+        groups = match.groups(b"")
         _, length, digits, _, get, tag, *_ = groups
-        end, functions = found.end(), tuple(self.stack[-2:]) if groups[_AROUND] else (self.stack[-1],)
+        end, functions = match.end(), tuple(self.stack[-2:]) if groups[_AROUND] else (self.stack[-1],)
         puts = b"".join(_puts_in(groups))
         if len(functions) == 2 and type(functions[0]) is Global:
             around, last = spelling.split(groups[_AROUND])
             groups, puts = (*groups[:_AROUND], around), puts + last
         elif groups[_AROUND]:  # the row is not an argument of such a call
-            groups, end, functions = (*groups[:_AROUND], b""), found.start(_AROUND + 1), functions[-1:]
+            groups, end, functions = (*groups[:_AROUND], b""), match.start(_AROUND + 1), functions[-1:]
         slots, key = self._new_slots(spelling, puts), self._key(spelling, length, digits, get)
         if key is None or not slots:
             return False
-        told = functions, not get, *_said_by(groups)
-        form = self._forms.get(told)
+        form_key = functions, not get, *_form_groups(groups)
+        form = self._forms.get(form_key)
         if form is None or not form.is_for(self.memo):
             row = self.window[self.pos : end]
             form = self._learn(spelling, cast("_Functions", functions), row, tag, slots, (get, key))
             if form is None:
                 return False
-            self._forms[told] = form
+            self._forms[form_key] = form
         else:
             self._patience += 2
         if not self.count(form.opcodes):
@@ -464,7 +464,7 @@ class RowMachine(PickleMachine):
 
         Return False, without executing anything, unless each is a key and a row of a known form.
         """
-        lengths, texts, p0, gets, called, *columns = zip(*(each.groups(b"") for each in found), strict=True)
+        lengths, texts, p0, gets, called, *columns = zip(*(match.groups(b"") for match in found), strict=True)
         _, key_lengths, digits, _, key_gets, tags, *_ = columns
         puts = p0, *_puts_in(columns)
         if any(columns[_AROUND]):
@@ -472,8 +472,8 @@ class RowMachine(PickleMachine):
             puts = *puts, last
         slots = self._new_slots(spelling, b"".join(chain.from_iterable(zip(*puts, strict=True))))
         functions, slot_of = self._called({*called})
-        told = zip(map(functions.get, called), map(not_, key_gets), *_said_by(columns), strict=True)
-        forms = [form for form in map(self._forms.get, told) if form]
+        form_keys = zip(map(functions.get, called), map(not_, key_gets), *_form_groups(columns), strict=True)
+        forms = [form for form in map(self._forms.get, form_keys) if form]
         names = self._names(spelling, lengths, texts, gets)
         keys = self._keys(spelling, key_lengths, digits, key_gets)
         if not len(forms) == len(names) == len(keys) == len(found) or not slots:
@@ -483,15 +483,15 @@ class RowMachine(PickleMachine):
         if not all(form.is_for(self.memo) for form in {*forms}) or not self.count(opcodes):
             return False
         used = _EACH_GET.findall(b"".join({*called, *gets, *key_gets}))
-        for each in (*used, spelling.text, p0[0]) if is_put else used:
-            self.used[each[0]] = 1
+        for opcode in (*used, spelling.text, p0[0]) if is_put else used:
+            self.used[opcode[0]] = 1
         self.shared |= slot_of.keys()
         starts = [*accumulate((len(form.parts) + is_put for form in forms), initial=slots.start)]
         if is_put:
             self.memo.update(zip(starts, names, strict=False))
         row, calls = self._rows[-1], self._made(spelling, forms, keys, tags, [start + is_put for start in starts[:-1]])
         self._end = slots.stop
-        values: list[Value] = [each for item in zip(names, calls, strict=True) for each in item]
+        values: list[Value] = [value for item in zip(names, calls, strict=True) for value in item]
         if is_put and spelling is _LONG and not any(key_gets):
             row.next_items = RowItems(values, starts, slot_of, self.tell(), found[-1].end() - self.pos)
         self.stack += values
@@ -526,10 +526,10 @@ class RowMachine(PickleMachine):
         pairs: set[tuple[Global, int]] = set()
         for gets in called:
             slots = [int.from_bytes(get[1:], "little") for get in _EACH_GET.findall(gets)]
-            found = tuple(map(self.memo.get, slots))
-            if not all(isinstance(each, Global) for each in found):
+            globals_ = tuple(map(self.memo.get, slots))
+            if not all(isinstance(value, Global) for value in globals_):
                 return {}, {}
-            functions[gets] = cast("_Functions", found)
+            functions[gets] = cast("_Functions", globals_)
             pairs.update(zip(functions[gets], slots, strict=True))
         slot_of = dict(pairs)
         return (functions, slot_of) if len(slot_of) == len(pairs) else ({}, {})
@@ -567,10 +567,10 @@ class RowMachine(PickleMachine):
     ) -> list[str]:
         """Return the keys of many rows. The list is shorter than `digits` if :meth:`_key` would return None for one."""
         if any(gets):
-            found = map(self._key, repeat(spelling), lengths, digits, gets)
-            return [key for key in found if key is not None]
-        is_so = lengths == tuple(map(spelling.lengths.__getitem__, map(len, digits)))
-        return b" ".join(digits).decode().split(" ") if is_so else []
+            keys = map(self._key, repeat(spelling), lengths, digits, gets)
+            return [key for key in keys if key is not None]
+        are_exact = lengths == tuple(map(spelling.lengths.__getitem__, map(len, digits)))
+        return b" ".join(digits).decode().split(" ") if are_exact else []
 
     def _made(
         self,
@@ -586,11 +586,11 @@ class RowMachine(PickleMachine):
         """
         ends = [*accumulate([form.orders for form in forms], initial=self.order)]
         self.order = ends[-1]
-        told = [
+        tag_texts = [
             tag[spelling.at :].decode() if form.tag is None else form.tag for form, tag in zip(forms, tags, strict=True)
         ]
         orders = [end + 1 for end in ends[:-1]]
-        references = [*map(RowId, forms, keys, told, orders)]
+        references = [*map(RowId, forms, keys, tag_texts, orders)]
         calls = [*map(RowCall, forms, references, ends[1:])]
         self.references += references
         self.calls += calls
