@@ -146,6 +146,9 @@ def state_of(target: Path) -> bytes | None:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return None
+    except OSError:  # also where the name of a journal would be too long
+        return None
+    try:
         with _opened(path) as fd:
             return DONE if os.pread(fd, 20, 0) == MAGIC + DONE else HOT
     except FileNotFoundError:

@@ -1101,6 +1101,13 @@ def test_a_copied_folder_leaves_journals_out(run_folder: Path, tmp_path: Path, c
     assert not any("was interrupted" in note for note in notes["epochs/1.pt"])
 
 
+def test_a_name_that_is_too_long_for_a_journal(checkpoint: Path) -> None:
+    """It is refused in place, and no reader takes it for interrupted."""
+    path = checkpoint.rename(checkpoint.with_name("a" * 241))
+    refused_in_place(ckptconv.OutputError, "the undo journal cannot be written", path, map_location="cuda:1")
+    assert "interrupted" not in str(ckptconv.inspect(path).notes)
+
+
 def test_a_path_that_is_missing(checkpoint: Path, command: Command) -> None:
     """It may be meant as an output: the others stay as they are."""
     before = checkpoint.read_bytes()
