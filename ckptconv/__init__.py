@@ -153,6 +153,7 @@ if not TYPE_CHECKING:  # so that a type checker reports a name that does not exi
 
         if _HOME_OF[name] == "tensors.moving":
             require_torch(f"ckptconv.{name}")
+            import_module(f"{__name__}.byteranges.kernels")  # raises MissingTorchError if torch is broken
         globals()[name] = found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
         return found
 

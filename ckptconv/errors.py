@@ -246,7 +246,7 @@ class TransferError(UnreadableError):
 
 
 class MissingTorchError(CkptconvError, ImportError):
-    """What was asked for needs torch, which is not installed."""
+    """What was asked for needs torch, which is not installed, or cannot be imported."""
 
 
 def require_torch(what: str, where: object = None) -> None:

@@ -40,6 +40,7 @@ _R = TypeVar("_R", bound="Readable")
 _HELD = 1 << 15  # bytes of a file that is read at once: a small one is asked for some twenty parts
 
 _SPARE = 64  # open files that the rest of the process may need
+_LEAST_SPARE = 8  # without which no module can be imported, and no output written
 
 STEP = 1 << 24  # bytes that are asked at once of what fills no buffer by itself
 
@@ -229,12 +230,15 @@ class Source(Readable):
                 raise _no_file(self.path, mode)
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            too_many = error.errno == errno.EMFILE
-            hint = "ulimit -n says how many files may be open, and lets more be" if too_many else None
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise _too_many(self.path) from error
             kind = MissingInputError if isinstance(error, FileNotFoundError) else UnreadableError
-            raise kind(f"cannot be read: {error.strerror}", where=self.path, hint=hint) from error
+            raise kind(f"cannot be read: {error.strerror}", where=self.path) from error
         except ValueError as error:  # a NUL in the path
             raise InputError("no such path can exist", where=self.path) from error
+        if not _leave_spare(self.fd):
+            self.close()
+            raise _too_many(self.path)
         if locked:  # before its size is asked for: who changes it in place may be ending just now
             try:
                 lock_shared(self.fd, self.path)
@@ -247,7 +251,6 @@ class Source(Readable):
             raise _no_file(self.path, self._stat.st_mode)
         self.size, self.mode = self._stat.st_size, self._stat.st_mode & 0o777
         self._held: bytes | None = b"" if self.size > _HELD else None  # what was read at once: all of it, or nothing
-        _leave_spare(self.fd)
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes at `offset`, of a small file as it was when its first byte was read.
@@ -433,14 +436,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _leave_spare(fd: int) -> None:
+def _leave_spare(fd: int) -> bool:
     """Let the process have more files open, as far as the system's hard limit goes, once `fd` shows that it has nearly
-    as many as it may: a set can have more shards than the usual 1,024.
+    as many as it may: a set can have more shards than the usual 1,024. Return whether some are left.
     """
     try:
         import resource  # which is of Unix alone
     except ImportError:
-        return
+        return True
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:
         more = 2 * soft + _SPARE
@@ -448,6 +451,15 @@ def _leave_spare(fd: int) -> None:
             resource.setrlimit(
                 resource.RLIMIT_NOFILE, (more if hard == resource.RLIM_INFINITY else min(more, hard), hard)
             )
+    return hard == resource.RLIM_INFINITY or not hard - _LEAST_SPARE <= fd < hard or hard < _SPARE
+
+
+def _too_many(path: Path) -> UnreadableError:
+    return UnreadableError(
+        f"cannot be read: {os.strerror(errno.EMFILE)}",
+        where=path,
+        hint="ulimit -n says how many files may be open, and lets more be",
+    )
 
 
 def kind_of(mode: int) -> str:

@@ -80,9 +80,14 @@ def _run(args: list[str] | None) -> int:
     except (ClosedPipeError, BrokenPipeError):
         _forget_output()
         return 141  # as cat ends: 128 and the number of SIGPIPE
-    except OSError as error:  # of standard output: a disk that is full
-        click.echo(f"ckptconv: cannot write to standard output: {error.strerror}", err=True)
-        _forget_output()
+    except OSError as error:
+        try:
+            sys.stdout.flush()  # which fails again where the disk behind it is full
+        except OSError:
+            click.echo(f"ckptconv: cannot write to standard output: {error.strerror}", err=True)
+            _forget_output()
+        else:
+            click.echo(f"ckptconv: {error}", err=True)
         return failed
     except Exception:  # a bug: the interpreter would exit with 1, which says something else for diff
         if failed == 1:

@@ -154,15 +154,16 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
         name = os.fsdecode(path)
         if name and os.path.isdir(name):
             raise folder_error(Path(name)) from error
+        if not isinstance(error, MissingInputError):
+            raise
         import glob
 
         from ckptconv.formats.foreign.paths import no_path_error
 
-        is_missing = isinstance(error, MissingInputError)
-        if is_missing and (no_path := no_path_error(name, is_output=False)):
+        if no_path := no_path_error(name, is_output=False):
             raise no_path from None
-        near = name_like(Path(name)) if is_missing else None
-        if is_missing and glob.glob(name):
+        near = name_like(Path(name))
+        if glob.glob(name):
             error.hint = "type the pattern without quotes: the shell then gives the names of the files"
         error.hint = f"is it {shell(near)}?" if near else error.hint
         raise

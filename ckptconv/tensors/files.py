@@ -120,6 +120,7 @@ class CheckpointFile:
             UnsupportedError: Torch's safe loader refuses code that makes the tensor.
         """
         require_torch("loading a tensor", self.path)
+        from ckptconv.byteranges import kernels  # noqa: F401 - raises MissingTorchError if torch is broken
         from ckptconv.tensors.loading import load_checkpoint
 
         if self._is_closed:
@@ -206,6 +207,8 @@ def load(
         CkptconvError: Another of its subclasses.
     """
     require_torch("loading tensors", path_of(path))
+    from ckptconv.byteranges import kernels  # noqa: F401 - as above
+
     edits = edits_from(state_dict=state_dict, select=select, strip_prefix=strip_prefix, loadable=loadable)
     with open_input(path, download=download) as source:
         with gc_paused():
@@ -254,6 +257,8 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
     """
     started = time.monotonic()
     require_torch("saving tensors", path_of(path))
+    from ckptconv.byteranges import kernels  # noqa: F401 - as above
+
     edits, output = edits_from(**options), OutputOptions.of(options)
     out = FileObjectDestination(path) if is_file_object(path) else None
     target, format_ = _target_of(path, output)

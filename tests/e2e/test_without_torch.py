@@ -98,3 +98,56 @@ def test_functions_that_have_tensors(call: str) -> None:
     )
     assert done.stdout.endswith(", and is not installed; pip install torch\n"), done.stderr
     assert not Path("b.pt").exists()
+
+
+#: Python in which torch is installed, and its import fails.
+BROKEN = """
+import sys, importlib.machinery
+class Broken:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            return importlib.machinery.ModuleSpec(name, self)
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        raise {}
+sys.meta_path.insert(0, Broken())
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "OSError('libcupti.so.12: cannot open shared object file')",
+        "ImportError('libcupti.so.12: undefined symbol')",
+        "RuntimeError('libcupti.so.12')",
+        "AttributeError('libcupti.so.12')",
+    ],
+)
+def test_a_torch_that_cannot_be_imported(error: str) -> None:
+    """One error names torch, what it says and what works without it, and nothing is written. What needs no torch works
+    as ever.
+    """
+    broken = BROKEN.format(error)
+    main = broken + "from ckptconv.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    for typed in ("inspect a.pt", "verify a.pt", "diff a.pt a.pt", "convert a.pt moved.pt --to cpu"):
+        assert run(main, *typed.split()).returncode == 0, typed
+    before = {*os.listdir()}
+    python = "import ckptconv\ntry:\n    {}\nexcept ckptconv.MissingTorchError as error:\n    sys.exit(str(error))"
+    failing = {
+        "convert a.pt out.pt --dtype bf16": 1,
+        "convert views.pt out.safetensors": 1,
+        "diff a.pt other.pt": 2,
+        "inspect a.pt --values": 1,
+        "ckptconv.load('a.pt')": 1,
+        "ckptconv.open('a.pt').load('w')": 1,
+        "ckptconv.save([], 'out.pt')": 1,
+        "ckptconv.remap([], 'cpu')": 1,
+    }
+    for typed, status in failing.items():
+        words = typed.split()
+        ended = run(broken + python.format(typed)) if typed.startswith("ckptconv.") else run(main, *words)
+        assert (ended.returncode, ended.stderr.count("\n")) == (status, 1), (typed, ended)
+        assert "torch is installed, but cannot be imported" in ended.stderr, (typed, ended.stderr)
+        assert "libcupti.so.12" in ended.stderr and "work without it" in ended.stderr
+    assert {*os.listdir()} == before

@@ -129,6 +129,30 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
     assert [*torch.load(tmp_path / "out.pt")] == [f"{i:03}" for i in range(150)]
 
 
+@pytest.mark.parametrize("limit", [100, 150, 158])
+def test_more_shards_than_files_can_be_open(tmp_path: Path, limit: int) -> None:
+    """Above the hard limit one error says so and how to go on, on the command line and from Python. Some files can
+    still be opened then, so that no import or output fails instead.
+    """
+    folder = sharded(tmp_path / "in", *({f"{i:03}": torch.arange(2.0) + i} for i in range(150)))
+    program = f"""
+import resource, sys, ckptconv
+from ckptconv.cli.main import main
+resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
+try:
+    ckptconv.inspect(sys.argv[1])
+except ckptconv.InputError as error:
+    print(error)
+sys.exit([main(["inspect", sys.argv[1]]), main(["convert", *sys.argv[1:]])] != [1, 1])
+"""
+    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "out.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    assert len(lines) == 3
+    assert all("Too many open files; ulimit -n says how many" in line for line in lines)
+    assert not (tmp_path / "out.pt").exists()
+
+
 def test_one_more_conversion_gives_the_same_bytes(tmp_path: Path) -> None:
     """The same set and flags give the same bytes, merged, dealt anew and as it was."""
     folder = sharded(tmp_path / "in", *({f"{i}.{j}": torch.randn(20) for j in range(4)} for i in range(3)))

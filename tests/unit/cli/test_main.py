@@ -322,6 +322,17 @@ def test_a_full_disk_behind_standard_output(fixtures: Path) -> None:
     )
 
 
+def test_other_errors_of_the_system(fixtures: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    """An OSError that is not standard output's is not called so."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("libfoo.so: cannot open shared object file")
+
+    monkeypatch.setattr(cli, "main", fail)
+    said = command("inspect", fixtures / "cpu.pt", status=1)
+    assert said.err == "ckptconv: libfoo.so: cannot open shared object file\n"
+
+
 def test_the_same_twice_is_once(ddp: Path, command: Command) -> None:
     """A wrapper script can append what was typed already."""
     command("convert", ddp, ddp.with_name("o.pt"), "--to", "cpu", "--to", "cpu", "-j", "2", "--jobs", "2")
