@@ -19,7 +19,7 @@ from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option, download_option
 from ckptconv.cli.pages import PageFile, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
-from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError
+from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError, redacted
 from ckptconv.hints import option
 from ckptconv.inspection.summary import Summary, TensorSummary, ValuesWanted, summary_of
 from ckptconv.render.json_views import SCHEMA_VERSION, error_as_dict
@@ -108,7 +108,11 @@ def inspect_command(
             show_error(error)
             status = 1
             if as_json:
-                click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "path": path, "error": error_as_dict(error)}))
+                click.echo(
+                    json.dumps(
+                        {"schema_version": SCHEMA_VERSION, "path": redacted(path), "error": error_as_dict(error)}
+                    )
+                )
             if lines is not None:
                 lines.append(unread_line(path, os.path.getsize(path) if os.path.isfile(path) else None))
             continue
