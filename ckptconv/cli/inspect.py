@@ -19,10 +19,10 @@ from ckptconv.cli.commands import Command
 from ckptconv.cli.options import PATH, debug_option, download_option
 from ckptconv.cli.pages import PageFile, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
-from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError, redacted
+from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError
 from ckptconv.hints import option
 from ckptconv.inspection.summary import Summary, TensorSummary, ValuesWanted, summary_of
-from ckptconv.render.json_views import SCHEMA_VERSION, error_as_dict
+from ckptconv.render.json_views import unread_as_dict
 from ckptconv.render.listing import Line, line_of, listing_lines, unread_line
 from ckptconv.render.summary import summary_lines
 from ckptconv.render.text import Style, natural
@@ -108,11 +108,7 @@ def inspect_command(
             show_error(error)
             status = 1
             if as_json:
-                click.echo(
-                    json.dumps(
-                        {"schema_version": SCHEMA_VERSION, "path": redacted(path), "error": error_as_dict(error)}
-                    )
-                )
+                click.echo(json.dumps(unread_as_dict(path, error)))
             if lines is not None:
                 lines.append(unread_line(path, os.path.getsize(path) if os.path.isfile(path) else None))
             continue

@@ -49,7 +49,7 @@ def parse(
     """Return the graph of the pickle at `offset` and the offset after its last byte.
 
     Args:
-        read: Return LENGTH bytes at OFFSET, called as ``read(offset, length)``.
+        read: A function ``read(offset, length)`` that returns so many bytes at an offset.
         size: Number of bytes that `read` can return.
         where: Name of the pickle in errors.
         offset: Offset of the pickle's first byte.

@@ -612,9 +612,7 @@ class RowMachine(PickleMachine):
         """Return the form of `row`, or None if it is another call or the machine would refuse it.
 
         Args:
-            spelling: The patterns that have found the row.
             functions: The functions on the stack that the row calls.
-            row: The opcodes.
             tag: The opcodes of the tag.
             slots: The memo slots of the row.
             key_read: The GET of the storage's key, which is empty if the row contains the key as a text, and the key.

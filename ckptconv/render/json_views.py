@@ -7,6 +7,8 @@ from functools import cache
 from math import isinf
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.errors import redacted
+
 if TYPE_CHECKING:
     from ckptconv.conversion.plan import Report
     from ckptconv.errors import CkptconvError
@@ -100,6 +102,11 @@ def error_as_dict(error: CkptconvError) -> dict[str, str | None]:
         for name in ("what", "where", "expected", "got", "hint")
     }
     return {"type": type(error).__name__, **facts, "text": str(error)}
+
+
+def unread_as_dict(path: str, error: CkptconvError) -> dict[str, Any]:
+    """Return what ``inspect --json`` prints of a `path` that cannot be read, without the secrets of a URL."""
+    return {"schema_version": SCHEMA_VERSION, "path": redacted(path), "error": error_as_dict(error)}
 
 
 def verdict_as_dict(verdict: Verdict) -> dict[str, Any]:

@@ -417,7 +417,7 @@ def test_load_returns_tied_names_for_all_models(tied: bool, saved_by: str, src: 
     assert_equal(other.state_dict(), model.state_dict())
     one = Layers(tied=False, second=False)
     for state in (ckptconv.load(safe), torch.load(src)):
-        assert one.load_state_dict(state, strict=False).unexpected_keys == ["b.weight", "b.bias"]
+        assert sorted(one.load_state_dict(state, strict=False).unexpected_keys) == ["b.bias", "b.weight"]
 
 
 @pytest.mark.parametrize("names", [("a", "format", "b"), ("format", "a", "b")])
@@ -1035,8 +1035,8 @@ def left_of(made: Any, folder: Path, suffix: str = "pt", **edits: Any) -> list[s
 def test_what_is_selected_is_all_that_there_is(tmp_path: Path) -> None:
     """Names and globs do not reach what stands outside, though it be the same object."""
     a, b = torch.ones(2), torch.zeros(3)
-    with pytest.raises(NoMatchError, match=r"a/\*"):
-        left_of({"a": {"x": a}, "b": {"x": a, "y": b}}, tmp_path, select="b", exclude="a/*")
+    assert left_of({"a": {"x": a}, "b": {"x": a, "y": b}}, tmp_path, select="b", exclude="a/*") == ["a"]
+    assert list(torch.load(tmp_path / "out.pt")) == ["x", "y"]
     inner = {"module.q": b}
     outer: OrderedDict[str, Any] = OrderedDict({"w": a, "m._extra_state": inner})
     outer._metadata = {"": {}}  # type: ignore[attr-defined]
