@@ -611,11 +611,8 @@ class RowMachine(PickleMachine):
     ) -> RowForm | None:
         """Return the form of `row`, or None if it is another call or the machine would refuse it.
 
-        Args:
-            functions: The functions on the stack that the row calls.
-            tag: The opcodes of the tag.
-            slots: The memo slots of the row.
-            key_read: The GET of the storage's key, which is empty if the row contains the key as a text, and the key.
+        `functions` are on the stack, and the row calls them. `tag` contains the opcodes of the tag. `key_read` is the
+        GET of the storage's key, which is empty if the row contains the key as a text, and the key.
         """
         is_own = tag.startswith(spelling.text)
         if is_own and tag[1 : spelling.at] != spelling.lengths[len(tag) - spelling.at]:
