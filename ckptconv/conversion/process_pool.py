@@ -34,6 +34,9 @@ _PATIENCE = 10.0  # seconds that a process has for putting its temporary file aw
 #: ``-P``, which Python has from 3.11 on, keeps the current folder off ``sys.path``. 3.13 imports modules before it
 #: begins the program; 3.10 does not, and the module ``sys`` is part of the interpreter.
 _FLAGS = ["-P"] if sys.version_info >= (3, 11) else []
+#: In these, a path that is relative leads elsewhere once this process has changed its folder, and Python looks there
+#: before it begins the program.
+_PATHS = {"PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONUSERBASE"}
 _PROGRAM = "import sys; sys.path[:] = {path}; from ckptconv.conversion.worker import main; main({fd})"
 
 
@@ -47,7 +50,7 @@ class _Process:
                 _command_line(theirs),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={name: value for name, value in os.environ.items() if name != "PYTHONINSPECT"},
+                env=_environment(),
             )
 
     def end(self) -> int:
@@ -142,6 +145,14 @@ def _command_line(connection: Connection) -> list[str]:
     path = [each for each in sys.path if isinstance(each, str)]
     program = _PROGRAM.format(path=ascii(path), fd=connection.fileno())
     return [os.fsdecode(get_executable()), *_args_from_interpreter_flags(), *_FLAGS, "-c", program]
+
+
+def _environment() -> dict[str, str]:
+    """What a worker has of the environment: of paths in which Python looks for modules, only the absolute ones."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONINSPECT"}
+    for name in _PATHS & environment.keys():
+        environment[name] = os.pathsep.join(filter(os.path.isabs, environment[name].split(os.pathsep)))
+    return environment
 
 
 def _message(task: Task) -> bytes:

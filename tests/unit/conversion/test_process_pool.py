@@ -97,6 +97,17 @@ def test_modules_of_the_current_folder(folder: Path, environment: dict[str, str]
     assert outputs(folder.parent / "command") == outputs(folder.parent / "out") == [f"{i}.pt" for i in range(4)]
 
 
+def test_a_relative_path_in_the_environment(folder: Path) -> None:
+    """Relative entries of PYTHONPATH, of which an empty one is one, are those of the folder in which a program starts.
+    No process that is started looks for them in the folder into which the program has changed.
+    """
+    ran = plant(folder)
+    (start := folder.parent / "start").mkdir()
+    run("import os\nos.chdir('../in')" + BATCH, start, PYTHONPATH=os.pathsep.join(["", ".", str(ROOT)]))
+    assert outputs(ran) == []
+    assert len(outputs(folder.parent / "out")) == 4
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has PYTHONSAFEPATH from 3.11 on")
 def test_an_executor_of_others_with_pythonsafepath(folder: Path) -> None:
     """Processes that another program starts as ``python -c`` take no module from the current folder either, if the
