@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ckptconv.pickles.parser import parse
 from tests.fuzz import json_changes, opcodes
 from tests.fuzz.archives import Record, archive, records_of
 from tests.fuzz.folders import pack, unpack
+from tests.fuzz.http_answers import BODY, END, FIRST, LAST, ON, SIZE
 from tests.fuzz.json_changes import Pairs
 from tests.fuzz.odd_pickles import made, mutated
 from tests.fuzz.opcodes import Change
@@ -279,6 +281,107 @@ def _chunks(data: bytes, random: Random, change: Change) -> bytes:
     return data[: len(data) - len(body)] + body
 
 
+# Answers of a web server
+
+_STATUSES = (
+    b"100 Continue", b"200 OK", b"204 No", b"206 Partial", b"301 M", b"302 F", b"304 No", b"307 T", b"401 No",
+    b"403 No", b"404 No", b"412 No", b"416 No", b"429 Wait", b"503 Busy", b"099 x", b"999", b"-1 x", b"2\xb20 x",
+    b"200", b"",
+)  # fmt: skip
+_NUMBERS = (
+    FIRST, LAST, SIZE, b"0", b"-1", b"+5", b"1_0", b"0x40", b"1e3", b" 7 ", b"64", b"191", b"9" * 19, b"9" * 5000,
+    b"%d" % (2**63 - 1), b"%d" % 2**63, b"\xb2", "\u0663".encode(), b"", b"*",
+)  # fmt: skip
+_TEXTS = (
+    b'"a"', b'"b"', b'W/"a"', b"identity", b"gzip", b"x-gzip", b"br", b"chunked", b"gzip, chunked", b"close",
+    b"keep-alive", b"bytes */0", b"bytes */*", b"bytes 0-63/*", b"bytes=0-63/192", b"multipart/byteranges; boundary=x",
+    b"Mon, 02 Nov 2026 10:00:00 GMT", b"Mon, 99 Foo 99999999999999999999 10:00:00 GMT", b"Mon, 01 Jan 0001 0:0:0 -0000",
+    b"Mon, 02 Nov 2026 10:00:00 +9999999", b"/", b"//", b"///x", b"http://", b"http://[", b"http://[::1]:80/x",
+    b"http://a:99999/", b"http://a:\xb2/", b"http://a\\@b/", b"http://a b/", b"http://no-host/?Signature=S3CRET",
+    b"HTTPS://other/x", b"file:///etc/passwd", b"ftp://a/", b"javascript:0", b"http://\xc3\xa4/", b"http://%5b/",
+    b"http://" + b"a" * 70 + b".b/", b"http:///x", b"http:x", b"?", b"#", b"\\\\a\\b", b"%", b"a\tb", b"\xff\xfe", b"",
+    b'<http://hub/api/y>; rel="next"', b'</y?S3CRET>; rel=next', b'<http://other/>; rel="next"',
+    b'<http://[>; rel=next',
+)  # fmt: skip
+_FIELDS = (
+    b"Content-Range", b"Content-Length", b"Transfer-Encoding", b"Content-Encoding", b"ETag", b"Last-Modified",
+    b"Location", b"Retry-After", b"Connection", b"Link", b"Content-Type", b"X", b" X", b"", b"X Y", b"\xff",
+)  # fmt: skip
+_FRAMES = (b"40;x=y", b"0", b"-1", b"1", b"8" + b"0" * 250, b"x", b"", b"1_0", b"+2", b" 3", b";", b"\xb2")
+_HEAD_ENDS = b"\r\n\r\n"
+
+
+def _http(data: bytes, random: Random, change: Change) -> bytes:
+    kind, answers = data[:1], data[1:].split(END)
+    what = random.randrange(16)
+    i = random.randrange(len(answers) - (not answers[-1]) or 1)
+    if what == 0:
+        return random.choice((b"f", b"d", b"l")) + data[1:]
+    if what == 1:
+        answers.insert(random.randrange(len(answers)), answers[i])
+    elif what == 2:
+        del answers[i]
+    elif what == 3:
+        answers[i] = change(answers[i])
+    elif what == 4:
+        at = random.randrange(len(answers[i]) + 1)
+        pause = random.choice((ON, b"\0\x01", b"\0\x13", b"\0\x15", b"\0\x7f"))
+        answers[i] = answers[i][:at] + pause + answers[i][at:]
+    else:
+        head, ends, body = answers[i].partition(_HEAD_ENDS)
+        if what < 7:
+            body = _other_body(body, random, change)
+        else:
+            head = _other_head(head, random, change)
+        answers[i] = head + ends + body
+    return kind + END.join(answers)
+
+
+def _other_head(head: bytes, random: Random, change: Change) -> bytes:
+    status, *fields = head.split(b"\r\n")
+    what = random.randrange(12)
+    if what < 2:
+        version = random.choice((b"HTTP/1.1", b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2", b"HTTP/0.9", b"ICY", b""))
+        status = version + b" " + random.choice(_STATUSES)
+    elif what == 2:
+        status = change(status)
+    elif what < 6 or not fields:
+        value = random.choice(random.choice((_TEXTS, _NUMBERS)))
+        fields.insert(random.randrange(len(fields) + 1), random.choice(_FIELDS) + b": " + value)
+    else:
+        i = random.randrange(len(fields))
+        name, _, value = fields[i].partition(b":")
+        numbers = [*re.finditer(rb"[0-9]+|[\x01-\x03]", value)]
+        if what == 6:
+            del fields[i]
+        elif what == 7:
+            fields.append(fields[i])
+        elif what == 8:
+            fields[i] = change(fields[i])
+        elif what == 9 or not numbers:
+            fields[i] = name + b": " + random.choice(_TEXTS)
+        else:
+            found = random.choice(numbers)
+            fields[i] = name + b":" + value[: found.start()] + random.choice(_NUMBERS) + value[found.end() :]
+    return random.choice((b"\r\n", b"\r\n", b"\r\n", b"\n")).join([status, *fields])
+
+
+def _other_body(body: bytes, random: Random, change: Change) -> bytes:
+    what = random.randrange(4)
+    if what == 0:
+        return change(body)
+    if what == 1:
+        return random.choice(
+            (b"", body * 2, body[:-1], body + b"x", b"[]", b"{}", b"[" * 3000, b'[{"path":"../x"}]', BODY)
+        )
+    lines = body.split(b"\r\n")
+    if what == 2:
+        lines[random.randrange(len(lines))] = random.choice(_FRAMES)
+    else:
+        lines.insert(random.randrange(len(lines) + 1), random.choice(_FRAMES))
+    return b"\r\n".join(lines)
+
+
 MUTATORS: dict[str, Mutator] = {
     "pickle": _pickle,
     "lenient": lambda data, random, change: made(random) if random.random() < 0.3 else mutated(data, random, change),
@@ -288,4 +391,5 @@ MUTATORS: dict[str, Mutator] = {
     "safetensors": _safetensors,
     "shards": _folder,
     "dcp": _folder,
+    "http": _http,
 }

@@ -4,6 +4,7 @@ that were put together by hand. ``python -m tests.fuzz.seeds FOLDER`` writes the
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import pickle
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from tests.fuzz.archives import archive, records_of
 from tests.fuzz.folders import pack, unpack
+from tests.fuzz.http_answers import BODY, END, FIRST, LAST, ON, SIZE
 from tests.fuzz.odd_pickles import BY_HAND, made
 from tests.support import row_pickles
 from tests.support.archives import rezipped
@@ -254,6 +256,46 @@ def _pickles_with_rows() -> Iterator[tuple[str, bytes]]:
     yield from ((f"made_{i}", data) for i, data in enumerate(every) if row_pickles.read(data, rows=False)[0])
 
 
+def _http() -> Iterator[tuple[str, bytes]]:
+    """A file of which ranges come, at once and behind what a server can say before; downloads; a list."""
+    bytes_said = b"Content-Range: bytes %s-%s/%s\r\n" % (FIRST, LAST, SIZE)
+    part = b"HTTP/1.1 206 Partial Content\r\n" + bytes_said
+    validators = b'ETag: "a"\r\nLast-Modified: Mon, 02 Nov 2026 10:00:00 GMT\r\n'
+    right = part + validators + b"\r\n" + BODY + END
+    yield "ranges", b"f" + right
+    yield "no_validator", b"f" + part + b"\r\n" + BODY + END
+    yield "weak_etag", b"f" + part + b'ETag: W/"a"\r\nContent-Encoding: identity\r\n\r\n' + BODY + END
+    yield (
+        "chunked",
+        b"f" + part + b"Transfer-Encoding: chunked\r\n\r\n40;x=y\r\n" + BODY + b"\r\n0\r\nX: y\r\n\r\n" + END,
+    )
+    yield "slow", b"f" + part + b"X: \0\x10y\r\n\r\n" + b"\0\x05" + BODY + END
+    yield "empty", b"f" + b"HTTP/1.1 416 No\r\nContent-Range: bytes */0\r\n\r\n" + END
+    moved = b"HTTP/1.1 302 Found\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" + END
+    places = b"/x?Signature=S3CRET", b"//other:81/y", b"https://user:S3CRET@other/", b"?a#b"
+    yield "redirects", b"f" + b"".join(moved % place for place in places) + right
+    again = b"HTTP/1.1 503 Busy\r\nRetry-After: %s\r\nContent-Length: 0\r\n\r\n" + END
+    after = b"0", b"7", b"Fri, 15 Jan 2027 08:16:45 GMT"
+    yield "again", b"f" + b"".join(again % when for when in after) + right
+    yield "let_in", b"f" + right + moved % b"/y" + b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n" + END + right
+    yield "continue", b"f" + b"HTTP/1.1 100 Continue\r\n\r\n" + right
+    whole = b"d" + b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nabcde" + END
+    head = b"HTTP/1.1 200 OK\r\n"
+    yield "whole", whole
+    yield "whole_old", b"d" + b"HTTP/1.0 200 OK\r\n\r\nabcde" + END
+    yield "whole_zipped", b"d" + head + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(b"abc" * 9, mtime=0) + END
+    yield (
+        "whole_chunked",
+        b"d" + head + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n3\r\ncde\r\n0\r\nX: y\r\n\r\n" + END,
+    )
+    yield "whole_slow", b"d" + head + b"Content-Length: 70\r\n\r\na\0\x10b" + ON + b"cd" + END
+    entries = [{"type": "file", "path": name, "size": size} for name, size in (("a.pt", 5), ("b/c.pt", 2**60))]
+    page = json.dumps([*entries, {"type": "directory", "path": "b"}]).encode()
+    link = b'HTTP/1.1 200 OK\r\nLink: <http://hub/api/x?cursor=%d>; rel="next"\r\nContent-Length: %d\r\n\r\n'
+    yield "list", b"l" + head + b"Content-Length: %d\r\n\r\n" % len(page) + page + END
+    yield "pages", b"l" + link % (1, len(page)) + page + END + link % (2, 2) + b"[]" + END + head + b"\r\n" + page + END
+
+
 SEEDS = {
     "pickle": _pickles,
     "lenient": _odd_pickles,
@@ -263,6 +305,7 @@ SEEDS = {
     "safetensors": _safetensors,
     "shards": _shards,
     "dcp": _folders_of_dcp,
+    "http": _http,
 }
 
 

@@ -43,7 +43,7 @@ from ckptconv.render.facts import facts
 from ckptconv.render.table import table_lines
 from ckptconv.render.text import Style
 from ckptconv.render.tree import tree_lines
-from tests.fuzz import folders, unpicklers
+from tests.fuzz import folders, http_answers, unpicklers
 from tests.support import row_pickles
 from tests.support.reference_machine import trace
 
@@ -106,6 +106,14 @@ def _check_pickle(data: bytes, folder: Path) -> bool:
             assert trace(once) == trace(data) == trace(again), "what was emitted does something else"
     _check_file("input.pkl", data, folder)
     return True
+
+
+def _check_http(data: bytes, folder: Path) -> bool:
+    try:
+        return http_answers.read(data, folder)
+    except CkptconvError as error:
+        _check_line(error)
+        return False
 
 
 def _parsed(data: bytes) -> Graph:
@@ -306,5 +314,6 @@ TARGETS = {
         Target("safetensors", lambda data, folder: _check_file("input.safetensors", data, folder)),
         Target("shards", _check_folder),
         Target("dcp", _check_folder),
+        Target("http", _check_http),
     )
 }

@@ -4,16 +4,20 @@ our errors, and every promise kept.
 
 from __future__ import annotations
 
+import logging
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from ckptconv.byteranges.far.requests import Deadline
 from ckptconv.formats import torch_zip
 from tests.fuzz import targets
 from tests.fuzz.again import target_of
 from tests.fuzz.archives import archive, records_of
 from tests.fuzz.folders import pack, unpack
+from tests.fuzz.http_answers import END, ON
 from tests.fuzz.mutators import MUTATORS
 from tests.fuzz.opcodes import split
 from tests.fuzz.seeds import SEEDS, seeds_of
@@ -22,8 +26,11 @@ from tests.fuzz.seeds import SEEDS, seeds_of
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: What runs CPython's unpicklers too needs a process of its own (tests/fuzz/test_differential.py).
-TARGETS = [target for target in SEEDS if target != "lenient"]
-FINDINGS = sorted((Path(__file__).with_name("findings")).iterdir())
+_ELSEWHERE = {"lenient"} if find_spec("urllib3") else {"lenient", "http"}
+TARGETS = [target for target in SEEDS if target not in _ELSEWHERE]
+FINDINGS = [
+    path for path in sorted(Path(__file__).with_name("findings").iterdir()) if target_of(path) not in _ELSEWHERE
+]
 _CHANGES = 40  # of each target, with no coverage to guide them
 _LEAST = 3  # of those that can still be read
 
@@ -81,6 +88,27 @@ def test_a_broken_promise_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monke
         patched.setattr(targets, "_verified", lambda path: True)
         with pytest.raises(AssertionError, match="nothing wrong"):
             targets.run("zip", seed[:-1], tmp_path)
+
+
+def test_what_a_server_must_not_reach_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is none of ours, an answer that is read past the deadline, a URL in another library's log."""
+    http = pytest.importorskip("ckptconv.byteranges.far.http", reason="the extra remote is not installed")
+    until, no_header = http.until, b"fHTTP/1.1 206 x\r\nno header\r\n\r\n"
+    drips = b"fHTTP/1.1 206 x\r\nX: " + ON + b"y" + END
+    for data in (drips, no_header):
+        assert not targets.run("http", data, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(http, "check_range", lambda *what: {}[what])
+        with pytest.raises(KeyError):
+            targets.run("http", seeds_of("http")["ranges"], tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(http, "until", lambda deadline: until(Deadline(deadline.at + 100)))
+        with pytest.raises(AssertionError, match="past its deadline"):
+            targets.run("http", drips, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(logging.getLogger("urllib3.connection"), "filters", [])
+        with pytest.raises(AssertionError, match="says on its own"):
+            targets.run("http", no_header, tmp_path)
 
 
 def test_changes_keep_what_they_do_not_change() -> None:

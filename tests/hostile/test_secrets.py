@@ -159,14 +159,19 @@ def _answers() -> dict[str, Callable[[Exchange], None]]:
 
 
 @pytest.mark.parametrize("how", _answers())
-def test_in_what_a_server_says(how: str, command: Command, recwarn: pytest.WarningsRecorder) -> None:
-    """In a redirect, in its reason, and in headers that repeat what it was sent; also where it says so later."""
+def test_in_what_a_server_says(
+    how: str, command: Command, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a redirect, in its reason, and in headers that repeat what it was sent; also where it says so later, and in
+    the log of a program that logs everything.
+    """
+    caplog.set_level("DEBUG")
     for honest in (0, 1):
         with serving({"x.pt": saved({"a": torch.zeros(60_000)})}, lie=_answers()[how], honest=honest) as server:
             url = server.url("x.pt").replace("//", f"//u:{SECRET}@") + f"?sig={SECRET}"
             for more in ([], ["--debug"], ["--download"]):
                 assert_hidden(said_of(command, ["verify", url, *more]))
-    assert_hidden(*(str(each.message) for each in recwarn))
+    assert_hidden(caplog.text, *(str(each.message) for each in recwarn))
 
 
 @pytest.mark.parametrize(

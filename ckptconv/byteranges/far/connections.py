@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import logging
 import threading
 import time
 import urllib.request
@@ -26,6 +27,14 @@ __all__ = ["pool", "proxy_for", "until"]
 
 
 _CURRENT = threading.local()
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:  # noqa: ARG001 - what urllib3 logs can have the secrets of a URL
+    return not hasattr(_CURRENT, "deadline")
+
+
+for _name in ("connection", "connectionpool", "response"):
+    logging.getLogger(f"urllib3.{_name}").addFilter(_is_of_others)
 
 
 @contextlib.contextmanager
