@@ -16,6 +16,7 @@ from ckptconv.guesses import PLACES, keyword_for, unneeded
 from ckptconv.light_dataclass import dataclass
 
 __all__ = [
+    "TRUSTED",
     "UNNAMED",
     "Command",
     "Message",
@@ -43,6 +44,8 @@ _R = TypeVar("_R")
 _LONGEST = 80  # characters of a value that is said
 #: What a file object without a name is called in messages; in a command and a call it has a placeholder.
 UNNAMED = "<file object>"
+#: How advice starts that has another program unpickle the input, which can run any code.
+TRUSTED = "if you trust who made it, for it can run code"
 #: Options of commands that no function has, and what of a result has in Python what they show.
 _TERMINAL_ONLY = {"tree": "tensors", "json": "as_dict()", "verbose": "as_dict()"}
 _SHORT = {"verbose": "-v"}  # as they are said

@@ -58,7 +58,7 @@ from ckptconv.formats.pickle_writing import (
     texts_left_behind,
 )
 from ckptconv.formats.writers import WRITERS
-from ckptconv.hints import option
+from ckptconv.hints import TRUSTED, option
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.emitter import emit
@@ -151,7 +151,7 @@ def read(source: Readable) -> Checkpoint:
                 where=where,
                 expected=f"{end} bytes",
                 got=source.size,
-                hint="several pickles in one file must be taken apart with pickle.load, one after another",
+                hint=f"{TRUSTED}, take several pickles apart with pickle.load, one after another",
             )
         )
     reader = _Reader(source, graph)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ckptconv.byteranges.sources import Readable, first_bytes, is_url, list_folder
 from ckptconv.errors import InputError, UnsupportedError, some
 from ckptconv.guesses import close_matches
-from ckptconv.hints import Placeholder, command, joined, python_command, shell
+from ckptconv.hints import TRUSTED, Placeholder, command, joined, python_command, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 
@@ -221,7 +221,7 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
         whole = _absolute(folder.path)
         where, tag = whole.parent, ["--tag", whole.name]
     merge = python_command("-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
-    return _Answer(f"{_DEEPSPEED}, each file of it one rank's part", f"let DeepSpeed merge it: {merge}")
+    return _Answer(f"{_DEEPSPEED}, each file of it one rank's part", f"{TRUSTED}, let DeepSpeed merge it: {merge}")
 
 
 def _megatron(folder: _Folder) -> _Answer | None:
@@ -238,7 +238,7 @@ def _megatron(folder: _Folder) -> _Answer | None:
     )  # fmt: skip
     return _Answer(
         f"{_MEGATRON}, each folder of it one rank's part",
-        f"let Megatron-LM merge it: {merge}",
+        f"{TRUSTED}, let Megatron-LM merge it: {merge}",
     )
 
 

@@ -33,7 +33,7 @@ from ckptconv.formats.zip_archive import (
     ZIP64_LOCATOR_SIZE,
     first_member,
 )
-from ckptconv.hints import literal, python_command, saved_by_torch, shell
+from ckptconv.hints import TRUSTED, literal, python_command, saved_by_torch, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.pickles.parser import parse
@@ -133,7 +133,8 @@ _ROWS = (
         lambda names: not names.below.isdisjoint(("archive_format", _PROGRAM)) or _PROGRAM in names.whole,
         lambda names: UnsupportedError(
             "a .pt2 archive (torch.export), which holds a program and not only weights",
-            hint="save its weights alone: " + saved_by_torch(f"torch.export.load({literal(names.path)}).state_dict"),
+            hint=f"{TRUSTED}, save its weights alone: "
+            + saved_by_torch(f"torch.export.load({literal(names.path)}).state_dict"),
         ),
     ),
     _Row(

@@ -37,6 +37,7 @@ from tests.support.conversions import read, run_without_torch, unreadable
 from tests.support.hostile_bytes import saved, zip_of
 from tests.support.memory import memory_below
 from tests.support.polyglots import tar_of
+from tests.support.reduced import Reduced
 
 OBJECT = {"a": torch.arange(5000.0), "b": torch.arange(700, dtype=torch.uint8), "note": "x", "c": torch.zeros(3)}
 
@@ -276,7 +277,12 @@ ZIPS: dict[str, tuple[dict[str, bytes], str, str]] = {
         "a TorchScript archive as torch wrote it before 1.3",
         "torch 1.13",
     ),
-    "pt2": ({"m/archive_format": b"pt2", "m/data/weights/w": b""}, r"a \.pt2 archive", "torch.export.load"),
+    "pt2": (
+        {"m/archive_format": b"pt2", "m/data/weights/w": b""},
+        r"a \.pt2 archive",
+        "if you trust who made it, for it can run code, save its weights alone: python -I -c 'import torch; "
+        "torch.save(torch.export.load(",
+    ),
     "pt2 of AOTInductor": (
         {"m/archive_format": b"pt2", "m/data/aotinductor/model/x.so": b"", "m/data/weights/weight_0": b""},
         r"a \.pt2 archive of AOTInductor",
@@ -376,6 +382,20 @@ def test_the_command_for_pt2_works(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(linear, (torch.zeros(1, 3),)), tmp_path / "m.pt2")
     follow(tmp_path / "m.pt2", "a .pt2 archive")
     assert_out_is(tmp_path, linear.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_for_pt2_can_run_code(tmp_path: Path) -> None:
+    """torch.export.load runs a pickle in the archive, which is why the command is for files of people one trusts."""
+    linear = torch.nn.Linear(3, 2)
+    torch.export.save(torch.export.export(linear, (torch.zeros(1, 3),)), tmp_path / "good.pt2")
+    torch.save({"x": Reduced(exec, (f"open({str(tmp_path / 'ran')!r}, 'w').close()",))}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "good.pt2") as good, zipfile.ZipFile(tmp_path / "m.pt2", "w") as bad:
+        for name in good.namelist():
+            is_input = "sample_inputs" in name
+            bad.writestr(name, (tmp_path / "x.pt").read_bytes() if is_input else good.read(name))
+    follow(tmp_path / "m.pt2", "a .pt2 archive.*if you trust who made it")
+    assert (tmp_path / "ran").exists()
 
 
 def test_the_commands_for_numpy_work(tmp_path: Path) -> None:

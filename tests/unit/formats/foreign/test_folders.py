@@ -421,11 +421,11 @@ def test_a_shell_takes_a_path_as_the_message_shows_it(folder: Path, name: str) -
     [
         (
             ["mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"],
-            "a checkpoint of Megatron-LM; let Megatron",
+            "a checkpoint of Megatron-LM; if you trust who made it, for it can run code, let Megatron",
         ),
         (
             ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"],
-            "a DeepSpeed ZeRO checkpoint; let",
+            "a DeepSpeed ZeRO checkpoint; if you trust who made it, for it can run code, let",
         ),
     ],
 )
