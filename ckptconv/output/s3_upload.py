@@ -35,6 +35,7 @@ from ckptconv.errors import CkptconvError, OutputError, TargetExistsError, count
 from ckptconv.hints import shell
 from ckptconv.output.far_folders import AGAIN, ANOTHER, NO_OLD_SET, REPLACES, OldSet
 from ckptconv.output.files import fill
+from ckptconv.output.in_place.signals import with_note
 from ckptconv.output.read_back import IS_THERE, Sent, digest, read_back
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 
@@ -150,12 +151,14 @@ def upload(
 
 
 def _say_what_is_left(error: BaseException, path: Path) -> None:
-    """Add to the hint of `error` that an upload to `path` may have stayed open, and what lists it."""
+    """Add to `error` that an upload to `path` may have stayed open, and the command that lists it."""
+    url = far_path(path).url
+    lists = shell("aws", "s3api", "list-multipart-uploads", "--bucket", url.host, "--prefix", url.path)
+    what = f"an upload may have stayed open, and its parts cost space: {lists} lists it"
     if isinstance(error, CkptconvError):
-        url = far_path(path).url
-        lists = shell("aws", "s3api", "list-multipart-uploads", "--bucket", url.host, "--prefix", url.path)
-        what = f"an upload may have stayed open, whose parts cost space: {lists} lists it"
         error.hint = f"{error.hint}; {what}" if error.hint else what
+    else:  # Ctrl-C, for example: the command line prints notes
+        with_note(error, what)
 
 
 def _condition(path: Path, old: OldSet, *, is_free: bool) -> dict[str, str]:

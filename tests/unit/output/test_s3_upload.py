@@ -179,6 +179,31 @@ def test_ctrl_c_while_an_upload_begins(store: Store, monkeypatch: pytest.MonkeyP
     assert store.uploads() == [] and store.keys("interrupted") == []
 
 
+def test_ctrl_c_and_no_answer_to_the_abort(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt has a note, which the command line prints, with the command that lists the open upload."""
+    from botocore.client import BaseClient
+    from botocore.exceptions import ReadTimeoutError
+
+    original = BaseClient._make_api_call
+
+    def fail(self: Any, name: str, arguments: Any) -> Any:
+        if name == "CompleteMultipartUpload":
+            raise KeyboardInterrupt
+        if name == "AbortMultipartUpload":
+            raise ReadTimeoutError(endpoint_url="x")
+        return original(self, name, arguments)
+
+    monkeypatch.setattr(POLICY, "backoff", 0.001)
+    monkeypatch.setattr(BaseClient, "_make_api_call", fail)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ckptconv.convert(url("zip.pt"), url("stopped.pt"))
+    monkeypatch.undo()
+    assert store.uploads() == ["stopped.pt"]
+    assert f"list-multipart-uploads --bucket {BUCKET} --prefix stopped.pt" in str(vars(caught.value)["__notes__"])
+    for each in store.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()):
+        store.client.abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each.get("UploadId", "1"))
+
+
 @pytest.mark.parametrize(
     ("lost", "refused", "is_said"),
     [
