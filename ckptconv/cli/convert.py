@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,15 +19,15 @@ from ckptconv.cli.options import PATH, debug_option, group, name_options, others
 from ckptconv.cli.terminal import progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.in_place import change_in_place, check_edits
-from ckptconv.conversion.items import is_there
+from ckptconv.conversion.items import Listing, is_there
 from ckptconv.conversion.options import ConvertOptions, OutputOptions
 from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import list_in_place, list_items
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import edits_from
-from ckptconv.errors import UsageError
+from ckptconv.errors import MissingInputError, UsageError
 from ckptconv.formats.writers import WRITERS
-from ckptconv.hints import Option, Placeholder, command, option
+from ckptconv.hints import Option, Placeholder, command, joined, option
 from ckptconv.render.batch import skipped_line
 from ckptconv.render.json_views import skipped_as_dict
 
@@ -167,7 +168,7 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
                 expected=command("convert", Placeholder("SRC..."), Option("map_location", "cpu"), Option("in_place")),
             )
         check_edits(edits := edits_from(**flags), output)
-        listing = list_in_place(paths)
+        listing = _listed_in_place(paths)
         if listing.is_batch:
             return convert_batch(listing, flags, as_json=as_json, quiet=quiet, verbose=verbose)
         return _say(change_in_place(listing.items[0].src, edits, output), as_json=as_json, quiet=quiet, verbose=verbose)
@@ -205,6 +206,34 @@ def _say(report: Report, *, as_json: bool, quiet: bool, verbose: bool) -> int:
     for _, error in report.failed:
         show_error(error)
     return 3 if report.failed else 0
+
+
+def _listed_in_place(paths: tuple[str, ...]) -> Listing:
+    """List the checkpoints to change in place. If the last of several `paths` alone is missing, the error has both
+    commands that may be meant, with the options that were given.
+    """
+    try:
+        return list_in_place(paths)
+    except MissingInputError as error:
+        *there, last = map(Path, paths)
+        if error.hint:
+            in_place, to_last = _again(there), _again([*there, last], "in_place", "no_undo")
+            error.hint = joined("is this meant: " + in_place, to_last, separator="; or this: ")
+        raise
+
+
+def _again(paths: list[Path], *without: str) -> str:
+    """Return the command for `paths`, with the options that were typed but for those called `without`."""
+    context = click.get_current_context()
+    words: list[str] = []
+    for each in context.command.params:
+        name = each.name or ""
+        typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if isinstance(each, click.Option) and typed and name not in without:
+            given = context.params[name]
+            for value in given if isinstance(given, tuple) and each.multiple else (given,):
+                words += [each.opts[-1], *(() if each.is_flag else value if each.nargs > 1 else (str(value),))]
+    return command("convert", *paths, *words)
 
 
 def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:

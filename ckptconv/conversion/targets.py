@@ -122,12 +122,10 @@ def list_in_place(srcs: Sequence[str | os.PathLike[str]]) -> Listing:
     items: list[Item] = []
     unentered: list[Path] = []
     for src in map(Path, srcs if len(srcs) > 1 else ()):
-        if not os.path.lexists(src):  # before another one is changed: it may be meant as an output
-            raise MissingInputError(
-                "no such file, so nothing was changed",
-                where=src,
-                hint="without " + option("in_place") + " the last path is the output",
-            )
+        if not os.path.lexists(src):  # before another one is changed: the last may be meant as the output
+            last = "without " + option("in_place") + " the last path is the output"
+            hint = last if src == Path(srcs[-1]) else None
+            raise MissingInputError("no such file, so nothing was changed", where=src, hint=hint)
     for src in map(Path, srcs):
         found = find(src) if os.path.isdir(src) else [Found(src, "file", (src,))]
         unentered += [each.path for each in found if each.kind == "unentered"]

@@ -655,6 +655,13 @@ CASES: dict[str, Case] = {
         "inspect {m}.pt", r"(ckptconv undo .*) takes", "the old bytes", nothing,
         "render/facts.py:_in_place:command undo",
     ),
+    **{
+        f"in place with an output, {what}": Case(
+            saved(weights, ("cuda:0",)), "convert {m}.pt out.pt --to cpu --in-place", says, "loads", same(weights),
+            "cli/convert.py:_again:command convert",
+        )
+        for what, says in (("the file", r"is this meant: (ckptconv .*); or"), ("the output", r"or this: (ckptconv .*)"))
+    },
     "in place, what moves tensors": Case(
         saved(weights), "convert {m}.pt --in-place --dtype bf16", r"give an output: (ckptconv .*)",
         "with the same edits, loads", loads, "conversion/in_place.py:check_edits:command convert",

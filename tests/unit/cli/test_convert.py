@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -108,3 +109,18 @@ def test_one_is_singular(ddp: Path, command: Command) -> None:
     cut.write_bytes(cut.read_bytes()[:-1])
     said += command("inspect", cut, status=1, err="1 byte of").err
     assert not re.search(r"(?<![\d,.])1 [a-z]+s\b", said), said
+
+
+def test_in_place_with_an_output_that_is_not_there(ddp: Path, command: Command) -> None:
+    """Nothing is changed, and the error has both commands with every option that was given; the second writes a file. A
+    missing file that is not the last can be no output, so the error has no command.
+    """
+    here, out, before = ddp, ddp.with_name("out it is.pt"), ddp.read_bytes()
+    edits = ("--to", "cpu", "--rename", "a b", "$c", "--rename", "0", "x")
+    said = command("convert", here, out, *edits, "-fi", "--no-undo", status=1, err="nothing was changed").err
+    typed = " ".join(map(shlex.quote, edits))
+    assert f"is this meant: ckptconv convert {here} {typed} --force --in-place --no-undo; or this: " in said
+    assert f"; or this: ckptconv convert {here} {shlex.quote(str(out))} {typed} --force\n" in said
+    assert here.read_bytes() == before and os.listdir(here.parent) == ["ddp.pt"]
+    said = command("convert", out, here, *edits, "-i", status=1, err="nothing was changed").err
+    assert "ckptconv convert" not in said and here.read_bytes() == before

@@ -1236,7 +1236,8 @@ def test_flags_are_the_keywords(checkpoint: Path, command: Command) -> None:
     shutil.copy(checkpoint, other)
     ckptconv.convert(other, in_place=True, map_location="cuda:1", add_prefix="module.")
     flags = ("--in-place", "--to", "cuda:1", "--add-prefix", "module.")
-    command("convert", checkpoint, checkpoint.with_name("none.pt"), *flags, status=3, err="none.pt: no such file")
+    checkpoint.with_name("text.pt").write_text("junk")
+    command("convert", checkpoint, checkpoint.with_name("text.pt"), *flags, status=3, err="text.pt: a text file")
     assert checkpoint.read_bytes() == other.read_bytes() != before
     said = command.json("convert", other, "--in-place", "--no-undo", "--to", "cpu", "--dry-run")
     assert (said["in_place"]["way"], said["in_place"]["journal"]) == ("same size", None)
