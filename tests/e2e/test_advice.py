@@ -1210,6 +1210,7 @@ NOT_TYPED: dict[Site, str] = {
     "conversion/targets.py:_of_one:option copy_others": _NAMED,
     "conversion/targets.py:_of_one:option max_shard_size": _NAMED,
     "conversion/targets.py:format_of:option format": _NAMED,
+    "conversion/targets.py:list_in_place:option in_place": _NAMED,
     "conversion/targets.py:list_items:option copy_others": _NAMED,
     "formats/sharded/planning.py:deal:option max_shard_size": _NAMED,
     "formats/sharded/writing.py:layout:option format": _NAMED,

@@ -9,6 +9,7 @@ distance, and counted apart.
 from __future__ import annotations
 
 from collections import Counter
+from copy import copy
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -88,6 +89,23 @@ class Comparer:
     def is_near(self) -> bool:
         """Whether elements differ, and all of them within the tolerance."""
         return self._unequal and not self.differing
+
+    def __or__(self, other: Comparer) -> Comparer:
+        """Return what both together have found, in elements of the same two dtypes."""
+        both = copy(self)
+        both._unequal |= other._unequal
+        both.differing += other.differing
+        both.not_finite += other.not_finite
+        both.exponents = self.exponents + other.exponents
+        both.largest, both.largest_relative, both.largest_of_b = (
+            None if x is None or y is None else max(x, y)
+            for x, y in (
+                (self.largest, other.largest),
+                (self.largest_relative, other.largest_relative),
+                (self.largest_of_b, other.largest_of_b),
+            )
+        )
+        return both
 
     def add(self, a: memoryview, b: memoryview) -> None:
         """Compare the elements in `a` with those in `b`; what both buffers hold is taken as it is."""

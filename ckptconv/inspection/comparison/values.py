@@ -10,9 +10,10 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import chain, pairwise
 from math import inf, prod
+from operator import or_
 from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
@@ -140,17 +141,20 @@ class Values:
             counts = _Judge(self, pairs, homes, as_bytes).counts if self.stops else lambda i, part: True
             unequal = unequal_parts(pairs, tick, counts)
         slow: list[tuple[Key, Piece, Piece]] = []
+        views: dict[tuple[int, str, int], list[Key]] = {}
         for key, (a, b) in self.wanted.items():
             spans = as_bytes.get(key)
-            found = _shared(unequal.get(homes[key], []), pairs[homes[key]][0], spans[0], a) if spans else []
-            if spans and not found:
+            if spans and not _shared(unequal.get(homes[key], []), pairs[homes[key]][0], spans[0], a):
                 self.equal(key)
                 continue
             pieces = self.elements((a, b))
             if spans and pieces == spans:
-                self.compare_parts(key, (a, b), spans, found)
+                start = (spans[0].offset - pairs[homes[key]][0].offset) % get_dtype(a.dtype).itemsize
+                views.setdefault((homes[key], a.dtype, start), []).append(key)
             else:
                 slow.append((key, *pieces))
+        for (home, *_), keys in views.items():
+            self.compare_views(keys, as_bytes, pairs[home], unequal[home])
         self.compare_streams(self.without_equal_storages(slow))
         for key, elements in self._packed.items():
             values = self.found[key]
@@ -184,24 +188,36 @@ class Values:
             else None
         )
 
-    def compare_parts(
+    def compare_views(
         self,
-        key: Key,
-        infos: tuple[TensorInfo, TensorInfo],
-        spans: tuple[ByteRange, ByteRange],
-        parts: Sequence[Unequal],
+        keys: Sequence[Key],
+        spans: dict[Key, tuple[ByteRange, ByteRange]],
+        home: tuple[ByteRange, ByteRange],
+        unequal: Sequence[Unequal],
     ) -> None:
-        """Compare as numbers what differs as bytes."""
-        comparer = self.compared(infos, spans, parts)
-        if comparer.largest and not self.stops:
-            self.see_rest(comparer, infos[1], spans[1], parts)
-        self.conclude(key, comparer)
+        """Compare as numbers what differs as bytes. The views `keys` have one dtype and may overlap in `home`, so what
+        lies between two of their ends is compared once.
+        """
+        infos = self.wanted[keys[0]]
+        starts = {key: spans[key][0].offset - home[0].offset for key in keys}
+        stops = {key: starts[key] + spans[key][0].length for key in keys}
+        ends = sorted({*starts.values(), *stops.values()})
+        between = [[_part(each, start, stop) for each in home] for start, stop in pairwise(ends)]
+        parts = [_shared(unequal, home[0], a, infos[0]) for a, _ in between]
+        comparers = [self.compared(infos, each, part) for each, part in zip(between, parts, strict=True)]
+        if not self.stops and any(each.largest for each in comparers):
+            for comparer, (_, b), part in zip(comparers, between, parts, strict=True):
+                self.see_rest(comparer, infos[1], b, part)
+        together = _Together(comparers)
+        at = {end: i for i, end in enumerate(ends)}
+        for key in keys:
+            self.conclude(key, together.of(at[starts[key]], at[stops[key]]))
 
     def see_rest(self, comparer: Comparer, b: TensorInfo, span: ByteRange, parts: Sequence[Unequal]) -> None:
         """Let `comparer` see the elements of `b`, which are `span`, outside of `parts`: its largest may be there.
 
-        Views that overlap are read as long as all together have no more bytes than the files. After that the largest
-        element is not known.
+        Views that are paired with several others are read as long as all together have no more bytes than the files.
+        After that the largest element is not known.
         """
         ends = [(0, 0), *parts, (span.length, 0)]
         gaps = [(at + length, stop) for (at, length), (stop, _) in pairwise(ends) if at + length < stop]
@@ -217,7 +233,7 @@ class Values:
                 comparer.see(buffer)
 
     def compared(
-        self, infos: tuple[TensorInfo, TensorInfo], spans: tuple[ByteRange, ByteRange], parts: Sequence[Unequal]
+        self, infos: tuple[TensorInfo, TensorInfo], spans: Sequence[ByteRange], parts: Sequence[Unequal]
     ) -> Comparer:
         """What `parts` of `spans`, which are the elements of `infos`, have as numbers."""
         for info in infos:
@@ -231,6 +247,8 @@ class Values:
                     span.source.read_into(span.offset + offset + at, memoryview(buffer))
                 if filled[0] != filled[1]:  # parts of several megabytes can differ in one element
                     comparer.add(memoryview(filled[0]), memoryview(filled[1]))
+                elif not self.stops:
+                    comparer.see(memoryview(filled[1]))
         return comparer
 
     def without_equal_storages(self, slow: list[tuple[Key, Piece, Piece]]) -> list[tuple[Key, Piece, Piece]]:
@@ -308,6 +326,24 @@ class Values:
             self.near[key] = float(comparer.largest or 0)
 
 
+class _Together:
+    """`comparers` of ranges in a row, and what any of them that are neighbours have found together, in few steps."""
+
+    def __init__(self, comparers: Sequence[Comparer]) -> None:
+        self.n = len(comparers)
+        self.nodes = [*comparers, *comparers]  # a node at i has found what those at 2 i and 2 i + 1 have
+        for i in range(self.n - 1, 0, -1):
+            self.nodes[i] = self.nodes[2 * i] | self.nodes[2 * i + 1]
+
+    def of(self, first: int, stop: int) -> Comparer:
+        """Return what those from `first` to before `stop` have found."""
+        found, first, stop = [], first + self.n, stop + self.n
+        while first < stop:
+            found += self.nodes[first : first + (first & 1)] + self.nodes[stop - (stop & 1) : stop]
+            first, stop = (first + 1) // 2, stop // 2
+        return reduce(or_, found)
+
+
 class _Judge:
     """Compares parts of `pairs` whose bytes differ at once, as numbers: the values of tensors that are those parts."""
 
@@ -374,6 +410,10 @@ def bytes_of(storage: Storage) -> TensorInfo:
         False,
         True,
     )
+
+
+def _part(span: ByteRange, start: int, stop: int) -> ByteRange:
+    return ByteRange(span.source, span.offset + start, stop - start)
 
 
 def _relative(largest: float | int | None, largest_of_b: float | None) -> float | None:

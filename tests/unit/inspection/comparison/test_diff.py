@@ -948,8 +948,8 @@ def test_what_both_repeat_is_compared_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("deflated", [False, True])
 @pytest.mark.parametrize("step", [1, 2])
 def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal storages are compared once, whatever their views; where they differ, all views
-    together may read so much and no more.
+    """Equal storages are compared once, whatever their views, and so are elements that differ in views of neighbours.
+    Where views have others than neighbours, all together may read so much and no more.
     """
     numbers, files = torch.arange(3000.0), {}
     for name, changed in (("a", -1), ("same", -1), ("b", 1500)):
@@ -964,6 +964,9 @@ def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, mo
         "ckptconv.inspection.elements.LIMITS", replace(LIMITS, gathered_bytes=10_000, gathered_ratio=10)
     )
     assert ckptconv.diff(files["a"], files["same"]).same
+    if step == 1 and not deflated:
+        assert ckptconv.diff(files["a"], files["b"]).differing == found.differing
+        return
     with pytest.raises(ckptconv.LimitError, match="have too many elements for their storages"):
         ckptconv.diff(files["a"], files["b"])
 
@@ -1087,17 +1090,19 @@ def test_relative_to_the_largest_of_b(tmp_path: Path, is_compressed: bool) -> No
 def test_the_largest_of_overlapping_views_is_looked_for_within_bounds(
     tmp_path: Path, reads: list[tuple[str, int]]
 ) -> None:
-    """Where more would be read than a few times the files, the figure is None and the comparison goes on."""
-    paths = []
-    for name, last in (("a", 1.0), ("b", 2.0)):
-        base = torch.zeros(600_000)
-        base[-1] = last
-        paths.append(saved(tmp_path / f"{name}.pt", {str(i): base[i:] for i in range(60)}))
+    """Where views of A that overlap are compared with one of B, and more would be read than a few times the files, the
+    figure is None and the comparison goes on.
+    """
+    paths, n = [], 600_000
+    for name, last, step in (("a", 2.0, 1), ("b", 1.0, 0)):
+        base = torch.full((n + 60,), 2.0)
+        base[n - 1 :] = last
+        paths.append(saved(tmp_path / f"{name}.pt", {str(i): base[i * step : i * step + n] for i in range(60)}))
     found = ckptconv.diff(*paths).differing
     assert len(found) == 60 and all(each.values and each.values.largest == 1 for each in found)
     said = [each.values.relative_to_max for each in found if each.values]
     assert said[0] == 0.5 and said[-1] is None
-    assert sum(length for _, length in reads) < 40 * paths[0].stat().st_size
+    assert sum(length for _, length in reads) < 145 * paths[0].stat().st_size
 
 
 def example(tmp_path: Path) -> Difference:
@@ -1308,21 +1313,51 @@ def test_what_is_alike_is_one_line(tmp_path: Path, command: Command) -> None:
     assert "    layers.4.weight  float32 → float16  values equal\n" in lines
 
 
-def test_only_blocks_that_differ_are_computed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of overlapping views that differ in one element, only the block around the element is compared as numbers."""
-    added = 0
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of bytes that were compared as numbers."""
+    lengths: list[int] = []
     add = Comparer.add
 
     def counted(self: Comparer, a: memoryview, b: memoryview) -> None:
-        nonlocal added
-        added += len(a)
+        lengths.append(len(a))
         add(self, a, b)
 
     monkeypatch.setattr(Comparer, "add", counted)
+    return lengths
+
+
+def test_only_blocks_that_differ_are_computed_with(tmp_path: Path, added: list[int]) -> None:
+    """Of overlapping views that differ in one element, only the block around the element is compared as numbers, and
+    once.
+    """
     for name, value in (("a.pt", 0), ("b.pt", 5)):
         storage = torch.zeros(40 * BLOCK, dtype=torch.int8)
         storage[20 * BLOCK] = value
         torch.save({f"w{i}": storage[i : i + 39 * BLOCK] for i in range(8)}, tmp_path / name)
     found = ckptconv.diff(tmp_path / "a.pt", tmp_path / "b.pt")
     assert [(each.values.differing, each.values.largest) for each in found.differing if each.values] == [(1, 5)] * 8
-    assert added == 8 * BLOCK
+    assert added == [BLOCK]
+
+
+@pytest.mark.parametrize("rtol", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64], ids=str)
+def test_overlapping_views_are_computed_with_once(
+    dtype: torch.dtype, rtol: float, tmp_path: Path, added: list[int]
+) -> None:
+    """Of views that overlap and differ in every element, each element is compared as a number once, and each view gets
+    the figures that it gets in files in which it stands alone.
+    """
+    torch.manual_seed(0)
+    a, b = ((torch.randn(5000, 2) * 9).view(-1)[: 5000 * (1 + dtype.is_complex)] for _ in "ab")
+    a, b = (x.view(dtype) if dtype.is_complex else x.to(dtype) for x in (a, b))
+    if dtype.is_floating_point:
+        a[100], b[200] = torch.nan, torch.inf
+    views = [(start, start + size) for start in range(0, 4000, 171) for size in (1, 40, 900)]
+    apart, together = [], []
+    for name, x in (("a", a), ("b", b)):
+        together.append(saved(tmp_path / f"{name}.pt", {str(at): x[slice(*at)] for at in views}))
+        apart.append(saved(tmp_path / f"{name}1.pt", {str(at): x[slice(*at)].clone() for at in views}))
+    found = {each.path: each.values for each in ckptconv.diff(*together, rtol=rtol, histogram=True).differing}
+    assert sum(added) <= a.nbytes and len(found) > 60
+    assert found == {each.path: each.values for each in ckptconv.diff(*apart, rtol=rtol, histogram=True).differing}
