@@ -1146,6 +1146,7 @@ ELSEWHERE: dict[Site, str] = {
     ),
     "render/difference.py:_group:option verbose": "inspection/comparison/test_diff.py::test_text_of_what_is_the_same",
     "render/report.py:_name_lines:option verbose": "cli/test_convert.py::test_dry_run_writes_nothing",
+    "output/s3_upload.py:_say_what_is_left:aws": "output/test_s3_upload.py::test_an_upload_that_may_stay_open_is_said",
     "output/read_back.py::option force": "output/test_s3_upload.py::test_it_is_read_back",
     "byteranges/far/http.py::option download": "byteranges/far/test_downloads.py::test_the_error_says_what_to_add",
     "checkpoint/replicas.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
