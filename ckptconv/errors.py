@@ -141,7 +141,7 @@ def _sayable(fact: object) -> object:
     """`fact`, or what to say of it: integers in files can have more digits than Python prints."""
     if isinstance(fact, int) and fact.bit_length() > _LONGEST_NUMBER:
         return f"an integer of {fact.bit_length():,} bits"
-    return redacted(fact) if isinstance(fact, str) else fact
+    return fact
 
 
 class CkptconvError(Exception):
@@ -160,12 +160,14 @@ class CkptconvError(Exception):
         got: object = None,
         hint: str | None = None,
     ) -> None:
-        self.what = redacted(what)
-        self.where = redacted(where) if isinstance(where, str) else where
+        self.what, self.where, self.hint = what, where, hint
         self.expected = _sayable(expected)
         self.got = _sayable(got)
-        self.hint = redacted(hint) if hint else hint
         super().__init__(self.what)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set the attribute, a text without the secrets of URLs."""
+        super().__setattr__(name, redacted(value) if isinstance(value, str) else value)
 
     def __str__(self) -> str:
         line = _fact(self.what, _LONGEST_PART)

@@ -28,7 +28,7 @@ from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import find_item
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits, edits_from, option_of
-from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError, UsageError
+from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError, UsageError, redacted
 from ckptconv.hints import joined, option, unknown_keyword
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import far_targets
@@ -62,6 +62,11 @@ class Job:
         self.as_edits()
         if self.as_output().in_place and Path(self.dst) != Path(self.src):
             raise UsageError("an in-place change has no output", got=os.fspath(self.dst))
+
+    def __repr__(self) -> str:
+        """The call that makes it, without the secrets of URLs."""
+        src, dst = (redacted(each) if isinstance(each, str) else each for each in (self.src, self.dst))
+        return f"Job(src={src!r}, dst={dst!r}, edits={self.edits!r})"
 
     def as_edits(self) -> Edits:
         """Those of the keywords that change something in the checkpoint."""

@@ -6,6 +6,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,37 @@ def test_in_a_typed_url(url: str, closed: int, command: Command, tmp_path: Path)
             call(url)
         except CkptconvError as error:
             assert_hidden(traceback.format_exc(), str(error.__dict__))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["info"],
+        ["inspect", "-v"],
+        ["undo", "--json"],
+        ["convert", "-o", "URL"],
+        ["convert", "--out=URL"],
+        ["URL", "-v"],
+    ],
+)
+def test_in_a_mistyped_command(words: list[str], command: Command) -> None:
+    """The command that is meant is suggested without the secrets of the URL."""
+    url = f"http://u:{SECRET}@h/x.pt?sig={SECRET}"
+    text = said_of(command, [word.replace("URL", url) for word in words] + [url], 2)
+    assert_hidden(text)
+    assert "http://h/x.pt" in text
+
+
+def test_in_a_job_and_its_outcome(closed: int, tmp_path: Path) -> None:
+    """What a notebook or a log shows of them has no secrets, and the job still has the whole URL."""
+    url = f"http://u:{SECRET}@127.0.0.1:{closed}/x.pt?sig={SECRET}"
+    job = ckptconv.Job(url, tmp_path / "x.pt", {"map_location": "cpu"})
+    with ThreadPoolExecutor(1) as executor:
+        outcomes = ckptconv.convert_many([job], executor)
+    assert_hidden(repr(job), repr(outcomes), repr(ckptconv.Job("x.pt", url)))
+    assert outcomes[0].error
+    assert job.src == url
+    assert repr(job) == f"Job(src='http://127.0.0.1:{closed}/x.pt', dst={tmp_path / 'x.pt'!r}, edits={job.edits})"
 
 
 LEADS = (
