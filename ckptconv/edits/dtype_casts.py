@@ -152,6 +152,8 @@ def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
     if dtype not in _FROM:
         return dtype
     if dtype.startswith("float8") and tie.rank == _WEIGHTS:
+        if tie.scale:
+            return f"{dtype} that has a scale, by which no cast multiplies it"
         return f"{dtype} goes with scales, so only a GLOB casts it"
     if tie.is_scale and tie.rank < _EXACT:
         return "scales of quantized weights: only the whole name casts them"

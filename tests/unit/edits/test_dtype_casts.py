@@ -1161,6 +1161,21 @@ def test_scales_keep_their_dtype(dtype: str, suffix: str, tmp_path: Path) -> Non
     assert sorted(next(paths for why, paths in report.changes.not_cast.items() if why.startswith("scales"))) == SCALES
 
 
+def test_weights_with_a_scale_and_without(tmp_path: Path) -> None:
+    """A bare dtype leaves both as they are, and says of those alone that have no scale that a glob casts them."""
+    torch.save(quantized(), tmp_path / "src.pt")
+    report = ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype="bf16")
+    said = {why: sorted(paths) for why, paths in report.changes.not_cast.items() if why.startswith("float8")}
+    assert said == {
+        "float8_e4m3fn that has a scale, by which no cast multiplies it": [
+            "block.weight",
+            "comfy.weight",
+            "experts.up",
+        ],
+        "float8_e4m3fn goes with scales, so only a GLOB casts it": ["bare.weight"],
+    }
+
+
 def test_a_scale_is_cast_by_its_whole_name(tmp_path: Path) -> None:
     """Who names a scale in full wants it cast."""
     name = "block.weight_scale_inv"
