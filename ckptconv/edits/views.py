@@ -98,6 +98,8 @@ class Views:
             view = self._of_call[id(node)] = View(node, part.nested, reference, info, info.storage)
             self.of_storage.setdefault(info.storage, []).append(view)
             self.dtypes_of.setdefault(info.storage, set()).add(info.dtype)
+        #: Calls that copy a CPU tensor to a device, each with the call that makes this tensor.
+        self._copies = [(found.call, cpu_tensor_in(found.call)) for found in index.device_arguments]
         roots = [*index.graph.discarded, index.graph.root]
         self.used_otherwise = {
             index.storage_of[id(node)] for node in _others(roots, index.nodes, parts) if id(node) in index.storage_of
@@ -195,8 +197,7 @@ class Views:
     def conclude(self) -> None:
         """Let the checkpoint's references say what its graph says now."""
         checkpoint = self._checkpoint
-        for argument in checkpoint.index.device_arguments:
-            call, inner = argument.call, cpu_tensor_in(argument.call)
+        for call, inner in self._copies:
             if view := self._of_call.get(id(inner)):  # such a call says the dtype as well
                 data, _, *others = args_of(call)
                 call.args = Tuple([data, self._word("torch", view.info.dtype), *others])
