@@ -17,6 +17,7 @@ from ckptconv.pickles.graph import (
     Py2String,
     Tuple,
     Value,
+    args_of,
     is_global,
     members_of,
 )
@@ -76,6 +77,10 @@ def _short_call(node: Call) -> str:
         and is_flat(size)
     ):
         return f"torch.Size({describe(size)})"
+    if is_global(node.callable, "_codecs.encode") and not node.effects:  # how protocol 2 says bytes
+        text, codec = (*args_of(node), None, None)[:2]
+        if isinstance(text, str) and codec in ("latin1", "latin-1"):
+            return _cut(repr(text[:_LONGEST].encode("latin-1", "replace")))
     return f"object of {node.callable}" if isinstance(node.callable, Global) else "object"
 
 

@@ -115,6 +115,15 @@ SHORT = {
 }
 
 
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_bytes_are_shown_as_bytes(protocol: int, tmp_path: Path) -> None:
+    """In every protocol, also where the pickle says them as the encoding of a text; the end of long ones is cut off."""
+    obj = {"short": b"a\xe9", "long": b"\x00" * 200}
+    values = inspect(saved_at(tmp_path / "x.pt", obj, pickle_protocol=protocol)).others
+    assert values["short"] == r"b'a\xe9'"
+    assert values["long"].startswith(r"b'\x00\x00") and values["long"].endswith("…") and len(values["long"]) == 60
+
+
 def test_values_are_short(tmp_path: Path) -> None:
     """What is no tensor has a line, whatever it is and however long."""
     obj = {
