@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ckptconv.errors import InputError, RefusedError
+from ckptconv.errors import RefusedError, UnreadableError
 
 __all__ = ["lock_exclusive", "lock_shared"]
 
@@ -35,7 +35,7 @@ def lock_shared(fd: int, where: object) -> None:
     """Lock the open file `fd` for reading, until it is closed; where there are no locks, do nothing.
 
     Raises:
-        InputError: Somebody changes it.
+        UnreadableError: Somebody changes it.
     """
     try:
         import fcntl
@@ -44,7 +44,7 @@ def lock_shared(fd: int, where: object) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise InputError(
+        raise UnreadableError(
             "another process changes the file in place", where=where, hint="try again when it has ended"
         ) from error
     except OSError:

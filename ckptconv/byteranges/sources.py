@@ -22,9 +22,11 @@ from ckptconv.errors import InputChangedError, InputError, MissingInputError, Un
 from ckptconv.lazy_regex import regex
 
 __all__ = [
+    "MORE_FILES",
     "STEP",
     "BytesSource",
     "ComputedSource",
+    "PartSource",
     "Readable",
     "SliceSource",
     "Source",
@@ -32,6 +34,7 @@ __all__ = [
     "first_bytes",
     "is_url",
     "kind_of",
+    "leave_spare",
     "list_folder",
 ]
 
@@ -41,6 +44,8 @@ _HELD = 1 << 15  # bytes of a file that is read at once: a small one is asked fo
 
 _SPARE = 64  # open files that the rest of the process may need
 _LEAST_SPARE = 8  # without which no module can be imported, and no output written
+
+MORE_FILES = "ulimit -n says how many files may be open, and lets more be"  # what helps where there are too many
 
 STEP = 1 << 24  # bytes that are asked at once of what fills no buffer by itself
 
@@ -236,7 +241,7 @@ class Source(Readable):
             raise kind(f"cannot be read: {error.strerror}", where=self.path) from error
         except ValueError as error:  # a NUL in the path
             raise InputError("no such path can exist", where=self.path) from error
-        if not _leave_spare(self.fd):
+        if not leave_spare(self.fd):
             self.close()
             raise _too_many(self.path)
         if locked:  # before its size is asked for: who changes it in place may be ending just now
@@ -278,13 +283,73 @@ class Source(Readable):
 
     def check_unchanged(self) -> None:
         """Raise InputChangedError if the file is not what it was when it was opened."""
-        now = os.fstat(self.fd)
-        for what in ("st_size", "st_mtime_ns", "st_ino"):
+        self._check_same(os.fstat(self.fd))
+
+    def _check_same(self, now: os.stat_result) -> None:
+        for what in ("st_size", "st_mtime_ns", "st_ino", "st_dev"):
             before, after = getattr(self._stat, what), getattr(now, what)
             if before != after:
                 raise InputChangedError(
                     f"the file changed while it was read: {what[3:]}", where=self.path, expected=before, got=after
                 )
+
+
+class PartSource(Source):
+    """One of the files of a checkpoint, locked.
+
+    Where the process has nearly as many files open as it may, it is open, and locked, only while it is read, by a
+    descriptor of that read's own; ``fd`` is -1 then. Each time it must be the file that it was.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
+        """Raises InputError as :class:`Source` does."""
+        super().__init__(path, faults, locked=True)
+        self._place: str | None = None  # which another current folder does not change
+        if _are_few_left(self.fd):
+            self._place = os.path.abspath(self.path)
+            super().close()
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes at `offset`. Raises UnreadableError, also where it is another file by now."""
+        if (place := self._place) is None:
+            return super().read(offset, length)
+        with self._reopened(place) as file:
+            return file.read(offset, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
+        if (place := self._place) is None:
+            return super().read_into(offset, buffer)
+        with self._reopened(place) as file:
+            return file.read_into(offset, buffer)
+
+    def check_unchanged(self) -> None:
+        """Raise UnreadableError if the file is not what it was when it was opened."""
+        if (place := self._place) is None:
+            return super().check_unchanged()
+        return self._reopened(place).close()
+
+    def _reopened(self, place: str) -> Source:
+        try:
+            file = Source(place, self.faults, locked=True)
+            file.path = self.path
+            try:
+                self._check_same(file._stat)
+            except InputError:
+                file.close()
+                raise
+        except InputError as error:
+            error.where = self.path
+            if not isinstance(error, UnreadableError):  # it is gone, or no file
+                error = InputChangedError("the file changed while it was read", where=self.path, got=error.what)
+            self.faults.unreachable(error)
+            raise error from None
+        return file
+
+    def close(self) -> None:
+        """Let the file go."""
+        super().close()
+        self._place = None
 
 
 class SourceFolder(Readable):
@@ -436,7 +501,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _leave_spare(fd: int) -> bool:
+def leave_spare(fd: int) -> bool:
     """Let the process have more files open, as far as the system's hard limit goes, once `fd` shows that it has nearly
     as many as it may: a set can have more shards than the usual 1,024. Return whether some are left.
     """
@@ -454,11 +519,23 @@ def _leave_spare(fd: int) -> bool:
     return hard == resource.RLIM_INFINITY or not hard - _LEAST_SPARE <= fd < hard or hard < _SPARE
 
 
+def _are_few_left(fd: int) -> bool:
+    """Return whether `fd` shows that the process, whose limit has been raised as far as that goes, may have few more
+    files open.
+    """
+    try:
+        import resource
+    except ImportError:
+        return False
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft != resource.RLIM_INFINITY and fd >= soft - min(_SPARE, soft // 2)
+
+
 def _too_many(path: Path) -> UnreadableError:
     return UnreadableError(
         f"cannot be read: {os.strerror(errno.EMFILE)}",
         where=path,
-        hint="ulimit -n says how many files may be open, and lets more be",
+        hint=MORE_FILES,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Executor, Future
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,7 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
     folder = os.fspath(folder)
     if not os.path.isdir(folder):
         raise MissingInputError("there is no such folder", where=folder, expected="a folder with shards")
-    with SourceFolder(folder, open_file=opening.open_file) as source, gc_paused():
+    with SourceFolder(folder, open_file=partial(opening.open_file, is_part=True)) as source, gc_paused():
         found = find_set(source.path)
         if found is None or found.index is not None:
             what = "no shards are in it" if found is None else f"its shards have an index, {found.index}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptconv.byteranges.locks import lock_exclusive
 from ckptconv.byteranges.patches import Patch, Patches
 from ckptconv.byteranges.record_checks import CheckingSink
-from ckptconv.byteranges.sources import Source, SourceFolder, check_system
+from ckptconv.byteranges.sources import MORE_FILES, Source, SourceFolder, check_system, leave_spare
 from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, refuse_no_journal, state_of
 from ckptconv.conversion.discovery import is_hub_blob
 from ckptconv.conversion.options import OutputOptions
@@ -268,6 +268,7 @@ def open_locked(path: Path) -> Iterator[int]:
     except OSError as error:
         raise OutputError(f"cannot be changed: {error.strerror}", where=path, hint=_remedy(error, path)) from error
     try:
+        leave_spare(fd)
         lock_exclusive(fd, path)
         yield fd
     finally:
@@ -279,6 +280,8 @@ def _remedy(error: OSError, path: Path) -> str:
     copies = "convert it to another file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room, or " + copies
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{MORE_FILES}: all files of a set are open at once; or {copies}"
     if error.errno == errno.EPERM:  # a flag of the filesystem, or the folder's sticky bit
         return (
             f"{shell('lsattr', '-d', path)} shows whether it is immutable; {shell('chattr', '-i', path)} changes that"

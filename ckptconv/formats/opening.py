@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.file_objects import FileObjectSource, Input, is_file_object
 from ckptconv.byteranges.given_paths import is_folder, path_at
-from ckptconv.byteranges.sources import Readable, Source, SourceFolder, is_url
+from ckptconv.byteranges.sources import PartSource, Readable, Source, SourceFolder, is_url
 from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
@@ -142,14 +142,14 @@ def _open_url(given: str | os.PathLike[str], faults: FaultSink, **how: Any) -> R
         raise
 
 
-def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
-    """Open the file `path`.
+def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED, *, is_part: bool = False) -> Source:
+    """Open the file `path`, which can be one of several files of a checkpoint.
 
     Raises InputError. For a folder the error says what the folder contains, and for a missing file it names a similar
     file.
     """
     try:
-        return Source(path, faults, locked=True)
+        return PartSource(path, faults) if is_part else Source(path, faults, locked=True)
     except InputError as error:
         name = os.fsdecode(path)
         if name and os.path.isdir(name):
@@ -174,7 +174,7 @@ def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Sourc
 
     Raises InputError, and MalformedError if the file can be read in two ways.
     """
-    return checked_part(open_file(path, faults))
+    return checked_part(open_file(path, faults, is_part=True))
 
 
 def checked_part(source: _R) -> _R:

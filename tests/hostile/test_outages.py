@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 import ckptconv
 from ckptconv.byteranges.far.planning import POLICY
+from ckptconv.conversion.in_place import open_locked
 from ckptconv.errors import CkptconvError
 from ckptconv.inspection.verification import status_of
 from tests.support import fake_s3
@@ -192,6 +193,15 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         for honest in range(2, done):
             done = 0
             assert levels_of(make()) == {"not checked"}, honest
+
+
+def test_a_file_that_is_being_changed(folder: Path) -> None:
+    """Alone, and as one of a set, while another process changes it in place."""
+    shard = next(folder.glob("set/*-00002-*"))
+    for path, given in ((folder / "zip.pt", folder / "zip.pt"), (shard, shard.parent)):
+        with open_locked(path):
+            status, levels = verdict(str(given))
+        assert status == "not checked" and levels <= {"not checked"}
 
 
 def test_json_is_the_libraries(folder: Path, command: Command) -> None:

@@ -285,9 +285,9 @@ def hub_entries(url: Url, shown: object) -> Iterator[Entry]:
     def ask(at: str, deadline: float) -> tuple[list[Entry], str | None]:
         with contextlib.closing(_on_hub(at, shown)) as transport:
             page, after = transport.page(deadline)
-        files = [each for each in page if each.get("type") == "file" and str(each.get("path")).startswith(root)]
+        files = [each for each in page if each.get("type") == "file" and each["path"].startswith(root)]
         sizes = [number(str(each.get("size"))) or 0 for each in files]
-        return [Entry(str(each["path"])[len(root) :], size) for each, size in zip(files, sizes, strict=True)], after
+        return [Entry(each["path"][len(root) :], size) for each, size in zip(files, sizes, strict=True)], after
 
     first = f"api/{kind}/{repo}/tree/{revision}{f'/{quote(path)}' if path else ''}?recursive=true"
     return paged(ask, first, shown)
@@ -312,7 +312,7 @@ def _parsed(data: bytes, where: object) -> list[dict[str, Any]]:
         found = json.loads(data)
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+    if not isinstance(found, list) or not all(type(each) is dict and type(each.get("path")) is str for each in found):
         raise TransferError("the server sends no list of files", where=where)
     return found
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from ckptconv.byteranges.sources import Source
-from ckptconv.errors import InputChangedError, InputError
+from ckptconv.byteranges.locks import lock_exclusive
+from ckptconv.byteranges.sources import PartSource, Source
+from ckptconv.errors import InputChangedError, InputError, RefusedError, UnreadableError
 from tests.support.no_files import NO_FILES
 
 
@@ -183,3 +186,107 @@ def test_closing_twice_is_harmless(path: Path) -> None:
     with path.open("rb") as other:
         source.close()
         assert other.read() == b"0123456789"
+
+
+@pytest.fixture
+def part(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PartSource]:
+    """That file as one of more files than may be open."""
+    resource = pytest.importorskip("resource")
+    with monkeypatch.context() as limited:
+        limited.setattr(resource, "getrlimit", lambda _: (2, 2))
+        part = PartSource(path)
+    with part:
+        yield part
+
+
+def rewrite(path: Path) -> None:
+    path.write_bytes(b"9876543210")
+    os.utime(path, ns=(1, 1))
+
+
+def replace(path: Path) -> None:
+    stamp = path.stat().st_mtime_ns
+    path.rename(path.with_suffix(".old"))
+    path.write_bytes(b"9876543210")
+    os.utime(path, ns=(stamp, stamp))
+
+
+def put_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@contextlib.contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Somebody changes the file in place."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        lock_exclusive(fd, path)
+        yield
+    finally:
+        os.close(fd)
+
+
+def test_a_part_is_open_only_while_it_is_read(
+    part: PartSource, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is locked then, and not in between. Where the current folder is another one by then does not matter."""
+    monkeypatch.chdir(tmp_path)
+    pread, refused = os.pread, []
+
+    def read(fd: int, length: int, offset: int) -> bytes:
+        with pytest.raises(RefusedError), changing(path):
+            pass
+        refused.append(fd)
+        return pread(fd, length, offset)
+
+    with changing(path):
+        assert part.fd == -1
+    monkeypatch.setattr(os, "pread", read)
+    assert part.read(2, 3) == b"234"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(refused[0])
+    with changing(path):
+        pass
+    part.check_unchanged()
+
+
+@pytest.mark.parametrize("change", [rewrite, replace, Path.unlink, put_a_fifo, changing])
+def test_a_part_that_is_another_file_by_now(part: PartSource, path: Path, change: Callable[[Path], object]) -> None:
+    """Each way to read it is an error, which says that nothing is damaged: it could not be read."""
+    done = change(path)
+    with done if change is changing else contextlib.nullcontext():  # type: ignore[attr-defined]
+        buffer = bytearray(3)
+        for use in (lambda: part.read(0, 3), lambda: part.read_into(0, memoryview(buffer)), part.check_unchanged):
+            with pytest.raises(UnreadableError, match=r"changed while it was read|another process changes") as caught:
+                use()
+            assert str(path) in str(caught.value)
+        assert buffer == bytes(3)
+
+
+def test_a_part_is_read_by_threads_at_once(part: PartSource, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read has a descriptor of its own: one that ends takes none from another."""
+    pread, both = os.pread, threading.Barrier(2)
+    fds: list[int] = []
+
+    def read(fd: int, length: int, offset: int) -> bytes:
+        fds.append(fd)
+        both.wait(20)
+        return pread(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", read)
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda at=at: found.append(part.read(at, 2))) for at in (0, 4)]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(found) == [b"01", b"45"]
+    assert len(set(fds)) == 2
+
+
+def test_a_part_that_is_closed_is_not_read(part: PartSource) -> None:
+    """It does not open its file again."""
+    part.close()
+    with pytest.raises(UnreadableError):
+        part.read(0, 3)
