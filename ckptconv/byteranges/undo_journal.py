@@ -56,6 +56,7 @@ _LENGTH = struct.Struct("<I")
 _HEAD = len(MAGIC) + len(HOT) + _LENGTH.size
 _SUM = 32  # bytes of a SHA-256
 NO_JOURNAL = "there is no undo journal: no change in place is left to take back"
+_LOOK = "look at it, and remove it if the file beside it is whole"
 _POISON = 2  # bytes at most, of a change
 _NAME = regex(r"\.(.+)\.ckptconv-undo", re.DOTALL)
 
@@ -195,6 +196,7 @@ def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
                     where=path,
                     expected=f"at most {LIMITS.undo_journal:,} bytes",
                     got=info.st_size,
+                    hint=_LOOK,
                 )
             data = _read_all(fd, info.st_size)
     except FileNotFoundError as error:
@@ -234,13 +236,13 @@ def _check_owner(path: Path, info: os.stat_result, owner: int) -> None:
     elif info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         problem = "others may write it"
     if problem:
-        raise RefusedError(f"the undo journal is not trusted: {problem}", where=path)
+        raise RefusedError(f"the undo journal is not trusted: {problem}", where=path, hint=_LOOK)
 
 
 def _parsed(path: Path, data: bytes) -> Journal:
     import hashlib
 
-    damaged = MalformedError("the undo journal is damaged", where=path)
+    damaged = MalformedError("the undo journal is damaged, or not from ckptconv", where=path, hint=_LOOK)
     if len(data) < _HEAD + _SUM or not data.startswith(MAGIC) or data[16:20] not in (HOT, DONE):
         raise damaged
     body = memoryview(data)[len(MAGIC) + len(HOT) : -_SUM]  # no copy: it may be large

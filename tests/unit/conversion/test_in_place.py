@@ -493,6 +493,16 @@ def test_what_is_no_journal(checkpoint: Path, kind: str) -> None:
     assert os.path.samestat(path.lstat(), planted)
 
 
+def test_a_plain_file_that_is_no_journal(checkpoint: Path) -> None:
+    """It could be a damaged journal, so it is for a person to look at, and the error of undo says what to do then."""
+    journal_path(checkpoint).write_text("hello")
+    assert "look at it, and remove it if the file beside it is whole" in not_undone(
+        ckptconv.MalformedError, "damaged, or not from ckptconv", checkpoint
+    )
+    journal_path(checkpoint).unlink()
+    ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
+
+
 @pytest.mark.parametrize("kind", ["link", "FIFO"])
 def test_what_is_no_journal_in_a_folder_that_is_replaced(sharded: Path, tmp_path: Path, kind: str) -> None:
     """It is not the new folder's, so the old one stays."""
