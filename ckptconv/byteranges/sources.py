@@ -45,7 +45,7 @@ _HELD = 1 << 15  # bytes of a file that is read at once: a small one is asked fo
 _SPARE = 64  # open files that the rest of the process may need
 _LEAST_SPARE = 8  # without which no module can be imported, and no output written
 
-MORE_FILES = "ulimit -n says how many files may be open, and lets more be"  # what helps where there are too many
+MORE_FILES = "ulimit -n shows how many files may be open, and can raise that limit"  # what helps where there are too many
 
 STEP = 1 << 24  # bytes that are asked at once of what fills no buffer by itself
 
@@ -546,5 +546,5 @@ def kind_of(mode: int) -> str:
 def _no_file(path: Path, mode: int) -> InputError:
     """Return the error for a `path` that is something else than a regular file."""
     is_stream = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
-    hint = "save it to a file first: a checkpoint is not read in one go" if is_stream else None
+    hint = "save it to a file first: streams are not read" if is_stream else None
     return InputError(f"{kind_of(mode)} and not a file", where=path, hint=hint)

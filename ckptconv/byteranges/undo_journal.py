@@ -165,9 +165,9 @@ def refuse_no_journal(target: Path) -> None:
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
             raise RefusedError(
-                f"{kind_of(mode)} is in the place of the undo journal, and not from ckptconv",
+                f"{kind_of(mode)} has the name of the undo journal, and was not made by ckptconv",
                 where=path,
-                hint="look at it, and remove or rename it",
+                hint="look at it, then remove or rename it",
             )
 
 

@@ -67,7 +67,7 @@ class Command(click.Command):
             if word and isinstance(option.type, (click.types.IntParamType, click.types.FloatParamType)):
                 least = f" of at least {low}" if (low := getattr(option.type, "min", None)) is not None else ""
                 kind = "number" if isinstance(option.type, click.types.FloatParamType) else "whole number"
-                ours = UsageError(f"{flag} {word!r} is no {kind}{least}", expected=ours.expected)
+                ours = UsageError(f"{flag} {word!r} is not a {kind}{least}", expected=ours.expected)
             if option.nargs == 2 and (pair := re.fullmatch(r"(.+?)[=:](.+)|s/(.+?)/(.*?)/g?", word)):
                 ours.hint = "is this meant: " + shell(flag, *(each for each in pair.groups() if each is not None))
         elif option and isinstance(option.type, click.Choice) and (word := _value_of(option, typed)):

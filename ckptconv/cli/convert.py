@@ -115,8 +115,8 @@ __all__ = ["convert_command"]
         "--max-shard-size",
         metavar="SIZE",
         help=(
-            "Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then. It"
-            " needs huggingface_hub, as pip install 'ckptconv[hub]' installs it."
+            "Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then."
+            " Needs huggingface_hub: pip install 'ckptconv[hub]'."
         ),
     ),
     click.option("--skip-existing", is_flag=True, help="Leave outputs that exist as they are, even with --force."),

@@ -82,7 +82,7 @@ def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit):
         in_place = any(os.path.realpath(item.src) == os.path.realpath(item.dst) for item in listing.items)
-        go_on = "" if in_place else f"; the same command with {option('skip_existing')} goes on from here"
+        go_on = "" if in_place else f"; to continue, repeat the command with {option('skip_existing')}"
         click.echo(f"ckptconv: {done():,} of {len(listing.items):,} are done{go_on}", err=True)
         raise
 

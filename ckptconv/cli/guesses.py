@@ -90,7 +90,7 @@ def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> Usage
     if "completion" in asked:
         shells = [*args, os.path.basename(os.environ.get("SHELL", "")), "bash"]
         line, file = next(_COMPLETION[each] for each in shells if each in _COMPLETION)
-        error.hint = f"Tab completes commands after this line in {file}: {line}"
+        error.hint = f"for completion with Tab, add this line to {file}: {line}"
         return error
     typed = next((n for n, each in enumerate(args) if each in commands), None) if guess.startswith("-") else None
     if typed is not None:

@@ -1,8 +1,8 @@
 """The entry point of the command line, its exit statuses, and the group of all commands.
 
 Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 3 a part of
-a batch failed, 130 Ctrl-C, 141 nobody reads on; of diff 0 the same, 1 different, 2 anything else; of verify 1 damaged
-or dangerous, 4 not checked.
+a batch failed, 130 Ctrl-C, 141 nobody reads on; of diff 0 the same, 1 different, 2 anything else; of verify 1
+damaged, dangerous, unknown or missing, 4 not checked.
 """
 
 from __future__ import annotations

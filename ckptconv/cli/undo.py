@@ -41,5 +41,5 @@ def undo_command(paths: tuple[str, ...], quiet: bool, **_: Any) -> int:
             failed += 1
             continue
         if not quiet:
-            click.echo(f"{path}: as before, {count(nbytes, 'byte')} written", err=True)
+            click.echo(f"{path}: restored, {count(nbytes, 'byte')} written", err=True)
     return 1 if failed else 0

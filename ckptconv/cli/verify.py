@@ -38,8 +38,8 @@ NOT_CHECKED = 4
 @click.option(
     "--strict",
     is_flag=True,
-    help="Pass only what is proved to load with weights_only=True by the rules of torch 2.13, and files without"
-    " a pickle (safetensors). Whatever is refused, needs code or is not known fails.",
+    help="Fail every file that is not proved to load with weights_only=True by the rules of torch 2.13. Files without"
+    " a pickle (safetensors) pass.",
 )
 @click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")
@@ -64,9 +64,9 @@ def verify_command(
     Every record is compared with its checksum. It also says whether loading a file can run code. Nothing is loaded.
     NaN is no damage: inspect --fail-on nan looks for it.
 
-    Of a folder, all checkpoints are checked, and pickles by any name. Shards, folders of torch.distributed.checkpoint
-    and the files of all ranks of a run count as one. Each finding gets a line. What could not be read is not checked,
-    and never called damaged.
+    In a folder, all checkpoints are checked, and all pickles, whatever their names. Shards, folders of
+    torch.distributed.checkpoint and the files of all ranks of a run count as one. Each finding gets a line. If a server
+    or a disk fails, the file is reported as not checked, and not as damaged.
     """
     counts: Counter[Status] = Counter()
     if expect_sha256 is not None and (len(paths) > 1 or is_folder(paths[0])):

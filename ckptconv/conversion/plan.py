@@ -286,8 +286,8 @@ def _about_rounding(changes: Changes, overflowed: Overflow) -> list[str]:
     if torch is None or not overflowed or all(new != "float8_e4m3fn" for _, new in changes.dtypes):
         return []
     return [
-        f"torch {torch.__version__} cast: what is too large for float8_e4m3fn is NaN in some versions of torch, and the"
-        " largest number in others"
+        f"cast with torch {torch.__version__}: numbers too large for float8_e4m3fn become NaN in some versions of"
+        " torch, and the largest number in others"
     ]
 
 

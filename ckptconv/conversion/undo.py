@@ -69,7 +69,7 @@ def take_back(path: str | os.PathLike[str]) -> int:
             check_restorable(file.fd, file.journal, file.path, done=file.state == DONE)
             _check_whole(file.path, file.fd, file.journal)
         written = 0
-        with as_output_error(target), signals_held(f"{target}: as before"):
+        with as_output_error(target), signals_held(f"{target}: restored"):
             for file in files:  # the leader first: from here on the set is hot, whatever happens
                 journals.mark(file.path, HOT)
             if len(files) > 1:

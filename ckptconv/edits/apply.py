@@ -37,7 +37,7 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
     averages = checkpoint.detected.averages() if edits.state_dict and edits.select is None else []
     changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
     for each in averages:
-        text = f"{each.path} has the average of the weights (EMA), which is left behind: "
+        text = f"{each.path} is an average of the weights (EMA) and is left behind; to take only the average: "
         changes.notes.append(text + option("select", each.path))
     refuse_different(checkpoint)
     detected = checkpoint.detected

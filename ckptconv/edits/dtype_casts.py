@@ -132,12 +132,12 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
 def _scaled(checkpoint: Checkpoint, tie: _Tie) -> RefusedError:
     """Return the error for a float8 weight, which is cast without the scale that the checkpoint has for it."""
     return RefusedError(
-        f"{tie.named[0]} is {tie.info.dtype} and has a scale, {tie.scale}, by which a cast does not multiply it",
+        f"{tie.named[0]} is {tie.info.dtype}, and a cast does not multiply it by its scale, {tie.scale}",
         where=checkpoint.source.path,
         got=str(tie.rule),
         hint=(
             "compressed-tensors dequantizes such checkpoints (convert_checkpoint with its FP8BlockDequantizer);"
-            " a bare dtype casts what is not quantized"
+            " a dtype without a GLOB casts only the other weights"
         ),
     )
 
@@ -156,7 +156,7 @@ def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
             return f"{dtype} that has a scale, by which no cast multiplies it"
         return f"{dtype} goes with scales, so only a GLOB casts it"
     if tie.is_scale and tie.rank < _EXACT:
-        return "scales of quantized weights: only the whole name casts them"
+        return "scales of quantized weights: they are cast only by their full names"
     if tie.counts and tie.rank < _EXACT:
         return "an optimizer's steps, of which fewer bits lose count: only the whole path casts them"
     storage = found[0].storage

@@ -102,7 +102,7 @@ class NameEditor:
         if not found or not found.is_safe:
             return None
         where = some(found.parents)
-        return f"all names under {where} go through module.; to remove only that: " + option("rename", (found.rename,))
+        return f"all names under {where} contain an inner module.; to remove it: " + option("rename", (found.rename,))
 
     def model_of(self, names: list[str]) -> list[str]:
         """The names of the state dict that an optimizer of `names` is for: the one that has the most of them, a usual
@@ -240,8 +240,8 @@ def _compiled(pattern: str, replacement: str) -> re.Pattern[str]:
         if "group reference" in str(why):
             hint = "put ( ) around what it stands for in the pattern"
         elif "repeat" in str(why):
-            hint = "in a regular expression .* stands for what a glob's * does"
-        text = f"{pattern!r} → {replacement!r} is no regular expression and replacement: {why}"
+            hint = "in a regular expression, .* means the same as * in a glob"
+        text = f"{pattern!r} → {replacement!r} is not a valid regular expression and replacement: {why}"
         raise UsageError(text, hint=hint) from None
 
     def of_group(match: re.Match[str]) -> str:

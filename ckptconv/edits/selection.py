@@ -133,7 +133,7 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
         what = _nameless(checkpoint)
         raise RefusedError(
             f"there is no state dict {'in it' if root == '.' else 'at ' + root}: "
-            + (what or "no mapping of names to tensors and nothing else"),
+            + (what or "no dict contains only names and tensors"),
             where=checkpoint.source.path,
             hint=(
                 option("select", root) + f" takes {count(tensors, 'tensor')}, by the names there"
@@ -154,12 +154,12 @@ def _nameless(checkpoint: Checkpoint) -> str | None:
     for place in checkpoint.places:
         node, at = place.node, "it" if place.path == "." else place.path
         if id(node) in parts:
-            return f"{at} is the state of an optimizer, and no weights"
+            return f"{at} is the state of an optimizer, and contains no weights"
         items = [*node.elements()] if isinstance(node, List) else []
         if items and all(isinstance(item, Node) and id(item) in tensors for item in items):
             return (
                 f"{at} is a list of {count(len(items), 'tensor')} without names, like many averages of weights (EMA);"
-                " only the model has names, in the order of model.parameters()"
+                " only the model knows the names, in the order of model.parameters()"
             )
     return None
 

@@ -53,7 +53,7 @@ def check_growth(files: Iterable[OutFile], checkpoint: Checkpoint, hint: str) ->
         held = max(held, _read_once(piece for file in files for piece in file.pieces))
     if written > LIMITS.written(held):
         raise LimitError(
-            "the tensors show the same bytes again and again, and the output would have all of them",
+            "the tensors repeat the same bytes, and the output would be too large",
             where=checkpoint.source.path,
             expected=f"at most {size(LIMITS.written(held))}",
             got=f"{size(written)} of {size(held)}",

@@ -225,7 +225,7 @@ def read_selected(source: Readable, select: str | None) -> tuple[Checkpoint, str
     if found is None:
         return checkpoint, select
     inner = read_file(found[1])
-    inner.notes.append(f"the file in the byte string at {select}; what is around it is left behind")
+    inner.notes.append(f"read from the file in the byte string at {select}; everything around that file is left behind")
     return inner, None
 
 

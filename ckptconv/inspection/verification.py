@@ -118,7 +118,7 @@ class Verdict(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether it is sound and not dangerous."""
+        """Whether `status` is ``ok``."""
         return self.status == "ok"
 
     @property

@@ -70,7 +70,7 @@ def check_target(path: Path, *, replace: bool) -> None:
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         is_stream = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
         hint = "write to a file, then pass it on with cat" if is_stream else None
-        raise RefusedError("the output is there and is no regular file", where=path, hint=hint)
+        raise RefusedError("the output exists and is not a regular file", where=path, hint=hint)
     if not replace:
         raise TargetExistsError("the output exists", where=path, hint=option("force") + " replaces it")
     refuse_interrupted(path)
@@ -210,7 +210,7 @@ def is_at(path: Path, fd: int) -> bool:
 def check_is_at(path: Path, fd: int, where: object, hint: str = _ALONE) -> None:
     """Raise OutputError about `where` unless the open file or folder `fd` is what stands at `path`."""
     if not is_at(path, fd):
-        raise OutputError("another process put something else in the place of the output", where=where, hint=hint)
+        raise OutputError("another process replaced the output while it was written", where=where, hint=hint)
 
 
 def _destination(fd: int, *, direct: bool) -> AbstractContextManager[FileDestination]:

@@ -309,7 +309,7 @@ class _Object:
             try:
                 self.client = shared or client()
             except ValueError as error:  # of an endpoint that is no URL
-                what = f"S3 cannot be asked: {self._secrets.hidden(str(error))}"
+                what = f"the request to S3 cannot be made: {self._secrets.hidden(str(error))}"
                 raise OutputError(what, where=path) from error
         self._at = {"Bucket": url.host, "Key": url.path}
 

@@ -124,7 +124,10 @@ def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str
     by_rules = here is not None and summary.loads_here is None
     label = f"torch {summary.torch_load.torch}" if by_rules else "loads here"
     if by_rules:
-        yield 0, fact(style, "loads here", f"not known: torch {here} is installed, and its rules were not asked")
+        yield (
+            0,
+            fact(style, "loads here", f"not known: torch {here} is installed, and ckptconv does not know its rules"),
+        )
     unknown = next((finding for finding in notes if finding.kind in ("device", "not known")), None)
     if blocking or summary.loads_here is False:
         yield from _reasons(label, blocking, _remedy_first(summary, blocking), style, mending)

@@ -250,7 +250,7 @@ CASES: dict[str, Case] = {
         f"{DIAGNOSIS}prefixes.py:prefixes:option rename {DIAGNOSIS}prefixes.py:prefixes:option unwrap",
     ),
     "DataParallel around a part": Case(
-        saved(lambda: _features().state_dict()), "inspect {m}.pt", FINDING.format("go through module. there"),
+        saved(lambda: _features().state_dict()), "inspect {m}.pt", FINDING.format("contain an inner module."),
         "loads, strict, no prefix", fits(Parts),
         f"{DIAGNOSIS}prefixes.py:inner_prefixes:issue inner-prefix {DIAGNOSIS}prefixes.py:inner_prefixes:option rename",
     ),
@@ -496,16 +496,16 @@ CASES: dict[str, Case] = {
     ),
     "a checkpoint in a byte string": Case(
         saved(lambda: {"inside": saved_bytes({"w": torch.ones(1)}), "n": 1}), "inspect {m}.pt",
-        FINDING.format("inside has a checkpoint inside"), "loads", same(lambda: {"w": torch.ones(1)}),
+        FINDING.format("inside contains a checkpoint"), "loads", same(lambda: {"w": torch.ones(1)}),
         f"{DIAGNOSIS}refusals.py:nested:issue nested {DIAGNOSIS}refusals.py:nested:option select",
     ),
     "an average beside the weights": Case(
-        saved(averaged), "inspect {m}.pt", FINDING.format("ema/shadow has an average"), "loads",
+        saved(averaged), "inspect {m}.pt", FINDING.format("ema/shadow is an average"), "loads",
         same(lambda: averaged()["ema"]["shadow"]),
         f"{DIAGNOSIS}prefixes.py:twins:issue ema {DIAGNOSIS}prefixes.py:twins:option select",
     ),
     "weights without their average": Case(
-        saved(averaged), "convert {m}.pt out.pt --state-dict", r"which is left behind: (--select \S+)", "loads",
+        saved(averaged), "convert {m}.pt out.pt --state-dict", r"to take only the average: (--select \S+)", "loads",
         same(lambda: averaged()["ema"]["shadow"]), "edits/apply.py:apply:option select",
         made="convert {m}.pt new.pt",
     ),
@@ -914,7 +914,7 @@ CASES: dict[str, Case] = {
     ),
     "a program of which the names are mended": Case(
         lambda m: torch.jit.script(Holder()).save(m + ".pt"), "inspect {m}.pt",
-        FINDING.format("go through module. there"),
+        FINDING.format("contain an inner module."),
         "loads, no prefix", loads, f"{DIAGNOSIS}diagnose.py:_of_program:option state_dict",
     ),
     # more rows

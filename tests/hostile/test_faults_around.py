@@ -141,7 +141,7 @@ def test_targets_that_are_no_files(
         before = os.lstat(target).st_ino
         done = ckptconv("convert", "-f", "--to", "cpu", src, target)
         assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
-        assert b"is no regular file" in done.stderr
+        assert b"is not a regular file" in done.stderr
         assert os.lstat(target).st_ino == before
         assert [name for name in os.listdir(here) if "ckptconv" in name] == []
 

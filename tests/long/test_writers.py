@@ -127,7 +127,7 @@ def test_two_hundred_writers_that_may_replace(inputs: tuple[list[Path], list[Con
             done = crowd([["convert", "-q", "-f", str(src), str(target), "--to", "cuda:0"] for src in some])
             replaced = [said for status, said in done if (status, said) != (0, "")]
             assert len(replaced) < AT_ONCE / 2
-            assert all("another process put something else in the place" in said for said in replaced)
+            assert all("another process replaced the output" in said for said in replaced)
             assert content_of(target) in outputs[begin : begin + AT_ONCE]
             assert len(os.listdir(out)) <= 1 + is_folder * len(replaced)
             for path in out.iterdir():  # the old folder of one whose new one was replaced at once

@@ -118,7 +118,7 @@ def proxy_for(url: str) -> str | None:
         return None
     scheme, slashes, rest = proxy.rpartition("://")
     if (scheme.lower() or "http") not in HTTP or not is_readable_host(rest.partition("/")[0]):
-        what = "HTTPS_PROXY or HTTP_PROXY names no proxy that ckptconv can use"
+        what = "ckptconv cannot use the proxy in HTTPS_PROXY or HTTP_PROXY"
         raise UsageError(what, expected="http://HOST:PORT or https://HOST:PORT")
     return proxy if slashes else f"http://{rest}"
 

@@ -95,7 +95,7 @@ class HttpTransport:
                 if (coding := _coding(response)) == "gzip":
                     chunks = self._unzipped(chunks)
                 elif coding != "identity":
-                    what, hint = "the server compresses what it sends, unasked", "download the file first"
+                    what, hint = "the server sends compressed data that was not asked for", "download the file first"
                     raise UnsupportedError(what, where=self._shown, expected="none, or gzip", got=coding, hint=hint)
             yield number(response.headers.get("Content-Length")) or 0, chunks
 
@@ -142,7 +142,7 @@ class HttpTransport:
             return None
         before, after = urlsplit(self._start.full), urlsplit(self._joined(self._start.full, str(found[1])))
         if (before.scheme, before.netloc) != (after.scheme, after.netloc):
-            raise TransferError("the list goes on at another server", where=self._shown, got=after.hostname)
+            raise TransferError("the rest of the list is on another server", where=self._shown, got=after.hostname)
         base = urlsplit(os.environ.get("HF_ENDPOINT", _HUB)).path.rstrip("/")
         return f"{after.path[len(base) :].lstrip('/')}?{after.query}"
 
@@ -160,15 +160,15 @@ class HttpTransport:
             except CkptconvError:
                 raise
             except urllib3.exceptions.SSLError as error:
-                hint = "if you trust the server, SSL_CERT_FILE names the file that its certificate is in"
+                hint = "if you trust the server, set SSL_CERT_FILE to the file with its certificate"
                 what = f"no secure connection: {self.secrets.hidden(str(error))}"
                 raise TransferError(what, where=self._shown, hint=hint) from error
             except urllib3.exceptions.LocationValueError as error:
-                raise TransferError("the server leads to what is no URL", where=self._shown) from error
+                raise TransferError("the server sent an invalid URL", where=self._shown) from error
             except urllib3.exceptions.HTTPError as error:
                 raise Transient(_reason(error)) from error
             except (ValueError, OverflowError, http.client.HTTPException) as error:
-                raise TransferError("the server's answer makes no sense", where=self._shown) from error
+                raise TransferError("the server sent an invalid answer", where=self._shown) from error
 
     @contextlib.contextmanager
     def _followed(self, headers: dict[str, str]) -> Iterator[urllib3.BaseHTTPResponse]:
@@ -211,7 +211,7 @@ class HttpTransport:
             joined = urljoin(base, place)
             if is_readable_host(urlsplit(joined).netloc):
                 return joined
-        raise TransferError("the server leads to what is no URL", where=self._shown)
+        raise TransferError("the server sent an invalid URL", where=self._shown)
 
     def _checked(self, before: str, after: str) -> str:
         """`after`, to which a server leads from `before`. Raises TransferError where nobody should follow."""
@@ -232,7 +232,7 @@ class HttpTransport:
         if response.status != 206:
             raise self._refused(response, start, expected)
         if (coding := _coding(response)) != "identity":
-            what, hint = "the server compresses what it sends, unasked", None if expected else _DOWNLOADS
+            what, hint = "the server sends compressed data that was not asked for", None if expected else _DOWNLOADS
             raise UnsupportedError(what, where=self._shown, got=coding, hint=hint)
         end, size = check_range(said.get("Content-Range"), start, stop, self._shown)
         length = said.get("Content-Length")
@@ -261,7 +261,7 @@ class HttpTransport:
             return TransferError(what, where=where, got=got, hint=hint)
         if status in (401, 403):
             hint = "log in as for other programs: ~/.netrc, for the Hub HF_TOKEN or hf auth login"
-            return TransferError("cannot be read: the server does not let us", where=where, got=got, hint=hint)
+            return TransferError("cannot be read: the server refuses", where=where, got=got, hint=hint)
         if status in _AGAIN:
             return Transient(f"the server answers {got}", _seconds(response.headers.get("Retry-After")))
         return TransferError("cannot be read: the server refuses", where=where, got=got)

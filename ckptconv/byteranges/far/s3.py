@@ -128,17 +128,17 @@ class S3Transport:
             except ClientError as error:
                 raise self._refused(error, start) from error
             except SSLError as error:
-                hint = "if you trust the store, AWS_CA_BUNDLE names the file that its certificate is in"
+                hint = "if you trust the store, set AWS_CA_BUNDLE to the file with its certificate"
                 raise TransferError("no secure connection", where=self._where, hint=hint) from error
             except (HTTPClientError, IncompleteReadError, OSError) as error:
                 raise Transient(f"the connection failed: {type(error).__name__}") from error
             except BotoCoreError as error:
                 raise self._unaskable(error) from error
             except (ResponseParserError, ValueError, OverflowError, LookupError, TypeError) as error:
-                raise TransferError("the store's answer makes no sense", where=self._where) from error
+                raise TransferError("the store sent an invalid answer", where=self._where) from error
 
     def _unaskable(self, error: Exception) -> TransferError:
-        return TransferError(f"S3 cannot be asked: {self.secrets.hidden(str(error))}", where=self._where)
+        return TransferError(f"the request to S3 cannot be made: {self.secrets.hidden(str(error))}", where=self._where)
 
     def _empty(self, error: ClientError) -> Answer:
         """The answer for an object that has no bytes."""

@@ -12,5 +12,5 @@ except Exception as error:
     raise MissingTorchError(
         "torch is installed, but cannot be imported",
         got=f"{type(error).__name__}: {error}",
-        hint="install it anew; inspect, verify, and convert of devices and names work without it",
+        hint="reinstall it; inspect, verify, and convert of devices and names work without torch",
     ) from error

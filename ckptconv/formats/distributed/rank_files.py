@@ -298,7 +298,7 @@ class _Comparison:
         """What stands in `place`, in both files, is to be compared: the items of mappings by their keys."""
         self.whole.left -= 1 + len(ours) + len(theirs)
         if self.whole.left < 0:
-            raise LimitError("the files meet in too many places", where=self.b.source.path)
+            raise LimitError("comparing the files takes too many steps", where=self.b.source.path)
         by_segment = {each.segment: each for each in theirs}
         if isinstance(place.node, (Dict, Call)):
             more = by_segment.keys() - {each.segment for each in ours}

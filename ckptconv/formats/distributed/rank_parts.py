@@ -331,7 +331,7 @@ class PartReader:
         self._left -= steps
         if self._left < 0:
             raise LimitError(
-                f"at {place.path}: the tensors are spread in too many pieces for a file of this size", where=self.where
+                f"at {place.path}: the tensors are split into too many pieces for a file of this size", where=self.where
             )
 
     def _counts(self, node: Value, place: Place) -> tuple[int, ...] | None:

@@ -36,7 +36,10 @@ __all__ = [
 
 LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 #: No command: git runs aliases, filters and other programs that the folder's .git/config names, and so does Git LFS.
-FETCH_LFS = "download the file itself, or fetch it with Git LFS in a clone of your own; git runs what .git/config names"
+FETCH_LFS = (
+    "download the file itself, or fetch it with Git LFS in your own clone, because git runs programs that .git/config"
+    " names"
+)
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".pth.tar")
 #: What a folder's files are converted by, in any case of letters.
 FILE_SUFFIXES = (*CHECKPOINT_SUFFIXES, ".pkl")

@@ -51,15 +51,15 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
     """Return the error for a `path` that is a dash, a path of Windows or a URL, or None."""
     text = os.fsdecode(path)
     if text == "-":
-        stream = "standard output" if is_output else "standard input"
-        why = "an output takes its name when it is whole" if is_output else "a checkpoint is not read in one go"
+        what = (
+            "no checkpoint is written to standard output" if is_output else "no checkpoint is read from standard input"
+        )
         instead = "write to a file, then pass it on with cat" if is_output else "save it to a file first"
-        expected = "a path (./- for a file called so)"
-        return UsageError(f"{stream} is no file: {why}", where=text, expected=expected, hint=instead)
+        return UsageError(what, where=text, expected="a path; ./- is a file called -", hint=instead)
     if drive := _DRIVE.match(text):
         here = f"/mnt/{drive[1].lower()}/" + text[drive.end() :].replace("\\", "/").lstrip("/")
-        what = "a path of Windows, which has no such meaning here"
-        return UsageError(what, where=text, hint="under WSL its name is " + shell(Path(here)))
+        what = "a Windows path, which this system does not understand"
+        return UsageError(what, where=text, hint="under WSL, use " + shell(Path(here)))
     if not is_url(path):
         return None
     try:

@@ -59,7 +59,7 @@ def parse_size(size: int | str) -> int:
     if found is None or (unit is None and "." in found["number"]):
         near = re.match(r"\s*([0-9]{1,18})\s*([KMGT])", str(size), re.IGNORECASE)
         raise UsageError(
-            option("max_shard_size", None) + " is no size that is known",
+            option("max_shard_size", None) + " is not a size",
             expected=_EXAMPLES,
             got=size,
             hint="is this meant: " + option("max_shard_size", f"{near[1]}{near[2].upper()}B") if near else None,

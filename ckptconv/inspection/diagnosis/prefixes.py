@@ -91,7 +91,9 @@ def averages(scope: Scope) -> Iterator[Issue]:
 def twins(scope: Scope) -> Iterator[Issue]:
     """Averages of the weights (EMA) beside them, which a conversion to safetensors does not take by itself."""
     for found in scope.checkpoint.detected.averages():
-        text = f"{found.path} has an average of the weights (EMA), with the same names; the command takes it by itself"
+        text = (
+            f"{found.path} is an average of the weights (EMA), with the same names; the command takes only the average"
+        )
         yield Issue("ema", text, Fix("-ema", part=(Option("select", found.path),)))
 
 
@@ -133,8 +135,8 @@ def inner_prefixes(scope: Scope) -> Iterator[Issue]:
     if found:
         fix = Fix("-inner", names=(Option("rename", (found.rename,)),)) if found.is_safe else None
         text = (
-            f"all names under {first_few(found.parents)} go through module. there: if nn.DataParallel wrapped only that"
-            " part, the plain model has no such names"
+            f"all names under {first_few(found.parents)} contain an inner module.: if nn.DataParallel wrapped only that"
+            " part, the plain model reports missing and unexpected keys"
         )
         yield Issue("inner-prefix", text, fix)
 

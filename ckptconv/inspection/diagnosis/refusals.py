@@ -297,7 +297,7 @@ def nested(scope: Scope) -> Iterator[Issue]:
 
     found = files_in(scope.checkpoint.index.every_place, scope.checkpoint.blobs or scope.checkpoint.source)
     for place, held in islice(found, SHOWN):
-        text = f"{place.path} has a checkpoint inside, a file of torch.save in a byte string ({size(held.size)})"
+        text = f"{place.path} contains a checkpoint: a file of torch.save in a byte string ({size(held.size)})"
         yield Issue("nested", text, Fix("-inside", part=(Option("select", place.path),)))
 
 

@@ -508,7 +508,7 @@ def test_interrupted(large: Path, jobs: str, number: signal.Signals) -> None:
         _, said = process.communicate(timeout=30)
     assert process.returncode == (130 if number == signal.SIGINT else 143), said
     lines = [line for line in said.splitlines() if line and not line.startswith("out/")]
-    how_far = r"ckptconv: [0-7] of 8 are done; the same command with --skip-existing goes on from here"
+    how_far = r"ckptconv: [0-7] of 8 are done; to continue, repeat the command with --skip-existing"
     last = r"\nckptconv: interrupted" if number == signal.SIGINT else ""
     assert re.fullmatch(how_far + last, "\n".join(lines)), said
     assert 0 < len(assert_whole_or_absent(temporaries=False)) < 8

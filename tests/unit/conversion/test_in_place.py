@@ -466,7 +466,7 @@ def test_whose_journal_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, 
     path.unlink()
     (tmp_path / "elsewhere").write_bytes(whole)
     path.symlink_to(tmp_path / "elsewhere")
-    distrusted("a link is in the place of the undo journal")
+    distrusted("a link has the name of the undo journal")
 
 
 PLANTED: dict[str, Callable[[Path], object]] = {
@@ -481,7 +481,7 @@ def test_what_is_no_journal(checkpoint: Path, kind: str) -> None:
     """A change in place and its undoing say what it is; everything else ignores it, and nothing removes it."""
     PLANTED[kind](path := journal_path(checkpoint))
     planted = path.lstat()
-    what = f"a {kind} is in the place of the undo journal, and not from ckptconv"
+    what = f"a {kind} has the name of the undo journal, and was not made by ckptconv"
     refused_in_place(ckptconv.RefusedError, what, checkpoint, map_location="cuda:1")
     not_undone(ckptconv.RefusedError, what, checkpoint)
     not_undone(ckptconv.InputError, "there is no undo journal", checkpoint.parent)
@@ -1251,7 +1251,7 @@ def test_flags_are_the_keywords(checkpoint: Path, command: Command) -> None:
     assert checkpoint.read_bytes() == other.read_bytes() != before
     said = command.json("convert", other, "--in-place", "--no-undo", "--to", "cpu", "--dry-run")
     assert (said["in_place"]["way"], said["in_place"]["journal"]) == ("same size", None)
-    command("undo", checkpoint, other, err="as before")
+    command("undo", checkpoint, other, err="restored")
     assert checkpoint.read_bytes() == other.read_bytes() == before
     command("undo", checkpoint, status=1, err="there is no undo journal")
     command("convert", checkpoint, "out.pt", "--no-undo", status=2, err="--no-undo goes with --in-place")

@@ -110,7 +110,7 @@ def test_a_signal_while_it_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert journals(path) == []
         if said is None:
             break
-        assert said.endswith(": as before")
+        assert said.endswith(": restored")
     assert at > 3
 
 

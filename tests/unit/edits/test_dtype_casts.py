@@ -1190,7 +1190,9 @@ def test_a_weight_is_not_cast_without_its_scale(glob: str, name: str, tmp_path: 
     """A float8 weight that has a scale is refused, and the error names who dequantizes; one without is cast."""
     model = {key: value for key, value in quantized().items() if key.split(".")[0] in (name.split(".")[0], "bare")}
     torch.save(model, tmp_path / "src.pt")
-    with pytest.raises(ckptconv.RefusedError, match=f"{name} is float8_e4m3fn and has a scale.*compressed-tensors"):
+    with pytest.raises(
+        ckptconv.RefusedError, match=f"{name} is float8_e4m3fn, and a cast does not.*compressed-tensors"
+    ):
         ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype=f"{glob.format(name)}=bf16")
     assert not (tmp_path / "dst.pt").exists()
     ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.pt", dtype="bare.*=bf16")
@@ -1206,7 +1208,7 @@ def test_scales_in_another_shard(tmp_path: Path) -> None:
     for i, each in names.items():
         save_file({name: model[name] for name in each}, tmp_path / shard.format(i), {"format": "pt"})
     ckptconv.write_index(tmp_path)
-    with pytest.raises(ckptconv.RefusedError, match=r"has a scale, block\.weight_scale_inv"):
+    with pytest.raises(ckptconv.RefusedError, match=r"by its scale, block\.weight_scale_inv"):
         ckptconv.convert(tmp_path / "model.safetensors.index.json", tmp_path / "dst.pt", dtype="*.weight=bf16")
     report = ckptconv.convert(tmp_path / shard.format(1), tmp_path / "dst.safetensors", dtype="*.weight=bf16")
     assert any("scales in another shard" in note for note in report.notes)
@@ -1218,7 +1220,7 @@ def test_the_torch_that_cast_is_named_where_versions_differ(tmp_path: Path) -> N
     """
     torch.save({"w": torch.tensor([1.0, 1e6])}, tmp_path / "src.pt")
     torch.save({"w": torch.tensor([1.0, 2.0])}, tmp_path / "small.pt")
-    said = f"torch {torch.__version__} cast"
+    said = f"cast with torch {torch.__version__}:"
     for src, dtype, is_said in (("src", "float8_e4m3fn", 1), ("small", "float8_e4m3fn", 0), ("src", "float8_e5m2", 0)):
         report = ckptconv.convert(tmp_path / f"{src}.pt", tmp_path / "dst.pt", dtype=dtype, force=True)
         assert any(said in note for note in report.notes) == bool(is_said)

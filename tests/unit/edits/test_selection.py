@@ -157,7 +157,7 @@ def test_what_is_left_behind_already_is_no_typo(tmp_path: Path, options: Any) ->
         ({"optim": {"state": {0: {"m": torch.ones(1)}}, "param_groups": [{}]}}, "optim is the state of an optimizer"),
         ([torch.ones(1), torch.ones(2)], "it is a list of 2 tensors without names"),
         ({"decay": 0.9, "shadow_params": [torch.ones(1)]}, "shadow_params is a list of 1 tensor without names"),
-        ({"epoch": 1}, "no mapping of names to tensors"),
+        ({"epoch": 1}, "no dict contains only names and tensors"),
     ],
 )
 def test_what_has_no_names_is_said(obj: object, said: str, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_average_beside_the_weights_is_named(tmp_path: Path) -> None:
     ):
         torch.save({"model": weights, "ema": {"decay": 0.9, "shadow": average}}, tmp_path / "x.pt")
         report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.safetensors", force=True)
-        assert any("ema/shadow has the average" in note for note in report.notes) == is_named
+        assert any("ema/shadow is an average" in note for note in report.notes) == is_named
         assert any(each.kind == "ema" for each in ckptconv.inspect(tmp_path / "x.pt").findings) == is_named
         report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.safetensors", select="model", force=True)
-        assert not any("has the average" in note for note in report.notes)
+        assert not any("is an average" in note for note in report.notes)

@@ -27,7 +27,7 @@ def test_views_that_repeat(tmp_path: Path) -> None:
     one = torch.ones(4)
     src = saved_at(tmp_path / "a.pt", {f"w{i}": one.expand((1 << 26) - i, 4) for i in range(20)})
     out = tmp_path / "out.safetensors"
-    error = refused(LimitError, "the same bytes again and again", src, out, dry_run=True)
+    error = refused(LimitError, "the tensors repeat the same bytes", src, out, dry_run=True)
     assert "format='pt'" in str(error.hint) and "include=GLOB" in str(error.hint)
     assert ckptconv.convert(src, out, include="w7", dry_run=True).size > 1 << 29
     assert converted(src, tmp_path / "out.pt", format="pt", map_location="cpu")["w3"].stride() == (0, 1)
@@ -38,7 +38,7 @@ def test_views_that_overlap(tmp_path: Path) -> None:
     storage = torch.zeros(ELEMENTS + 300)
     views = {f"w{i}": storage[i : i + ELEMENTS] for i in range(300)}
     src = saved_at(tmp_path / "a.pt", views)
-    refused(LimitError, "the same bytes again and again", src, tmp_path / "out.safetensors", dry_run=True)
+    refused(LimitError, "the tensors repeat the same bytes", src, tmp_path / "out.safetensors", dry_run=True)
     ckptconv.convert(src, tmp_path / "few.safetensors", include="w1?", dry_run=True)
 
 
@@ -56,7 +56,7 @@ def test_parts_that_overlap(tmp_path: Path) -> None:
             torch.save(state, tmp_path / f"model_world_size_2_rank_{rank}.pt")
         finally:
             dist.destroy_process_group()
-    refused(LimitError, "the same bytes again and again", tmp_path, tmp_path.with_name("out.pt"), dry_run=True)
+    refused(LimitError, "the tensors repeat the same bytes", tmp_path, tmp_path.with_name("out.pt"), dry_run=True)
     ckptconv.convert(tmp_path, tmp_path.with_name("out.pt"), include="w1?", dry_run=True)
 
 

@@ -55,7 +55,7 @@ def test_it_is_named_and_taken_out(
     else:
         torch.save({"net": net, "w": torch.ones(1)}, src, pickle_protocol=protocol)
     found = [each for each in ckptconv.inspect(src).findings if each.kind == "nested"]
-    assert [each.text.split(" has a checkpoint inside")[0] for each in found] == [path]
+    assert [each.text.split(" contains a checkpoint")[0] for each in found] == [path]
     assert found[0].command and found[0].command.endswith(f"--select {path}")
     report = ckptconv.convert(src, dst, select=path)
     assert any(f"the byte string at {path}" in note for note in report.notes)

@@ -193,13 +193,13 @@ def test_other_things_are_refused(source: Source, target: Path, kind: str) -> No
     """A folder or FIFO is not replaced, not even with leave, and a link to a device neither."""
     target.unlink()
     NO_FILES[kind](target)
-    failure(RefusedError, "no regular file", source, target)
+    failure(RefusedError, "not a regular file", source, target)
     assert os.listdir(target.parent) == [target.name]
 
 
 def test_a_device_is_refused(source: Source, tmp_path: Path) -> None:
     """It is not replaced."""
-    failure(RefusedError, "no regular file", source, Path("/dev/null"))
+    failure(RefusedError, "not a regular file", source, Path("/dev/null"))
     assert os.listdir(tmp_path) == ["src"]
 
 

@@ -10,9 +10,9 @@ import torch
 
 from tests.support.command import Command
 
-SAVE = "save it to a file first: a checkpoint is not read in one go"
+SAVE = "save it to a file first: streams are not read"
 CAT = "write to a file, then pass it on with cat"
-WINDOWS = "a path of Windows, which has no such meaning here; under WSL its name is "
+WINDOWS = "a Windows path, which this system does not understand; under WSL, use "
 
 
 @pytest.mark.parametrize(

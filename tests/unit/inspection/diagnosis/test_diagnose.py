@@ -181,7 +181,7 @@ def test_another_version_of_torch_is_here() -> None:
     assert {name: look(name, other).loads_here for name in expected} == expected
     same = {name: look(name, Host(torch="2.13.0+cpu")) for name in expected}
     assert [found.loads_here for found in same.values()] == [True, True, False, False, False]
-    here = "loads here    not known: torch 2.9.1+cu126 is installed, and its rules were not asked"
+    here = "loads here    not known: torch 2.9.1+cu126 is installed, and ckptconv does not know its rules"
     said = str(look("loads.pt", other))
     assert here in said and "torch 2.13    yes: torch.load(path, weights_only=True), rules of torch 2.13" in said
     said = str(look("code.pt", other))
