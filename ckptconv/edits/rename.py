@@ -102,7 +102,9 @@ class NameEditor:
         if not found or not found.is_safe:
             return None
         where = some(found.parents)
-        return f"all names under {where} contain an inner module.; to remove it: " + option("rename", (found.rename,))
+        return f"all names that start with {where} contain an inner module.; to remove it: " + option(
+            "rename", (found.rename,)
+        )
 
     def model_of(self, names: list[str]) -> list[str]:
         """The names of the state dict that an optimizer of `names` is for: the one that has the most of them, a usual

@@ -257,7 +257,7 @@ CASES: dict[str, Case] = {
     **{
         f"DataParallel around a part, {option}": Case(
             saved(lambda: _features().state_dict()), f"convert {{m}}.pt out.pt {option}",
-            r"remove only that: (--rename .*)", "loads, strict, no prefix", fits(Parts),
+            r"to remove it: (--rename .*)", "loads, strict, no prefix", fits(Parts),
             "edits/rename.py:inner_module:option rename", made="convert {m}.pt plain.pt",
         )
         for option in ("--unwrap", "--strip-prefix module.", "--strip-prefix features.module", "--rename ^module. x")

@@ -135,8 +135,8 @@ def inner_prefixes(scope: Scope) -> Iterator[Issue]:
     if found:
         fix = Fix("-inner", names=(Option("rename", (found.rename,)),)) if found.is_safe else None
         text = (
-            f"all names under {first_few(found.parents)} contain an inner module.: if nn.DataParallel wrapped only that"
-            " part, the plain model reports missing and unexpected keys"
+            f"all names that start with {first_few(found.parents)} contain an inner module.: if nn.DataParallel wrapped"
+            " only that part, the plain model reports missing and unexpected keys"
         )
         yield Issue("inner-prefix", text, fix)
 
