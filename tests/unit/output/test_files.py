@@ -329,7 +329,7 @@ def test_a_temporary_that_somebody_exchanges(
             (temporary,) = (each for each in target.parent.iterdir() if is_temporary(each))
             swapped(temporary, kind)
 
-    failure(OutputError, "something else in the place", source, target, replace=replace, verify=verify, progress=tick)
+    failure(OutputError, "replaced the output", source, target, replace=replace, verify=verify, progress=tick)
     assert target.read_bytes() == OLD if replace else not os.path.lexists(target)
 
 
@@ -348,7 +348,7 @@ def test_a_temporary_that_somebody_exchanges_at_the_last_moment(
         real(temporary, target)
 
     monkeypatch.setattr(os, call, late)
-    failure(OutputError, "something else in the place", source, target, monkeypatch, replace=call == "replace")
+    failure(OutputError, "replaced the output", source, target, monkeypatch, replace=call == "replace")
     assert target.read_bytes() == b"theirs"
 
 

@@ -170,7 +170,7 @@ def test_a_temporary_that_somebody_exchanges(old: Path, source: Source, monkeypa
             swapped(path)
 
     monkeypatch.setattr(output_folders, "sync_folder", sync_and_swap)
-    with pytest.raises(OutputError, match="something else in the place"):
+    with pytest.raises(OutputError, match="replaced the output"):
         convert_to(old, source)
     assert tree(old) == OLD
     (left,) = (path for path in old.parent.iterdir() if path.name not in ("model", "moved away"))
@@ -197,7 +197,7 @@ def test_a_temporary_that_somebody_exchanges_at_the_last_moment(
 
     monkeypatch.setattr(os, "rename", late)
     monkeypatch.setattr(linux, "exchange", late_exchange)
-    with pytest.raises(OutputError, match="something else in the place") as caught:
+    with pytest.raises(OutputError, match="replaced the output") as caught:
         convert_to(target, source)
     assert tree(target) == {"theirs": b"theirs"}
     others = {path for path in target.parent.iterdir() if path.name not in ("model", "moved away")}

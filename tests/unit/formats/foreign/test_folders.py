@@ -208,7 +208,7 @@ def test_a_git_clone_with_pointers_is_named(folder: Path) -> None:
     fill(folder, "config.json", ".git/")
     (folder / "model.safetensors").write_bytes(LFS)
     error = error_of(folder, "a git clone in which the checkpoints are Git LFS pointers")
-    assert "fetch it with Git LFS in a clone of your own" in str(error.hint)
+    assert "fetch it with Git LFS in your own clone" in str(error.hint)
     (folder / "pytorch_model.bin").write_bytes(b"PK" * 2000)  # this one was fetched
     assert words_of(error_of(folder)) == [str(folder / "pytorch_model.bin")]
 
