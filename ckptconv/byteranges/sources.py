@@ -45,7 +45,8 @@ _HELD = 1 << 15  # bytes of a file that is read at once: a small one is asked fo
 _SPARE = 64  # open files that the rest of the process may need
 _LEAST_SPARE = 8  # without which no module can be imported, and no output written
 
-MORE_FILES = "ulimit -n shows how many files may be open, and can raise that limit"  # what helps where there are too many
+#: The hint if too many files are open.
+MORE_FILES = "ulimit -n shows how many files may be open, and can raise that limit"
 
 STEP = 1 << 24  # bytes that are asked at once of what fills no buffer by itself
 
