@@ -496,9 +496,8 @@ def test_what_is_no_journal(checkpoint: Path, kind: str) -> None:
 def test_a_plain_file_that_is_no_journal(checkpoint: Path) -> None:
     """It could be a damaged journal, so it is for a person to look at, and the error of undo says what to do then."""
     journal_path(checkpoint).write_text("hello")
-    assert "look at it, and remove it if the file beside it is whole" in not_undone(
-        ckptconv.MalformedError, "damaged, or not from ckptconv", checkpoint
-    )
+    error = not_undone(ckptconv.MalformedError, "damaged, or not from ckptconv", checkpoint)
+    assert error.hint == "look at it, and remove it if the file beside it is whole"
     journal_path(checkpoint).unlink()
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
 
