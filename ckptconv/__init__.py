@@ -33,7 +33,7 @@ from ckptconv.errors import (
 
 TYPE_CHECKING = False  # as type checkers take it; the module typing is not needed for more
 if TYPE_CHECKING:
-    from ckptconv.checkpoint.model import LeftBehind, TensorInfo
+    from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo
     from ckptconv.conversion.batches import convert_many, jobs_in, write_index
     from ckptconv.conversion.convert import convert
     from ckptconv.conversion.jobs import Job, Outcome

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["BY_NAME", "BY_STORAGE_CLASS", "BY_WORD", "UNTYPED", "DType", "get_dtype"]
-
 
 @dataclass(frozen=True)
 class DType:

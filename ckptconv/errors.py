@@ -28,37 +28,6 @@ import errno
 import sys
 from collections.abc import Sequence
 
-__all__ = [
-    "DOWNLOAD_AGAIN",
-    "ArgumentTypeError",
-    "CkptconvError",
-    "CollisionError",
-    "DangerousError",
-    "DeviceUnavailable",
-    "InputChangedError",
-    "InputError",
-    "LimitError",
-    "MalformedError",
-    "MissingInputError",
-    "MissingTorchError",
-    "NoMatchError",
-    "OutputError",
-    "RefusedError",
-    "TargetExistsError",
-    "TransferError",
-    "UnknownDeviceError",
-    "UnreadableError",
-    "UnsupportedError",
-    "UsageError",
-    "count",
-    "printable",
-    "redacted",
-    "require_torch",
-    "size",
-    "some",
-]
-
-
 #: What to do with a file that is damaged.
 DOWNLOAD_AGAIN = "download or copy it again"
 _LONGEST_FACT = 400  # characters; several names and their numbers

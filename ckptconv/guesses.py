@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["ALWAYS", "OPTIONS", "PATHS", "PLACES", "USUAL_VALUES", "close_matches", "keyword_for", "normal", "unneeded"]
-
 #: Keywords, their values (None: what is given; it also stands for {}), and what they are taken for. Of several with one
 #: guess, that is meant which the command or function has.
 OPTIONS: tuple[tuple[str, str | bool | None, str], ...] = (

@@ -15,29 +15,6 @@ from ckptconv.errors import ArgumentTypeError, CkptconvError, printable
 from ckptconv.guesses import PLACES, keyword_for, unneeded
 from ckptconv.light_dataclass import dataclass
 
-__all__ = [
-    "TRUSTED",
-    "UNNAMED",
-    "Command",
-    "Message",
-    "Option",
-    "Placeholder",
-    "command",
-    "command_in",
-    "for_python",
-    "in_python",
-    "joined",
-    "literal",
-    "option",
-    "options_in",
-    "placed",
-    "python_command",
-    "quoted",
-    "saved_by_torch",
-    "shell",
-    "unknown_keyword",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

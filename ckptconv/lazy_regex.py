@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-__all__ = ["regex"]
-
 if TYPE_CHECKING:
     regex = re.compile
 else:

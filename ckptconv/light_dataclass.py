@@ -13,10 +13,8 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-__all__ = ["dataclass"]
-
 if TYPE_CHECKING:
-    from dataclasses import dataclass
+    from dataclasses import dataclass as dataclass
 else:
 
     def dataclass(cls=None, /, *, frozen=False, eq=True, repr=True, slots=False, unsafe_hash=False):

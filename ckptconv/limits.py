@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["LIMITS", "Limits", "lower"]
-
 KIB = 1024
 MIB = 1024 * KIB
 

@@ -12,8 +12,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-__all__ = ["handled_by"]
-
 _MOMENT = 0.01  # seconds
 
 

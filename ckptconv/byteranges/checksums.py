@@ -12,8 +12,6 @@ from types import TracebackType
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.errors import DOWNLOAD_AGAIN, InputError, MalformedError
 
-__all__ = ["Sums", "check_crc32", "checksum", "crc32_for_much", "crc32_of"]
-
 _CHUNK = 1 << 20  # bytes; stays in a processor's cache between reading and summing
 _MOST_THREADS = 4
 _WORTH_THREADS = 64 << 10  # bytes: starting threads takes as long as summing some megabytes

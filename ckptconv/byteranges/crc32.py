@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-__all__ = ["combined"]
-
 # CRC-32 is the remainder of a polynomial; the highest bit of the number is the coefficient of x to the 0.
 
 _POLYNOMIAL = 0xEDB88320  # zip's (APPNOTE 4.4.7), without its highest power

@@ -15,8 +15,6 @@ from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate
 from ckptconv.errors import CkptconvError, InputError
 from ckptconv.limits import LIMITS
 
-__all__ = ["RAISED", "CollectingSink", "FaultSink", "PickleSequence", "UnreadRecord"]
-
 
 class UnreadRecord(NamedTuple):
     """Bytes that a reader has no need to look at, and what they are called in errors."""

@@ -18,8 +18,6 @@ from ckptconv.hints import UNNAMED
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-__all__ = ["BinaryFile", "FileObjectSource", "Input", "is_file_object", "path_of", "seeking"]
-
 
 class BinaryFile(Protocol):
     """A file object as ``open(path, "rb")`` and ``io.BytesIO`` give them, as far as reading it goes."""

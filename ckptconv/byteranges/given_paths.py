@@ -9,8 +9,6 @@ from pathlib import Path
 from ckptconv.byteranges.sources import is_url
 from ckptconv.lazy_regex import regex
 
-__all__ = ["is_folder", "path_at", "stays_inside"]
-
 #: Names that are devices on Windows, whatever stands behind a dot.
 _DEVICE = regex(r"(?:con|prn|aux|nul|conin\$|conout\$|(?:com|lpt)[0-9¹²³])\s*(?:\..*)?", 2)  # re.IGNORECASE
 _MOST_NAMES = 1024  # remembered: thousands of tensors are in one file

@@ -12,8 +12,6 @@ from ckptconv.byteranges.spans import ByteRange
 from ckptconv.errors import MalformedError
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["Latin1Text", "Step", "no_bytes"]
-
 _STEP = 1 << 20  # bytes of the file that are decoded at once
 
 

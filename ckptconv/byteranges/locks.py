@@ -6,8 +6,6 @@ import os
 
 from ckptconv.errors import RefusedError, UnreadableError
 
-__all__ = ["lock_exclusive", "lock_shared"]
-
 
 def lock_exclusive(fd: int, where: object) -> None:
     """Lock the open file `fd` for a change, until it is closed.

@@ -25,8 +25,6 @@ from ckptconv.errors import OutputError
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["CastBuffer", "Pieces", "fillings"]
-
 
 class CastBuffer(Protocol):
     """What :mod:`ckptconv.byteranges.kernels.casting` has, with room for bytes to cast."""

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["SECTOR", "Patch", "Patches", "between"]
-
 #: What a disk writes whole or not at all, in bytes.
 SECTOR = 512
 

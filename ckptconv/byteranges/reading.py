@@ -11,8 +11,6 @@ from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Literal, Piece
 from ckptconv.errors import MalformedError
 
-__all__ = ["BUFFER", "announce", "inflated", "located", "read", "read_into", "same_streams"]
-
 BUFFER = 4 << 20  # bytes held at once
 
 

@@ -14,8 +14,6 @@ from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Inflate, Progress
 from ckptconv.errors import InputError
 
-__all__ = ["CheckingSink", "check_records", "length_of"]
-
 _PIECE = 16 << 20  # bytes that a thread sums at once
 _BATCH = 64  # pieces between two words about progress
 

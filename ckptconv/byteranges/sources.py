@@ -21,23 +21,6 @@ from ckptconv.byteranges.locks import lock_shared
 from ckptconv.errors import InputChangedError, InputError, MissingInputError, UnreadableError, UnsupportedError
 from ckptconv.lazy_regex import regex
 
-__all__ = [
-    "MORE_FILES",
-    "STEP",
-    "BytesSource",
-    "ComputedSource",
-    "PartSource",
-    "Readable",
-    "SliceSource",
-    "Source",
-    "SourceFolder",
-    "first_bytes",
-    "is_url",
-    "kind_of",
-    "leave_spare",
-    "list_folder",
-]
-
 _R = TypeVar("_R", bound="Readable")
 
 _HELD = 1 << 15  # bytes of a file that is read at once: a small one is asked for some twenty parts

@@ -18,28 +18,6 @@ from ckptconv.byteranges.crc32 import combined
 from ckptconv.dtypes import BY_NAME
 from ckptconv.light_dataclass import dataclass
 
-__all__ = [
-    "FILESYSTEM_BLOCK",
-    "Assemble",
-    "ByteRange",
-    "ByteSource",
-    "Cast",
-    "ChunkPlacement",
-    "Concat",
-    "Data",
-    "Deferred",
-    "Gather",
-    "Inflate",
-    "InflateSlice",
-    "Literal",
-    "Meter",
-    "OutFile",
-    "Overflow",
-    "Piece",
-    "Progress",
-    "joined",
-]
-
 #: How many numbers were too large for their new dtype, by the paths of the tensors on their storage.
 Overflow: TypeAlias = Mapping[tuple[str, ...], int]
 

@@ -36,20 +36,6 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
-__all__ = [
-    "DONE",
-    "HOT",
-    "MAGIC",
-    "NO_JOURNAL",
-    "Journal",
-    "journal_path",
-    "journals_of",
-    "read_journal",
-    "refuse_no_journal",
-    "state_of",
-    "target_of",
-]
-
 MAGIC = b"ckptconv undo 1\n"
 HOT, DONE = b"hot ", b"done"
 _LENGTH = struct.Struct("<I")

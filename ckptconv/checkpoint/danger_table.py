@@ -10,8 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["Entry", "is_known_package", "is_mentioned", "is_method", "listed", "modules_called", "only_looks_up"]
-
 _TABLE = Path(__file__).with_name("dangerous_globals.txt")
 _MOST_WORDS = 20  # attributes of attributes
 _LONGEST_NAME = 6  # words of a method of a class in a class

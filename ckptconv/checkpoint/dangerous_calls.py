@@ -20,8 +20,6 @@ from ckptconv.checkpoint.safe_globals import is_torchs
 from ckptconv.pickles.graph import Blob, Call, Global, Graph, Node, Tuple, Value, args_of, children, walk
 from ckptconv.pickles.python2_names import imported_as, imported_name
 
-__all__ = ["dangerous_globals", "reaches"]
-
 _WITHOUT_INIT = ("NEWOBJ", "NEWOBJ_EX")  # opcodes that make an instance by __new__ alone
 _LONGEST_SHOWN = 40  # characters of an attribute's name
 _LONGEST_NAME = 1000  # characters of names of attributes that are looked at; a call can have the same ones as thousands

@@ -22,16 +22,6 @@ from ckptconv.checkpoint.danger_table import is_known_package, is_method, listed
 from ckptconv.pickles.graph import Global
 from ckptconv.pickles.python2_names import imported_as
 
-__all__ = [
-    "DANGEROUS_MODULES",
-    "DANGEROUS_NAMES",
-    "INNARDS",
-    "is_dangerous",
-    "is_on_lists",
-    "is_way_out",
-    "leads_to_danger",
-]
-
 #: Nothing in these, nor below them, belongs into a checkpoint.
 DANGEROUS_MODULES = frozenset(
     [

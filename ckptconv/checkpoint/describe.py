@@ -22,8 +22,6 @@ from ckptconv.pickles.graph import (
     members_of,
 )
 
-__all__ = ["describe", "is_flat"]
-
 _LONGEST = 60  # characters
 _LOOKED_AT = 64  # members of what a call makes
 

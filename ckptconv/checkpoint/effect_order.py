@@ -9,8 +9,6 @@ from __future__ import annotations
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.pickles.graph import Call, FrozenSet, Node, Object, PersistentId, Value, children
 
-__all__ = ["drop_effect_order"]
-
 
 def drop_effect_order(checkpoint: Checkpoint) -> None:
     """Forget the order of the effects in `checkpoint` if no reader can tell: each call and each state is complete

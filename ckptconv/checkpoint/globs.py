@@ -6,8 +6,6 @@ from fnmatch import fnmatchcase
 
 from ckptconv.errors import printable
 
-__all__ = ["glob_of", "matches"]
-
 
 def matches(glob: str, path: str, name: str | None) -> bool:
     """Whether `glob` means the tensor at `path`: by its path if `glob` has a slash or the tensor no `name`, else by its

@@ -18,8 +18,6 @@ from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Valu
 from ckptconv.pickles.paths import Leaf, Place, find_places
 from ckptconv.pickles.referrers import Referrers
 
-__all__ = ["Index", "leaf_of"]
-
 #: How functions are called that give what they rebuild the attributes in their fourth argument.
 _WITH_STATE = ("_with_state", "_rebuild_from_type", "_rebuild_from_type_v2")
 

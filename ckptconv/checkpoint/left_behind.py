@@ -8,8 +8,6 @@ from ckptconv.checkpoint.tensor_info import LeftBehind, Storage
 from ckptconv.pickles.graph import walk
 from ckptconv.pickles.paths import Place
 
-__all__ = ["left_behind_at"]
-
 
 def left_behind_at(
     places: Iterable[Place], storage_of: Mapping[int, Storage], kept: Iterable[Storage | None], why: str

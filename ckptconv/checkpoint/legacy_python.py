@@ -27,8 +27,6 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["modernize", "text_of"]
-
 _PYTHON_2 = frozenset(CODES[name][0] for name in ("STRING", "BINSTRING", "SHORT_BINSTRING"))
 _TENSOR_CLASS = regex(r"torch\.(?:cuda\.)?[A-Z][A-Za-z0-9]*Tensor")
 _PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")

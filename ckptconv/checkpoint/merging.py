@@ -8,10 +8,11 @@ from dataclasses import replace
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Data
 from ckptconv.checkpoint.effect_order import drop_effect_order
-from ckptconv.checkpoint.model import Checkpoint, Reference
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
 from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
+from ckptconv.checkpoint.tensor_info import Reference
 from ckptconv.errors import UnsupportedError
 from ckptconv.pickles.graph import (
     Blob,
@@ -24,8 +25,6 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.paths import Place
-
-__all__ = ["Merger", "split"]
 
 
 class Merger:

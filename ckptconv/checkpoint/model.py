@@ -7,12 +7,10 @@ from dataclasses import field, replace
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.state_dicts import Detected, detect
-from ckptconv.checkpoint.tensor_info import DeviceArgument, LeftBehind, Reference, Replica, Storage, TensorInfo
+from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Replica, Storage, TensorInfo
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Global, Graph, PersistentId, subgraph, walk
 from ckptconv.pickles.paths import Place
-
-__all__ = ["Checkpoint", "DeviceArgument", "LeftBehind", "Reference", "Replica", "Storage", "TensorInfo"]
 
 
 @dataclass(eq=False)

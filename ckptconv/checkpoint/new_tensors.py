@@ -15,8 +15,6 @@ from ckptconv.checkpoint.storage_ids import new_id
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.pickles.graph import Call, Dict, Global, Graph, PersistentId, Tuple, Value, set_items
 
-__all__ = ["TensorCalls", "empty_graph", "row_major"]
-
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides that torch gives a tensor of `shape` whose elements stand in order."""

@@ -40,8 +40,6 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.paths import Place
 
-__all__ = ["PARTS", "PickledModule", "detached", "read_modules"]
-
 PARTS = ("_parameters", "_buffers", "_modules")
 _FX = "torch.fx.graph_module"  # its modules are calls with a dict of their attributes
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"  # what torch.compile gives: a call with the module

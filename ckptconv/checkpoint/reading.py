@@ -12,15 +12,14 @@ from ckptconv.byteranges.fault_sink import FaultSink
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Data
 from ckptconv.checkpoint.index import Index
-from ckptconv.checkpoint.model import Checkpoint, Reference, Storage
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import partial_notes
 from ckptconv.checkpoint.storage_ids import checked_storage_id
+from ckptconv.checkpoint.tensor_info import Reference, Storage
 from ckptconv.dtypes import DType
 from ckptconv.errors import InputError, MalformedError
 from ckptconv.pickles.graph import Graph, PersistentId
 from ckptconv.pickles.rows import RowForm, RowId
-
-__all__ = ["checkpoint_of"]
 
 
 def checkpoint_of(

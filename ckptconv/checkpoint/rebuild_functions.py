@@ -35,24 +35,6 @@ from ckptconv.pickles.graph import (
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowCall, RowForm
 
-__all__ = [
-    "FROM_CPU_TENSOR",
-    "FROM_TYPE",
-    "PARAMETER",
-    "STRIDED",
-    "OtherDType",
-    "StridedPart",
-    "TensorReader",
-    "cpu_tensor_in",
-    "device_arguments",
-    "ints_of",
-    "is_spread",
-    "is_word",
-    "partial_notes",
-    "strided_part",
-    "torch_device",
-]
-
 FROM_CPU_TENSOR = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 #: The position of the device among the arguments of those rebuild functions that have one.
 _DEVICE_ARGUMENT = {

@@ -6,13 +6,12 @@ from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import same_streams
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Piece
-from ckptconv.checkpoint.model import Checkpoint, Replica
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.tensor_info import Replica
 from ckptconv.errors import RefusedError, require_torch, some
 from ckptconv.hints import Placeholder, command, option
 from ckptconv.pickles.graph import Call, Dict, Object, walk
 from ckptconv.pickles.paths import Place, is_item, item_segments
-
-__all__ = ["refuse_different"]
 
 _MOST_DROPPED = 20  # paths in a command; nobody types more
 

@@ -19,8 +19,6 @@ from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
 from ckptconv.pickles.graph import Call, Dict, List, Object, Tuple, is_global, strings_of
 from ckptconv.pickles.paths import Place
 
-__all__ = ["CPU_RNG_BYTES", "RngStates", "has_device_word", "has_rng_word"]
-
 #: ``torch.get_rng_state()`` of the CPU's Mersenne Twister: ``torch/csrc/…/CPUGeneratorImpl`` packs 5,056 bytes.
 CPU_RNG_BYTES = 5056
 _RNG_WORDS = {"rng", "seed", "random", "generator"}

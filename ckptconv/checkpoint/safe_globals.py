@@ -12,17 +12,6 @@ from ckptconv.pickles.graph import Global, Graph
 from ckptconv.pickles.opcodes import CODES
 from ckptconv.pickles.python2_names import imported_name
 
-__all__ = [
-    "ADDED_BY",
-    "ALLOWED",
-    "IMPORTED_WITH_TORCH",
-    "TENSOR_CLASSES",
-    "is_allowed",
-    "is_torchs",
-    "needed_import",
-    "refused_opcodes",
-]
-
 #: The classes of tensors of torch before 0.4, by their dtypes.
 TENSOR_CLASSES = {
     "BFloat16Tensor": "bfloat16",

@@ -15,8 +15,6 @@ from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Value
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowCall
 
-__all__ = ["IS_AVERAGE", "Detected", "NamedOptimizer", "StateDict", "detect"]
-
 #: Where a pickled module keeps its tensors: attributes of the object, whose names have no prefix to take off.
 _MODULE_PARTS = ("/._parameters", "/._buffers")
 #: In the path of what is an average of weights.

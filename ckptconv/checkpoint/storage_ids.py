@@ -16,19 +16,6 @@ from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.pickles.graph import Global, Graph, PersistentId, Tuple, Value, is_count
 from ckptconv.pickles.rows import RowId
 
-__all__ = [
-    "STORAGE",
-    "StorageId",
-    "change_id",
-    "changed_id",
-    "checked_storage_id",
-    "new_id",
-    "no_class",
-    "storage_dtype",
-    "storage_id",
-    "storage_sizes",
-]
-
 STORAGE = "storage"
 _MODULES = ("torch", "torch.storage", "torch.cuda")
 

@@ -9,10 +9,8 @@ from ckptconv.byteranges.spans import (
     Inflate,
     Piece,
 )
-from ckptconv.checkpoint.model import TensorInfo
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.dtypes import BY_NAME, get_dtype
-
-__all__ = ["extent", "piece_of"]
 
 
 def extent(info: TensorInfo) -> tuple[int, int]:

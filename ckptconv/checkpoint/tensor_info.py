@@ -7,8 +7,6 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, PersistentId
 from ckptconv.pickles.paths import Place
 
-__all__ = ["DeviceArgument", "LeftBehind", "Reference", "Replica", "Storage", "TensorInfo"]
-
 
 @dataclass(eq=False, slots=True)
 class Storage:

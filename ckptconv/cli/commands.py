@@ -16,8 +16,6 @@ from ckptconv.errors import UsageError
 from ckptconv.guesses import keyword_for
 from ckptconv.hints import shell
 
-__all__ = ["ClosedPipeError", "Command", "Group"]
-
 
 class Command(click.Command):
     """A command whose options of one value say one thing: click would take the last, and drop the others in silence.

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-__all__ = ["complete_device", "complete_prefix", "complete_rule"]
 _DEVICES = ("cpu", "gpu", "cuda:0", "cuda:1", "mps", "xpu:0", "npu:0", "hpu:0")
 
 

@@ -31,8 +31,6 @@ from ckptconv.hints import Option, Placeholder, command, joined, option
 from ckptconv.render.batch import skipped_line
 from ckptconv.render.json_views import skipped_as_dict
 
-__all__ = ["convert_command"]
-
 
 @click.command(
     "convert",

@@ -27,8 +27,6 @@ from ckptconv.render.batch import item_line, skipped_line, sum_lines
 from ckptconv.render.json_views import SCHEMA_VERSION, error_as_dict, skipped_as_dict
 from ckptconv.render.text import Style
 
-__all__ = ["convert_batch"]
-
 
 def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool) -> int:
     """Convert all of `listing`, say what became of each as soon as it is known, and of all in the end."""

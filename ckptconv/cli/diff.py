@@ -28,8 +28,6 @@ from ckptconv.render.difference import difference_lines
 from ckptconv.render.json_views import SCHEMA_VERSION
 from ckptconv.render.text import Style
 
-__all__ = ["diff_command"]
-
 
 @click.command(
     "diff",

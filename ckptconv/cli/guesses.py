@@ -18,8 +18,6 @@ from ckptconv.guesses import ALWAYS, PATHS, USUAL_VALUES, close_matches, normal
 from ckptconv.guesses import OPTIONS as GUESSED
 from ckptconv.hints import Option, Placeholder, shell
 
-__all__ = ["COMMANDS", "OPTIONS", "PATHS", "wrong_command", "wrong_option"]
-
 _VALUE = Placeholder("VALUE")  # the word behind the guess
 #: Options, and what they are taken for.
 OPTIONS = tuple((Option(name, _VALUE if value is None else value), each) for name, value, each in GUESSED)

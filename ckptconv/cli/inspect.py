@@ -28,9 +28,6 @@ from ckptconv.render.summary import summary_lines
 from ckptconv.render.text import Style, natural
 from ckptconv.render.values import not_finite
 
-__all__ = ["inspect_command"]
-
-
 _KINDS = ("nan", "inf")
 _html, _open, _force = page_options("a map and a table of the tensors")
 

@@ -25,7 +25,6 @@ from ckptconv.errors import CkptconvError, UsageError
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.signals import handled_by
 
-__all__ = ["cli", "main"]
 _EXAMPLES = """\b
 Examples:
   ckptconv inspect model.pt                   what is in it, and what is wrong

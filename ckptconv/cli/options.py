@@ -9,7 +9,6 @@ import click
 
 from ckptconv.cli.completion import complete_prefix
 
-__all__ = ["PATH", "debug_option", "download_option", "group", "name_options", "others_of", "take_options"]
 PATH = click.Path(path_type=str)
 
 

@@ -14,8 +14,6 @@ from ckptconv.errors import UsageError, size
 from ckptconv.hints import Placeholder, option
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["PageFile", "page_options"]
-
 
 def page_options(what: str) -> tuple[Callable[[Any], Any], ...]:
     """``--html``, which writes a page that shows `what`, and its options."""

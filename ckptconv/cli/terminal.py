@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ckptconv.byteranges.spans import Progress
     from ckptconv.conversion.plan import Report
 
-__all__ = ["PROGRESS_FROM", "open_bar", "progress_bar", "screen_size", "show_error", "show_report", "style_of"]
 PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
 
 

@@ -12,8 +12,6 @@ from ckptconv.cli.terminal import show_error
 from ckptconv.conversion.undo import take_back
 from ckptconv.errors import CkptconvError, count
 
-__all__ = ["undo_command"]
-
 
 @click.command(
     "undo",

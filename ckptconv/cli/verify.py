@@ -22,8 +22,6 @@ from ckptconv.inspection.verification import Status, checkpoints_in, status_of, 
 from ckptconv.render.json_views import SCHEMA_VERSION
 from ckptconv.render.verdict import verdict_lines
 
-__all__ = ["verify_command"]
-
 NOT_CHECKED = 4
 
 

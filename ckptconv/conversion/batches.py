@@ -37,8 +37,6 @@ from ckptconv.pickles.graph import gc_paused
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["convert_many", "job_of", "jobs_in", "run_jobs", "write_index"]
-
 _ATTEMPTS = 3  # of a job that is lost each time
 _POLL = 0.2  # seconds between two looks at what was written
 

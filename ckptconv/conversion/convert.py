@@ -35,8 +35,6 @@ from ckptconv.pickles.graph import gc_paused
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["convert", "run", "running", "write"]
-
 
 @for_python
 @takes(ConvertOptions)

@@ -15,8 +15,6 @@ from ckptconv.formats.sharded.index import sets_in
 from ckptconv.lazy_regex import regex
 from ckptconv.output.files import is_own_file
 
-__all__ = ["find", "find_in", "is_hub_blob", "is_part"]
-
 #: The parts of a checkpoint of torch.distributed.checkpoint, of its own format and of safetensors.
 _CHUNK = regex(r".*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 

@@ -19,8 +19,6 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.output.steps import DiskWait, FolderSync, Steps
 from ckptconv.output.threads import Threads
 
-__all__ = ["GivenExecutor", "processes"]
-
 _WINDOW = 1000  # jobs that an executor of somebody else's holds at once
 _WAITING = 64 << 20  # bytes of input files whose outputs wait for the disk at once
 _AT_ONCE = 32  # files that wait so

@@ -14,7 +14,7 @@ from dataclasses import field, replace
 from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable, SourceFolder, first_bytes, is_url, list_folder
-from ckptconv.checkpoint.model import LeftBehind
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.conversion.discovery import find, find_in
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan, read_and_plan
@@ -34,9 +34,6 @@ from ckptconv.limits import LIMITS
 from ckptconv.output.far_folders import NO_OLD_SET, OldSet
 from ckptconv.output.folders import names_in, no_name
 from ckptconv.output.other_files import OtherFile, others_in, rest_of
-
-__all__ = ["FolderPlan", "plan_item"]
-
 
 #: Plans the conversion of a source to a path, which is a folder or not.
 PlanOne = Callable[[Readable, Path, bool, Edits], Plan]

@@ -42,8 +42,6 @@ from ckptconv.output.in_place.writing import apply as write_new
 from ckptconv.output.in_place.writing import restore, spoil
 from ckptconv.pickles.graph import gc_paused
 
-__all__ = ["change_in_place", "check_edits", "open_locked", "resolved"]
-
 #: Edits that move tensor bytes, and options of an output that there is none of.
 _MOVES = ("dtypes", "compact", "loadable", "loadable_objects", "select", "state_dict", "drop", "include", "exclude")
 _NO_OUTPUT = ("format", "copy_tied", "max_shard_size", "copy_others")

@@ -13,8 +13,6 @@ from ckptconv.errors import InputError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import far_targets
 
-__all__ = ["Item", "Listing", "is_there", "size_of"]
-
 
 @dataclass(frozen=True)
 class Item:

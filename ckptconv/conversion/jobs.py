@@ -36,8 +36,6 @@ from ckptconv.output import files as output_files
 from ckptconv.output.other_files import check_inside, open_other
 from ckptconv.output.steps import Steps, run_steps
 
-__all__ = ["Job", "JobExecutor", "Outcome", "Task", "finished", "stamp_of", "work", "working"]
-
 
 @dataclass(frozen=True)
 class Job:

@@ -12,8 +12,6 @@ from ckptconv.formats import opening
 from ckptconv.output.virtual_file import VirtualFile
 from ckptconv.safety.torch_load import CALL, torch_loading
 
-__all__ = ["prove_that_it_loads"]
-
 
 class _Planned(ComputedSource):
     """A planned file, read by position."""

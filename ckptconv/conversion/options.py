@@ -15,18 +15,6 @@ from ckptconv.formats.writers import WRITERS, FormatWord
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 
-__all__ = [
-    "USUAL",
-    "ConvertOptions",
-    "FromKeywords",
-    "JobOptions",
-    "OutputOptions",
-    "PlanOptions",
-    "SaveOptions",
-    "WriteOptions",
-    "takes",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")

@@ -28,8 +28,6 @@ from ckptconv.pickles.graph import gc_paused
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["FilePart", "PlannedFile", "plan", "plan_files"]
-
 
 class FilePart(NamedTuple):
     """`length` bytes at `offset` of the file `path`, which is the source or one of its files."""

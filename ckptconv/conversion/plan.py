@@ -10,8 +10,9 @@ from typing import Any
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow, Piece
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.safe_globals import needed_import
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.checkpoint.weights_only.unpickler import may_have_obstacles
 from ckptconv.conversion.loading_proof import prove_that_it_loads
 from ckptconv.conversion.options import USUAL, OutputOptions
@@ -23,7 +24,7 @@ from ckptconv.edits.retag import tags_of, unmatched_rules
 from ckptconv.errors import CkptconvError, DangerousError, UsageError, require_torch, some
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.layout import check_growth
-from ckptconv.formats.sharded import reading as sharded
+from ckptconv.formats.sharded import container as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
 from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual_format, words, writer_for
 from ckptconv.hints import Placeholder, option
@@ -34,8 +35,6 @@ from ckptconv.render.json_views import report_as_dict
 from ckptconv.render.report import report_lines
 from ckptconv.render.result import Result
 from ckptconv.safety.scan import dangers_carried
-
-__all__ = ["InPlace", "Plan", "Report", "Verified", "make_plan", "read_and_plan", "report_of"]
 
 _SHOWN = 5  # dangers in an error
 #: What is done to numbers, by the pieces that stand for it.

@@ -28,8 +28,6 @@ from ckptconv.conversion.worker import in_worker
 from ckptconv.errors import UsageError
 from ckptconv.output.threads import Threads
 
-__all__ = ["Processes"]
-
 _PATIENCE = 10.0  # seconds that a process has for putting its temporary file away
 #: ``-P``, which Python has from 3.11 on, keeps the current folder off ``sys.path``. 3.13 imports modules before it
 #: begins the program; 3.10 does not, and the module ``sys`` is part of the interpreter.

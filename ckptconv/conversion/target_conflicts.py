@@ -11,8 +11,6 @@ from ckptconv.conversion.items import Item, Listing
 from ckptconv.errors import RefusedError, UsageError
 from ckptconv.hints import command
 
-__all__ = ["refuse_among_parts", "refuse_inside", "refuse_one_name", "refuse_one_place"]
-
 
 def refuse_inside(path: Path, folder: Path) -> None:
     """Raise UsageError where `path`, a folder to be made, stands in `folder`, which is read."""

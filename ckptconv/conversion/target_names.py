@@ -10,8 +10,6 @@ from ckptconv.formats.distributed import rank_names
 from ckptconv.formats.sharded.index import hub_name
 from ckptconv.formats.writers import DEFAULT, WRITERS, admitted, split_suffix
 
-__all__ = ["Found", "Kind", "name_in_folder"]
-
 #: ``ranks``: the rank files of one run, where they are to become one; else each is a file. ``unentered``: a hidden
 #: folder that holds something, or a link to a folder.
 Kind: TypeAlias = Literal["file", "shards", "dcp", "ranks", "other", "unentered"]

@@ -22,8 +22,6 @@ from ckptconv.formats.sharded.index import is_index_file, sets_in
 from ckptconv.formats.writers import SUFFIXES, WRITERS, admitted, suffix_of
 from ckptconv.hints import Placeholder, command, option
 
-__all__ = ["find_item", "find_target", "format_of", "list_in_place", "list_items", "through_link"]
-
 
 def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str | None]:
     """The file that is meant by `dst` for the file `src`, and its format: `format`, else what its suffix says.

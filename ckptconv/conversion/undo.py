@@ -26,8 +26,6 @@ from ckptconv.output.in_place.signals import signals_held
 from ckptconv.output.in_place.writing import WRITTEN_ANEW, check_restorable, restore, spoil
 from ckptconv.pickles.graph import gc_paused
 
-__all__ = ["take_back", "undo"]
-
 
 @for_python
 def undo(path: str | os.PathLike[str]) -> int:

@@ -21,8 +21,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ckptconv.conversion.jobs import Outcome
 
-__all__ = ["in_worker", "main"]
-
 _TELL = 0.1  # seconds between two messages about the bytes that were written
 
 _worker: _Worker | None = None

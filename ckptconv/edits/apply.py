@@ -17,8 +17,6 @@ from ckptconv.edits.selection import select
 from ckptconv.edits.views import compact
 from ckptconv.hints import option
 
-__all__ = ["apply"]
-
 
 def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> Changes:
     """Edit the graph of a checkpoint, in place.

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import NamedTuple
 
-from ckptconv.checkpoint.model import LeftBehind
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.light_dataclass import dataclass
-
-__all__ = ["CastCount", "Changes", "Dropped", "MadePlain", "NameChange"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,18 +26,6 @@ from ckptconv.pickles.paths import Place
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "FAMILIES",
-    "Devices",
-    "MapLocation",
-    "Rule",
-    "Target",
-    "near_device",
-    "parse_target",
-    "to_devices",
-    "user_devices",
-]
-
 #: Where tensors may be sent. The device need not exist here.
 FAMILIES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "mlu", "musa", "privateuseone")
 _ONE_DEVICE = ("cpu", "mps")  # written without an index

@@ -16,8 +16,9 @@ from dataclasses import field, replace
 from fnmatch import fnmatchcase
 
 from ckptconv.checkpoint.globs import glob_of
-from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected
+from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.changes import CastCount, Changes
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule
@@ -29,8 +30,6 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Node
 from ckptconv.pickles.paths import Place
-
-__all__ = ["cast"]
 
 _SHOWN = 3  # paths in a note
 _NO_WEIGHTS = "there are no floating-point weights"

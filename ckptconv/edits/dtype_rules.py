@@ -20,8 +20,6 @@ from ckptconv.light_dataclass import dataclass
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FLOATS", "INTEGERS", "DTypeLike", "DTypeRule", "near_dtype", "to_dtypes"]
-
 DTypeLike: TypeAlias = "str | torch.dtype | Mapping[str, str | torch.dtype] | Iterable[str | torch.dtype]"
 
 #: Numbers with a floating point that torch casts from; float8_e8m0fnu has none to cast

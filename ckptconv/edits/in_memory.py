@@ -14,8 +14,6 @@ from ckptconv.edits.no_match import no_match
 from ckptconv.errors import ArgumentTypeError, CollisionError, NoMatchError
 from ckptconv.hints import for_python
 
-__all__ = ["add_prefix", "strip_prefix"]
-
 #: A state dict: names to tensors. ``_metadata`` (module path → {'version': n}), where it has one, is an attribute.
 StateDictT = TypeVar("StateDictT", bound=MutableMapping[str, Any])
 

@@ -11,8 +11,6 @@ from types import FrameType
 from ckptconv.errors import LimitError
 from ckptconv.limits import LIMITS
 
-__all__ = ["bounded_matching"]
-
 
 class _TooLongError(Exception):
     """The time for matching is over."""

@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterable
 from ckptconv.errors import ArgumentTypeError, UsageError
 from ckptconv.hints import Placeholder, option
 
-__all__ = ["ancestors", "modules_without", "normal_prefix", "prefixes_of", "strings"]
-
 
 def normal_prefix(prefix: str) -> str:
     """`prefix` with the dot that ends its last segment: ``module`` means ``module.``."""

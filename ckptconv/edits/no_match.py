@@ -6,8 +6,6 @@ from typing import Literal, TypeAlias
 
 from ckptconv.errors import NoMatchError
 
-__all__ = ["POLICY", "Kind", "no_match"]
-
 #: What an option says of a checkpoint.
 #:
 #: - ``state``: how the output shall be. It is so already, which a note says.

@@ -14,8 +14,6 @@ from ckptconv.errors import ArgumentTypeError
 from ckptconv.hints import Message, option
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["EditOptions", "Edits", "NameOptions", "PartOptions", "check_flags", "edits_from", "option_of"]
-
 
 class PartOptions(TypedDict, total=False):
     """The keywords that take a part of a checkpoint, each with its type and what it means."""

@@ -19,7 +19,6 @@ from ckptconv.hints import option
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Dict, Effect, Object, Value
 
-__all__ = ["NameEditor"]
 _KEEP = "to keep a part of each name, put ( ) around it in the pattern and write '\\1' in the replacement"
 _SHOWN = 5  # names or prefixes in an error
 _LOOKED_AT = 1000  # prefixes, where a near one is looked for

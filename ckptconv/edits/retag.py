@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container
 
-from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, Storage
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import cpu_tensor_in
 from ckptconv.checkpoint.storage_ids import change_id
+from ckptconv.checkpoint.tensor_info import DeviceArgument, Storage
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import FAMILIES, Devices, near_device, user_devices
 from ckptconv.edits.no_match import no_match
 from ckptconv.errors import NoMatchError, UnknownDeviceError, UsageError, some
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Global, Tuple, Value, args_of, children
-
-__all__ = ["about_kept_devices", "retag", "tags_of", "unmatched_rules"]
 
 
 def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:

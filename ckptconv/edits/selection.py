@@ -12,9 +12,10 @@ from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.left_behind import left_behind_at
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
 from ckptconv.checkpoint.state_dicts import StateDict
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
@@ -22,8 +23,6 @@ from ckptconv.guesses import close_matches
 from ckptconv.hints import Option, command, joined, option
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Object, Set, Tuple, Value, set_items, strings_of
 from ckptconv.pickles.paths import Place, item_segments, key_segment
-
-__all__ = ["holder_of", "select"]
 
 _LISTED = 20  # candidates in an error
 _KEYED = "what has a key"  # of which globs speak

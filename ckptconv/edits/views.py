@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import accumulate, count
 
 from ckptconv.byteranges.spans import Cast, Concat, Data, Inflate, Piece
-from ckptconv.checkpoint.model import Checkpoint, Reference, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import (
     FROM_CPU_TENSOR,
     PARAMETER,
@@ -23,6 +23,7 @@ from ckptconv.checkpoint.rebuild_functions import (
 )
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.checkpoint.tensor_bytes import extent
+from ckptconv.checkpoint.tensor_info import Reference, Storage, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
 from ckptconv.edits.no_match import no_match
@@ -30,8 +31,6 @@ from ckptconv.errors import NoMatchError
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children
-
-__all__ = ["Group", "View", "Views", "compact"]
 
 _Range = tuple[int, int]  # of bytes: the first, and the one behind the last
 

@@ -9,16 +9,6 @@ from ckptconv.edits.names import modules_without
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 
-__all__ = [
-    "WRAPPERS",
-    "WrappedParts",
-    "is_wrapped",
-    "keeps_apart",
-    "modules_unwrapped",
-    "unwrapped",
-    "wrapped_parts",
-]
-
 #: What wrappers put before names, and who does it. All but the first are words that no
 #: model uses for a module of its own.
 WRAPPERS = {

@@ -19,8 +19,9 @@ from ckptconv.byteranges.patches import SECTOR, Patch, Patches, between
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate, Piece
-from ckptconv.checkpoint.model import Checkpoint, Storage
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.storage_ids import storage_id
+from ckptconv.checkpoint.tensor_info import Storage
 from ckptconv.errors import UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip
 from ckptconv.formats.distributed import dcp
@@ -47,8 +48,6 @@ from ckptconv.hints import Placeholder, command
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Graph
-
-__all__ = ["patches_of", "rest_sum", "tensor_spans"]
 
 #: No pickle, no end of an archive, starts with it.
 _POISON = 0xFF

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckptconv.byteranges.spans import Inflate, OutFile, Piece, joined
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind, Storage
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.tensor_info import LeftBehind, Storage
 from ckptconv.errors import LimitError, size
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-
-__all__ = ["Layout", "check_growth", "file_of"]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from ckptconv.formats.writers import WRITERS
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Global, Graph, PersistentId
 
-__all__ = ["MAGIC", "MAGIC_BYTES", "NAME", "LegacyFile", "looks_like"]
-
 NAME = WRITERS["legacy"].name
 MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as an operand of LONG1, in protocols 2 and higher

@@ -29,8 +29,6 @@ from ckptconv.pickles.graph import (
     walk,
 )
 
-__all__ = ["LegacyId", "as_a_whole", "flatten_views", "read_ids"]
-
 #: What protocol 0 makes of a persistent id: its repr.
 _ID_TEXT = regex(
     r"\('storage', <class 'torch\.(?:storage\.)?(\w+)'>, '([^'\\]+)', '([^'\\]+)', (0|[1-9][0-9]{0,18}), None\)"

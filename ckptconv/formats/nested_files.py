@@ -16,8 +16,6 @@ from ckptconv.formats import legacy_file, torch_zip
 from ckptconv.pickles.graph import Blob, ByteArray, Call, Py2String, Value, args_of, is_global
 from ckptconv.pickles.paths import Place
 
-__all__ = ["files_in"]
-
 _HEAD = 64
 _DIRECTORY = 1 << 16  # bytes at the end of an archive that are searched
 

@@ -28,8 +28,6 @@ from ckptconv.hints import Message, command, shell
 
 _R = TypeVar("_R", bound=Readable)
 
-__all__ = ["interrupted", "open_file", "open_input", "open_part", "read"]
-
 
 class Format(Protocol):
     """The interface of the module of a format."""

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckptconv.byteranges.spans import ByteRange, Cast, Data, Literal
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.storage_ids import change_id, storage_id
+from ckptconv.checkpoint.tensor_info import LeftBehind, Storage, TensorInfo
 from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import RefusedError
@@ -15,18 +16,6 @@ from ckptconv.formats.refusals import cannot_hold
 from ckptconv.hints import joined, option
 from ckptconv.pickles.graph import Blob, Graph, Py2String, Tuple
 from ckptconv.pickles.paths import Place
-
-__all__ = [
-    "blob_bytes",
-    "little_endian",
-    "pickle_pieces",
-    "refuse_unknown_dtypes",
-    "renumber",
-    "say_for_older_loaders",
-    "sources_left_behind",
-    "storage_classes",
-    "texts_left_behind",
-]
 
 
 def renumber(checkpoint: Checkpoint) -> dict[str, str]:

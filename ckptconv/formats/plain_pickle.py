@@ -30,9 +30,10 @@ from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.legacy_python import modernize
-from ckptconv.checkpoint.model import Checkpoint, Reference, Storage
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.checkpoint.storage_ids import new_id, storage_id
+from ckptconv.checkpoint.tensor_info import Reference, Storage
 from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import (
     DangerousError,
@@ -81,8 +82,6 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.parser import parse
 from ckptconv.pickles.paths import find_places
-
-__all__ = ["NAME", "PickleFile", "call_again", "layout", "looks_like", "read"]
 
 NAME = WRITERS["pickle"].name
 _LEGACY = b"\x80\x02" + MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it here

@@ -9,8 +9,6 @@ from ckptconv.hints import Placeholder, option
 from ckptconv.pickles.graph import Call, Dict
 from ckptconv.pickles.paths import Place, is_item, is_repeated
 
-__all__ = ["cannot_hold"]
-
 _LISTED = 20  # tensors in an error
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.left_behind import left_behind_at
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
 from ckptconv.checkpoint.reading import checkpoint_of
 from ckptconv.checkpoint.tensor_bytes import piece_of
+from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, get_dtype
 from ckptconv.errors import RefusedError, count
 from ckptconv.formats.distributed.rank_names import about_one
@@ -34,8 +35,6 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Graph, Object, PersistentId, Value, set_items, walk
 from ckptconv.pickles.paths import Place, is_item, is_repeated
-
-__all__ = ["NAME", "DataStart", "header_in_place", "layout", "looks_like", "read"]
 
 NAME = WRITERS["safetensors"].name
 _LENGTH = 8  # bytes of the header's length, before the header

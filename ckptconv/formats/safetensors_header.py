@@ -27,8 +27,6 @@ from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedErr
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
-__all__ = ["METADATA", "Entry", "Header", "check_nesting", "header_bytes", "is_text", "read_header"]
-
 METADATA = "__metadata__"
 _LENGTH = 8  # bytes of the integer before the header
 _FIELDS = ("dtype", "shape", "data_offsets")

@@ -38,7 +38,9 @@ from ckptconv.checkpoint.storage_ids import StorageId, changed_id, new_id, stora
 from ckptconv.dtypes import BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError, RefusedError, UnsupportedError, some
 from ckptconv.formats.layout import Layout, file_of
-from ckptconv.formats.legacy_file import MAGIC, NAME, LegacyFile, looks_like
+from ckptconv.formats.legacy_file import MAGIC, LegacyFile
+from ckptconv.formats.legacy_file import NAME as NAME
+from ckptconv.formats.legacy_file import looks_like as looks_like
 from ckptconv.formats.legacy_ids import LegacyId, as_a_whole, flatten_views, read_ids
 from ckptconv.formats.pickle_writing import (
     little_endian,
@@ -66,18 +68,6 @@ from ckptconv.pickles.graph import (
     set_items,
 )
 from ckptconv.pickles.parser import parse
-
-__all__ = [
-    "NAME",
-    "layout",
-    "looks_like",
-    "parse_file",
-    "read",
-    "respell",
-    "retagged",
-    "storage_file_head",
-    "unreadable",
-]
 
 _KIND = "a checkpoint in torch's format from before 1.6"
 _VERSION = 1001

@@ -36,8 +36,9 @@ from ckptconv.byteranges.spans import (
     OutFile,
 )
 from ckptconv.checkpoint.legacy_python import modernize
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.reading import checkpoint_of
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.zips import cut_short, refuse_foreign_zips
 from ckptconv.formats.layout import Layout
@@ -60,24 +61,6 @@ from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Graph
 from ckptconv.pickles.parser import parse
-
-__all__ = [
-    "CONSTANTS",
-    "NAME",
-    "NO_CHECKSUMS",
-    "NO_STORAGE_CHECKSUMS",
-    "PICKLE",
-    "REPLACED",
-    "SUPERSEDED",
-    "archived",
-    "is_program",
-    "layout",
-    "looks_like",
-    "read",
-    "read_inner",
-    "read_pickle",
-    "record_bytes",
-]
 
 NAME = WRITERS["pt"].name
 PICKLE = "data.pkl"

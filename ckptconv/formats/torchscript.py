@@ -33,16 +33,15 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.reading import checkpoint_of
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import LimitError, RefusedError, count, some
 from ckptconv.formats.torch_zip import CONSTANTS, read_pickle, record_bytes
 from ckptconv.formats.zip_archive import Archive
 from ckptconv.hints import literal, option
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
-
-__all__ = ["CONSTANTS", "NAME", "read_program", "refuse"]
 
 NAME = "TorchScript"
 #: What else there is, by the first part of its name, for who takes the weights alone.

@@ -37,8 +37,6 @@ from ckptconv.pickles.graph import Blob, Extension, Graph, PersistentId, Py2Stri
 from ckptconv.pickles.lenient import STARTS, LenientScan, scan_lenient
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["is_tar", "refuse_two_readings"]
-
 _BLOCK = 512  # bytes of a tar header, and where the first file in HDF5 may start
 #: Numbers that tarfile accepts: in base 256, or octal digits as int() reads them, up to a NUL.
 _NUMBER = regex(rb"[\x80\xff]|[\s\x1c-\x1f0-7oO_+-]*(\0|\Z)")

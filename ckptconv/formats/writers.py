@@ -14,23 +14,6 @@ if TYPE_CHECKING:
     from ckptconv.checkpoint.model import Checkpoint
     from ckptconv.formats.layout import Layout
 
-__all__ = [
-    "DEFAULT",
-    "SUFFIXES",
-    "WRITERS",
-    "FormatWord",
-    "HubName",
-    "Writer",
-    "admitted",
-    "also_meant",
-    "split_suffix",
-    "suffix_of",
-    "usual_format",
-    "words",
-    "writer_for",
-    "writer_of",
-]
-
 FormatWord: TypeAlias = Literal["pt", "legacy", "pickle", "safetensors"]
 
 

@@ -31,39 +31,6 @@ from ckptconv.errors import InputError, LimitError, MalformedError, UnsupportedE
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
-__all__ = [
-    "CENTRAL",
-    "CENTRAL_SIZE",
-    "DEFLATED",
-    "DESCRIPTOR",
-    "END",
-    "END_FIELDS",
-    "END_SIZE",
-    "HAS_DESCRIPTOR",
-    "LOCAL",
-    "LOCAL_SIZE",
-    "LONGEST_END",
-    "STORED",
-    "UTF8",
-    "ZIP64_END",
-    "ZIP64_END_FIELDS",
-    "ZIP64_LOCATOR_SIZE",
-    "Archive",
-    "EndMissing",
-    "Member",
-    "NewEntry",
-    "RawDirectory",
-    "RawEntry",
-    "archives_behind",
-    "central_directory",
-    "central_entry",
-    "end_records",
-    "first_member",
-    "local_header",
-    "raw_directory",
-    "read_archive",
-]
-
 LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")

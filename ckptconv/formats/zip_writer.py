@@ -28,8 +28,6 @@ from ckptconv.formats.zip_archive import (
     local_header,
 )
 
-__all__ = ["ZipWriter"]
-
 _ALIGNMENT = 64  # torch's storages start at multiples of this: _get_storage_alignment in torch.serialization
 
 

@@ -7,13 +7,11 @@ from dataclasses import replace
 from math import prod
 
 from ckptconv.byteranges.spans import Gather, Piece
-from ckptconv.checkpoint.model import TensorInfo
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.dtypes import get_dtype
 from ckptconv.errors import LimitError
 from ckptconv.hints import Placeholder, option
 from ckptconv.limits import LIMITS
-
-__all__ = ["BLOCK", "Budget", "check_repeats", "cost", "in_numbers", "without_repeats"]
 
 BLOCK = 1 << 15  # elements that are computed with at once: as few as torch gives to one thread
 _READ_THROUGH = 16  # bytes between elements that are read as quickly as one is computed with

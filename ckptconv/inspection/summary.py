@@ -14,9 +14,10 @@ from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat
-from ckptconv.checkpoint.model import Checkpoint, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import IS_AVERAGE, StateDict
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.checkpoint.weights_only.answers import Answer
 from ckptconv.edits.devices import user_devices
 from ckptconv.edits.names import prefixes_of
@@ -39,8 +40,6 @@ from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 
 if TYPE_CHECKING:
     from ckptconv.inspection.values import TensorValues
-
-__all__ = ["Share", "Summary", "TensorSummary", "ValuesWanted", "inspect", "summarize", "summary_of"]
 
 _ORDERED_DICT = "collections.OrderedDict"
 _Kind: TypeAlias = Literal["model", "EMA", "optimizer", "RNG states", "other"]

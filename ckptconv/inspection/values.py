@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
 from ckptconv.byteranges.spans import Meter, Piece, Progress
-from ckptconv.checkpoint.model import TensorInfo
 from ckptconv.checkpoint.tensor_bytes import piece_of
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.dtypes import get_dtype
 from ckptconv.inspection.elements import BLOCK, Budget, check_repeats, cost, in_numbers, without_repeats
 from ckptconv.light_dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.summing import Statistics
-
-__all__ = ["Histogram", "TensorValues", "values_of"]
 
 _ROOM = 1 << 20  # bytes that a thread holds
 _SEGMENT = 16 << 20  # bytes that a thread takes at once,

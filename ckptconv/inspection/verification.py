@@ -47,8 +47,6 @@ from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
 from ckptconv.safety.scan import Level as Safety
 from ckptconv.safety.torch_load import Loading, torch_loading
 
-__all__ = ["Finding", "Level", "Status", "Verdict", "checkpoints_in", "status_of", "verdict_on", "verify"]
-
 _SHA256_DIGITS = 64
 _HEAD = 64  # bytes
 

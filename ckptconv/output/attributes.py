@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ckptconv.errors import RefusedError
 
-__all__ = ["take_over"]
-
 #: Access control lists, attributes of users, and SELinux's label. Other attributes belong to the system: of Lustre's,
 #: for example, each file has its own.
 _KEPT = ("system.", "user.", "security.selinux")

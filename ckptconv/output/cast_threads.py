@@ -19,8 +19,6 @@ from ckptconv.dtypes import BY_NAME
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.threads import Threads
 
-__all__ = ["CastThreads"]
-
 CAST_BLOCK = 4 << 20  # bytes of the source that a thread holds
 _MOST_THREADS = 4
 _NOTHING = Concat((), ByteRange(Readable(), 0, 0), 0)  # what a buffer is made for: a cast of anything

@@ -13,8 +13,6 @@ from ckptconv.byteranges.file_objects import BinaryFile, path_of, seeking
 from ckptconv.errors import ArgumentTypeError, OutputError
 from ckptconv.output import linux
 
-__all__ = ["Destination", "FileDestination", "FileObjectDestination", "Output", "WritableFile"]
-
 
 class WritableFile(BinaryFile, Protocol):
     """A file object as ``open(path, "wb")`` and ``io.BytesIO`` give them; it is read only where that is asked for."""

@@ -27,8 +27,6 @@ from ckptconv.output.destinations import FileDestination
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["WINDOW", "DirectDestination", "available_memory", "planned_directly", "shares_blocks"]
-
 WINDOW = 8 << 20  # bytes of a write
 _AT_ONCE = 4  # writes on their way
 _SHARE = 2  # files of 1/2 of the available memory or more are large: the source does not fit in beside them

@@ -17,8 +17,6 @@ from ckptconv.output.other_files import OtherFile
 if TYPE_CHECKING:
     from ckptconv.byteranges.far.paths import FarPath
 
-__all__ = ["AGAIN", "ANOTHER", "NO_OLD_SET", "REPLACES", "OldSet", "old_set", "refuse_existing"]
-
 REPLACES = option("force") + " replaces it"
 #: What is wrong where two write to one folder, and what to do.
 ANOTHER = "somebody else has written to this folder meanwhile"

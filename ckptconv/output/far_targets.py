@@ -14,8 +14,6 @@ from ckptconv.errors import MissingInputError, OutputError, UsageError
 from ckptconv.output.far_folders import refuse_existing
 from ckptconv.output.other_files import OtherFile, open_other
 
-__all__ = ["check_object", "far_writer", "is_there", "others_uploaded"]
-
 
 def far_writer(path: Path) -> ModuleType:
     """The module that writes to the store of `path`. Raises UsageError where the package for that is not installed."""

@@ -32,26 +32,6 @@ from ckptconv.output.direct_writes import DirectDestination, shares_blocks
 from ckptconv.output.steps import FileSync, FolderSync, Steps, run_steps, sync_folder, waited_for
 from ckptconv.output.transfer import Transfer
 
-__all__ = [
-    "as_output_error",
-    "check_is_at",
-    "check_target",
-    "fill",
-    "folder_mode",
-    "is_at",
-    "is_own_file",
-    "is_temporary",
-    "make_folder",
-    "mode_at",
-    "no_space",
-    "refuse_interrupted",
-    "sync_name",
-    "temporary_beside",
-    "write",
-    "write_to_object",
-    "writing",
-]
-
 _TEMPORARY = regex(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
 _ALONE = "choose a folder in which nobody else may write"
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)

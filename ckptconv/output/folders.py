@@ -43,8 +43,6 @@ from ckptconv.output.files import (
 from ckptconv.output.other_files import OtherFile, copy_into
 from ckptconv.output.steps import sync_folder
 
-__all__ = ["NewFolder", "names_in", "no_name", "write_folder"]
-
 _ATTEMPTS = 3  # to delete a folder: a signal can end the first
 _APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of rename, where something stands by now
 

@@ -24,8 +24,6 @@ from ckptconv.output.far_folders import NO_OLD_SET, OldSet, refuse_existing
 from ckptconv.output.files import fill, temporary_beside
 from ckptconv.output.read_back import IS_THERE, digest, read_back
 
-__all__ = ["about_upload", "delete", "exists", "upload", "version", "work_of"]
-
 _CHUNK = 8 << 20
 
 

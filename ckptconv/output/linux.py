@@ -11,8 +11,6 @@ import os
 import struct
 import sys
 
-__all__ = ["exchange", "fallocate", "rename_if_absent", "share_block", "start_writeback"]
-
 _FICLONERANGE = 0x4020940D  # linux/fs.h; struct file_clone_range {s64 src_fd; u64 src_offset, src_length, dest_offset}
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1

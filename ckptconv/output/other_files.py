@@ -23,8 +23,6 @@ from ckptconv.output.files import fill, is_own_file
 if TYPE_CHECKING:
     from ckptconv.byteranges.far.paths import FarPath
 
-__all__ = ["OtherFile", "check_inside", "copy_into", "open_other", "others_in", "rest_of"]
-
 
 @dataclass(frozen=True)
 class OtherFile:

@@ -14,8 +14,6 @@ from ckptconv.byteranges.spans import ByteRange, Progress
 from ckptconv.errors import InputError, OutputError
 from ckptconv.hints import command, option
 
-__all__ = ["IS_THERE", "Sent", "digest", "read_back"]
-
 IS_THERE = "it is there for everybody to see: " + option("force") + " writes it again"
 
 #: A part of an uploaded file: the length and digest of bytes that were sent, or the range that the store copied.

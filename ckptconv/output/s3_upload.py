@@ -39,8 +39,6 @@ from ckptconv.output.in_place.signals import with_note
 from ckptconv.output.read_back import IS_THERE, Sent, digest, read_back
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 
-__all__ = ["about_upload", "delete", "exists", "upload", "version", "work_of"]
-
 _HELD = 256 << 20  # bytes of parts that are in memory at once
 _TAKEN = (409, 412)  # the status where somebody else's object is there, or is being made
 

@@ -11,8 +11,6 @@ from functools import wraps
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
-__all__ = ["DiskWait", "FileSync", "FolderSync", "Steps", "run_steps", "sync_folder", "waited_for"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -9,8 +9,6 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["Threads"]
-
 #: Seconds after which a thread without a task looks again. With CPython 3.11 some slept on beside a task where signals
 #: came at random moments.
 _LOOK_AGAIN = 1.0

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ckptconv.output.cast_threads import CastThreads
     from ckptconv.output.destinations import Destination
 
-__all__ = ["Transfer"]
-
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
 _BEHIND = 8 << 20  # bytes after which writing to disk is started: a call for each small tensor costs more than it gives
 _WORTH_A_THREAD = 64 << 10  # bytes: less is cast sooner than handed over

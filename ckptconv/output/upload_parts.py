@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Piece, joined
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["LEAST", "Part", "is_streamed", "parts_of"]
-
 MIB = 1 << 20
 LEAST = 5 * MIB
 _SENT = 8 * MIB  # bytes of a part that is sent; all that are sent at once are in memory

@@ -14,8 +14,6 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.spans import OutFile, Piece
 
-__all__ = ["VirtualFile"]
-
 
 class VirtualFile(io.RawIOBase):
     """`file`, whatever its pieces are; checksums that only writing can tell are zero in it.

@@ -43,8 +43,6 @@ from ckptconv.pickles.graph import (
 from ckptconv.pickles.opcodes import CODES
 from ckptconv.pickles.rows import RowCall, RowForm, RowItems
 
-__all__ = ["emit"]
-
 # By the number of items; the last is for more than three.
 _TUPLE = [CODES[name] for name in ("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE")]
 _SHORT_TEXTS = 4  # the first protocol with an opcode for short texts

@@ -22,40 +22,6 @@ from typing import TypeAlias, TypeGuard, TypeVar
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
-__all__ = [
-    "AT_ONCE",
-    "NO_EFFECTS",
-    "SET_CLASSES",
-    "Blob",
-    "ByteArray",
-    "Call",
-    "Dict",
-    "Effect",
-    "Extension",
-    "FrozenSet",
-    "Global",
-    "Graph",
-    "List",
-    "Node",
-    "Object",
-    "PersistentId",
-    "Py2String",
-    "Set",
-    "Tuple",
-    "Value",
-    "args_of",
-    "children",
-    "gc_paused",
-    "is_count",
-    "is_global",
-    "members_of",
-    "replace_nodes",
-    "set_items",
-    "strings_of",
-    "subgraph",
-    "walk",
-]
-
 #: The largest number of items in one APPENDS or SETITEMS, as in pickle's own writer.
 AT_ONCE = 1000
 

@@ -45,8 +45,6 @@ from ckptconv.pickles.machine import PickleMachine
 from ckptconv.pickles.opcodes import CODES
 from ckptconv.pickles.parser import OPERATIONS, in_dispatch
 
-__all__ = ["NAMING", "STARTS", "LenientScan", "scan_lenient"]
-
 _HIGHEST_PROTOCOL = 5
 _DIGITS = regex(rb"\+?[0-9]+(?:_[0-9]+)*")
 _AT_ONCE = 4000  # digits that Python converts at once

@@ -31,8 +31,6 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["HASHED_AS_IT_IS", "Operation", "PickleMachine", "kind_of"]
-
 _WINDOW = 1 << 20  # bytes read at a time, at most
 _UINT32 = struct.Struct("<I").unpack_from
 _FIRST = 4096  # bytes read at first and after skipped bytes: the next skip may be near

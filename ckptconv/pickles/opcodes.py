@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CODES"]
-
 CODES: dict[str, bytes] = {
     "INT": b"I", "BININT": b"J", "BININT1": b"K", "BININT2": b"M", "LONG": b"L", "LONG1": b"\x8a", "LONG4": b"\x8b",
     "STRING": b"S", "BINSTRING": b"T", "SHORT_BINSTRING": b"U", "BINBYTES": b"B", "SHORT_BINBYTES": b"C",

@@ -32,8 +32,6 @@ from ckptconv.pickles.machine import Operation, PickleMachine, kind_of
 from ckptconv.pickles.opcodes import CODES
 from ckptconv.pickles.rows import RowMachine
 
-__all__ = ["DISPATCH", "OPERATIONS", "in_dispatch", "parse"]
-
 _HIGHEST_PROTOCOL = 5
 
 # Numbers as pickle's own writers write them. CPython's readers in C and in Python accept more, and differ in what they

@@ -48,20 +48,6 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.rows import RowCall
 
-__all__ = [
-    "Leaf",
-    "Place",
-    "child_places",
-    "escape_segment",
-    "find_places",
-    "is_item",
-    "is_repeated",
-    "item_segments",
-    "key_segment",
-    "parse_path",
-    "parts_listed",
-]
-
 _LONGEST_LITERAL = 80
 _TOO_LONG = "the paths of what is in the checkpoint are too long"
 _SPECIAL = tuple(".({<")  # first characters of segments that are not string keys

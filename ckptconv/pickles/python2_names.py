@@ -6,8 +6,6 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
 from ckptconv.pickles.graph import Global
 
-__all__ = ["imported_as", "imported_name"]
-
 
 def imported_name(node: Global, protocol: int) -> str:
     """Return ``module.name`` as it is looked up for `node` in a pickle of this `protocol`. Nothing is imported."""

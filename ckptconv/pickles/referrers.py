@@ -8,8 +8,6 @@ from itertools import chain
 from ckptconv.pickles.graph import Call, Global, Graph, Node, Value, children, walk
 from ckptconv.pickles.paths import Place
 
-__all__ = ["Referrers"]
-
 _THROWN_AWAY = "what is made and thrown away"
 
 

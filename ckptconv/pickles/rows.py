@@ -30,8 +30,6 @@ from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, Graph, PersistentId
 from ckptconv.pickles.machine import PickleMachine
 from ckptconv.pickles.opcodes import CODES
 
-__all__ = ["RowCall", "RowForm", "RowId", "RowItems", "RowMachine", "type_of"]
-
 # Each number has the shortest opcode, as in the emitter's output.
 _INT = rb"(?:K.|M.[^\0]|J..(?!\0\0)..)"
 _GET = rb"(?:h.|j.(?!\0\0\0)...)"

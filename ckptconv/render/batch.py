@@ -6,16 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptconv.errors import some
+from ckptconv.errors import count, size, some
 from ckptconv.hints import option
-from ckptconv.render.text import Style, cells, count, fact, fitting, size
+from ckptconv.render.text import Style, cells, fact, fitting
 
 if TYPE_CHECKING:
     from ckptconv.conversion.items import Listing
     from ckptconv.conversion.jobs import Outcome
     from ckptconv.conversion.plan import Report
-
-__all__ = ["item_line", "skipped_line", "sum_lines"]
 
 _REASONS = 10  # of failures
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from math import isinf
 from typing import TYPE_CHECKING
 
-from ckptconv.errors import some
+from ckptconv.errors import count, size, some
 from ckptconv.hints import command_in, option
-from ckptconv.render.text import IN_PYTHON, Style, broken, cells, command_lines, count, fact, padded, size, wrapped
+from ckptconv.render.text import IN_PYTHON, Style, broken, cells, command_lines, fact, padded, wrapped
 from ckptconv.render.values import bars, short_number
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
         ValueDifference,
     )
     from ckptconv.inspection.values import TensorValues
-
-__all__ = ["FACTS", "difference_lines"]
 
 _SHOWN = 8  # lines of a group, unless all are asked for
 _INDENT = "    "

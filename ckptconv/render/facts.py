@@ -8,16 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptconv.errors import count, size
 from ckptconv.hints import Command, Option, command, command_in, option
 from ckptconv.lazy_regex import regex
-from ckptconv.render.text import Style, command_lines, count, fact, first_of, headline, rows_of, size
+from ckptconv.render.text import Style, command_lines, fact, first_of, headline, rows_of
 from ckptconv.render.values import values_fact
 
 if TYPE_CHECKING:
     from ckptconv.inspection.diagnosis.findings import Advice
     from ckptconv.inspection.summary import Part, Share, Summary
-
-__all__ = ["facts"]
 
 _SHOWN = 5  # things in one fact, and its lines
 _SHOWN_LONG = 3  # things that are names twice over

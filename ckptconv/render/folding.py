@@ -21,8 +21,6 @@ from ckptconv.pickles.graph import gc_paused
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import TensorSummary
 
-__all__ = ["Branch", "leaves", "tree_of"]
-
 _DEEPEST = 64  # levels; what is below stays one name, so that no name can make the tree deep
 _SHOWN_RUNS = 4
 # A key that is no string, an index with what ends it, or a word up to the dot or slash that

@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from ckptconv.inspection.summary import Summary
     from ckptconv.inspection.verification import Verdict
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "difference_as_dict",
-    "error_as_dict",
-    "report_as_dict",
-    "skipped_as_dict",
-    "summary_as_dict",
-    "verdict_as_dict",
-]
-
 SCHEMA_VERSION = 1
 
 

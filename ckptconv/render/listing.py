@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptconv.errors import size
+from ckptconv.errors import count, size
 from ckptconv.hints import option
-from ckptconv.render.text import Style, cells, count, fitting, padded, wrapped
+from ckptconv.render.text import Style, cells, fitting, padded, wrapped
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import Summary
-
-__all__ = ["Line", "line_of", "listing_lines", "unread_line"]
 
 _GAP = "  "
 _UNKNOWN = "–"

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ckptconv.inspection.comparison.differences import Difference
     from ckptconv.inspection.summary import Summary
 
-__all__ = ["difference_html", "report_html", "summary_html", "text_html"]
-
 _MOST = 100_000  # characters, so that a notebook of many results stays small
 _OPEN = 200  # tensors, or lines, beyond which only the title is seen at first
 _TRIES = 8

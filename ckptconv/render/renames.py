@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from ckptconv.edits.changes import NameChange
 
-__all__ = ["Pattern", "patterns"]
-
 _LARGEST_TABLE = 2048  # cells: longer changes, which only a file made for it has, are written out
 # Texts, compiled when a name has changed, as in ``text``.
 _WORD = r"(?s)[^\W\d_]+|\d+|."

@@ -6,17 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from ckptconv.errors import count, size
 from ckptconv.formats.writers import writer_of
 from ckptconv.hints import command, option
 from ckptconv.render.renames import Pattern, patterns
-from ckptconv.render.text import IN_PYTHON, Style, count, fact, first_of, headline, size
+from ckptconv.render.text import IN_PYTHON, Style, fact, first_of, headline
 
 if TYPE_CHECKING:
-    from ckptconv.checkpoint.model import LeftBehind
+    from ckptconv.checkpoint.tensor_info import LeftBehind
     from ckptconv.conversion.plan import Report, Verified
     from ckptconv.edits.changes import MadePlain, NameChange
-
-__all__ = ["report_facts", "report_lines", "report_title"]
 
 Fact: TypeAlias = "tuple[str, str | Sequence[str]]"  # a label, and a text or parts of one
 

@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Result"]
-
 
 class Result(ABC):
     """What a function on files returns: attributes, ``as_dict()``, ``str()`` and a short ``repr()``."""

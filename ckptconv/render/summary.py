@@ -15,7 +15,6 @@ from ckptconv.render.values import values_lines
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import Summary, TensorSummary
 
-__all__ = ["summary_lines"]
 _LINES = 23  # on a terminal, which has 24 and shows a prompt
 _LEAST = 9  # of them for the table: its heading, some rows, and what is missing
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptconv.errors import count, size
 from ckptconv.hints import option
 from ckptconv.pickles.paths import key_segment
-from ckptconv.render.text import Style, broken, cells, count, padded, size, wrapped
+from ckptconv.render.text import Style, broken, cells, padded, wrapped
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import TensorSummary
-
-__all__ = ["Row", "drawn", "fields", "footer", "named", "table_lines"]
 
 _GAP = "  "
 _HEADINGS = ("tensor", "dtype", "shape", "device", "size")

@@ -8,26 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ckptconv.errors import count, printable, size
+from ckptconv.errors import printable
 from ckptconv.hints import Command, Message, in_python, quoted
-
-__all__ = [
-    "IN_PYTHON",
-    "Style",
-    "broken",
-    "cells",
-    "command_lines",
-    "count",
-    "fact",
-    "first_of",
-    "fitting",
-    "headline",
-    "natural",
-    "padded",
-    "rows_of",
-    "size",
-    "wrapped",
-]
 
 _INDENT = "  "
 _LABEL = 14  # columns

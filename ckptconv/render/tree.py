@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ckptconv.errors import count, size
 from ckptconv.render.table import Row, drawn, fields, footer, named
-from ckptconv.render.text import Style, count, size
+from ckptconv.render.text import Style
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import TensorSummary
     from ckptconv.render.folding import Branch
-
-__all__ = ["tree_lines"]
 
 _LONGEST_TWICE = 12  # columns of a prefix that is said for the first and for the last block
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ckptconv.errors import count
 from ckptconv.render.table import fields, footer, named
-from ckptconv.render.text import Style, broken, cells, count, fact, first_of, padded
+from ckptconv.render.text import Style, broken, cells, fact, first_of, padded
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import TensorSummary
     from ckptconv.inspection.values import Histogram, TensorValues
-
-__all__ = ["bars", "not_finite", "short_number", "values_fact", "values_lines"]
 
 _GAP = "  "
 _NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")

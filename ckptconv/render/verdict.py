@@ -6,13 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckptconv.errors import printable
-from ckptconv.render.text import count, size
+from ckptconv.errors import count, printable, size
 
 if TYPE_CHECKING:
     from ckptconv.inspection.verification import Verdict
-
-__all__ = ["verdict_lines"]
 
 
 def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = False) -> Iterator[str]:

@@ -38,18 +38,6 @@ from ckptconv.pickles.graph import Blob, ByteArray, Graph, Py2String, Value, arg
 from ckptconv.pickles.lenient import NAMING, STARTS, LenientScan, scan_lenient
 from ckptconv.pickles.python2_names import imported_name
 
-__all__ = [
-    "Encoded",
-    "Inner",
-    "Undecidable",
-    "byte_strings",
-    "is_numpy",
-    "pickles_from",
-    "pickles_in",
-    "pickles_in_member",
-    "string_length",
-]
-
 _HEAD = 64
 _FIRST = frozenset(bytes([code]) for code in STARTS)
 _NUMPY = b"\x93NUMPY"

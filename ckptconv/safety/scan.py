@@ -57,8 +57,6 @@ from ckptconv.safety.nested_pickles import (
 )
 from ckptconv.safety.torch_load import Loading, torch_loading
 
-__all__ = ["Concern", "Kind", "Level", "concerns", "concerns_in", "dangers_carried", "level_of"]
-
 #: Reasons to refuse a checkpoint that needs no code: a frozenset, opcodes that torch's safe loader does not know, an
 #: argument that a function of torch does not accept, a class that torch allows only after a module of torch is
 #: imported, or a container that torch.load does not read.

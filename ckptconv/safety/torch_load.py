@@ -32,8 +32,6 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
-__all__ = ["CALL", "Loading", "torch_loading"]
-
 #: The call that the answer is about.
 CALL = 'torch.load(path, map_location="cpu", weights_only=True)'
 _SAFETENSORS = WRITERS["safetensors"].name

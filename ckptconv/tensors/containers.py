@@ -18,8 +18,6 @@ import torch
 
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["Contents", "Slot", "attributes_of", "is_wrapper", "set_attributes"]
-
 #: Each subclass comes before its base. The methods of these classes are called directly, because methods of derived
 #: classes may do more than store.
 _BASES = (OrderedDict, defaultdict, dict, list, deque, set, frozenset, tuple)

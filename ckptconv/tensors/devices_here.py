@@ -8,8 +8,6 @@ import torch
 
 from ckptconv.errors import DeviceUnavailable
 
-__all__ = ["automatic", "has", "require"]
-
 _EVERYWHERE = ("cpu", "meta")
 
 

@@ -18,7 +18,8 @@ from ckptconv.byteranges.file_objects import Input, is_file_object, path_of
 from ckptconv.byteranges.given_paths import path_at
 from ckptconv.byteranges.sources import Readable, is_url
 from ckptconv.checkpoint.effect_order import drop_effect_order
-from ckptconv.checkpoint.model import Checkpoint, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.conversion.convert import write
 from ckptconv.conversion.folder_plans import FolderPlan
 from ckptconv.conversion.options import OutputOptions, SaveOptions, takes
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckptconv.tensors.loading import LoadLocation
-
-__all__ = ["CheckpointFile", "load", "open", "save"]
 
 
 @for_python

@@ -31,8 +31,6 @@ from ckptconv.pickles.graph import Global
 from ckptconv.pickles.python2_names import imported_name
 from ckptconv.tensors import devices_here
 
-__all__ = ["LoadLocation", "load_checkpoint"]
-
 #: A function for ``torch.load``: it moves a storage, which was loaded on the CPU, to its device.
 TorchsFunction: TypeAlias = Callable[[torch.UntypedStorage, str], "torch.UntypedStorage | None"]
 LoadLocation: TypeAlias = "MapLocation | TorchsFunction"

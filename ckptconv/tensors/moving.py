@@ -22,8 +22,6 @@ from ckptconv.tensors import devices_here
 from ckptconv.tensors.containers import Contents, Slot, attributes_of, is_wrapper, set_attributes
 from ckptconv.tensors.rng_states import rng_states
 
-__all__ = ["devices", "remap"]
-
 _T = TypeVar("_T")
 _NO_INDEX = ("cpu", "mps", "meta")  # devices whose tags have no index
 

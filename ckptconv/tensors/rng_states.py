@@ -10,8 +10,6 @@ import torch
 from ckptconv.checkpoint.rng_states import CPU_RNG_BYTES, has_device_word, has_rng_word
 from ckptconv.tensors.containers import Slot
 
-__all__ = ["rng_states"]
-
 
 def rng_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
     """Return the tensors at `places` that are states of random generators.

@@ -22,8 +22,6 @@ from ckptconv.dtypes import BY_NAME, UNTYPED, DType
 from ckptconv.errors import RefusedError
 from ckptconv.pickles.parser import parse
 
-__all__ = ["checkpoint_of_object"]
-
 _NAME = "memory"
 _WHERE = Path("the object")
 

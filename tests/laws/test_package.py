@@ -30,6 +30,11 @@ def test_only_two_packages_import_torch() -> None:
     assert importing == {"kernels", "tensors"}
 
 
+def test_only_the_package_lists_its_names() -> None:
+    """An underscore says the same elsewhere, in one place."""
+    assert [path for path in PACKAGE.rglob("*.py") if "\n__all__ = " in path.read_text()] == [PACKAGE / "__init__.py"]
+
+
 def test_every_module_says_what_it_is() -> None:
     """The first line of each file of the package is a docstring."""
     for path in PACKAGE.rglob("*.py"):

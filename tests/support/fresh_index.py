@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ckptconv.checkpoint.index import Index
-from ckptconv.checkpoint.model import Checkpoint, DeviceArgument, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected, detect
+from ckptconv.checkpoint.tensor_info import DeviceArgument, TensorInfo
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.referrers import Referrers
 

@@ -23,9 +23,6 @@ from ckptconv.byteranges.far.requests import Deadline, Transient
 from ckptconv.byteranges.far.urls import HTTP, is_readable_host
 from ckptconv.errors import UsageError
 
-__all__ = ["pool", "proxy_for", "until"]
-
-
 _CURRENT = threading.local()
 
 

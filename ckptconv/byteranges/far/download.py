@@ -24,8 +24,6 @@ from ckptconv.errors import CkptconvError, OutputError, UnsupportedError, size
 if TYPE_CHECKING:
     from ckptconv.byteranges.far.http import HttpTransport
 
-__all__ = ["open_far"]
-
 
 def open_far(
     path: FarPath,

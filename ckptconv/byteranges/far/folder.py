@@ -15,8 +15,6 @@ from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import Meter
 from ckptconv.errors import MissingInputError, UnsupportedError
 
-__all__ = ["FarFolder"]
-
 
 class FarFolder(SourceFolder):
     """The far set in the folder `path`, or whose index is there. Nothing is read but what stands in that folder."""

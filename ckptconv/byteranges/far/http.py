@@ -46,8 +46,6 @@ from ckptconv.errors import (
 )
 from ckptconv.hints import option
 
-__all__ = ["HttpTransport", "hub_entries", "hub_transport"]
-
 _CHUNK = 256 * KIB
 _GZIP = 16 + zlib.MAX_WBITS  # with gzip's header and its checksum
 _REDIRECTS = (301, 302, 303, 307, 308)

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from ckptconv.byteranges.far.requests import Entry
 from ckptconv.errors import InputError
 
-__all__ = ["Listing"]
-
 
 class Listing:
     """The files in a folder and in those below it, by their paths from there."""

@@ -13,8 +13,6 @@ from ckptconv.byteranges.far.secrets import Secrets
 from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import CkptconvError, MissingInputError, TransferError, UnsupportedError, UsageError
 
-__all__ = ["FsspecTransport", "Location", "entries"]
-
 
 class Location:
     """What is, or will be, at `url`: the filesystem of fsspec's, as `files`, and the `path` there."""

@@ -16,8 +16,6 @@ from ckptconv.byteranges.far.transports import entries_of, transport_for
 from ckptconv.byteranges.far.urls import Url, parse
 from ckptconv.errors import CkptconvError, MissingInputError, UnsupportedError, UsageError
 
-__all__ = ["FarPath", "far_path"]
-
 _ONE_SLASH = re.compile(r"^([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
 
 

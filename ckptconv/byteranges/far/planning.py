@@ -10,8 +10,6 @@ from collections.abc import Iterable
 
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["POLICY", "Extents", "Policy", "Range", "enlarged", "in_parts", "merged"]
-
 KIB, MIB = 1 << 10, 1 << 20
 #: Where a range starts and where it ends, in bytes from the start of the file.
 Range = tuple[int, int]

@@ -14,21 +14,6 @@ from ckptconv.errors import InputChangedError, LimitError, TransferError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
-__all__ = [
-    "Answer",
-    "Deadline",
-    "Entry",
-    "Requests",
-    "Transient",
-    "Transport",
-    "Version",
-    "check_range",
-    "number",
-    "paged",
-    "received",
-    "retried",
-]
-
 _T = TypeVar("_T")
 _LARGEST = (1 << 63) - 1  # bytes of a file, and of no header's number more
 

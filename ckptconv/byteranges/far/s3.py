@@ -24,8 +24,6 @@ from ckptconv.byteranges.far.secrets import Secrets
 from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import CkptconvError, InputChangedError, MissingInputError, TransferError
 
-__all__ = ["S3Transport", "client", "entries", "is_transient"]
-
 _CHUNK = 256 * KIB
 _MISSING = ("NoSuchKey", "NoSuchBucket", "NotFound", "404")
 _AGAIN = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "RequestLimitExceeded", "Throttling")

@@ -12,8 +12,6 @@ from urllib.parse import quote, unquote
 from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import CkptconvError, redacted
 
-__all__ = ["ForeignError", "Secrets"]
-
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSW", "SIGNATURE", "API_KEY")  # in the names of variables
 _LEAST = 3  # characters; what is shorter is in many words
 

@@ -23,8 +23,6 @@ from ckptconv.errors import OutputError, UnreadableError, count
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FarSource"]
-
 
 class FarSource(Readable):
     """The far file at `path`.

@@ -9,8 +9,6 @@ from ckptconv.byteranges.far.requests import Entry, Transport
 from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import UnsupportedError, UsageError
 
-__all__ = ["entries_of", "transport_for"]
-
 
 def transport_for(url: Url, shown: object) -> Transport:
     """How the ranges of `url` come. Raises UsageError where the package for that is not installed."""

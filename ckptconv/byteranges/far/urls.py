@@ -11,8 +11,6 @@ from ckptconv.errors import UsageError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["HTTP", "Url", "is_readable_host", "local_path", "parse"]
-
 _URL = regex(r"([a-z][a-z0-9+.-]+):/+([^/?#]*)/*([^?#]*)(?:\?([^#]*))?", re.IGNORECASE | re.DOTALL)
 _KEYED = regex(r"(s3|hf):/+([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)  # in a key, ? and # are letters
 _CHAINED = regex(r"::[a-z][a-z0-9+.-]+:/", re.IGNORECASE)

@@ -12,8 +12,6 @@ from queue import SimpleQueue
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.errors import TransferError
 
-__all__ = ["Task", "Workers"]
-
 _GRACE = 2.0  # seconds in which a request that notices the deadline itself says more than we can
 
 

@@ -10,8 +10,6 @@ import torch
 from ckptconv.byteranges.kernels.gathering import WORDS, Region, Tiles, halved
 from ckptconv.byteranges.spans import Assemble, ChunkPlacement, Gather
 
-__all__ = ["assemble"]
-
 _BLOCK = 16 << 20  # bytes of output that are held at once
 
 

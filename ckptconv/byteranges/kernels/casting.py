@@ -14,8 +14,6 @@ import torch
 
 from ckptconv.byteranges.spans import Cast
 
-__all__ = ["TorchCastBuffer"]
-
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INT64 = torch.iinfo(torch.int64)
 _NAN = 0x7FC0  # of bfloat16: c10/util/BFloat16.h, round_to_nearest_even

@@ -18,8 +18,6 @@ import torch
 from ckptconv.byteranges.kernels.histograms import exponents_of
 from ckptconv.dtypes import get_dtype
 
-__all__ = ["Comparer", "as_complex", "as_real", "comparable", "is_number"]
-
 _LOW = 0xFFFFFFFF
 _MODEST = 1 << 62
 _NUMBERS = {

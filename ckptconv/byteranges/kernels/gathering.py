@@ -15,8 +15,6 @@ import torch
 
 from ckptconv.byteranges.spans import ByteRange, Gather
 
-__all__ = ["WORDS", "Region", "Tiles", "gather", "halved"]
-
 _BLOCK = 16 << 20  # bytes of output that are held at once
 _TILE = 16 << 20  # bytes of a storage that are held at once: a block of a transposed weight is one tile
 _GAP = 4096  # bytes that are read and thrown away rather than read around

@@ -6,8 +6,6 @@ from collections import Counter
 
 import torch
 
-__all__ = ["BINS", "bins_of", "exponents_of"]
-
 BINS = 32
 _EXPONENT = 52  # the bit of a float64 at which its exponent begins, which 11 bits and the sign are
 _SIGN = 1 << 11

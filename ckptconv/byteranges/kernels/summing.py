@@ -15,8 +15,6 @@ import torch
 from ckptconv.byteranges.kernels.comparing import as_complex, as_real, is_number
 from ckptconv.byteranges.kernels.histograms import exponents_of
 
-__all__ = ["Statistics", "can_sum"]
-
 _BLOCK = 1 << 15  # elements that are summed at once: as few as torch gives to one thread, and they stay in its cache
 
 

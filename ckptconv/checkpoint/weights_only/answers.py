@@ -7,8 +7,6 @@ from typing import Literal, TypeAlias
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Value
 
-__all__ = ["TORCH", "AfterUnknown", "Answer", "Known", "NotKnown", "Reason", "Refused"]
-
 #: The version of torch that is modelled.
 TORCH = "2.13"
 

@@ -18,8 +18,6 @@ from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Global, List, Tuple, Value
 from ckptconv.pickles.python2_names import imported_name
 
-__all__ = ["Arguments", "dtype_name"]
-
 _INT64 = 1 << 63
 
 

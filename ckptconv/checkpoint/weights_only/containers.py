@@ -23,20 +23,6 @@ from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Blob, Dict, Global, Tuple, Value
 
-__all__ = [
-    "DEVICE_TYPES",
-    "LAYOUTS",
-    "bytearray_",
-    "complex_",
-    "counter",
-    "device",
-    "encode",
-    "layout",
-    "ordered_dict",
-    "set_",
-    "size",
-]
-
 #: The names under which ``torch`` has its layouts.
 LAYOUTS = frozenset(
     f"torch.{name}"

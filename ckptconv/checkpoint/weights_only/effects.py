@@ -9,8 +9,6 @@ from ckptconv.checkpoint.weights_only.tensors import check_gradient, set_view
 from ckptconv.checkpoint.weights_only.values import COUNTER, ORDERED_DICT, UNKNOWN, Held, Made, TensorValue, said
 from ckptconv.pickles.graph import Dict, Effect, List, Object, Set, Tuple, Value
 
-__all__ = ["check_effect"]
-
 #: The classes on the unpickler's list whose objects have no attributes.
 _BARE = ("builtins.set", "builtins.bytearray", "builtins.complex", "torch.Size", "torch.device")
 

@@ -39,8 +39,6 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.rows import RowCall, RowId
 
-__all__ = ["Contents", "Objects", "before"]
-
 _WINDOW = 1 << 20
 _BEYOND_LATIN_1 = regex(rb"[\xc4-\xf4]")  # what starts a character of UTF-8 above U+00FF
 _MUTABLE = (List, Dict, Set)

@@ -18,21 +18,6 @@ from ckptconv.dtypes import BY_NAME
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Tuple, Value
 
-__all__ = [
-    "ATTRIBUTES",
-    "DIFFERENTIABLE",
-    "REBUILD",
-    "Maker",
-    "check_gradient",
-    "empty",
-    "from_type",
-    "is_odd",
-    "parameter",
-    "set_view",
-    "sparse_of_class",
-    "with_attributes",
-]
-
 #: Makes a value of a call's arguments.
 Maker: TypeAlias = Callable[[Arguments], Held]
 

@@ -59,8 +59,6 @@ from ckptconv.pickles.rows import RowCall, RowForm
 
 _AnObject = TypeVar("_AnObject", bound=Object)
 
-__all__ = ["MAKERS", "can_be_made_loadable", "may_have_obstacles", "obstacles", "reasons"]
-
 #: What each allowed global makes when it is called. A global that is allowed and not here cannot be called.
 MAKERS: dict[str, Maker] = {
     **REBUILD,

@@ -12,24 +12,6 @@ from ckptconv.dtypes import DType
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Blob, Dict, Global, List, PersistentId, Set, Tuple, Value
 
-__all__ = [
-    "BYTEARRAY",
-    "BYTES",
-    "COMPLEX",
-    "COUNTER",
-    "DEVICE",
-    "ORDERED_DICT",
-    "SET",
-    "UNKNOWN",
-    "Held",
-    "LayoutValue",
-    "Made",
-    "SizeValue",
-    "StorageValue",
-    "TensorValue",
-    "said",
-]
-
 
 class Made:
     """An object of the class `cls`, of which nothing else matters.

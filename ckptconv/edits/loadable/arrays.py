@@ -13,8 +13,9 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Cast, Data
 from ckptconv.checkpoint.describe import describe
 from ckptconv.checkpoint.legacy_python import text_of
-from ckptconv.checkpoint.model import Checkpoint, Reference, Storage
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.new_tensors import TensorCalls, row_major
+from ckptconv.checkpoint.tensor_info import Reference, Storage
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.loadable.numpy_dtypes import numpy_dtype
 from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, count_of, data_of, pickled
@@ -22,18 +23,6 @@ from ckptconv.errors import LimitError
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import AT_ONCE, Call, Effect, Global, List, Node, PersistentId, Tuple, Value, args_of
 from ckptconv.pickles.python2_names import imported_name
-
-__all__ = [
-    "FROM_BUFFER",
-    "RECONSTRUCT",
-    "SCALAR",
-    "Arrays",
-    "dtype_text",
-    "is_array",
-    "scalar",
-    "scalar_text",
-    "type_text",
-]
 
 _ARRAYS = ("numpy.ndarray", "numpy.matrix", "numpy.memmap")
 _MODULES = ("numpy.core", "numpy._core")

@@ -5,17 +5,6 @@ from __future__ import annotations
 from ckptconv.edits.loadable.pickled import NotPlain, Pickled
 from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Node, Set, Value, members_of, set_items
 
-__all__ = [
-    "config",
-    "described",
-    "frozen_set",
-    "mapping",
-    "named",
-    "namespace",
-    "queue",
-    "random_state",
-]
-
 #: Attributes that mappings keep for themselves, beside their items.
 _OWN = ("__immutable__", "__deprecated_keys__", "__renamed_keys__", "__new_allowed__", "__frozen", "__parent", "__key")
 _WITH_FACTORY = "collections.defaultdict"  # which is called with what makes missing values first

@@ -45,8 +45,6 @@ from ckptconv.pickles.paths import Place
 from ckptconv.pickles.python2_names import imported_name
 from ckptconv.pickles.referrers import Referrers
 
-__all__ = ["make_loadable"]
-
 _KINDS: tuple[tuple[type, str], ...] = (
     (Dict, "dict"), (List, "list"), (Set, "set"), (str, "text"), (bool, "bool"), (int, "int"), (float, "float"),
     (bytes, "bytes"), (type(None), "None"), (Tuple, "tuple"),

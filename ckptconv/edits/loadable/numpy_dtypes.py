@@ -15,8 +15,6 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Dict, Global, Tuple, Value, set_items, strings_of
 
-__all__ = ["NumpyDType", "numpy_dtype"]
-
 _NAME = regex(r"([biufcOSUVMm])([0-9]{0,9})|(\?)")
 #: torch's names, which are numpy's too.
 _TORCH = {

@@ -23,8 +23,6 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.python2_names import imported_name
 
-__all__ = ["NotPlain", "Pickled", "bytes_of", "count_of", "data_of", "pickled", "texts_of"]
-
 _RECONSTRUCTOR = "copyreg._reconstructor"
 
 

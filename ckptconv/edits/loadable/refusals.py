@@ -14,8 +14,6 @@ from ckptconv.pickles.graph import Call, Dict, Global, List, Set, Value
 from ckptconv.pickles.paths import Place, is_item
 from ckptconv.pickles.referrers import Referrers
 
-__all__ = ["placed", "refusal"]
-
 _SHOWN = 10  # objects in an error
 _MOST_DROPS = 20  # in a command; above that, what they stand in goes
 

@@ -23,8 +23,6 @@ from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Value, members_of
 
-__all__ = ["BY_CLASS", "FROZEN_SET", "NUMPY_TYPE", "NUMPY_TYPES", "OTHER", "ROWS", "Row"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -12,8 +12,6 @@ from pathlib import PurePosixPath, PureWindowsPath
 from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, pickled, texts_of
 from ckptconv.pickles.graph import Call
 
-__all__ = ["date", "duration", "moment", "path", "time", "version"]
-
 _UTC = ("pytz._UTC", "dateutil.tz.tz.tzutc")
 
 

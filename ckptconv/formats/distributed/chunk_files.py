@@ -13,14 +13,13 @@ from ckptconv.byteranges.fault_sink import UnreadRecord
 from ckptconv.byteranges.sources import SliceSource
 from ckptconv.byteranges.spans import ByteRange, Data, Inflate
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
-from ckptconv.checkpoint.model import Checkpoint, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.safe_globals import is_allowed
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.errors import DangerousError, UnsupportedError, some
 from ckptconv.formats import torch_zip
 from ckptconv.formats.zip_archive import CENTRAL, CENTRAL_SIZE, DESCRIPTOR, HAS_DESCRIPTOR, Archive
 from ckptconv.light_dataclass import dataclass
-
-__all__ = ["ChunkFiles", "in_file"]
 
 _ID = ".data/serialization_id"
 _CRC_IN_ENTRY = 16  # APPNOTE 4.3.12

@@ -14,8 +14,6 @@ from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Conca
 from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.errors import MalformedError
 
-__all__ = ["Chunk", "assembled", "check_cover"]
-
 _PRIME = (1 << 127) - 1
 _INCOMPLETE = "the files of some ranks may be missing: save again, or copy the whole folder"
 

@@ -29,8 +29,9 @@ from typing import TypeAlias
 from ckptconv.byteranges.sources import Readable, SliceSource, SourceFolder, first_bytes, list_folder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.new_tensors import row_major
+from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo
 from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
 from ckptconv.formats import torch_zip
@@ -41,8 +42,6 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Object, Value, set_items, walk
-
-__all__ = ["METADATA", "NAME", "DcpFolder", "looks_like", "looks_like_metadata", "new_paths", "read"]
 
 NAME = "DCP"
 METADATA = ".metadata"

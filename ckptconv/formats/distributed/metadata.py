@@ -37,8 +37,6 @@ from ckptconv.pickles.graph import Call, Dict, Global, Graph, List, Tuple, Value
 from ckptconv.pickles.parser import parse
 from ckptconv.pickles.python2_names import imported_name
 
-__all__ = ["ItemPath", "Metadata", "Stored", "TensorItem", "read_metadata", "renamed"]
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from ckptconv.formats.distributed.chunks import Chunk
 
-__all__ = ["Cut", "Strip", "held_sizes", "steps_of", "strips_of"]
-
 
 class Cut(NamedTuple):
     """What one dimension of a mesh does to a tensor: the tensor's dimension `dim` is cut into as many `parts` as there

@@ -18,11 +18,12 @@ from ckptconv.byteranges.sources import Readable, SourceFolder, list_folder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement, Gather, Piece
 from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.merging import Merger
-from ckptconv.checkpoint.model import Checkpoint, Replica, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.checkpoint.rebuild_functions import partial_notes
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.checkpoint.tensor_bytes import piece_of
+from ckptconv.checkpoint.tensor_info import Replica, TensorInfo
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
@@ -45,8 +46,6 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.paths import Place, child_places
 from ckptconv.pickles.rows import type_of
-
-__all__ = ["NAME", "looks_like", "read"]
 
 NAME = "rank files"
 _FLAT = ("_flat_param", "flat_param")

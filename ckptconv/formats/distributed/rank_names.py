@@ -21,19 +21,6 @@ from ckptconv.errors import InputError
 from ckptconv.hints import Placeholder, command, joined
 from ckptconv.lazy_regex import regex
 
-__all__ = [
-    "RankSet",
-    "about_one",
-    "are_in",
-    "as_sets",
-    "is_pattern",
-    "main_set",
-    "pattern_of",
-    "set_of",
-    "sets_in",
-    "stem_of",
-]
-
 _NAME = regex(r"(.*?(?:world_size_([1-9][0-9]{0,4})_)?rank_)([0-9]{1,5}|\*)((?:\.[A-Za-z]\w*)+)")
 _BESIDE = ("optim", "extra_state", "extra")  # how the sets are called that stand beside the model's
 

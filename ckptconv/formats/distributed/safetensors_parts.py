@@ -31,8 +31,6 @@ from ckptconv.formats.safetensors_header import Entry, read_header
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Dict, Value, set_items
 
-__all__ = ["NAME", "looks_like", "read"]
-
 NAME = "DCP safetensors"
 _SUFFIX = ".safetensors"
 _SHARD = regex(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")

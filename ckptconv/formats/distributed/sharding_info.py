@@ -20,8 +20,6 @@ from ckptconv.hints import Placeholder, command
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import is_count
 
-__all__ = ["SHARDING_INFO", "is_part", "part_error", "saved_offsets"]
-
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
 _WHOLE = regex(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")  # beside shard-00001-model-00001-of-00001.safetensors

@@ -24,8 +24,6 @@ from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.hints import literal, saved_by_torch, shell
 from ckptconv.limits import LIMITS
 
-__all__ = ["foreign_file_error"]
-
 _HEAD = 4096
 _SHOWN = 40  # characters of a text
 _BLOCK = 512  # of a tar archive

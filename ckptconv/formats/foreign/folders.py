@@ -23,17 +23,6 @@ from ckptconv.hints import TRUSTED, Placeholder, command, joined, python_command
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 
-__all__ = [
-    "CHECKPOINT_SUFFIXES",
-    "FETCH_LFS",
-    "FILE_SUFFIXES",
-    "LFS",
-    "about_part",
-    "distributed_part_error",
-    "folder_error",
-    "name_like",
-]
-
 LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 #: No command: git runs aliases, filters and other programs that the folder's .git/config names, and so does Git LFS.
 FETCH_LFS = (

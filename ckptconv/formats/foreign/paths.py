@@ -15,8 +15,6 @@ from ckptconv.guesses import close_matches
 from ckptconv.hints import option, shell
 from ckptconv.lazy_regex import regex
 
-__all__ = ["no_path_error", "odd_suffix_error", "refuse_url"]
-
 _DRIVE = regex(r"([A-Za-z]):[\\/]")
 _DOWNLOADS = {
     "http": ("curl", "-LO"),

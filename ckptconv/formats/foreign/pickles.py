@@ -32,8 +32,6 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.parser import parse
 
-__all__ = ["LOADER", "looks_like_pickle", "pickle_error"]
-
 LOADER = "torch.storage._load_from_bytes"  #: by which a plain pickle holds a storage, and nothing else does
 _NO_WEIGHTS = "it holds no weights; give the file with the weights"
 _PROTOCOLS = (2, 3, 4, 5)

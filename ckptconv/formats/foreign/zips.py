@@ -38,8 +38,6 @@ from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.pickles.parser import parse
 
-__all__ = ["cut_short", "displaced", "refuse_foreign_zips"]
-
 _PICKLE = "data.pkl"
 _TAME = regex(r"(?!-)(?!.*\.\.)[\w ./+=@%-]+")  # what unzip takes for a name and not for an option or a pattern
 _ZIP64_TAIL = ZIP64_END_SIZE + ZIP64_LOCATOR_SIZE

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Object
-
-__all__ = ["NAME", "Shard", "ShardedContainer"]
 
 NAME = "sharded"  # before the name of the format of each shard
 

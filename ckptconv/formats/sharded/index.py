@@ -35,26 +35,6 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
-__all__ = [
-    "TOTAL_SIZE",
-    "Index",
-    "family_of",
-    "find_set",
-    "hub_name",
-    "index_bytes",
-    "index_name",
-    "is_index_file",
-    "names_in",
-    "of_other_suffix",
-    "read_index",
-    "refuse_missing",
-    "refuse_unnamed",
-    "renumbered",
-    "sets_in",
-    "shard_name",
-    "stem_for",
-]
-
 TOTAL_SIZE = "total_size"
 _SHOWN = 5  # shards that an error lists
 _WITHOUT = "fetch it again; or take it away: without it the shards are read as they are, if all are there"

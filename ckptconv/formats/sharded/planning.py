@@ -20,8 +20,6 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Global, Node, Value, children
 
-__all__ = ["Weight", "deal", "parse_size", "weights_of_storages", "weights_of_tensors"]
-
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = regex(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?P<unit>[KMGT]B)?\s*", re.IGNORECASE)
 _EXAMPLES = "5GB, 500MB or a number of bytes"

@@ -14,7 +14,8 @@ from typing import Any
 
 from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.checkpoint.merging import Merger
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.sharded.container import NAME, Shard, ShardedContainer
@@ -31,7 +32,6 @@ from ckptconv.formats.sharded.index import (
 from ckptconv.hints import Placeholder, command
 from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_global, set_items, strings_of
 
-__all__ = ["FORMAT_KEY", "NAME", "looks_like", "names_of", "read"]
 FORMAT_KEY = "format"
 _SHOWN = 5  # names in an error
 _ITEMS = ("SETITEM", "SETITEMS")

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from ckptconv.byteranges.spans import Literal, OutFile
 from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.merging import split
-from ckptconv.checkpoint.model import Checkpoint, LeftBehind
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import RefusedError, UsageError, count, some
 from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.layout import Layout
@@ -27,7 +28,6 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Dict, Object, Value, set_items
 from ckptconv.pickles.paths import is_item, is_repeated
 
-__all__ = ["layout"]
 _SHOWN = 5  # names in an error
 _TOTAL_PARAMETERS = "total_parameters"  # transformers' count, which leaves out buffers
 

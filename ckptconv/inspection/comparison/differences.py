@@ -11,8 +11,6 @@ from ckptconv.render.difference import difference_lines
 from ckptconv.render.json_views import difference_as_dict
 from ckptconv.render.result import Result
 
-__all__ = ["Difference", "OnlyIn", "OtherDifference", "TensorDifference", "TensorFacts", "ValueDifference"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:

@@ -12,8 +12,6 @@ from ckptconv.byteranges.sources import is_url
 from ckptconv.conversion.discovery import find
 from ckptconv.conversion.target_names import Found, name_in_folder
 
-__all__ = ["Pair", "pairs_of"]
-
 _ANY = "safetensors"  # a format that every checkpoint could become: its name there is one for all containers
 
 

@@ -13,8 +13,6 @@ from ckptconv.errors import ArgumentTypeError, UsageError
 from ckptconv.hints import Option, option
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["ALL", "Compared", "DiffOptions"]
-
 
 class _ComparisonOptions(TypedDict, total=False):
     """The keywords that say what is compared, and how exactly."""

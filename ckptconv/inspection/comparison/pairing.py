@@ -14,13 +14,13 @@ from itertools import takewhile
 
 from ckptconv.byteranges.reading import same_streams
 from ckptconv.checkpoint.describe import describe
-from ckptconv.checkpoint.model import TensorInfo
 from ckptconv.checkpoint.rebuild_functions import (
     device_arguments,
     is_word,
     strided_part,
     torch_device,
 )
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.errors import LimitError
 from ckptconv.inspection.comparison.differences import OnlyIn, OtherDifference
 from ckptconv.inspection.comparison.sides import KEY_SIZE, Meaning, Meant, Said, Side, inside_word, said_in
@@ -41,8 +41,6 @@ from ckptconv.pickles.graph import (
     children,
 )
 from ckptconv.pickles.paths import Place, child_places, key_segment, parts_listed
-
-__all__ = ["Pairing"]
 
 #: Pairs of nodes that are looked at: so many, and more for each opcode and each place of either side. A real pair of
 #: files takes one for each place.

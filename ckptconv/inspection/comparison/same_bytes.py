@@ -9,8 +9,6 @@ from itertools import chain
 
 from ckptconv.byteranges.spans import ByteRange
 
-__all__ = ["Unequal", "unequal_parts"]
-
 _BUFFER = 1 << 20  # bytes of each side that a thread holds
 _SEGMENT = 16 << 20  # bytes that a thread takes at once
 _SMALL = 128 << 10  # bytes; a range of less is not worth another thread

@@ -11,11 +11,12 @@ from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.index import leaf_of
-from ckptconv.checkpoint.model import Checkpoint, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import (
     TensorReader,
     strided_part,
 )
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.errors import count, size
 from ckptconv.formats.pickle_writing import blob_bytes
 from ckptconv.inspection.comparison.differences import OnlyIn
@@ -42,8 +43,6 @@ from ckptconv.pickles.graph import (
 from ckptconv.pickles.machine import HASHED_AS_IT_IS
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.python2_names import imported_name
-
-__all__ = ["KEY_SIZE", "Meaning", "Meant", "Said", "Side", "inside_word", "said_in"]
 
 KEY_SIZE = 4096  # atoms, or kilobytes, of the largest key or member that is compared by its meaning
 _LATIN_1 = ("latin1", "latin-1", "iso-8859-1")

@@ -11,8 +11,6 @@ from ckptconv.edits.wrappers import unwrapped
 from ckptconv.hints import Option, command
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["command_that_fits", "options_of"]
-
 _PARTS = 64  # state dicts of one file that are looked at
 _TRIED = 8  # names that are looked for in the other with something before them
 

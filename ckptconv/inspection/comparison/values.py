@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
 from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Meter, Piece
-from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_bytes import piece_of
+from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
 from ckptconv.dtypes import get_dtype
 from ckptconv.inspection.comparison.differences import ValueDifference
 from ckptconv.inspection.comparison.same_bytes import Unequal, unequal_parts
@@ -29,8 +30,6 @@ from ckptconv.inspection.values import Histogram
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.comparing import Comparer
-
-__all__ = ["DifferenceFound", "Key", "Values", "bytes_of"]
 
 #: The views of a pair of tensors.
 Key = tuple[tuple[object, ...], tuple[object, ...]]

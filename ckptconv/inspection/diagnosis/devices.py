@@ -10,8 +10,6 @@ from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Call, Dict, Node, strings_of
 
-__all__ = ["missing_devices", "optimizers", "rng_states"]
-
 _NO_GPU = {"cpu", "meta"}
 _TAG = regex(r"(?!any\b|gpu\b)[a-z_]\w*(:\d+)?")
 

@@ -43,8 +43,6 @@ from ckptconv.pickles.graph import walk
 from ckptconv.safety.scan import Concern
 from ckptconv.safety.torch_load import Loading
 
-__all__ = ["diagnose"]
-
 
 def diagnose(
     checkpoint: Checkpoint,

@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptconv.byteranges.sources import SourceFolder
-from ckptconv.checkpoint.model import Checkpoint, Storage
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import NamedOptimizer, StateDict
+from ckptconv.checkpoint.tensor_info import Storage
 from ckptconv.conversion.target_names import Found, name_in_folder
 from ckptconv.errors import some
 from ckptconv.formats.sharded import container as sharded
@@ -18,21 +19,6 @@ from ckptconv.formats.writers import WRITERS, suffix_of, usual_format, writer_fo
 from ckptconv.hints import Option, command, placed
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.light_dataclass import dataclass
-
-__all__ = [
-    "OPEN",
-    "SHOWN",
-    "Advice",
-    "Diagnosis",
-    "Fix",
-    "Issue",
-    "Scope",
-    "advice",
-    "first_few",
-    "fix_command",
-    "together",
-    "with_names_apart",
-]
 
 #: Kinds of findings in the way that are those of one version of torch.
 BY_RULES = ("code", "container", "import", "legacy", "opcodes")

@@ -21,8 +21,6 @@ from ckptconv.checkpoint.weights_only.answers import TORCH
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 
-__all__ = ["Host", "this_host"]
-
 _TORCH_INSTALLED = regex(r"torch-([0-9][^-]*)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
 
 _T = TypeVar("_T")

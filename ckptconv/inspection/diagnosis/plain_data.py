@@ -12,8 +12,6 @@ from ckptconv.inspection.diagnosis.findings import Fix, Scope
 from ckptconv.pickles.graph import Global, Value
 from ckptconv.pickles.python2_names import imported_name
 
-__all__ = ["only_data"]
-
 
 def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[Fix, str] | None:
     """What makes everything `refused` plain, and what to say of it, if that can be: which is tried, on the file read

@@ -15,8 +15,6 @@ from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Dict, strings_of
 
-__all__ = ["averages", "inner_models", "inner_prefixes", "prefixes", "twins"]
-
 _MODULE, *_UNMISTAKABLE = WRAPPERS
 _LIGHTNING = "pytorch-lightning_version"
 _AVERAGES = "n_averaged"  # what torch's AveragedModel keeps beside the module that it wraps

@@ -23,17 +23,6 @@ from ckptconv.pickles.paths import Place, is_item
 from ckptconv.pickles.python2_names import imported_name
 from ckptconv.safety.torch_load import Loading
 
-__all__ = [
-    "LoadablePart",
-    "Refused",
-    "around",
-    "containers",
-    "opcodes",
-    "partial_tensors",
-    "refusals",
-    "what_is_refused",
-]
-
 _PICKLE, _LEGACY = WRITERS["pickle"].name, WRITERS["legacy"].name
 _MOST_DROPPED = 8  # items that one command leaves out
 _LOCAL = "/.__state__[1]/_local_tensor"  # where a DTensor has this process's part

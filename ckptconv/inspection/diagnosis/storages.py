@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ckptconv.byteranges.spans import Inflate
-from ckptconv.checkpoint.model import Checkpoint, Storage, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_bytes import extent
+from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
 from ckptconv.dtypes import get_dtype
 from ckptconv.errors import size
 from ckptconv.formats.safetensors_header import METADATA, is_text
 from ckptconv.formats.writers import writer_for
 from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
 from ckptconv.limits import LIMITS
-
-__all__ = ["shared", "unused_bytes"]
 
 _NOTABLE = 1_000_000  # unused bytes; what is less is not worth a line
 

@@ -12,8 +12,6 @@ from ckptconv.byteranges.undo_journal import MAGIC, Journal, journal_path
 from ckptconv.output.files import is_at, temporary_beside
 from ckptconv.output.steps import sync_folder
 
-__all__ = ["discard", "mark", "write"]
-
 
 def write(target: Path, journal: Journal) -> None:
     """Let `journal`, hot, stand beside the file `target`, on the disk before this returns.

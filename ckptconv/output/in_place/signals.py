@@ -9,8 +9,6 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["HeldSignals", "signals_held", "with_note"]
-
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 
 

@@ -15,8 +15,6 @@ from ckptconv.byteranges.patches import SECTOR, Patch
 from ckptconv.byteranges.undo_journal import Journal
 from ckptconv.errors import RefusedError
 
-__all__ = ["WRITTEN_ANEW", "apply", "check_restorable", "restore", "spoil"]
-
 WRITTEN_ANEW = "the file was written anew since it was changed in place: nothing was restored"
 
 

@@ -14,21 +14,6 @@ from ckptconv.hints import Command, Option
 if TYPE_CHECKING:
     from ckptconv.inspection.values import Histogram
 
-__all__ = [
-    "LONGEST",
-    "MOST",
-    "NUMBERS",
-    "bars",
-    "columns",
-    "largest",
-    "listed",
-    "numbers",
-    "shape_words",
-    "typed",
-    "values_numbers",
-    "words",
-]
-
 _T = TypeVar("_T")
 
 MOST = 40  # notes and findings

@@ -26,8 +26,6 @@ from ckptconv.render.page.columns import (
 if TYPE_CHECKING:
     from ckptconv.inspection.comparison.differences import Difference, OnlyIn, TensorDifference, TensorFacts
 
-__all__ = ["difference_data"]
-
 _ONLY = ("only in A", "only in B")
 #: Words for the largest difference in a tensor, by which a map can be coloured.
 _APART = (

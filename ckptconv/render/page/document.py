@@ -13,8 +13,6 @@ from typing import Any
 
 from ckptconv.errors import printable
 
-__all__ = ["hashes", "page_of"]
-
 
 def hashes() -> tuple[str, str]:
     """The script and the style of all these pages, as the policy of a page around them has to allow them."""

@@ -11,10 +11,9 @@ from ckptconv.render.page.columns import LONGEST, MOST, columns, largest, listed
 from ckptconv.render.report import report_facts, report_title
 
 if TYPE_CHECKING:
-    from ckptconv.checkpoint.model import Checkpoint, TensorInfo
+    from ckptconv.checkpoint.model import Checkpoint
+    from ckptconv.checkpoint.tensor_info import TensorInfo
     from ckptconv.conversion.plan import Report
-
-__all__ = ["report_data"]
 
 
 def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None) -> dict[str, Any]:

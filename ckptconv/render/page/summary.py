@@ -27,8 +27,6 @@ from ckptconv.render.text import first_of
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import Part, Summary, TensorSummary
 
-__all__ = ["NO_VERDICT", "summary_data"]
-
 #: In place of a verdict, where it stands elsewhere.
 NO_VERDICT: dict[str, Any] = {"good": None, "text": "", "findings": [], "remedy": None}
 _PARTS, _OTHERS, _ALONE = 12, 24, 3

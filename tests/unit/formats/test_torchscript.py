@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 import ckptconv
 from ckptconv.checkpoint.index import Index
-from ckptconv.checkpoint.model import Checkpoint, TensorInfo
+from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.cli.main import main
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError
 from ckptconv.formats import torchscript

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptconv.checkpoint.model import LeftBehind
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.conversion.plan import Report
 from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.render.report import report_lines

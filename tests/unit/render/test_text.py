@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ckptconv.errors import size
 from ckptconv.render import text
-from ckptconv.render.text import Style, broken, cells, fitting, size, wrapped
+from ckptconv.render.text import Style, broken, cells, fitting, wrapped
 
 
 @pytest.mark.parametrize(

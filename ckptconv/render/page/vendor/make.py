@@ -14,8 +14,6 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-__all__ = ["FILES", "INTEGRITY", "PACKAGE", "make", "published"]
-
 PACKAGE = "d3-hierarchy@3.1.2"
 INTEGRITY = "sha512-FX/9frcub54beBdugHjDCdikxThEqjnR93Qt7PvQTOHxyiNCAlvMrHhclk3cD5VeAaq9fxmfRp+CnWw9rEMBuA=="
 #: What of the archive is taken, and what it is called here.
