@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckptconv.errors import RefusedError
 
+_ACCESS_LIST = "system.posix_acl_access"
 #: Access control lists, attributes of users, and SELinux's label. Other attributes belong to the system: of Lustre's,
 #: for example, each file has its own.
 _KEPT = ("system.", "user.", "security.selinux")
@@ -17,14 +18,18 @@ _KEPT = ("system.", "user.", "security.selinux")
 def take_over(new: int | Path, old: Path) -> None:
     """Give `new`, an open file or a folder, the owner, group, permissions and extended attributes of `old`.
 
-    If the system does not let us keep the group, the group gets only the permissions that everybody has.
+    If the system does not let us keep the group, the group gets only the permissions that everybody has. An access
+    control list, which says what the group may do, is not kept then.
 
     Raises:
         RefusedError: An attribute, such as an access control list, cannot be kept. `new` is not more open than `old`.
         OSError: A system call fails.
     """
-    mode = _give_away(new, os.stat(old))
+    info = os.stat(old)
+    mode = _give_away(new, info)
     before, after = _attributes(old), _attributes(new)
+    if _ACCESS_LIST in before and os.stat(new).st_gid != info.st_gid:
+        raise _not_kept(_ACCESS_LIST, old, PermissionError(errno.EPERM, "its group cannot be kept"))
     for name in before.keys() | after.keys():
         try:
             if name not in before:  # inherited from the folder

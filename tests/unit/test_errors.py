@@ -38,7 +38,8 @@ def test_tree_is_the_one_in_the_docstring() -> None:
             depth = len(match[1]) // 4
             above[depth] = match[2]
             drawn[match[2]] = above[depth - 1] if depth else "Exception"
-    classes = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)}
+    defined = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and not name.startswith("_")}
+    classes = {name: cls for name, cls in defined.items() if issubclass(cls, Exception)}
     assert drawn == {name: cls.__bases__[0].__name__ for name, cls in classes.items()}
 
 

@@ -174,3 +174,16 @@ def test_another_group_gets_what_everybody_has(
     output_files.write(OutFile.copy_of(source, target), source, replace=True, verify=False)
     assert target.stat().st_gid == os.getegid()
     assert stat.S_IMODE(target.stat().st_mode) == kept
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_list_is_not_given_to_another_group(out: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the group cannot be kept, a list that says what the group may do is refused, and never set."""
+    target = old_file(out / "a.pt", **{ACCESS: acl(0)})
+    os.chown(target, NOBODY, NOBODY)
+    monkeypatch.setattr(os, "chown", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no")))
+    written = []
+    monkeypatch.setattr(os, "setxattr", lambda *given: written.append(given))
+    with pytest.raises(RefusedError, match="its group cannot be kept"):
+        output_files.write(OutFile.copy_of(source, target), source, replace=True, verify=False)
+    assert not written and target.read_bytes() == b"old"
