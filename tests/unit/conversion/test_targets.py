@@ -161,7 +161,7 @@ def test_a_name_that_promises_another_file(tmp_path: Path, name: str, words: str
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("-", "standard output is no file"),
+        ("-", "no checkpoint is written to standard output"),
         ("hf://me/model/a.pt", "hf://me/model/a.pt: a URL"),
         (Path("https://host/a.pt"), "https://host/a.pt: a URL"),
     ],
