@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo
     from ckptconv.conversion.batches import convert_many, jobs_in, write_index
     from ckptconv.conversion.convert import convert
+    from ckptconv.conversion.in_place import undo
     from ckptconv.conversion.jobs import Job, Outcome
     from ckptconv.conversion.parts import FilePart, PlannedFile, plan
     from ckptconv.conversion.plan import InPlace, Report, Verified
-    from ckptconv.conversion.undo import undo
     from ckptconv.edits.changes import Changes, NameChange
     from ckptconv.edits.devices import MapLocation
     from ckptconv.edits.in_memory import add_prefix, strip_prefix
@@ -128,7 +128,7 @@ _HOMES = {
     "conversion.jobs": "Job Outcome",
     "conversion.parts": "FilePart PlannedFile plan",
     "conversion.plan": "InPlace Report Verified",
-    "conversion.undo": "undo",
+    "conversion.in_place": "undo",
     "edits.changes": "Changes NameChange",
     "edits.devices": "MapLocation",
     "edits.in_memory": "add_prefix strip_prefix",

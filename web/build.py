@@ -47,9 +47,9 @@ ENCODINGS = "__init__ aliases ascii cp437 latin_1 raw_unicode_escape unicode_esc
 NOT_HERE = """
     __main__ byteranges/far byteranges/kernels/assembling byteranges/kernels/casting byteranges/kernels/comparing
     byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
-    conversion/executors conversion/in_place conversion/jobs conversion/process_pool
-    conversion/undo conversion/worker formats/in_place inspection/verification output/cast_threads output/in_place
-    output/s3_upload output/upload_parts render/notebook render/page/vendor/make signals tensors
+    conversion/in_place conversion/jobs conversion/process_pool conversion/worker formats/in_place
+    inspection/verification output/cast_threads output/in_place output/s3_upload
+    output/upload_parts render/notebook render/page/vendor/make signals tensors
 """
 #: The files of the page itself, in the order in which they are loaded, and their content types.
 SHELL = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(

@@ -12,9 +12,17 @@ from typing import Any
 
 import click
 
+from ckptconv.cli.commands import (
+    PATH,
+    PageFile,
+    debug_option,
+    download_option,
+    group,
+    name_options,
+    page_options,
+    take_options,
+)
 from ckptconv.cli.commands import Command as ClickCommand
-from ckptconv.cli.options import PATH, debug_option, download_option, group, name_options, take_options
-from ckptconv.cli.pages import PageFile, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError, UsageError, count

@@ -15,9 +15,7 @@ import click
 
 from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.checkpoint.globs import matches
-from ckptconv.cli.commands import Command
-from ckptconv.cli.options import PATH, debug_option, download_option
-from ckptconv.cli.pages import PageFile, page_options
+from ckptconv.cli.commands import PATH, Command, PageFile, debug_option, download_option, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError
 from ckptconv.hints import option

@@ -6,10 +6,9 @@ from typing import Any
 
 import click
 
-from ckptconv.cli.commands import Command
-from ckptconv.cli.options import PATH, debug_option
+from ckptconv.cli.commands import PATH, Command, debug_option
 from ckptconv.cli.terminal import show_error
-from ckptconv.conversion.undo import take_back
+from ckptconv.conversion.in_place import take_back
 from ckptconv.errors import CkptconvError, count
 
 

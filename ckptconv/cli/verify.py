@@ -12,8 +12,7 @@ from typing import Any
 import click
 
 from ckptconv.byteranges.given_paths import is_folder, path_at
-from ckptconv.cli.commands import Command
-from ckptconv.cli.options import PATH, debug_option, download_option
+from ckptconv.cli.commands import PATH, Command, debug_option, download_option
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.formats.distributed.rank_names import as_sets

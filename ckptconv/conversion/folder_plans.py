@@ -18,8 +18,8 @@ from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.conversion.discovery import find, find_in
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan, read_and_plan
-from ckptconv.conversion.target_conflicts import refuse_one_place
 from ckptconv.conversion.target_names import Found, name_in_folder
+from ckptconv.conversion.targets import refuse_one_place
 from ckptconv.edits.changes import CastCount, Changes, Dropped
 from ckptconv.edits.options import Edits, option_of
 from ckptconv.errors import CkptconvError, NoMatchError, count, some

@@ -22,10 +22,9 @@ from ckptconv.byteranges.sources import Source, is_url
 from ckptconv.byteranges.spans import ByteRange, OutFile, Progress
 from ckptconv.conversion.convert import running
 from ckptconv.conversion.in_place import change_in_place
-from ckptconv.conversion.items import Item, is_there
 from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.plan import Report
-from ckptconv.conversion.targets import find_item
+from ckptconv.conversion.targets import Item, find_item, is_there
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits, edits_from, option_of
 from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError, UsageError, redacted

@@ -6,22 +6,21 @@ import sys
 from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.sources import ComputedSource, Readable, Source
 from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow, Piece
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.safe_globals import needed_import
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.checkpoint.weights_only.unpickler import may_have_obstacles
-from ckptconv.conversion.loading_proof import prove_that_it_loads
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices
 from ckptconv.edits.options import Edits
 from ckptconv.edits.retag import tags_of, unmatched_rules
-from ckptconv.errors import CkptconvError, DangerousError, UsageError, require_torch, some
+from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError, require_torch, some
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.layout import check_growth
 from ckptconv.formats.sharded import container as sharded
@@ -30,11 +29,41 @@ from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual
 from ckptconv.hints import Placeholder, option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.other_files import OtherFile
+from ckptconv.output.virtual_file import VirtualFile
 from ckptconv.pickles.graph import Global
 from ckptconv.render.json_views import report_as_dict
 from ckptconv.render.report import report_lines
 from ckptconv.render.result import Result
 from ckptconv.safety.scan import dangers_carried
+from ckptconv.safety.torch_load import CALL, torch_loading
+
+
+class _Planned(ComputedSource):
+    """A planned file, read by position."""
+
+    def __init__(self, file: OutFile) -> None:
+        self.path, self.fd, self.size = file.path, -1, file.size
+        self._stream = VirtualFile(file)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with what stands at `offset`."""
+        self._stream.seek(offset)
+        self._stream.readinto(buffer)
+
+
+def prove_that_it_loads(file: OutFile, source: Path) -> None:
+    """Read a planned `file`, made of what stands in `source`, and follow what torch does with it.
+
+    Raises RefusedError where torch refuses it, or where that is not known.
+    """
+    loading = torch_loading(opening.read_file(cast("Source", _Planned(file))))
+    if not loading.loads:
+        raise RefusedError(
+            f"it cannot be proved that {CALL} takes the output",
+            where=source,
+            got=some([reason.text for reason in loading.reasons]),
+        )
+
 
 _SHOWN = 5  # dangers in an error
 #: What is done to numbers, by the pieces that stand for it.

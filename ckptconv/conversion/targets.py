@@ -8,19 +8,138 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.byteranges.given_paths import is_folder, path_at
-from ckptconv.byteranges.sources import is_url
-from ckptconv.conversion.discovery import find, find_in, is_hub_blob
-from ckptconv.conversion.items import Item, Listing
+from ckptconv.byteranges.sources import is_url, list_folder
+from ckptconv.conversion.discovery import find, find_in, is_hub_blob, is_part
 from ckptconv.conversion.options import USUAL, OutputOptions
-from ckptconv.conversion.target_conflicts import refuse_among_parts, refuse_inside, refuse_one_name
 from ckptconv.conversion.target_names import Found, Kind, name_in_folder
-from ckptconv.errors import InputError, MissingInputError, UsageError, count, some
+from ckptconv.errors import InputError, MissingInputError, RefusedError, UsageError, count, some
 from ckptconv.formats.distributed import rank_names
 from ckptconv.formats.foreign.folders import folder_error
 from ckptconv.formats.foreign.paths import no_path_error, odd_suffix_error
 from ckptconv.formats.sharded.index import is_index_file, sets_in
 from ckptconv.formats.writers import SUFFIXES, WRITERS, admitted, suffix_of
 from ckptconv.hints import Placeholder, command, option
+from ckptconv.light_dataclass import dataclass
+from ckptconv.output import far_targets
+
+
+def refuse_inside(path: Path, folder: Path) -> None:
+    """Raise UsageError where `path`, a folder to be made, stands in `folder`, which is read."""
+    if _is_inside(path, folder):
+        raise UsageError(
+            "the output is a folder within the input",
+            where=path,
+            hint="give one that stands elsewhere, or the input itself",
+        )
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether `path`, which need not exist, stands in `folder`, wherever links lead."""
+    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+
+
+def refuse_among_parts(listing: Listing) -> None:
+    """Raise UsageError where an item of `listing` would be one of the parts that it is made of, or a folder among them:
+    nobody could tell them apart afterwards. A file that is asked for by its own name may stand beside them.
+    """
+    for item in listing.items:
+        if item.kind not in ("dcp", "shards", "ranks"):
+            continue
+        folder = item.src if item.src.is_dir() else item.src.parent
+        if not (_is_inside(item.dst, folder) or _is_same(item.dst, folder)):
+            continue
+        is_file = not (listing.is_batch or item.is_folder)
+        is_beside = is_file and _is_same(item.dst.parent, folder)
+        if is_part(folder / item.dst.name, item.kind) if is_beside else item.kind == "dcp" and not is_file:
+            src = item.src if item.src.name.strip(".") else Path(os.path.abspath(item.src))
+            raise UsageError(
+                "the output would stand among the parts of the input",
+                where=item.dst,
+                expected="a path outside of it",
+                hint=None if item.is_folder else command("convert", src, src.with_name(f"{src.name}.pt")),
+            )
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def refuse_one_name(items: Sequence[Item]) -> None:
+    """Raise RefusedError where two of `items` would be written to one place, or one within the folder of another."""
+    refuse_one_place((item.dst, item.src) for item in items)
+    folders = {item.dst: item for item in items if item.is_folder}
+    for item in items if folders else ():
+        above = next((folders[parent] for parent in item.dst.parents if parent in folders), None)
+        if above is not None:
+            raise RefusedError(
+                f"{item.src} would go into the folder that {above.src} becomes",
+                where=item.dst,
+                hint="convert them to folders of their own",
+            )
+
+
+def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
+    """Raise RefusedError where two of `targets`, each a path and what becomes it, have one path."""
+    origin: dict[Path, Path] = {}
+    for path, src in targets:
+        if path in origin:
+            raise RefusedError(
+                f"{origin[path]} and {src} would both become it",
+                where=path,
+                hint="convert them to folders of their own",
+            )
+        origin[path] = src
+
+
+@dataclass(frozen=True)
+class Item:
+    """One conversion: of the file, sharded set or DCP folder `src`, to the file `dst`, or to the folder `dst` if it
+    `is_folder`. ``other`` is no checkpoint, and copied, but for a link out of the folder `within`. `notes`: what
+    else to know.
+    """
+
+    src: Path
+    dst: Path
+    kind: Kind
+    is_folder: bool = False
+    notes: tuple[str, ...] = ()
+    within: Path = Path()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a command means: its `items`, and, of folders, what is `other` and is left (where one checkpoint becomes a
+    file, all else in its folder), and what was `unentered` (links to folders, hidden ones). `is_batch`: there could be
+    any number of them. `notes`: what else to know.
+    """
+
+    items: tuple[Item, ...]
+    is_batch: bool = False
+    other: tuple[Path, ...] = ()
+    unentered: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def is_there(item: Item) -> bool:
+    """Whether the output of `item` exists; an empty folder does not count as one."""
+    if is_url(item.dst):
+        return far_targets.is_there(item.dst, is_folder=item.is_folder)
+    if item.is_folder and item.dst.is_dir():
+        return any(list_folder(item.dst))
+    return os.path.lexists(item.dst)
+
+
+def size_of(item: Item) -> int:
+    """The bytes of what `item` is made of, as far as they can be told without reading it.
+
+    What stands below a folder counts.
+    """
+    try:
+        if not is_folder(item.src):
+            return item.src.stat().st_size
+        return sum(os.path.getsize(part) for each in find(item.src) for part in each.parts)
+    except (OSError, InputError):  # whoever reads it will say so
+        return 0
 
 
 def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str | None]:

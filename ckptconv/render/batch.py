@@ -11,9 +11,9 @@ from ckptconv.hints import option
 from ckptconv.render.text import Style, cells, fact, fitting
 
 if TYPE_CHECKING:
-    from ckptconv.conversion.items import Listing
     from ckptconv.conversion.jobs import Outcome
     from ckptconv.conversion.plan import Report
+    from ckptconv.conversion.targets import Listing
 
 _REASONS = 10  # of failures
 

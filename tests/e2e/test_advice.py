@@ -835,7 +835,7 @@ CASES: dict[str, Case] = {
     "several changes in one folder": Case(
         lambda m: (_folder(m), [main(["convert", f"{m}/{n}.pt", "--in-place", "--add-prefix", "x"]) for n in "ab"]),
         "undo {m}", r"(ckptconv undo .*) takes one back", "one has its old bytes", nothing,
-        "conversion/undo.py:take_back:command undo",
+        "conversion/in_place.py:take_back:command undo",
     ),
     "in place, a wrapper in some shards": Case(
         lambda m: (torch.save({"module.a": torch.ones(9), "b": torch.ones(9)}, "w.pt"),
@@ -855,7 +855,7 @@ CASES: dict[str, Case] = {
     "a part as the output": Case(
         lambda m: _sharded(m), "convert {m} {m}/model-00001-of-00002.safetensors --to cpu",
         r"(ckptconv convert .*)", "loads", same(weights),
-        "conversion/target_conflicts.py:refuse_among_parts:command convert",
+        "conversion/targets.py:refuse_among_parts:command convert",
     ),
     "several models in one folder": Case(
         lambda m: (_sharded(m), torch.save(weights(), Path(m, "pytorch_model.bin"))), "convert {m} out.pt",
@@ -1200,8 +1200,8 @@ NOT_TYPED: dict[Site, str] = {
     "inspection/diagnosis/refusals.py:around:issue not known": "it says that nothing is known, and advises nothing",
     "cli/convert.py:convert_command:option in_place": _NAMED,
     "cli/inspect.py:_kinds:option fail_on": _NAMED,
-    "cli/pages.py:asked_for:option html": _NAMED,
-    "cli/pages.py:asked_for:option open": _NAMED,
+    "cli/commands.py:asked_for:option html": _NAMED,
+    "cli/commands.py:asked_for:option open": _NAMED,
     "cli/verify.py:verify_command:option expect_sha256": _NAMED,
     "conversion/in_place.py:check_edits:option *": _NAMED,
     "conversion/in_place.py:check_edits:option in_place": _NAMED,
@@ -1246,7 +1246,7 @@ NOT_TYPED: dict[Site, str] = {
         "it takes a run of several processes; its folder is converted in formats/distributed/test_safetensors_parts.py"
     ),
     "inspection/elements.py:spend:option include": "it takes a file larger than a test makes",
-    "cli/convert_batch.py:_says_how_far:option skip_existing": f"after Ctrl-C; {_FAULT}",
+    "cli/convert.py:_says_how_far:option skip_existing": f"after Ctrl-C; {_FAULT}",
     "conversion/in_place.py:_write:command undo": _FAULT,
     "conversion/in_place.py:_write_all:command undo": _FAULT,
     "conversion/in_place.py:_deliver:command undo": _FAULT,

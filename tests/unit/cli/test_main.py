@@ -238,7 +238,7 @@ _NEEDED = {
     " pickled_modules reading rebuild_functions rng_states safe_globals state_dicts storage_ids tensor_bytes"
     " tensor_info weights_only",
     "checkpoint.weights_only": "answers arguments containers effects objects tensors unpickler values",
-    "cli": "commands completion inspect main options pages terminal",
+    "cli": "commands inspect main terminal",
     "conversion": "target_names",
     "edits": "devices names wrappers",
     "formats": "distributed foreign layout legacy_file opening pickle_writing refusals safetensors_header sharded"

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import click
 
 import ckptconv
-from ckptconv.cli.commands import Command
+from ckptconv.cli.commands import Command, group, others_of
 from ckptconv.cli.convert import convert_command
 from ckptconv.cli.diff import diff_command
-from ckptconv.cli.options import group, others_of
 from ckptconv.conversion.options import ConvertOptions
 from ckptconv.inspection.comparison.options import DiffOptions
 

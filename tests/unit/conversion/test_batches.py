@@ -24,10 +24,9 @@ import torch
 
 import ckptconv
 from ckptconv import Job, Outcome, convert_many, jobs_in
-from ckptconv.cli import convert_batch
+from ckptconv.cli import convert as convert_module
 from ckptconv.conversion import jobs
-from ckptconv.conversion.batches import run_jobs
-from ckptconv.conversion.executors import processes
+from ckptconv.conversion.batches import processes, run_jobs
 from ckptconv.errors import TargetExistsError
 from tests.support.command import Command
 from tests.support.deadly_maps import die, stall
@@ -520,7 +519,7 @@ def test_interrupted_in_place(run_folder: Path, monkeypatch: pytest.MonkeyPatch,
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert_batch, "run_jobs", interrupt)
+    monkeypatch.setattr(convert_module, "run_jobs", interrupt)
     assert convert("run", "run", "--force", status=130).err == "ckptconv: 0 of 8 are done\n\nckptconv: interrupted\n"
 
 
@@ -696,7 +695,7 @@ def test_one_bar_for_all(run_folder: Path, monkeypatch: pytest.MonkeyPatch, jobs
     deep = Path("run") / ("x" * 60) / ("y" * 60)
     deep.mkdir(parents=True)
     shutil.copy("run/step-0/model.pt", deep)
-    monkeypatch.setattr(convert_batch, "PROGRESS_FROM", 1)
+    monkeypatch.setattr(convert_module, "PROGRESS_FROM", 1)
     said = convert("run", "new", "--to", "cuda:1", "-j", jobs).err
     total = sum(len(data) for data in files_in(Path("new")).values())
     assert f"{total / 1000:.1f}/{total / 1000:.1f} kB" in said

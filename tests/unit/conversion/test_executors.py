@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptconv.conversion import executors
-from ckptconv.conversion.batches import run_jobs
-from ckptconv.conversion.executors import processes
+from ckptconv.conversion import batches
+from ckptconv.conversion.batches import processes, run_jobs
 from ckptconv.conversion.jobs import Job, Outcome, Task
 from ckptconv.output.threads import Threads
 
@@ -120,7 +119,7 @@ def test_a_failing_sync_of_the_folder_is_that_of_all_who_waited(
 @needs_proc
 def test_what_is_larger_waits_alone(jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """Together they have no more bytes on the way than one of them may have."""
-    monkeypatch.setattr(executors, "_WAITING", 1000)
+    monkeypatch.setattr(batches, "_WAITING", 1000)
     disk = Disk(monkeypatch, 1)
     synced: list[int] = []
 
@@ -193,8 +192,8 @@ def test_what_is_not_one_file_waits_alone(jobs: list[Job]) -> None:
     """A set by its index, and rank files by a pattern, have all their files open."""
     Path("model.safetensors.index.json").write_text("{}")
     for src, is_alone in ((jobs[0].src, False), ("model.safetensors.index.json", True), ("in/*.pt", True)):
-        _, nbytes = executors._paths_and_size(Task(Job(src, "out.pt")))
-        assert (nbytes == executors._WAITING) == is_alone, src
+        _, nbytes = batches._paths_and_size(Task(Job(src, "out.pt")))
+        assert (nbytes == batches._WAITING) == is_alone, src
 
 
 @needs_proc

@@ -33,7 +33,6 @@ from ckptconv.byteranges import undo_journal
 from ckptconv.byteranges.patches import Patch
 from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, read_journal, state_of
 from ckptconv.conversion import in_place
-from ckptconv.conversion import undo as undoing
 from ckptconv.limits import LIMITS
 from ckptconv.output import files as output_files
 from ckptconv.output.in_place import journal as journals
@@ -928,7 +927,7 @@ def test_a_set_of_old_and_new_files_is_no_set(sharded: Path, monkeypatch: pytest
                 raise KeyboardInterrupt
             return real(fd, journal)
 
-        monkeypatch.setattr(*((undoing, "restore") if undoes else (in_place, "write_new")), killed)
+        monkeypatch.setattr(*((in_place, "restore") if undoes else (in_place, "write_new")), killed)
         with pytest.raises(KeyboardInterrupt):
             ckptconv.undo(sharded) if undoes else ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
         monkeypatch.undo()

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from ckptconv import Job
-from ckptconv.conversion.batches import run_jobs
-from ckptconv.conversion.executors import processes
+from ckptconv.conversion.batches import processes, run_jobs
 from tests.support.deadly_maps import interrupt
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_for

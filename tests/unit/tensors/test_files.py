@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-import gc
 import argparse
+import gc
 import io
 import os
 import random
