@@ -478,7 +478,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
         loads_into("loadable.pt"),
     ),
     "ModuleNotFoundError: No module named 'models'": (with_lost_class, loads_into("weights.pt")),
-    "ModuleNotFoundError: No module named 'models', where the file is the model itself": (whole, loads_the_weights),
+    "ModuleNotFoundError: No module named 'models', if the file is the model itself": (whole, loads_the_weights),
     "AttributeError: Can't get attribute 'Net' on <module '__main__'>": (whole_wrapped, loads_the_wrapped_weights),
     "RuntimeError: Cannot use weights_only=True with TorchScript archives": (
         writing(lambda: scripted(nn.Linear(3, 2))),
