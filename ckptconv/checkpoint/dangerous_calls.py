@@ -13,12 +13,33 @@ from functools import lru_cache
 from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias, TypeGuard
 
-from ckptconv.checkpoint.danger_table import is_known_package, is_mentioned, is_method, listed, only_looks_up
-from ckptconv.checkpoint.dangerous_globals import INNARDS, is_dangerous, is_way_out, leads_to_danger
+from ckptconv.checkpoint.dangerous_globals import (
+    INNARDS,
+    is_dangerous,
+    is_known_package,
+    is_mentioned,
+    is_method,
+    is_way_out,
+    leads_to_danger,
+    listed,
+    only_looks_up,
+)
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.checkpoint.safe_globals import is_torchs
-from ckptconv.pickles.graph import Blob, Call, Global, Graph, Node, Tuple, Value, args_of, children, walk
-from ckptconv.pickles.python2_names import imported_as, imported_name
+from ckptconv.pickles.graph import (
+    Blob,
+    Call,
+    Global,
+    Graph,
+    Node,
+    Tuple,
+    Value,
+    args_of,
+    children,
+    imported_as,
+    imported_name,
+    walk,
+)
 
 _WITHOUT_INIT = ("NEWOBJ", "NEWOBJ_EX")  # opcodes that make an instance by __new__ alone
 _LONGEST_SHOWN = 40  # characters of an attribute's name

@@ -15,8 +15,7 @@ from ckptconv.checkpoint.rebuild_functions import TensorReader, device_arguments
 from ckptconv.checkpoint.tensor_info import DeviceArgument, Reference, Storage, TensorInfo
 from ckptconv.checkpoint.weights_only.unpickler import obstacles
 from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Value, args_of, walk
-from ckptconv.pickles.paths import Leaf, Place, find_places
-from ckptconv.pickles.referrers import Referrers
+from ckptconv.pickles.paths import Leaf, Place, Referrers, find_places
 
 #: How functions are called that give what they rebuild the attributes in their fourth argument.
 _WITH_STATE = ("_with_state", "_rebuild_from_type", "_rebuild_from_type_v2")

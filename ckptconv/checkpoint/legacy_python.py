@@ -25,7 +25,7 @@ from ckptconv.pickles.graph import (
     is_global,
     walk,
 )
-from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.machine import CODES
 
 _PYTHON_2 = frozenset(CODES[name][0] for name in ("STRING", "BINSTRING", "SHORT_BINSTRING"))
 _TENSOR_CLASS = regex(r"torch\.(?:cuda\.)?[A-Z][A-Za-z0-9]*Tensor")

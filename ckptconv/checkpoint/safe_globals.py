@@ -8,9 +8,8 @@ in :mod:`ckptconv.checkpoint.weights_only`.
 from __future__ import annotations
 
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS
-from ckptconv.pickles.graph import Global, Graph
-from ckptconv.pickles.opcodes import CODES
-from ckptconv.pickles.python2_names import imported_name
+from ckptconv.pickles.graph import Global, Graph, imported_name
+from ckptconv.pickles.machine import CODES
 
 #: The classes of tensors of torch before 0.4, by their dtypes.
 TENSOR_CLASSES = {

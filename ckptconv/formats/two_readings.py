@@ -35,7 +35,7 @@ from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Blob, Extension, Graph, PersistentId, Py2String, Tuple, Value
 from ckptconv.pickles.lenient import STARTS, LenientScan, scan_lenient
-from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.machine import CODES
 
 _BLOCK = 512  # bytes of a tar header, and where the first file in HDF5 may start
 #: Numbers that tarfile accepts: in base 256, or octal digits as int() reads them, up to a NUL.

@@ -40,7 +40,7 @@ from ckptconv.pickles.graph import (
     Value,
     walk,
 )
-from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.machine import CODES
 from ckptconv.pickles.rows import RowCall, RowForm, RowItems
 
 # By the number of items; the last is for more than three.

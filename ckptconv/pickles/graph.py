@@ -13,6 +13,7 @@ an :class:`Effect` in the object's ``effects``. Making a call, a persistent id o
 from __future__ import annotations
 
 import gc
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
@@ -433,3 +434,22 @@ def strings_of(mapping: Object) -> dict[str, Value]:
 def is_count(value: Value) -> TypeGuard[int]:
     """Return whether `value` can be a number of elements: an ``int``, not negative, and below ``LIMITS.elements``."""
     return type(value) is int and 0 <= value < LIMITS.elements
+
+
+def imported_name(node: Global, protocol: int) -> str:
+    """Return ``module.name`` as it is looked up for `node` in a pickle of this `protocol`. Nothing is imported."""
+    return ".".join(imported_as(node, protocol))
+
+
+def imported_as(node: Global, protocol: int) -> tuple[str, str]:
+    """Return the module and the name of :func:`imported_name`.
+
+    Source: CPython's ``Lib/pickle.py``, ``_Unpickler.find_class``.
+    """
+    module, name = node.module, node.name
+    if protocol < 3:
+        if (module, name) in NAME_MAPPING:
+            module, name = NAME_MAPPING[module, name]
+        else:
+            module = IMPORT_MAPPING.get(module, module)
+    return module, name

@@ -41,8 +41,7 @@ from ckptconv.pickles.graph import (
     Tuple,
     Value,
 )
-from ckptconv.pickles.machine import PickleMachine
-from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.machine import CODES, PickleMachine
 from ckptconv.pickles.parser import OPERATIONS, in_dispatch
 
 _HIGHEST_PROTOCOL = 5

@@ -28,8 +28,7 @@ from ckptconv.pickles.graph import (
     Tuple,
     Value,
 )
-from ckptconv.pickles.machine import Operation, PickleMachine, kind_of
-from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.machine import CODES, Operation, PickleMachine, kind_of
 from ckptconv.pickles.rows import RowMachine
 
 _HIGHEST_PROTOCOL = 5

@@ -27,8 +27,7 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import NO_EFFECTS, Call, Global, Graph, PersistentId, Tuple, Value
-from ckptconv.pickles.machine import PickleMachine
-from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.machine import CODES, PickleMachine
 
 # Each number has the shortest opcode, as in the emitter's output.
 _INT = rb"(?:K.|M.[^\0]|J..(?!\0\0)..)"

@@ -34,9 +34,8 @@ from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES
 from ckptconv.formats.zip_archive import STORED, Member, read_archive
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Blob, ByteArray, Graph, Py2String, Value, args_of
+from ckptconv.pickles.graph import Blob, ByteArray, Graph, Py2String, Value, args_of, imported_name
 from ckptconv.pickles.lenient import NAMING, STARTS, LenientScan, scan_lenient
-from ckptconv.pickles.python2_names import imported_name
 
 _HEAD = 64
 _FIRST = frozenset(bytes([code]) for code in STARTS)

@@ -20,7 +20,7 @@ from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import is_torchs
-from ckptconv.checkpoint.weights_only.answers import Answer
+from ckptconv.checkpoint.weights_only.values import Answer
 from ckptconv.errors import InputChangedError, InputError, LimitError
 from ckptconv.formats import torch_zip
 from ckptconv.formats.foreign.pickles import LOADER
@@ -38,12 +38,11 @@ from ckptconv.pickles.graph import (
     Value,
     args_of,
     children,
+    imported_name,
     is_global,
     walk,
 )
-from ckptconv.pickles.paths import Place, find_places
-from ckptconv.pickles.python2_names import imported_name
-from ckptconv.pickles.referrers import Referrers
+from ckptconv.pickles.paths import Place, Referrers, find_places
 from ckptconv.safety.nested_pickles import (
     Encoded,
     Inner,

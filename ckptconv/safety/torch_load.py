@@ -17,9 +17,9 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Inflate
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.storage_ids import storage_id
-from ckptconv.checkpoint.weights_only.answers import TORCH, Answer, Reason
 from ckptconv.checkpoint.weights_only.objects import Contents
 from ckptconv.checkpoint.weights_only.unpickler import reasons
+from ckptconv.checkpoint.weights_only.values import TORCH, Answer, Reason
 from ckptconv.dtypes import BY_NAME, UNTYPED
 from ckptconv.errors import InputError, MalformedError
 from ckptconv.formats.legacy_file import LegacyFile

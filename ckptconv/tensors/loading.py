@@ -27,8 +27,7 @@ from ckptconv.formats import torch_zip
 from ckptconv.hints import joined, option
 from ckptconv.inspection.diagnosis.refusals import Refused
 from ckptconv.output.virtual_file import VirtualFile
-from ckptconv.pickles.graph import Global
-from ckptconv.pickles.python2_names import imported_name
+from ckptconv.pickles.graph import Global, imported_name
 from ckptconv.tensors import devices_here
 
 #: A function for ``torch.load``: it moves a storage, which was loaded on the CPU, to its device.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.danger_table import make
 from tests.support.gadgets import GADGETS, SETUP
+from tools.danger_table import make
 
 LOAD = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])))"
 

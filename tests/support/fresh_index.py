@@ -15,8 +15,7 @@ from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected, detect
 from ckptconv.checkpoint.tensor_info import DeviceArgument, TensorInfo
-from ckptconv.pickles.paths import Place
-from ckptconv.pickles.referrers import Referrers
+from ckptconv.pickles.paths import Place, Referrers
 
 __all__ = ["assert_fresh", "check_each_access"]
 

@@ -11,9 +11,8 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ckptconv.pickles.graph import Global
-from ckptconv.pickles.opcodes import CODES
-from ckptconv.pickles.python2_names import imported_name
+from ckptconv.pickles.graph import Global, imported_name
+from ckptconv.pickles.machine import CODES
 
 __all__ = ["trace"]
 

@@ -14,8 +14,7 @@ from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.errors import CkptconvError
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Call, Effect, Graph, Node, PersistentId, Tuple
-from ckptconv.pickles.machine import PickleMachine
-from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.machine import CODES, PickleMachine
 from ckptconv.pickles.parser import DISPATCH
 from ckptconv.pickles.rows import RowId, RowMachine
 

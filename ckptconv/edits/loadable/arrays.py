@@ -21,8 +21,19 @@ from ckptconv.edits.loadable.numpy_dtypes import numpy_dtype
 from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, count_of, data_of, pickled
 from ckptconv.errors import LimitError
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import AT_ONCE, Call, Effect, Global, List, Node, PersistentId, Tuple, Value, args_of
-from ckptconv.pickles.python2_names import imported_name
+from ckptconv.pickles.graph import (
+    AT_ONCE,
+    Call,
+    Effect,
+    Global,
+    List,
+    Node,
+    PersistentId,
+    Tuple,
+    Value,
+    args_of,
+    imported_name,
+)
 
 _ARRAYS = ("numpy.ndarray", "numpy.matrix", "numpy.memmap")
 _MODULES = ("numpy.core", "numpy._core")

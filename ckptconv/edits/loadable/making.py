@@ -35,15 +35,14 @@ from ckptconv.pickles.graph import (
     Set,
     Tuple,
     Value,
+    imported_name,
     is_global,
     members_of,
     strings_of,
     walk,
 )
-from ckptconv.pickles.opcodes import CODES
-from ckptconv.pickles.paths import Place
-from ckptconv.pickles.python2_names import imported_name
-from ckptconv.pickles.referrers import Referrers
+from ckptconv.pickles.machine import CODES
+from ckptconv.pickles.paths import Place, Referrers
 
 _KINDS: tuple[tuple[type, str], ...] = (
     (Dict, "dict"), (List, "list"), (Set, "set"), (str, "text"), (bool, "bool"), (int, "int"), (float, "float"),

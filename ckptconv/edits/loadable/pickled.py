@@ -19,9 +19,9 @@ from ckptconv.pickles.graph import (
     Tuple,
     Value,
     args_of,
+    imported_name,
     is_global,
 )
-from ckptconv.pickles.python2_names import imported_name
 
 _RECONSTRUCTOR = "copyreg._reconstructor"
 

@@ -11,8 +11,7 @@ from ckptconv.edits.selection import holder_of
 from ckptconv.errors import RefusedError, count, some
 from ckptconv.hints import Message, Option, Placeholder, command, joined, option
 from ckptconv.pickles.graph import Call, Dict, Global, List, Set, Value
-from ckptconv.pickles.paths import Place, is_item
-from ckptconv.pickles.referrers import Referrers
+from ckptconv.pickles.paths import Place, Referrers, is_item
 
 _SHOWN = 10  # objects in an error
 _MOST_DROPS = 20  # in a command; above that, what they stand in goes

@@ -33,9 +33,20 @@ from ckptconv.errors import LimitError, MalformedError, UnsupportedError, printa
 from ckptconv.formats.distributed.chunks import Chunk
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import emit
-from ckptconv.pickles.graph import Call, Dict, Global, Graph, List, Tuple, Value, args_of, is_count, is_global
+from ckptconv.pickles.graph import (
+    Call,
+    Dict,
+    Global,
+    Graph,
+    List,
+    Tuple,
+    Value,
+    args_of,
+    imported_name,
+    is_count,
+    is_global,
+)
 from ckptconv.pickles.parser import parse
-from ckptconv.pickles.python2_names import imported_name
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"

@@ -38,11 +38,11 @@ from ckptconv.pickles.graph import (
     Value,
     args_of,
     children,
+    imported_name,
     members_of,
 )
 from ckptconv.pickles.machine import HASHED_AS_IT_IS
 from ckptconv.pickles.paths import Place
-from ckptconv.pickles.python2_names import imported_name
 
 KEY_SIZE = 4096  # atoms, or kilobytes, of the largest key or member that is compared by its meaning
 _LATIN_1 = ("latin1", "latin-1", "iso-8859-1")

@@ -9,8 +9,7 @@ from ckptconv.errors import CkptconvError, count
 from ckptconv.formats import opening
 from ckptconv.hints import Option
 from ckptconv.inspection.diagnosis.findings import Fix, Scope
-from ckptconv.pickles.graph import Global, Value
-from ckptconv.pickles.python2_names import imported_name
+from ckptconv.pickles.graph import Global, Value, imported_name
 
 
 def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[Fix, str] | None:

@@ -18,9 +18,8 @@ from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option, literal, saved_by_torch
 from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope, first_few
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, is_global, walk
+from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, imported_name, is_global, walk
 from ckptconv.pickles.paths import Place, is_item
-from ckptconv.pickles.python2_names import imported_name
 from ckptconv.safety.torch_load import Loading
 
 _PICKLE, _LEGACY = WRITERS["pickle"].name, WRITERS["legacy"].name

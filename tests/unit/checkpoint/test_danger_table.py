@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptconv.checkpoint.danger_table import is_known_package, is_method, listed
-from ckptconv.checkpoint.dangerous_globals import is_dangerous
+from ckptconv.checkpoint.dangerous_globals import is_dangerous, is_known_package, is_method, listed
 from ckptconv.pickles.graph import Global
-from tests.danger_table import flows, make, primitives
-from tests.danger_table.modules import Library
+from tools.danger_table import flows, make, primitives
+from tools.danger_table.modules import Library
 
 # Looking names up
 
@@ -58,7 +57,7 @@ def test_the_table_is_not_read_for_nothing(tmp_path: Path) -> None:
     """Importing the package reads no table, nor does a file of which torch's safe loader takes all."""
     code = (
         "import sys, torch, ckptconv; from ckptconv.inspection.verification import verify\n"
-        "from ckptconv.checkpoint.danger_table import _table\n"
+        "from ckptconv.checkpoint.dangerous_globals import _table\n"
         "torch.save({'w': torch.ones(1)}, sys.argv[1])\n"
         "verify(sys.argv[1]); print(_table.cache_info().currsize)"
     )
@@ -182,7 +181,7 @@ import importlib, sys, types, warnings
 warnings.simplefilter("ignore")
 for name in sys.argv[1:]:
     importlib.import_module(name)
-from ckptconv.checkpoint.danger_table import is_known_package, listed
+from ckptconv.checkpoint.dangerous_globals import is_known_package, listed
 from ckptconv.checkpoint.dangerous_globals import leads_to_danger
 compared = 0
 for name, module in [*sys.modules.items()]:

@@ -11,10 +11,10 @@ import torch
 from torch import _weights_only_unpickler as safe
 
 from ckptconv.checkpoint.safe_globals import ALLOWED, TENSOR_CLASSES
-from ckptconv.checkpoint.weights_only import containers, tensors
-from ckptconv.checkpoint.weights_only.answers import Reason
+from ckptconv.checkpoint.weights_only import tensors
 from ckptconv.checkpoint.weights_only.objects import Contents
 from ckptconv.checkpoint.weights_only.unpickler import MAKERS, may_have_obstacles, obstacles, reasons
+from ckptconv.checkpoint.weights_only.values import Reason
 from ckptconv.dtypes import BY_NAME
 from ckptconv.pickles.graph import Graph
 from ckptconv.pickles.parser import parse
@@ -65,11 +65,11 @@ def test_attributes_that_torch_sets_itself() -> None:
 
 def test_layouts_and_devices() -> None:
     """The names that torch knows."""
-    assert {str(value) for value in vars(torch).values() if isinstance(value, torch.layout)} == containers.LAYOUTS
+    assert {str(value) for value in vars(torch).values() if isinstance(value, torch.layout)} == tensors.LAYOUTS
     with pytest.raises(RuntimeError, match="Expected one of") as error:
         torch.device("foo")
     listed = str(error.value).split("one of ")[1].split(" device")[0]
-    assert set(listed.split(", ")) == containers.DEVICE_TYPES
+    assert set(listed.split(", ")) == tensors.DEVICE_TYPES
 
 
 @pytest.mark.parametrize("name", BY_NAME)

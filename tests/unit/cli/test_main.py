@@ -234,10 +234,10 @@ _NEEDED = {
     " light_dataclass limits pickles render safety signals",
     "byteranges": "checksums crc32 fault_sink file_objects given_paths latin1 locks patches reading sources spans"
     " undo_journal",
-    "checkpoint": "danger_table dangerous_calls dangerous_globals describe globs index legacy_python model"
+    "checkpoint": "dangerous_calls dangerous_globals describe globs index legacy_python model"
     " pickled_modules reading rebuild_functions rng_states safe_globals state_dicts storage_ids tensor_bytes"
     " tensor_info weights_only",
-    "checkpoint.weights_only": "answers arguments containers effects objects tensors unpickler values",
+    "checkpoint.weights_only": "objects tensors unpickler values",
     "cli": "commands inspect main terminal",
     "conversion": "target_names",
     "edits": "devices names wrappers",
@@ -248,7 +248,7 @@ _NEEDED = {
     "formats.sharded": "container index",
     "inspection": "diagnosis summary",
     "inspection.diagnosis": "devices diagnose findings host plain_data prefixes refusals storages",
-    "pickles": "graph lenient machine opcodes parser paths python2_names referrers rows",
+    "pickles": "graph lenient machine parser paths rows",
     "render": "facts json_views listing result summary table text tree values",
     "safety": "nested_pickles scan torch_load",
 }

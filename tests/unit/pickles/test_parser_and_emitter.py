@@ -26,10 +26,9 @@ from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable, obs
 from ckptconv.errors import CkptconvError, LimitError, MalformedError, UnsupportedError
 from ckptconv.limits import LIMITS, Limits
 from ckptconv.pickles.emitter import emit
-from ckptconv.pickles.graph import Blob, Global, Graph, walk
-from ckptconv.pickles.opcodes import CODES
+from ckptconv.pickles.graph import Blob, Global, Graph, imported_name, walk
+from ckptconv.pickles.machine import CODES
 from ckptconv.pickles.parser import parse
-from ckptconv.pickles.python2_names import imported_name
 from tests.support.judge import assert_same
 from tests.support.memory import memory_below
 from tests.support.reference_machine import trace

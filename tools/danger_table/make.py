@@ -1,8 +1,8 @@
 """Make ``ckptconv/checkpoint/dangerous_globals.txt``: what Python, torch and what they need lend that does harm.
 
-    python -m tests.danger_table.make                     for the Python, torch and numpy at hand, added to the table
-    python -m tests.danger_table.make --stdlib FOLDER     for the standard library of another version too
-    python -m tests.danger_table.make --check             writes nothing; fails if something is not in the table
+    python -m tools.danger_table.make                     for the Python, torch and numpy at hand, added to the table
+    python -m tools.danger_table.make --stdlib FOLDER     for the standard library of another version too
+    python -m tools.danger_table.make --check             writes nothing; fails if something is not in the table
 
 Nothing that is looked at is imported or run. Syntax trees are held for one module at a time.
 """
@@ -22,8 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ckptconv.checkpoint.dangerous_globals import is_on_lists
-from tests.danger_table import flows, primitives
-from tests.danger_table.modules import Class, Entity, External, Function, Library, Module, is_table, read_library
+from tools.danger_table import flows, primitives
+from tools.danger_table.modules import Class, Entity, External, Function, Library, Module, is_table, read_library
 
 __all__ = ["PACKAGES", "PYTHON", "STDLIB", "Table", "entries", "main", "read_table", "walked"]
 
@@ -53,7 +53,7 @@ _INNER = ("torch._dynamo", "torch._export", "numpy.distutils", "torch.onnx", "to
 _EVERYDAY = frozenset([*dir(dict), *dir(list), *dir(set), *dir(str), "backward", "type"]) - {"replace"}
 
 _HEAD = """\
-# Made by tests/danger_table/make.py, which says how; do not edit. A line for each module: what it has that does harm.
+# Made by tools/danger_table/make.py, which says how; do not edit. A line for each module: what it has that does harm.
 # name: a function, or a method of a class (with "?": it only looks something up); Class(): a class whose __init__ does
 # it, Class(new): whose __new__ does; table[]: a dict, list or set of the module's own; name=other: the same as another;
 # Class<Base: has its methods.

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tests.danger_table.modules import (
+from tools.danger_table.modules import (
     Class,
     Entity,
     External,
