@@ -45,7 +45,7 @@ LEFT_OUT = """
 ENCODINGS = "__init__ aliases ascii cp437 latin_1 raw_unicode_escape unicode_escape utf_8 utf_8_sig utf_16 utf_32"
 #: Modules of the package that are left out: they need a terminal, a network, torch, processes or a disk.
 NOT_HERE = """
-    __main__ byteranges/far byteranges/kernels/assembling byteranges/kernels/casting byteranges/kernels/comparing
+    __main__ byteranges/far byteranges/kernels/casting byteranges/kernels/comparing
     byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
     conversion/in_place conversion/jobs conversion/process_pool conversion/worker formats/in_place
     inspection/verification output/cast_threads output/in_place output/s3_upload

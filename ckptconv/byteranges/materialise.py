@@ -71,7 +71,7 @@ class Pieces:
 
             yield from gather(piece, self._whole(piece.of))
         elif isinstance(piece, Assemble):
-            from ckptconv.byteranges.kernels.assembling import assemble
+            from ckptconv.byteranges.kernels.gathering import assemble
 
             yield from assemble(piece)
         elif isinstance(piece, Cast):
@@ -216,6 +216,6 @@ def _import_kernels() -> None:
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        from ckptconv.byteranges.kernels import assembling, casting, gathering  # noqa: F401
+        from ckptconv.byteranges.kernels import casting, gathering  # noqa: F401
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

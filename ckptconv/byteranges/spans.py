@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeAlias
 
-from ckptconv.byteranges.crc32 import combined
+from ckptconv.byteranges.checksums import combined
 from ckptconv.dtypes import BY_NAME
 from ckptconv.light_dataclass import dataclass
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptconv.byteranges.locks import lock_exclusive
-from ckptconv.byteranges.patches import Patch, Patches
 from ckptconv.byteranges.record_checks import CheckingSink
 from ckptconv.byteranges.sources import MORE_FILES, ComputedSource, Source, SourceFolder, check_system, leave_spare
 from ckptconv.byteranges.undo_journal import (
@@ -25,6 +24,8 @@ from ckptconv.byteranges.undo_journal import (
     HOT,
     NO_JOURNAL,
     Journal,
+    Patch,
+    Patches,
     journal_path,
     journals_of,
     read_journal,

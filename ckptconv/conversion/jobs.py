@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptconv.byteranges.checksums import crc32_of
+from ckptconv.byteranges.reading import crc32_of
 from ckptconv.byteranges.sources import Source, is_url
 from ckptconv.byteranges.spans import ByteRange, OutFile, Progress
 from ckptconv.conversion.convert import running

@@ -15,10 +15,10 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
-from ckptconv.byteranges.patches import SECTOR, Patch, Patches, between
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate, Piece
+from ckptconv.byteranges.undo_journal import SECTOR, Patch, Patches, between
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.checkpoint.tensor_info import Storage

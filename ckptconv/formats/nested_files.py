@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ckptconv.byteranges.latin1 import Latin1Text
+from ckptconv.byteranges.reading import Latin1Text
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.errors import MalformedError

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from ckptconv.byteranges.fault_sink import PickleSequence
-from ckptconv.byteranges.latin1 import Latin1Text, Step, no_bytes
+from ckptconv.byteranges.reading import Latin1Text, Step, no_bytes
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals

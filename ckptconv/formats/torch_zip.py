@@ -27,8 +27,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.checksums import check_crc32, crc32_of
+from ckptconv.byteranges.checksums import check_crc32
 from ckptconv.byteranges.fault_sink import PickleSequence
+from ckptconv.byteranges.reading import crc32_of
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import (
     ByteRange,

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptconv.byteranges.checksums import crc32_of
+from ckptconv.byteranges.reading import crc32_of
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,

@@ -72,7 +72,7 @@ def values_of(
         MissingTorchError: torch is not installed.
         LimitError: Views repeat what storages hold more often than anybody can wait for.
     """
-    from ckptconv.byteranges.kernels.summing import can_sum
+    from ckptconv.byteranges.kernels.summing import is_number
 
     homes: dict[str, tuple[object, ...]] = {}
     wanted: dict[tuple[object, ...], TensorInfo] = {}
@@ -80,7 +80,7 @@ def values_of(
         if info.storage is None or info.kind not in ("strided", "quantized"):
             continue
         number = in_numbers(info)
-        if get_dtype(info.dtype).packed == 1 and can_sum(number.dtype):
+        if get_dtype(info.dtype).packed == 1 and is_number(number.dtype):
             homes[path] = number.view
             wanted.setdefault(number.view, number)
     found = dict(zip(wanted, _Reader([*wanted.values()], byteorder, histogram=histogram).run(progress), strict=True))
@@ -189,7 +189,7 @@ class _Reader:
         return Statistics(self.dtypes[i], histogram=self.histogram)
 
     def result(self, i: int, found: Statistics) -> TensorValues:
-        from ckptconv.byteranges.kernels.histograms import bins_of
+        from ckptconv.byteranges.kernels.summing import bins_of
 
         found.repeat(self.repeats[i])
         return TensorValues(

@@ -10,8 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.checksums import check_crc32, checksum
-from ckptconv.byteranges.crc32 import combined
+from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.materialise import CastBuffer, Pieces
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Cast, Concat

@@ -23,12 +23,12 @@ from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionEr
 from botocore.parsers import ResponseParserError
 
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.checksums import Sums
 from ckptconv.byteranges.far.paths import far_path
 from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.byteranges.far.s3 import client, is_transient
 from ckptconv.byteranges.far.secrets import Secrets
 from ckptconv.byteranges.far.source import FarSource
+from ckptconv.byteranges.record_checks import Sums
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
 from ckptconv.errors import CkptconvError, OutputError, TargetExistsError, count, size

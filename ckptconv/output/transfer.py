@@ -17,8 +17,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeGuard
 
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.checksums import Sums, checksum
+from ckptconv.byteranges.checksums import checksum
 from ckptconv.byteranges.materialise import Pieces
+from ckptconv.byteranges.record_checks import Sums
 from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,
     ByteRange,

@@ -22,8 +22,7 @@ from encodings.aliases import aliases
 from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import RAISED
-from ckptconv.byteranges.latin1 import Latin1Text
-from ckptconv.byteranges.reading import inflated
+from ckptconv.byteranges.reading import Latin1Text, inflated
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.checkpoint.dangerous_globals import is_dangerous

@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 
 import ckptconv
-from ckptconv.byteranges import checksums
+from ckptconv.byteranges import record_checks
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.formats import opening
@@ -236,7 +236,7 @@ def safely(path: Path) -> Any:
 @pytest.fixture(autouse=True)
 def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """For files of a few bytes, by the thousand, they would take most of the time."""
-    monkeypatch.setattr(checksums, "_MOST_THREADS", 0)
+    monkeypatch.setattr(record_checks, "_MOST_THREADS", 0)
 
 
 @pytest.mark.parametrize("writer", ["torch", "ckptconv"])

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 import ckptconv
-from ckptconv.byteranges.patches import SECTOR
+from ckptconv.byteranges.undo_journal import SECTOR
 
 #: What was done: ("write", offset, bytes), ("size", bytes) or ("sync",).
 Operation = tuple[Any, ...]

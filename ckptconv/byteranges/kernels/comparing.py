@@ -15,27 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from ckptconv.byteranges.kernels.histograms import exponents_of
+from ckptconv.byteranges.kernels.summing import as_complex, as_real, exponents_of, is_number
 from ckptconv.dtypes import get_dtype
 
 _LOW = 0xFFFFFFFF
 _MODEST = 1 << 62
-_NUMBERS = {
-    "bool",
-    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "complex32",
-    "complex64",
-    "complex128",
-}
 
 
 class _Far(NamedTuple):
@@ -52,11 +36,6 @@ class _Far(NamedTuple):
 def comparable(a: str, b: str) -> bool:
     """Whether values of the dtypes `a` and `b` can be compared: both are numbers, or both are the same bits."""
     return a == b or (is_number(a) and is_number(b))
-
-
-def is_number(name: str) -> bool:
-    """Whether elements of the dtype `name` are numbers, one in each item, that this torch knows."""
-    return name in _NUMBERS and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 class Comparer:
@@ -207,24 +186,6 @@ class Comparer:
         self._count(apart)
         relative = (apart / size).nan_to_num_(nan=inf, posinf=inf)
         return _Far(outside, float(apart.max()), float(relative.max()))
-
-
-def as_real(numbers: torch.Tensor) -> torch.Tensor:
-    """Real `numbers` as float64."""
-    if numbers.dtype == torch.bool:
-        return (numbers.view(torch.uint8) != 0).double()
-    return (numbers.float() if numbers.dtype.itemsize == 1 else numbers).double()
-
-
-def as_complex(numbers: torch.Tensor) -> torch.Tensor:
-    """`numbers` as complex128."""
-    if numbers.dtype == torch.complex32:
-        return torch.view_as_complex(numbers.view(torch.float16).double().view(-1, 2))
-    return (
-        numbers.to(torch.complex128)
-        if numbers.is_complex()
-        else torch.complex(as_real(numbers), torch.zeros(()).double().expand(len(numbers)))
-    )
 
 
 def _is_modest(numbers: torch.Tensor) -> bool:

@@ -12,15 +12,77 @@ from math import isfinite, sqrt
 
 import torch
 
-from ckptconv.byteranges.kernels.comparing import as_complex, as_real, is_number
-from ckptconv.byteranges.kernels.histograms import exponents_of
-
+_NUMBERS = {
+    "bool",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "complex32",
+    "complex64",
+    "complex128",
+}
+BINS = 32
+_EXPONENT = 52  # the bit of a float64 at which its exponent begins, which 11 bits and the sign are
+_SIGN = 1 << 11
+_BIAS = 1023
 _BLOCK = 1 << 15  # elements that are summed at once: as few as torch gives to one thread, and they stay in its cache
 
 
-def can_sum(name: str) -> bool:
-    """Whether elements of the dtype `name` are numbers, one in each item."""
-    return is_number(name)
+def is_number(name: str) -> bool:
+    """Whether elements of the dtype `name` are numbers, one in each item, that this torch knows."""
+    return name in _NUMBERS and isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def as_real(numbers: torch.Tensor) -> torch.Tensor:
+    """Real `numbers` as float64."""
+    if numbers.dtype == torch.bool:
+        return (numbers.view(torch.uint8) != 0).double()
+    return (numbers.float() if numbers.dtype.itemsize == 1 else numbers).double()
+
+
+def as_complex(numbers: torch.Tensor) -> torch.Tensor:
+    """`numbers` as complex128."""
+    if numbers.dtype == torch.complex32:
+        return torch.view_as_complex(numbers.view(torch.float16).double().view(-1, 2))
+    return (
+        numbers.to(torch.complex128)
+        if numbers.is_complex()
+        else torch.complex(as_real(numbers), torch.zeros(()).double().expand(len(numbers)))
+    )
+
+
+def exponents_of(values: torch.Tensor) -> Counter[int]:
+    """How many of `values`, finite float64, have which sign and exponent."""
+    words = (values.view(torch.int64) >> _EXPONENT) & (2 * _SIGN - 1)
+    counts = torch.bincount(words, minlength=1)
+    used = counts.nonzero().view(-1)
+    return Counter(dict(zip(used.tolist(), counts[used].tolist(), strict=True)))
+
+
+def bins_of(exponents: Counter[int]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """The edges of the bins, and how many numbers each has.
+
+    Half of the bins are for negative numbers. From the largest magnitude down each is half as wide as the one
+    before it, but for the two around 0, which have the rest. A bin has its edge on the side of 0; zeros of both
+    signs, and float64's subnormal numbers, are on the positive side.
+    """
+    half = BINS // 2
+    lowest = half - _BIAS  # so that numbers with the exponent of subnormal ones are in a bin around 0
+    powers = {word: (word & (_SIGN - 1)) - _BIAS for word in exponents}
+    top = max([lowest, *powers.values()]) if powers else 0
+    edges = [0.0, *(2.0 ** (top - half + 1 + i) for i in range(1, half)), 2.0**top * 2]
+    counts = [0] * BINS
+    for word, n in exponents.items():
+        i = max(powers[word] - top + half - 1, 0)
+        counts[half + i if word <= _SIGN else half - 1 - i] += n
+    return (*(-edge for edge in reversed(edges[1:])), *edges), tuple(counts)
 
 
 class Statistics:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptconv.byteranges.latin1 import Latin1Text
+from ckptconv.byteranges.reading import Latin1Text
 from ckptconv.byteranges.sources import BytesSource, Readable
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.checkpoint.legacy_python import text_of

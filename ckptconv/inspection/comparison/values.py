@@ -308,7 +308,7 @@ class Values:
     def conclude(self, key: Key, comparer: Comparer) -> None:
         if comparer.differing and self.stops:
             raise DifferenceFound
-        from ckptconv.byteranges.kernels.histograms import bins_of
+        from ckptconv.byteranges.kernels.summing import bins_of
 
         times = self._repeats[key]
         exponents = Counter({word: n * times for word, n in comparer.exponents.items()})

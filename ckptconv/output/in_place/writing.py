@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from ckptconv.byteranges.patches import SECTOR, Patch
-from ckptconv.byteranges.undo_journal import Journal
+from ckptconv.byteranges.undo_journal import SECTOR, Journal, Patch
 from ckptconv.errors import RefusedError
 
 WRITTEN_ANEW = "the file was written anew since it was changed in place: nothing was restored"

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from ckptconv.byteranges import checksums
-from ckptconv.byteranges.checksums import Sums
+from ckptconv.byteranges import record_checks
+from ckptconv.byteranges.record_checks import Sums
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, Deferred, Literal, OutFile
 from ckptconv.errors import InputChangedError, MalformedError, OutputError
@@ -76,7 +76,7 @@ def test_leaving_ends_the_threads(source: Source, monkeypatch: pytest.MonkeyPatc
         original(self, offset, buffer)
 
     monkeypatch.setattr(Source, "read_into", slow)
-    monkeypatch.setattr(checksums, "_CHUNK", 1000)
+    monkeypatch.setattr(record_checks, "_CHUNK", 1000)
     before = threading.active_count()
     with Sums([span(source, 0, len(DATA))] * 20) as sums:
         began.wait()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptconv.byteranges import latin1
-from ckptconv.byteranges.latin1 import Latin1Text
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.reading import Latin1Text
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.errors import MalformedError
@@ -23,7 +23,7 @@ def said(text: bytes, before: bytes = b"") -> Latin1Text:
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 64])
 def test_every_byte_at_every_place(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Wherever the steps end, within characters too."""
-    monkeypatch.setattr(latin1, "_STEP", step)
+    monkeypatch.setattr(reading, "_STEP", step)
     chance = random.Random(step)
     data = bytes(chance.choice((chance.randrange(128), chance.randrange(256))) for _ in range(200))
     text = said(data.decode("latin-1").encode(), os.urandom(5))
@@ -40,7 +40,7 @@ def test_every_byte_at_every_place(monkeypatch: pytest.MonkeyPatch, step: int) -
 def test_what_says_no_bytes(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
     """Characters above 255, and what is no UTF-8, wherever steps end."""
     for step in (1, 2, 100):
-        monkeypatch.setattr(latin1, "_STEP", step)
+        monkeypatch.setattr(reading, "_STEP", step)
         with pytest.raises(MalformedError, match=r"^a\.pt: a text that stands for bytes has characters"):
             said(text)
 

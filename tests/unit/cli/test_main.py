@@ -232,8 +232,7 @@ assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 _NEEDED = {
     "": "byteranges checkpoint cli conversion dtypes edits errors formats guesses hints inspection lazy_regex"
     " light_dataclass limits pickles render safety signals",
-    "byteranges": "checksums crc32 fault_sink file_objects given_paths latin1 locks patches reading sources spans"
-    " undo_journal",
+    "byteranges": "checksums fault_sink file_objects given_paths locks reading sources spans undo_journal",
     "checkpoint": "dangerous_calls dangerous_globals describe globs index legacy_python model"
     " pickled_modules reading rebuild_functions rng_states safe_globals state_dicts storage_ids tensor_bytes"
     " tensor_info weights_only",

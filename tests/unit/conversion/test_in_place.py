@@ -30,8 +30,7 @@ from safetensors.torch import save_file
 
 import ckptconv
 from ckptconv.byteranges import undo_journal
-from ckptconv.byteranges.patches import Patch
-from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, journal_path, read_journal, state_of
+from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, Patch, journal_path, read_journal, state_of
 from ckptconv.conversion import in_place
 from ckptconv.limits import LIMITS
 from ckptconv.output import files as output_files

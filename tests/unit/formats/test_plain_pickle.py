@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckptconv
-from ckptconv.byteranges import latin1
+from ckptconv.byteranges import reading
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.cli.main import main
@@ -359,7 +359,7 @@ def test_bytes_that_are_spelled_as_a_text_are_decoded_piece_by_piece(
     write: Write, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Protocol 2 has no opcode for bytes: a character of one or two bytes for each, cut anywhere."""
-    monkeypatch.setattr(latin1, "_STEP", step)
+    monkeypatch.setattr(reading, "_STEP", step)
     numbers = (torch.arange(70_000 if step < 10 else 300_000) * 7 % 256).to(torch.uint8)
     path = write(pickle.dumps({"w": numbers}, 2))
     assert len(path.read_bytes()) > 64 * 1024

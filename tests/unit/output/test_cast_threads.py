@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import ckptconv
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.crc32 import combined
+from ckptconv.byteranges.checksums import combined
 from ckptconv.byteranges.kernels.casting import TorchCastBuffer
 from ckptconv.byteranges.sources import Source
 from ckptconv.conversion.convert import run

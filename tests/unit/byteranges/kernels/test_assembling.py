@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv.byteranges.kernels import assembling, gathering
+from ckptconv.byteranges.kernels import gathering
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat, Literal, OutFile
@@ -45,7 +45,7 @@ def test_as_torch_has_it(seed: int, plain: bool) -> None:
     piece = assembled(shape, dtype.itemsize, placements_of(chance, whole, chunks, plain=plain), HERE)
     assert piece.length == len(bytes_of(whole))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembling, "_BLOCK", chance.choice([16, 64, 1 << 20]))
+        patch.setattr(gathering, "_BLOCK", chance.choice([16, 64, 1 << 20]))
         patch.setattr(gathering, "_TILE", chance.choice([16, 64, 1 << 20]))
         patch.setattr(gathering, "_GAP", chance.choice([0, 16, 4096]))
         with Pieces([piece]) as pieces:
@@ -86,5 +86,5 @@ def test_columns_are_read_in_few_large_pieces() -> None:
     piece = Assemble(placements, (rows, 2 * columns), 4, 8 * rows * columns)
     assert piece.length > 40 << 20
     with memory_below(40 << 20):
-        assert sum(len(chunk) for chunk in assembling.assemble(piece)) == piece.length
+        assert sum(len(chunk) for chunk in gathering.assemble(piece)) == piece.length
     assert sum(source.reads) == piece.length and len(source.reads) == 2 * 32

@@ -8,12 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ckptconv.byteranges.kernels.histograms import BINS, bins_of
-from ckptconv.byteranges.kernels.summing import Statistics, can_sum
+from ckptconv.byteranges.kernels.summing import BINS, Statistics, bins_of, is_number
 from tests.support import zoo
 from tests.support.pieces import raw
 
-NUMBERS = [dtype for dtype in zoo.DTYPES if can_sum(str(dtype).removeprefix("torch."))]
+NUMBERS = [dtype for dtype in zoo.DTYPES if is_number(str(dtype).removeprefix("torch."))]
 
 
 def summed(tensor: torch.Tensor, *, cut: int | None = None) -> Statistics:
