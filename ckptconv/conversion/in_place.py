@@ -37,8 +37,8 @@ from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import InPlace, Report, Verified, refuse_dangers
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
+from ckptconv.edits.names import is_wrapped
 from ckptconv.edits.options import Edits
-from ckptconv.edits.wrappers import is_wrapped
 from ckptconv.errors import InputError, MissingInputError, NoMatchError, OutputError, RefusedError, UsageError, some
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp

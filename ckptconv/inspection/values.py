@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
-from ckptconv.byteranges.spans import Meter, Piece, Progress
+from ckptconv.byteranges.spans import Gather, Meter, Piece, Progress
 from ckptconv.checkpoint.tensor_bytes import piece_of
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.dtypes import get_dtype
-from ckptconv.inspection.elements import BLOCK, Budget, check_repeats, cost, in_numbers, without_repeats
+from ckptconv.errors import LimitError
+from ckptconv.hints import Placeholder, option
 from ckptconv.light_dataclass import dataclass
+from ckptconv.limits import LIMITS
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.summing import Statistics
 
+BLOCK = 1 << 15  # elements that are computed with at once: as few as torch gives to one thread
+_READ_THROUGH = 16  # bytes between elements that are read as quickly as one is computed with
+_WHOLE_NUMBERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 _ROOM = 1 << 20  # bytes that a thread holds
-_SEGMENT = 16 << 20  # bytes that a thread takes at once,
-_MOST_TENSORS = 64  # of as many tensors
+_SEGMENT = 16 << 20  # bytes that a thread takes at once
+_MOST_TENSORS = 64  # that these bytes may belong to
 _MOST_THREADS = 4
 
-#: Called with the bytes to read, for what is called with each number of bytes read.
 #: Parts of pieces: the number of the tensor, the offset, and the length.
 _Batch = list[tuple[int, int, int]]
 
@@ -203,3 +208,74 @@ class _Reader:
             norm=found.norm,
             histogram=Histogram(*bins_of(found.exponents)) if self.histogram else None,
         )
+
+
+# Elements
+
+
+class Budget:
+    """How many bytes may be read of `infos`, whose storages count once each."""
+
+    def __init__(self, infos: Iterable[TensorInfo], hint: str) -> None:
+        held = sum({id(info.storage): info.storage.nbytes for info in infos if info.storage}.values())
+        self._room = LIMITS.written(held)
+        self._hint = hint
+
+    def spend(self, nbytes: int, what: str) -> None:
+        """Count `nbytes` that are read for `what`.
+
+        Raises LimitError where all views together repeat what storages hold more often than anybody can wait for.
+        """
+        self._room -= nbytes
+        if self._room < 0:
+            raise LimitError(
+                f"{what} have too many elements for their storages",
+                expected=(
+                    f"at most {LIMITS.gathered_ratio} times what the storages hold, or {LIMITS.gathered_bytes:,} bytes"
+                    " more"
+                ),
+                hint=self._hint + option("include", Placeholder("GLOB")),
+            )
+
+
+def in_numbers(info: TensorInfo) -> TensorInfo:
+    """`info`, a tensor with a storage, where it is quantized as its whole numbers.
+
+    Where several are packed in a byte, and all bytes are its own, as bytes.
+    """
+    dtype = get_dtype(info.dtype)
+    if dtype.name in _WHOLE_NUMBERS:
+        return replace(info, dtype=_WHOLE_NUMBERS[dtype.name], kind="strided")
+    if dtype.packed == 1 or not info.contiguous or info.offset or prod(info.shape) % dtype.packed:
+        return info
+    return replace(info, dtype="uint8", kind="strided", shape=(info.nbytes,), stride=(1,))
+
+
+def without_repeats(*infos: TensorInfo) -> list[TensorInfo]:
+    """`infos`, of one shape, with one element in each dimension along which all of them repeat theirs."""
+    shape = infos[0].shape
+    strides = zip(*(info.stride for info in infos), strict=True)
+    kept = tuple(n if any(steps) else min(n, 1) for n, steps in zip(shape, strides, strict=True))
+    if kept == shape:
+        return [*infos]
+    return [replace(info, shape=kept, nbytes=prod(kept) * get_dtype(info.dtype).itemsize) for info in infos]
+
+
+def check_repeats(info: TensorInfo) -> None:
+    """Raise LimitError where one view repeats its elements too often."""
+    most = LIMITS.gathered(info.storage.nbytes if info.storage else 0)
+    if info.nbytes > most:
+        raise LimitError(
+            f"{info.path} has too many elements for its storage",
+            expected=f"at most {most:,} bytes",
+            got=f"{info.nbytes:,}",
+        )
+
+
+def cost(info: TensorInfo, piece: Piece) -> int:
+    """The bytes to read, or as much as takes as long: what lies between the elements of a view has to be read too."""
+    of = piece.uncast()
+    if not isinstance(of, Gather):
+        return info.nbytes
+    reach = 1 + sum((n - 1) * step for n, step in zip(of.shape, of.stride, strict=True))
+    return max(info.nbytes, reach * of.itemsize // _READ_THROUGH)

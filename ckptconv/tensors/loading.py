@@ -28,7 +28,7 @@ from ckptconv.hints import joined, option
 from ckptconv.inspection.diagnosis.refusals import Refused
 from ckptconv.output.virtual_file import VirtualFile
 from ckptconv.pickles.graph import Global, imported_name
-from ckptconv.tensors import devices_here
+from ckptconv.tensors.moving import automatic_device, require_devices
 
 #: A function for ``torch.load``: it moves a storage, which was loaded on the CPU, to its device.
 TorchsFunction: TypeAlias = Callable[[torch.UntypedStorage, str], "torch.UntypedStorage | None"]
@@ -56,7 +56,7 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         checkpoint.byteorder = _default_byteorder()
     if not callable(target):
         tags = _tags(checkpoint) if target is None else [target]
-        devices_here.require(
+        require_devices(
             tags,
             where=where,
             hint=option("map_location", "cpu")
@@ -177,7 +177,7 @@ def _device(word: object) -> str:
     Without an index it is the current device of its family. ``auto`` is the accelerator that is available, or the CPU.
     """
     if word == "auto":
-        return devices_here.automatic()
+        return automatic_device()
     if str(word) == "meta":  # no data, but the user may want only the shapes
         return "meta"
     target = parse_target(word)

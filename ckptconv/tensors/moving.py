@@ -8,7 +8,7 @@ storages, classes, attributes, ``requires_grad``. It also keeps gradients. Modul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,14 +16,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ckptconv.checkpoint.rng_states import CPU_RNG_BYTES, has_device_word, has_rng_word
 from ckptconv.edits.devices import Devices, MapLocation, Target, to_devices
+from ckptconv.errors import DeviceUnavailable
 from ckptconv.hints import for_python, option
-from ckptconv.tensors import devices_here
 from ckptconv.tensors.containers import Contents, Slot, attributes_of, is_wrapper, set_attributes
-from ckptconv.tensors.rng_states import rng_states
 
 _T = TypeVar("_T")
 _NO_INDEX = ("cpu", "mps", "meta")  # devices whose tags have no index
+_EVERYWHERE = ("cpu", "meta")
 
 
 @for_python
@@ -172,7 +173,7 @@ class _Move:
     def check(self) -> None:
         """Raise DeviceUnavailable if a tensor or storage would move to a device that is not here."""
         things = [*map(_thing, self.all), *self.found.storages]
-        devices_here.require(
+        require_devices(
             (new for thing in things if (new := self.target(thing)) != _tag(thing)),
             where=None,
             hint=option("map_location", "cpu")
@@ -253,9 +254,9 @@ def _resolved(map_location: MapLocation) -> Devices:
     A device without an index, for all tensors, becomes the current one of its family, if this machine has it.
     """
     devices = to_devices(
-        devices_here.automatic() if isinstance(map_location, str) and map_location == "auto" else map_location
+        automatic_device() if isinstance(map_location, str) and map_location == "auto" else map_location
     )
-    if devices.to and devices.to.index is None and devices_here.has(devices.to.family):
+    if devices.to and devices.to.index is None and has_device(devices.to.family):
         return replace(devices, to=Target(devices.to.family, _current(devices.to.family)))
     return devices
 
@@ -362,3 +363,134 @@ def _become(tensor: torch.Tensor, new: torch.Tensor) -> None:
     else:
         tensor.grad = None  # a reference from the gradient would prevent the swap
         torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+
+
+# Devices of this machine
+
+
+def has_device(tag: str) -> bool:
+    """Return whether torch can put tensors on the device `tag` here.
+
+    Its backend must be built in, and the device must be visible. ``cpu`` and ``meta`` exist everywhere. Their tags have
+    no index, so the answer for ``cpu:0`` is False.
+    """
+    family, _, index = tag.partition(":")
+    if family in _EVERYWHERE:
+        return not index  # torch restores no tag cpu:0
+    return int(index or 0) < _device_count(family) if index.isdecimal() or not index else False
+
+
+def _device_count(family: str) -> int:
+    """Return the number of devices of `family`, or 0 if this torch does not know it.
+
+    Backends that register themselves with torch (npu, mlu, ...) are modules of torch too. A backend that cannot count
+    its devices has one.
+    """
+    try:
+        backend = torch.get_device_module(family)
+    except RuntimeError:  # no device that this torch knows
+        return 0
+    count = int(backend.device_count()) if hasattr(backend, "device_count") else 1
+    return count if not hasattr(backend, "is_available") or backend.is_available() else 0
+
+
+def require_devices(tags: Iterable[str], *, where: object, hint: str) -> None:
+    """Raise DeviceUnavailable if torch lacks one of the devices `tags`.
+
+    `where` names the checkpoint in the error and `hint` says what to do.
+    """
+    missing = sorted({tag for tag in tags if not has_device(tag)})
+    if missing:
+        families = sorted({tag.partition(":")[0] for tag in missing})
+        seen = ", ".join(
+            f"{_device_count(family) or 'no'} {family} device{'s' * (_device_count(family) != 1)}"
+            for family in families
+        )
+        raise DeviceUnavailable(
+            f"tensors would go to {', '.join(missing)}, which torch does not have here",
+            where=where,
+            got=seen,
+            hint=hint,
+        )
+
+
+def automatic_device() -> str:
+    """Return the family of the available accelerator, or ``cpu`` if there is none."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator else "cpu"
+
+
+# States of random generators
+
+
+def rng_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+    """Return the tensors at `places` that are states of random generators.
+
+    `alone` returns whether nothing else uses the storage of a tensor. That holds for each state.
+    """
+    possible = [place for place in places if _is_bytes(place.node) and alone(place.node)]
+    judge = _Judge(possible)
+    return [place.node for place in possible if judge.is_state(place)]
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a plain vector of bytes that fills its storage, as each state is."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype == torch.uint8
+        and tensor.layout == torch.strided
+        and tensor.dim() == 1
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.numel()
+    )
+
+
+class _Judge:
+    """The rules, for the tensors that can be states by their form."""
+
+    def __init__(self, possible: list[Slot]) -> None:
+        self.possible = {id(place.node) for place in possible}
+        self.certain = {id(place.node) for place in possible if place.node.numel() == CPU_RNG_BYTES}
+        self.hinted = {id(place.node) for place in possible if any(has_rng_word(a.key) for a in place.upwards())}
+
+    def is_state(self, place: Slot) -> bool:
+        """Return whether the tensor at `place` is a state, by its size, its keys or its neighbours."""
+        if id(place.node) in self.certain:
+            return True
+        around = [above.node for above in place.upwards()][1:]
+        if self.is_in_state_dict([node for node in reversed(around) if isinstance(node, dict)]):
+            return False
+        if id(place.node) in self.hinted:
+            return True
+        item = next(each for each in place.upwards() if not (each.above and isinstance(each.above.node, (list, tuple))))
+        nearest = item.above and item.above.node
+        if not isinstance(nearest, dict) or not has_device_word(item.key):
+            return False
+        return any(id(value) in self.certain for value in nearest.values()) or {"python", "numpy"} <= nearest.keys()
+
+    def is_in_state_dict(self, dicts: list[dict[Any, Any]]) -> bool:
+        """Return whether one of `dicts` is a state dict.
+
+        `dicts` are the dictionaries around a tensor, the outermost first. The dictionaries in an optimizer's state are
+        not state dicts.
+        """
+        for node in dicts:
+            if isinstance(getattr(node, "_metadata", None), Mapping):
+                return True
+            if {"state", "param_groups"} <= node.keys():
+                return False
+            tensors = {id(value) for value in node.values() if isinstance(value, torch.Tensor)}
+            if tensors and all(map(_may_be_in_state_dict, node.keys(), node.values())) and not self.are_states(tensors):
+                return True
+        return False
+
+    def are_states(self, tensors: set[int]) -> bool:
+        """Return whether all of `tensors`, given by their ids, may be states."""
+        return tensors <= (self.certain | self.hinted if tensors.isdisjoint(self.certain) else self.possible)
+
+
+def _may_be_in_state_dict(key: object, value: object) -> bool:
+    """Return whether a state dict can have `value` under `key`."""
+    if not isinstance(key, str):
+        return False
+    return value is None or isinstance(value, torch.Tensor) or key.endswith("_extra_state")

@@ -228,31 +228,31 @@ CASES: dict[str, Case] = {
     # what inspect finds
     "a GPU that is not here": Case(
         saved(lambda: net().state_dict(), ("cuda:1",)), "inspect {m}.pt", FINDING.format("are on cuda:1"),
-        "loads, strict", fits(), f"{DIAGNOSIS}devices.py:missing_devices:issue device {CONVERT}",
+        "loads, strict", fits(), f"{DIAGNOSIS}issues.py:missing_devices:issue device {CONVERT}",
     ),
     "DataParallel": Case(
         saved(lambda: nn.DataParallel(net()).state_dict()), "inspect {m}.pt", FINDING.format("module. starts"),
         "loads, strict, no prefix", fits(),
-        f"{DIAGNOSIS}prefixes.py:prefixes:issue prefix {DIAGNOSIS}prefixes.py:prefixes:option strip_prefix {CONVERT}",
+        f"{DIAGNOSIS}issues.py:prefixes:issue prefix {DIAGNOSIS}issues.py:prefixes:option strip_prefix {CONVERT}",
     ),
     "torch.compile": Case(
         saved(lambda: torch.compile(net()).state_dict()), "inspect {m}.pt", FINDING.format("_orig_mod. starts"),
-        "loads, strict, no prefix", fits(), f"{DIAGNOSIS}prefixes.py:prefixes:option strip_prefix",
+        "loads, strict, no prefix", fits(), f"{DIAGNOSIS}issues.py:prefixes:option strip_prefix",
     ),
     "DataParallel of torch.compile": Case(
         saved(lambda: nn.DataParallel(torch.compile(net())).state_dict()), "inspect {m}.pt",
         FINDING.format("module._orig_mod. starts"), "loads, strict, no prefix", fits(),
-        f"{DIAGNOSIS}prefixes.py:prefixes:option unwrap",
+        f"{DIAGNOSIS}issues.py:prefixes:option unwrap",
     ),
     "FSDP's names inside": Case(
         saved(lambda: {f"0._fsdp_wrapped_module.{n}": t for n, t in net().state_dict().items()}), "inspect {m}.pt",
         FINDING.format("_fsdp_wrapped_module. is in"), "loads, strict, no prefix", fits(lambda: nn.Sequential(net())),
-        f"{DIAGNOSIS}prefixes.py:prefixes:option rename {DIAGNOSIS}prefixes.py:prefixes:option unwrap",
+        f"{DIAGNOSIS}issues.py:prefixes:option rename {DIAGNOSIS}issues.py:prefixes:option unwrap",
     ),
     "DataParallel around a part": Case(
         saved(lambda: _features().state_dict()), "inspect {m}.pt", FINDING.format("contain an inner module."),
         "loads, strict, no prefix", fits(Parts),
-        f"{DIAGNOSIS}prefixes.py:inner_prefixes:issue inner-prefix {DIAGNOSIS}prefixes.py:inner_prefixes:option rename",
+        f"{DIAGNOSIS}issues.py:inner_prefixes:issue inner-prefix {DIAGNOSIS}issues.py:inner_prefixes:option rename",
     ),
     **{
         f"DataParallel around a part, {option}": Case(
@@ -278,61 +278,61 @@ CASES: dict[str, Case] = {
     "a module called module in DataParallel": Case(
         saved(lambda: nn.DataParallel(nn.DataParallel(net())).state_dict()), "inspect {m}.pt",
         r"own; (--strip-prefix module\.module\.)", "loads, strict, no prefix", fits(),
-        f"{DIAGNOSIS}prefixes.py:prefixes:option strip_prefix", made="convert {m}.pt out.pt",
+        f"{DIAGNOSIS}issues.py:prefixes:option strip_prefix", made="convert {m}.pt out.pt",
     ),
     "AveragedModel, into the model": Case(
         saved(lambda: AveragedModel(net()).state_dict()), "inspect {m}.pt", FINDING.format("AveragedModel"),
-        "loads, strict, no prefix", fits(), f"{DIAGNOSIS}prefixes.py:prefixes:option exclude",
+        "loads, strict, no prefix", fits(), f"{DIAGNOSIS}issues.py:prefixes:option exclude",
     ),
     "AveragedModel, going on": Case(
         saved(lambda: {"model": net().state_dict(), "ema": AveragedModel(net()).state_dict()}, ("cuda:0",)),
         "inspect {m}.pt", r"goes on with it: (averaged\..*)", "the average resumes, strict", nothing,
-        f"{DIAGNOSIS}prefixes.py:averages:text {DIAGNOSIS}prefixes.py:averages:issue average",
+        f"{DIAGNOSIS}issues.py:averages:text {DIAGNOSIS}issues.py:averages:issue average",
     ),
     "a training file with an average": Case(
         saved(lambda: {"model": net().state_dict(), "ema": AveragedModel(net()).state_dict(), "epoch": 1}),
         "inspect {m}.pt", FINDING.format("AveragedModel"), "loads, strict, no prefix", fits(net, "ema"),
-        f"{DIAGNOSIS}prefixes.py:prefixes:option exclude",
+        f"{DIAGNOSIS}issues.py:prefixes:option exclude",
     ),
     "AveragedModel of a compiled model": Case(
         saved(lambda: AveragedModel(torch.compile(net())).state_dict()), "inspect {m}.pt",
         FINDING.format("AveragedModel"), "loads, strict, no prefix", fits(),
-        f"{DIAGNOSIS}prefixes.py:prefixes:option exclude {DIAGNOSIS}prefixes.py:prefixes:option rename",
+        f"{DIAGNOSIS}issues.py:prefixes:option exclude {DIAGNOSIS}issues.py:prefixes:option rename",
     ),
     "AveragedModel in safetensors": Case(
         lambda m: save_file(AveragedModel(net()).state_dict(), m + ".safetensors"), "inspect {m}.safetensors",
         FINDING.format("AveragedModel"), "loads, strict, no prefix", fits(),
-        f"{DIAGNOSIS}prefixes.py:prefixes:option exclude",
+        f"{DIAGNOSIS}issues.py:prefixes:option exclude",
     ),
     "AveragedModel in safetensors, going on": Case(
         lambda m: save_file(AveragedModel(net()).state_dict(), m + ".safetensors"), "inspect {m}.safetensors",
         r"goes on with it: (averaged\..*)", "the average resumes, strict", nothing,
-        f"{DIAGNOSIS}prefixes.py:averages:issue average",
+        f"{DIAGNOSIS}issues.py:averages:issue average",
     ),
     "AveragedModel, pickled whole": Case(
         saved(lambda: AveragedModel(net())), "inspect {m}.pt", r"this mends it all.*\n\s+(ckptconv .*)",
-        "loads, strict, no prefix", fits(), f"{DIAGNOSIS}prefixes.py:prefixes:option exclude",
+        "loads, strict, no prefix", fits(), f"{DIAGNOSIS}issues.py:prefixes:option exclude",
     ),
     "FSDP around everything": Case(
         saved(lambda: {f"_fsdp_wrapped_module.{n}": t for n, t in net().state_dict().items()}), "inspect {m}.pt",
         FINDING.format("_fsdp_wrapped_module. starts"), "loads, strict, no prefix", fits(),
-        f"{DIAGNOSIS}prefixes.py:prefixes:option strip_prefix",
+        f"{DIAGNOSIS}issues.py:prefixes:option strip_prefix",
     ),
     "Lightning": Case(
         saved(lambda: lightning(net()), suffix=".ckpt"), "inspect {m}.ckpt", FINDING.format("Lightning"),
         "loads, strict, no prefix", fits(),
-        f"{DIAGNOSIS}prefixes.py:inner_models:issue inner-model {DIAGNOSIS}prefixes.py:inner_models:option strip_prefix"
-        f" {DIAGNOSIS}prefixes.py:inner_models:option state_dict",
+        f"{DIAGNOSIS}issues.py:inner_models:issue inner-model {DIAGNOSIS}issues.py:inner_models:option strip_prefix"
+        f" {DIAGNOSIS}issues.py:inner_models:option state_dict",
     ),
     "Lightning, with a metric beside the model": Case(
         saved(lambda: lightning(net(), metric=nn.BatchNorm1d(1)), suffix=".ckpt"), "inspect {m}.ckpt",
         FINDING.format("Lightning"), "loads, strict, no prefix", fits(),
-        f"{DIAGNOSIS}prefixes.py:inner_models:option include",
+        f"{DIAGNOSIS}issues.py:inner_models:option include",
     ),
     "Lightning, of a compiled model": Case(
         saved(lambda: lightning(torch.compile(net())), suffix=".ckpt"), "inspect {m}.ckpt",
         FINDING.format("Lightning"), "loads, strict, no prefix", fits(),
-        f"{DIAGNOSIS}prefixes.py:inner_models:option unwrap",
+        f"{DIAGNOSIS}issues.py:inner_models:option unwrap",
     ),
     "a training file with its arguments": Case(
         saved(lambda: {"model": net().state_dict(), **trained()}), "inspect {m}.pt", FINDING.format("without args"),
@@ -379,7 +379,7 @@ CASES: dict[str, Case] = {
     "what is only data": Case(
         saved(lambda: {"w": torch.ones(1), "args": argparse.Namespace(lr=1)}), "inspect {m}.pt",
         FINDING.format("is only data"), "loads", loads,
-        f"{DIAGNOSIS}plain_data.py:only_data:option loadable",
+        f"{DIAGNOSIS}refusals.py:only_data:option loadable",
     ),
     "plain, for pickle": Case(
         saved(lambda: {"w": torch.ones(1), "args": argparse.Namespace(lr=1)}),
@@ -389,7 +389,7 @@ CASES: dict[str, Case] = {
     ),
     "objects in no table": Case(
         saved(lambda: {"w": torch.ones(1), "o": Odd()}), "convert {m}.pt out.pt --loadable",
-        r"(--loadable-objects) makes", "loads", loads, "edits/loadable/refusals.py:refusal:option loadable_objects",
+        r"(--loadable-objects) makes", "loads", loads, "edits/loadable/making.py:refusal:option loadable_objects",
         made="convert {m}.pt out.pt",
     ),
     "files of ranks that differ": Case(
@@ -431,22 +431,22 @@ CASES: dict[str, Case] = {
     "large storages of small views": Case(
         saved(lambda: {"a": torch.zeros(1_000_000)[:10]}), "inspect {m}.pt", FINDING.format("stored are in no tensor"),
         "loads, and is small", lambda made: _equal((list(loads(made)), made.stat().st_size < 5000), (["a"], True)),
-        f"{DIAGNOSIS}storages.py:unused_bytes:issue views",
+        f"{DIAGNOSIS}issues.py:unused_bytes:issue views",
     ),
     "tied weights": Case(
         saved(lambda: dict.fromkeys("ab", torch.ones(4))), "inspect {m}.pt", FINDING.format("share memory"),
-        "safetensors loads it", has("a"), f"{DIAGNOSIS}storages.py:shared:issue ties",
+        "safetensors loads it", has("a"), f"{DIAGNOSIS}issues.py:shared:issue ties",
     ),
     "an optimizer on one GPU": Case(
         saved(lambda: {"model": net().state_dict(), **trained(), "args": 1}, ("cuda:0",)), "inspect {m}.pt",
         FINDING.format("the state of optimizer"), "no tensor is on that GPU, the optimizer resumes",
         lambda made: torch.optim.AdamW(net().parameters()).load_state_dict(loads(made)["optimizer"]),
-        f"{DIAGNOSIS}devices.py:optimizers:issue optimizer",
+        f"{DIAGNOSIS}issues.py:optimizers:issue optimizer",
     ),
     "a generator's state on a GPU": Case(
         saved(lambda: {"rng_state": torch.get_rng_state(), "w": torch.ones(1)}, ("cuda:0",)), "inspect {m}.pt",
         r"cuda:0.*\n\s+(ckptconv .*)", "torch.set_rng_state takes it",
-        lambda made: torch.set_rng_state(loads(made)["rng_state"]), f"{DIAGNOSIS}devices.py:rng_states:issue rng",
+        lambda made: torch.set_rng_state(loads(made)["rng_state"]), f"{DIAGNOSIS}issues.py:rng_states:issue rng",
     ),
     # what conversions say
     "no output": Case(
@@ -502,7 +502,7 @@ CASES: dict[str, Case] = {
     "an average beside the weights": Case(
         saved(averaged), "inspect {m}.pt", FINDING.format("ema/shadow is an average"), "loads",
         same(lambda: averaged()["ema"]["shadow"]),
-        f"{DIAGNOSIS}prefixes.py:twins:issue ema {DIAGNOSIS}prefixes.py:twins:option select",
+        f"{DIAGNOSIS}issues.py:twins:issue ema {DIAGNOSIS}issues.py:twins:option select",
     ),
     "weights without their average": Case(
         saved(averaged), "convert {m}.pt out.pt --state-dict", r"to take only the average: (--select \S+)", "loads",
@@ -1138,10 +1138,7 @@ ELSEWHERE: dict[Site, str] = {
         "cli/test_inspect.py::test_a_folder_and_more_than_two_files_are_a_table"
     ),
     **dict.fromkeys(
-        [
-            f"edits/loadable/refusals.py:_without:{each}"
-            for each in ("command convert", "option drop", "option loadable")
-        ],
+        [f"edits/loadable/making.py:_without:{each}" for each in ("command convert", "option drop", "option loadable")],
         "edits/loadable/test_refusals.py::test_the_command_takes_it_all_out",
     ),
     "render/difference.py:_group:option verbose": "inspection/comparison/test_diff.py::test_text_of_what_is_the_same",
@@ -1150,13 +1147,13 @@ ELSEWHERE: dict[Site, str] = {
     "output/read_back.py::option force": "output/test_s3_upload.py::test_it_is_read_back",
     "byteranges/far/http.py::option download": "byteranges/far/test_downloads.py::test_the_error_says_what_to_add",
     "checkpoint/replicas.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
-    "edits/loadable/refusals.py:refusal:text": (
+    "edits/loadable/making.py:refusal:text": (
         "edits/loadable/test_refusals.py::test_what_is_torchs_own_names_the_import"
     ),
     "inspection/diagnosis/refusals.py:refusals:issue part": (
         "inspection/diagnosis/test_diagnose.py::test_what_is_only_data_can_be_made_plain"
     ),
-    "edits/loadable/refusals.py:_without:option state_dict": (
+    "edits/loadable/making.py:_without:option state_dict": (
         "edits/loadable/test_refusals.py::test_where_nothing_would_be_left"
     ),
     "render/page/summary.py:_smaller:command convert": "render/test_page.py::test_what_makes_it_smaller",
@@ -1245,7 +1242,7 @@ NOT_TYPED: dict[Site, str] = {
     "formats/distributed/sharding_info.py:part_error:command convert": (
         "it takes a run of several processes; its folder is converted in formats/distributed/test_safetensors_parts.py"
     ),
-    "inspection/elements.py:spend:option include": "it takes a file larger than a test makes",
+    "inspection/values.py:spend:option include": "it takes a file larger than a test makes",
     "cli/convert.py:_says_how_far:option skip_existing": f"after Ctrl-C; {_FAULT}",
     "conversion/in_place.py:_write:command undo": _FAULT,
     "conversion/in_place.py:_write_all:command undo": _FAULT,

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 import ckptconv
 from ckptconv.cli.convert import convert_command
 from ckptconv.cli.main import main
-from ckptconv.edits.wrappers import unwrapped
+from ckptconv.edits.names import unwrapped
 from tests.support import zoo
 from tests.support.command import Command
 from tests.support.conversions import saved_at

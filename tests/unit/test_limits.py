@@ -279,7 +279,7 @@ CASES: dict[str, Case] = {
         LimitError,
         "too long to be matched",
         lambda path: ckptconv.convert(path, path.with_name("out.pt"), rename=[("a+", "b")], force=True),
-        ("ckptconv.edits.matching",),
+        ("ckptconv.edits.rename",),
     ),
     "gathered_bytes": Case(
         file(torch_zip_of(EXPANDED)),

@@ -1,11 +1,14 @@
 """numpy's arrays, scalars and dtypes: tensors, Python values and texts.
 
-Source: ``array_reduce``, ``array_setstate`` (``methods.c``) and ``_frombuffer`` (``numeric.py``) of numpy 1 and 2.
+Source: ``array_reduce``, ``array_setstate`` (``methods.c``), ``arraydescr_reduce``, ``arraydescr_setstate``
+(``descriptor.c``) and ``_frombuffer`` (``numeric.py``) of numpy 1 and 2.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from itertools import count
 from math import prod
 
@@ -17,13 +20,15 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.new_tensors import TensorCalls, row_major
 from ckptconv.checkpoint.tensor_info import Reference, Storage
 from ckptconv.dtypes import BY_NAME
-from ckptconv.edits.loadable.numpy_dtypes import numpy_dtype
 from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, count_of, data_of, pickled
 from ckptconv.errors import LimitError
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     AT_ONCE,
     Call,
+    Dict,
     Effect,
     Global,
     List,
@@ -33,7 +38,242 @@ from ckptconv.pickles.graph import (
     Value,
     args_of,
     imported_name,
+    set_items,
+    strings_of,
 )
+
+_NAME = regex(r"([biufcOSUVMm])([0-9]{0,9})|(\?)")
+#: torch's names, which are numpy's too.
+_TORCH = {
+    ("b", 1): "bool", ("i", 1): "int8", ("i", 2): "int16", ("i", 4): "int32", ("i", 8): "int64", ("u", 1): "uint8",
+    ("u", 2): "uint16", ("u", 4): "uint32", ("u", 8): "uint64", ("f", 2): "float16", ("f", 4): "float32",
+    ("f", 8): "float64", ("c", 8): "complex64", ("c", 16): "complex128",
+}  # a table  # fmt: skip
+#: By torch's name, how the module struct calls a number, or the two of a complex one.
+_STRUCT = {
+    "bool": "?", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B", "uint16": "H", "uint32": "I",
+    "uint64": "Q", "float16": "e", "float32": "f", "float64": "d", "complex64": "ff", "complex128": "dd",
+}  # a table  # fmt: skip
+_TIME_BYTES = 8
+_NO_TIME = -(1 << 63)
+#: Units of time that Python's calendar has, in microseconds, and the form of their texts.
+_TIMES = {
+    "D": (86_400_000_000, "days"), "h": (3_600_000_000, "hours"), "m": (60_000_000, "minutes"),
+    "s": (1_000_000, "seconds"), "ms": (1000, "milliseconds"), "us": (1, "microseconds"),
+}  # a table  # fmt: skip
+_FINER = {"ns": 3, "ps": 6, "fs": 9, "as": 12}  # digits behind those of microseconds
+
+
+@dataclass(frozen=True)
+class NumpyDType:
+    """A dtype of numpy's.
+
+    Attributes:
+        kind: numpy's letter for it.
+        itemsize: In bytes.
+        order: ``<``, ``>``, or ``|`` where that means nothing.
+        unit: Of ``M`` and ``m``, the unit of time.
+        fields: Of ``V``, each with its name, dtype and offset.
+        inner: Of ``V``, the dtype of an array that one element is, with its shape.
+    """
+
+    kind: str
+    itemsize: int
+    order: str
+    unit: str = ""
+    fields: tuple[tuple[str, NumpyDType, int], ...] = ()
+    inner: tuple[NumpyDType, tuple[int, ...]] | None = None
+
+    @property
+    def torch(self) -> str | None:
+        """The name that torch has for it, if it has one."""
+        return _TORCH.get((self.kind, self.itemsize))
+
+    @property
+    def text(self) -> str:
+        """What ``numpy.dtype`` makes the same of. Raises NotPlain."""
+        if self.fields or self.inner:
+            raise NotPlain("a structured dtype has no short name")
+        if self.torch and self.order != ">":
+            return self.torch
+        if self.kind == "O":
+            return "object"
+        size = self.itemsize // 4 if self.kind == "U" else self.itemsize
+        return f"{self.order}{self.kind}{size}{self.unit and f'[{self.unit}]'}"
+
+    def reader(self) -> Callable[[bytes], Value]:
+        """What makes a Python value of the bytes of an element. It, and what it makes, raise NotPlain."""
+        if self.torch:
+            return self._number(_STRUCT[self.torch])
+        if self.inner or self.fields:
+            return self._record
+        reader: dict[str, Callable[[bytes], Value]] = {
+            "S": _bytes,
+            "V": _as_it_is,
+            "U": self._text,
+            "f": lambda data: _long_double(data[::-1] if self.order == ">" else data),
+            "M": self._time,
+            "m": self._span,
+        }
+        if self.kind not in reader:
+            raise NotPlain(f"elements of its dtype {self.text} have no exact plain form")
+        return reader[self.kind]
+
+    def _number(self, form: str) -> Callable[[bytes], Value]:
+        unpack = struct.Struct((">" if self.order == ">" else "<") + form).unpack
+        if len(form) == 1:
+            return lambda data: unpack(data)[0]
+        return lambda data: Call("REDUCE", Global("builtins", "complex"), Tuple([*unpack(data)]))
+
+    def _record(self, data: bytes) -> Value:
+        """A dict of the fields by their names."""
+        if self.inner:
+            raise NotPlain("an element of it is an array")
+        items: list[Value] = []
+        for name, dtype, offset in self.fields:
+            items += (name, dtype.reader()(data[offset : offset + dtype.itemsize]))
+        return set_items(Dict(), items)
+
+    def _text(self, data: bytes) -> str:
+        try:
+            text = data.decode("utf-32-be" if self.order == ">" else "utf-32-le", "surrogatepass")
+        except UnicodeDecodeError:
+            raise NotPlain("a text in it is no Unicode") from None
+        return text.rstrip("\0")
+
+    def _count(self, data: bytes) -> int | None:
+        count = int.from_bytes(data, "big" if self.order == ">" else "little", signed=True)
+        return None if count == _NO_TIME else count
+
+    def _time(self, data: bytes) -> str:
+        """A datetime64 as numpy writes it."""
+        count = self._count(data)
+        if count is None:
+            return "NaT"
+        try:
+            if self.unit in ("Y", "M"):
+                years, months = divmod(count, 12) if self.unit == "M" else (count, 0)
+                date = datetime(1970 + years, 1 + months, 1)
+                return f"{date:%Y}".zfill(4) + (f"-{date.month:02}" if self.unit == "M" else "")
+            digits = _FINER.get(self.unit, 0)
+            whole, rest = divmod(count, 10**digits)
+            microseconds, spec = _TIMES["us" if digits else self.unit]
+            moment = datetime(1970, 1, 1) + timedelta(microseconds=whole * microseconds)
+        except (OverflowError, ValueError, KeyError):
+            raise NotPlain(f"a time in it, in the unit {self.unit or 'none'}, has no ISO text") from None
+        if spec == "days":
+            return moment.date().isoformat()
+        return moment.isoformat(timespec=spec) + (f"{rest:0{digits}}" if digits else "")
+
+    def _span(self, data: bytes) -> str:
+        """A timedelta64 as an ISO duration."""
+        count = self._count(data)
+        if count is None:
+            return "NaT"
+        if self.unit not in _TIMES and self.unit not in _FINER:
+            raise NotPlain(f"a span of time in it, in the unit {self.unit or 'none'}, has no ISO text")
+        sign = "-" if count < 0 else ""
+        if self.unit in ("D", "h", "m"):
+            return f"{sign}P{'' if self.unit == 'D' else 'T'}{abs(count)}{self.unit.upper()}"
+        digits = _FINER[self.unit] + 6 if self.unit in _FINER else {"s": 0, "ms": 3, "us": 6}[self.unit]
+        whole, rest = divmod(abs(count), 10**digits)
+        return f"{sign}PT{whole}{f'.{rest:0{digits}}' if digits else ''}S"
+
+
+def _as_it_is(data: bytes) -> bytes:
+    return data
+
+
+def _bytes(data: bytes) -> bytes:
+    return data.rstrip(b"\0")
+
+
+def _long_double(data: bytes) -> float:
+    """The number of 80 bits that x86 processors have, where it is a float: behind it stands what was in memory.
+
+    Other processors have others of 16 bytes, of which the last are never zero in what is no zero.
+    """
+    mantissa, exponent = int.from_bytes(data[:8], "little"), int.from_bytes(data[8:10], "little")
+    sign, exponent = (-1.0 if exponent >> 15 else 1.0), exponent & 0x7FFF
+    is_x86 = len(data) == 12 or (len(data) == 16 and data[14:] == b"\0\0")
+    if is_x86 and not mantissa and not exponent:
+        return 0.0 * sign
+    if not is_x86 or not mantissa >> 63 or exponent == 0x7FFF:
+        raise NotPlain("a long double in it may be no float")
+    shift = exponent - 16383 - 63
+    zeros = (mantissa & -mantissa).bit_length() - 1
+    try:
+        number = float(mantissa >> zeros) * 2.0 ** (shift + zeros) if shift + zeros >= -1074 else 0.0
+    except OverflowError:
+        number = 0.0
+    if (mantissa >> zeros).bit_length() > 53 or not number or number == float("inf"):
+        raise NotPlain("a long double in it is no float")
+    return sign * number
+
+
+# Reading
+
+
+def numpy_dtype(value: Value, depth: int = 8) -> NumpyDType:
+    """The dtype that `value` makes, structured ones at most so deep. Raises NotPlain."""
+    made = pickled(value) if isinstance(value, Call) else None
+    if made is None or made.cls != "numpy.dtype" or not made.args or len(made.states) != 1 or not depth:
+        raise NotPlain("its dtype is not said as numpy says one")
+    name, state = text_of(made.args[0]), made.states[0]
+    found = _NAME.fullmatch(name) if name else None
+    if found is None or not isinstance(state, Tuple) or len(state.items) not in (8, 9):
+        raise NotPlain(f"its dtype is {name or 'none of numpy itself'}")
+    kind, said = ("b", 1) if found[3] else (found[1], int(found[2] or 0))
+    order = _word(state.items[1])
+    inner, names, fields, size = state.items[2:6]
+    if kind == "U":
+        said *= 4
+    if (kind in "SUV" and size not in (-1, said)) or (kind in "Mm" and said != _TIME_BYTES):
+        raise NotPlain("its dtype says two sizes")
+    dtype = NumpyDType(kind, said, order)
+    if order not in ("<", ">") and not (order == "|" and (kind in "OSV" or said == 1)):
+        raise NotPlain("its dtype says no byte order")
+    if kind in "Mm":
+        return NumpyDType(kind, said, order, _unit(state.items[8:]))
+    if inner is not None or names is not None or fields is not None:
+        return _structured(dtype, inner, names, fields, depth)
+    return dtype
+
+
+def _word(value: Value) -> str:
+    """A letter: a text, which numpy of Python 2 wrote as bytes."""
+    data = bytes_of(value)
+    return data.decode("latin-1") if data is not None else text_of(value) or ""
+
+
+def _unit(metadata: list[Value]) -> str:
+    """The unit of time, of which each counts one."""
+    parts = metadata[0].items if metadata and isinstance(metadata[0], Tuple) else []
+    unit = parts[1].items if len(parts) == 2 and isinstance(parts[1], Tuple) else []
+    if len(unit) != 4 or [each for each in unit[1:3] if each != 1]:
+        raise NotPlain("its unit of time is not said as numpy says one")
+    return _word(unit[0])
+
+
+def _structured(dtype: NumpyDType, inner: Value, names: Value, fields: Value, depth: int) -> NumpyDType:
+    """`dtype`, a void, with its fields."""
+    if dtype.kind != "V" or inner is not None or not isinstance(names, Tuple) or not isinstance(fields, Dict):
+        raise NotPlain("an element of it is an array")
+    known = strings_of(fields)
+    found = []
+    for each in names.items:
+        name = text_of(each)
+        parts = known.get(name) if name is not None else None
+        if name is None or not isinstance(parts, Tuple) or len(parts.items) < 2:
+            raise NotPlain("its dtype has a field that is not said")
+        field, offset = numpy_dtype(parts.items[0], depth - 1), count_of(parts.items[1])
+        if field.kind == "O" or offset + field.itemsize > dtype.itemsize:
+            raise NotPlain("its dtype has a field that is not in it")
+        found.append((name, field, offset))
+    if len({name for name, _, _ in found}) != len(found) or not found:
+        raise NotPlain("its dtype has two fields of one name")
+    return NumpyDType("V", dtype.itemsize, dtype.order, fields=tuple(found))
+
 
 _ARRAYS = ("numpy.ndarray", "numpy.matrix", "numpy.memmap")
 _MODULES = ("numpy.core", "numpy._core")

@@ -1,27 +1,226 @@
-"""The classes whose objects are only data: what each becomes, why nothing is lost or run, and how code reads it then.
+"""The classes whose objects are only data, and what each becomes: why nothing is lost or run, and how code reads it.
 
 Only what stands here is taken. Members of an Enum and states of dataclasses look like any other object in a pickle.
 ``docs/loadable.md`` has the same table, which a test compares with this one.
+
+Source: ``__reduce__`` and ``_getstate`` of ``pathlib`` and ``datetime`` (``Lib/_pydatetime.py``) of CPython.
 """
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from functools import partial
+from pathlib import PurePosixPath, PureWindowsPath
 
-from ckptconv.edits.loadable import texts
 from ckptconv.edits.loadable.arrays import FROM_BUFFER, RECONSTRUCT, SCALAR, Arrays, dtype_text, scalar
-from ckptconv.edits.loadable.containers import (
-    config,
-    frozen_set,
-    mapping,
-    namespace,
-    queue,
-    random_state,
-)
-from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of
+from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, pickled, texts_of
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import Value, members_of
+from ckptconv.pickles.graph import AT_ONCE, Call, Dict, Effect, List, Node, Set, Value, members_of, set_items
+
+#: Attributes that mappings keep for themselves, beside their items.
+_OWN = ("__immutable__", "__deprecated_keys__", "__renamed_keys__", "__new_allowed__", "__frozen", "__parent", "__key")
+_WITH_FACTORY = "collections.defaultdict"  # which is called with what makes missing values first
+_WORDS = {"__class__", "__args__", "__state__", "__items__", "__elements__"}
+
+
+def _list(elements: list[Value]) -> List:
+    """A list of `elements`."""
+    made = List()
+    for start in range(0, len(elements), AT_ONCE):
+        made.add(Effect("APPENDS", elements[start : start + AT_ONCE], None))
+    return made
+
+
+def namespace(made: Pickled) -> Dict:
+    """A dict of the attributes."""
+    if made.args or made.items or made.elements:
+        raise NotPlain("it has more than attributes")
+    return set_items(Dict(), [value for item in made.attributes().items() for value in item])
+
+
+def mapping(made: Pickled) -> Dict:
+    """A dict of the items of a mapping, whose attributes say nothing else."""
+    items = made.items
+    args = made.args[1:] if made.cls == _WITH_FACTORY else made.args
+    if args and not made.is_new:  # called with them; dict.__new__ does not look at them
+        if len(args) > 1 or not isinstance(args[0], Dict):
+            raise NotPlain("it is made of what is no dict")
+        items = [value for effect, i in args[0].pairs() for value in effect.values[i : i + 2]] + items
+    if made.elements:
+        raise NotPlain("it is a mapping and a list")
+    if [state for state in made.states if state is not made.call]:  # a class can have itself as its attributes
+        known = {key: value for key, value in zip(items[::2], items[1::2], strict=True) if isinstance(key, str)}
+        for name, value in made.attributes().items():
+            if name not in _OWN and not (name in known and _is_same(known[name], value)):
+                raise NotPlain(f"its attribute {name} is no item of it")
+    return set_items(Dict(), items)
+
+
+def _is_same(a: Value, b: Value) -> bool:
+    return a is b or (type(a) is type(b) and not isinstance(a, Node) and a == b)
+
+
+def config(attribute: str, made: Pickled) -> Value:
+    """What a container or a node of OmegaConf's holds as this `attribute`; a text where it is missing or an
+    interpolation.
+    """
+    attributes = made.attributes()
+    if made.args or made.items or made.elements or attribute not in attributes:
+        raise NotPlain("it is none of OmegaConf 2")
+    return attributes[attribute]
+
+
+def queue(made: Pickled) -> List:
+    """A list of what is in a deque."""
+    first = made.args[0] if made.args else None
+    held = members_of(first) if first is not None else []
+    if held is None or len(made.args) > 2 or made.items or made.attributes():
+        raise NotPlain("it is not said as Python says a deque")
+    return _list([*held, *made.elements])
+
+
+def random_state(made: Pickled) -> Dict:
+    """The state of a RandomState, in which its generator's stands too."""
+    state = made.states[0] if len(made.states) == 1 else None
+    if not isinstance(state, Dict) or made.items or made.elements:
+        raise NotPlain("its state is not said as numpy says one")
+    return state
+
+
+def frozen_set(members: list[Value]) -> Set:
+    """A set of `members`."""
+    made = Set()
+    for start in range(0, len(members), AT_ONCE):
+        made.add(Effect("ADDITEMS", members[start : start + AT_ONCE], None))
+    return made
+
+
+def named(name: str) -> Dict:
+    """A dict that says the `name` of a class or function."""
+    return set_items(Dict(), ["__global__", name])
+
+
+def described(made: Pickled) -> Dict:
+    """A dict that says what the pickle says: the class, and the attributes of the object.
+
+    What it is called with, holds as a mapping or list, or has as another state, has keys like ``__args__``.
+    """
+    items: list[Value] = ["__class__", made.cls]
+    if made.args:
+        items += ("__args__", _list(made.args))
+    try:
+        attributes: dict[str, Value] = made.attributes()
+    except NotPlain:
+        attributes = {}
+        items += ("__state__", made.states[0] if len(made.states) == 1 else _list(made.states))
+    if made.items:
+        items += ("__items__", set_items(Dict(), made.items))
+    if made.elements:
+        items += ("__elements__", _list(made.elements))
+    if not _WORDS.isdisjoint(attributes):
+        raise NotPlain("an attribute is called as what says its class")
+    return set_items(Dict(), [*items, *(value for item in attributes.items() for value in item)])
+
+
+_UTC = ("pytz._UTC", "dateutil.tz.tz.tzutc")
+
+
+def _path_text(made: Pickled) -> str:
+    """The text of a path, which is made of its parts."""
+    parts = texts_of(made.args)
+    _check_bare(made)
+    return str(PureWindowsPath(*parts) if "Windows" in made.cls else PurePosixPath(*parts))
+
+
+def _version_text(made: Pickled) -> str:
+    """The text that a version is."""
+    if len(made.args) != 1 or made.attributes():
+        raise NotPlain("it is more than a text")
+    return texts_of(made.args)[0]
+
+
+def _date_text(made: Pickled) -> str:
+    """A date as ISO text."""
+    data = _state(made, 4)
+    return _checked(lambda: datetime.date(data[0] << 8 | data[1], data[2], data[3]).isoformat())
+
+
+def _time_text(made: Pickled) -> str:
+    """A time of day as ISO text."""
+    data, zone = _state(made, 6), _zone(made)
+    return _checked(
+        lambda: datetime.time(data[0], data[1], data[2], int.from_bytes(data[3:6], "big"), zone).isoformat()
+    )
+
+
+def _moment_text(made: Pickled) -> str:
+    """A date and time as ISO text, with its offset from UTC where it has one."""
+    data, zone = _state(made, 10), _zone(made)
+    year, (month, day, hour, minute, second) = data[0] << 8 | data[1], data[2:7]
+    microsecond = int.from_bytes(data[7:10], "big")
+    return _checked(lambda: datetime.datetime(year, month, day, hour, minute, second, microsecond, zone).isoformat())
+
+
+def _duration_text(made: Pickled) -> str:
+    """A span of time as an ISO duration: days, seconds and microseconds, all of one sign."""
+    span = _span(made)
+    sign, span = ("-", -span) if span.days < 0 else ("", span)
+    seconds = f"{span.seconds}.{span.microseconds:06}" if span.microseconds else f"{span.seconds}"
+    return f"{sign}P{span.days}DT{seconds}S"
+
+
+def _span(made: Pickled) -> datetime.timedelta:
+    _check_bare(made)
+    parts = made.args
+    if len(parts) != 3 or not all(type(part) is int and abs(part) < 1 << 50 for part in parts):
+        raise NotPlain("it is not said in days, seconds and microseconds")
+    try:
+        return datetime.timedelta(*parts)  # type: ignore[arg-type]  # three integers: checked above
+    except OverflowError:
+        raise NotPlain("Python has no such span of time") from None
+
+
+def _state(made: Pickled, length: int) -> bytes:
+    """The bytes that say a date or time."""
+    _check_bare(made)
+    data = bytes_of(made.args[0]) if made.args else None
+    if data is None or len(data) != length or len(made.args) > 2:
+        raise NotPlain(f"it is not said in {length} bytes")
+    return data
+
+
+def _zone(made: Pickled) -> datetime.tzinfo | None:
+    """The time zone, which has to be an offset from UTC without a name of its own."""
+    if len(made.args) < 2 or made.args[1] is None:
+        return None
+    zone = pickled(made.args[1]) if isinstance(made.args[1], Call) else None
+    if zone and zone.cls in _UTC and not zone.args:
+        return datetime.timezone.utc
+    if zone is None or zone.cls != "datetime.timezone" or len(zone.args) != 1 or not isinstance(zone.args[0], Call):
+        raise NotPlain("its time zone is no offset from UTC alone")
+    _check_bare(zone)
+    offset = pickled(zone.args[0])
+    if offset is None or offset.cls != "datetime.timedelta":
+        raise NotPlain("its time zone is no offset from UTC alone")
+    try:
+        return datetime.timezone(_span(offset))
+    except ValueError:
+        raise NotPlain("its time zone is no offset from UTC alone") from None
+
+
+def _checked(make: Callable[[], str]) -> str:
+    """What `make` gives, where there is such a time. A second time within one hour (fold) has no ISO text."""
+    try:
+        return make()
+    except (ValueError, OverflowError):
+        raise NotPlain("there is no such date or time, or ISO has no text for it") from None
+
+
+def _check_bare(made: Pickled) -> None:
+    """Raise NotPlain where anything is done to it after it is made."""
+    if made.states or made.items or made.elements:
+        raise NotPlain("something is done to it after it is made")
 
 
 @dataclass(frozen=True)
@@ -159,26 +358,26 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "path", tuple(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
-        _by(texts.path), "text", "its text", "{x}, or pathlib.Path({x})",
+        _by(_path_text), "text", "its text", "{x}, or pathlib.Path({x})",
     ),
     Row(
         "torch.torch_version.TorchVersion", ("torch.torch_version.TorchVersion",),
-        _by(texts.version), "text", "the text that it is", "{x}, or TorchVersion({x})",
+        _by(_version_text), "text", "the text that it is", "{x}, or TorchVersion({x})",
     ),
     Row(
-        "datetime.datetime", ("datetime.datetime",), _by(texts.moment), "ISO text",
+        "datetime.datetime", ("datetime.datetime",), _by(_moment_text), "ISO text",
         "to the microsecond, with its offset from UTC; a zone with a name is refused", "datetime.fromisoformat({x})",
     ),
     Row(
-        "datetime.date", ("datetime.date",), _by(texts.date), "ISO text",
+        "datetime.date", ("datetime.date",), _by(_date_text), "ISO text",
         "the day", "date.fromisoformat({x})",
     ),
     Row(
-        "datetime.time", ("datetime.time",), _by(texts.time), "ISO text",
+        "datetime.time", ("datetime.time",), _by(_time_text), "ISO text",
         "to the microsecond, with its offset from UTC", "time.fromisoformat({x})",
     ),
     Row(
-        "datetime.timedelta", ("datetime.timedelta",), _by(texts.duration), "ISO text",
+        "datetime.timedelta", ("datetime.timedelta",), _by(_duration_text), "ISO text",
         "days, seconds and microseconds, such as P1DT3600S", "{x}, or pandas.Timedelta({x})",
     ),
 )  # a table  # fmt: skip

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.edits.names import unwrapped
 from ckptconv.edits.options import Edits
-from ckptconv.edits.wrappers import unwrapped
 from ckptconv.hints import Option, command
 from ckptconv.light_dataclass import dataclass
 

@@ -25,8 +25,7 @@ from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
 from ckptconv.dtypes import get_dtype
 from ckptconv.inspection.comparison.differences import ValueDifference
 from ckptconv.inspection.comparison.same_bytes import Unequal, unequal_parts
-from ckptconv.inspection.elements import BLOCK, Budget, check_repeats, cost, in_numbers, without_repeats
-from ckptconv.inspection.values import Histogram
+from ckptconv.inspection.values import BLOCK, Budget, Histogram, check_repeats, cost, in_numbers, without_repeats
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.comparing import Comparer

@@ -12,7 +12,6 @@ from dataclasses import replace
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option
-from ckptconv.inspection.diagnosis.devices import missing_devices, optimizers, rng_states
 from ckptconv.inspection.diagnosis.findings import (
     Advice,
     Diagnosis,
@@ -26,19 +25,29 @@ from ckptconv.inspection.diagnosis.findings import (
     with_names_apart,
 )
 from ckptconv.inspection.diagnosis.host import Host
-from ckptconv.inspection.diagnosis.plain_data import only_data
-from ckptconv.inspection.diagnosis.prefixes import averages, inner_models, inner_prefixes, prefixes, twins
+from ckptconv.inspection.diagnosis.issues import (
+    averages,
+    inner_models,
+    inner_prefixes,
+    missing_devices,
+    optimizers,
+    prefixes,
+    rng_states,
+    shared,
+    twins,
+    unused_bytes,
+)
 from ckptconv.inspection.diagnosis.refusals import (
     LoadablePart,
     around,
     containers,
     nested,
+    only_data,
     opcodes,
     partial_tensors,
     refusals,
     what_is_refused,
 )
-from ckptconv.inspection.diagnosis.storages import shared, unused_bytes
 from ckptconv.pickles.graph import walk
 from ckptconv.safety.scan import Concern
 from ckptconv.safety.torch_load import Loading

@@ -1,4 +1,4 @@
-"""Issues with torch's safe loader: what it refuses, where that stands, and which part loads without."""
+"""Issues with torch's safe loader: what it refuses and at which path, and which part loads without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule, detached
 from ckptconv.checkpoint.safe_globals import needed_import, refused_opcodes
 from ckptconv.checkpoint.state_dicts import StateDict
-from ckptconv.errors import count, size, some
+from ckptconv.errors import CkptconvError, count, size, some
+from ckptconv.formats import opening
 from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.sharded import container as sharded
 from ckptconv.formats.writers import WRITERS
@@ -325,3 +326,27 @@ def opcodes(checkpoint: Checkpoint) -> list[Issue]:
     else:
         return []
     return [Issue("opcodes", text, Fix("-loadable"), blocks=bool(unknown))]
+
+
+def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[Fix, str] | None:
+    """What makes everything `refused` plain, and what to say of it, if that can be: which is tried, on the file read
+    once more.
+    """
+    source = scope.checkpoint.source
+    names = {imported_name(node, 2) for _, node in refused if isinstance(node, Global)}
+    if not names or isinstance(source, SourceFolder) or scope.checkpoint.script_classes is not None:
+        return None
+    from ckptconv.edits.apply import apply  # all edits, which files do without of which nothing is refused
+    from ckptconv.edits.loadable.table import BY_CLASS
+    from ckptconv.edits.options import Edits
+
+    if names.isdisjoint(BY_CLASS):
+        return None
+    try:
+        changes = apply(opening.read_file(source), Edits(loadable=True))
+    except CkptconvError:
+        return None
+    plain = count(len(changes.made_plain), "object")
+    return Fix(
+        "-plain", part=(Option("loadable"),)
+    ), f"what torch refuses is only data: {plain} made plain, all of it loads"

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptconv
-from ckptconv.edits import matching
+from ckptconv.edits import rename
 from ckptconv.errors import LimitError
 from ckptconv.limits import LIMITS
 from tests.support.conversions import converted, refused, saved_at
@@ -30,7 +30,7 @@ ENDLESS = {
 
 @pytest.fixture
 def one_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "LIMITS", dataclasses.replace(LIMITS, match_seconds=1))
+    monkeypatch.setattr(rename, "LIMITS", dataclasses.replace(LIMITS, match_seconds=1))
 
 
 @needs_timers
@@ -47,7 +47,7 @@ def test_a_match_that_does_not_end(pattern: str, one_second: None, tmp_path: Pat
 
 def test_many_matches_in_any_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The time of all matches together is bounded where no signal comes, too."""
-    monkeypatch.setattr(matching, "LIMITS", dataclasses.replace(LIMITS, match_seconds=0))
+    monkeypatch.setattr(rename, "LIMITS", dataclasses.replace(LIMITS, match_seconds=0))
     src = saved_at(tmp_path / "a.pt", {"w": torch.ones(2)})
     convert = partial(ckptconv.convert, src, tmp_path / "out.pt", rename=[("w", "x")])
     with ThreadPoolExecutor(1) as pool, pytest.raises(LimitError, match=r"takes too long.*at the name w"):

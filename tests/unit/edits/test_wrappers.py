@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckptconv
-from ckptconv.edits.wrappers import unwrapped
+from ckptconv.edits.names import unwrapped
 from ckptconv.errors import CollisionError, NoMatchError
 from tests.support.judge import assert_same
 from tests.support.round_trips import round_trip

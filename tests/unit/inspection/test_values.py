@@ -121,7 +121,7 @@ def test_views_that_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = found_in(tmp_path / "expanded.pt")["w"].values
     assert found and found.norm == 2.0**20 and found.mean == 1.0
     torch.save({"w": torch.arange(3000.0).unfold(0, 1000, 1)}, tmp_path / "windows.pt")
-    monkeypatch.setattr("ckptconv.inspection.elements.LIMITS", replace(LIMITS, gathered_bytes=1000, gathered_ratio=2))
+    monkeypatch.setattr("ckptconv.inspection.values.LIMITS", replace(LIMITS, gathered_bytes=1000, gathered_ratio=2))
     with pytest.raises(ckptconv.LimitError, match="w has too many elements"):
         found_in(tmp_path / "windows.pt")
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ckptconv.errors import DeviceUnavailable, UsageError
-from ckptconv.tensors import devices_here, moving
+from ckptconv.tensors import moving
 from ckptconv.tensors.moving import devices, remap
 from tests.support import zoo
 from tests.support.hostile_bytes import saved
@@ -84,7 +84,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     monkeypatch.setattr(moving, "_storage_on", there.storage_on)
     monkeypatch.setattr(moving, "_tensor_on", there.tensor_on)
     monkeypatch.setattr(moving, "_current", lambda family: None if family == "cpu" else there.current)
-    monkeypatch.setattr(devices_here, "has", lambda tag: True)
+    monkeypatch.setattr(moving, "has_device", lambda tag: True)
     return there
 
 
@@ -282,7 +282,7 @@ def test_what_goes_where(pretended: Pretended, monkeypatch: pytest.MonkeyPatch, 
     """The grammar of ``map_location``; a device without an index is the current one for all tensors, and keeps the
     index in a rule. Each way for copies and in place.
     """
-    monkeypatch.setattr(devices_here, "automatic", lambda: "cuda")
+    monkeypatch.setattr(moving, "automatic_device", lambda: "cuda")
     pretended.current = 3
     tags = ("cpu", "cuda:0", "cuda:1", "mps")
     assert [pretended.tag(tensor) for tensor in remap(on(pretended, *tags), wish)] == expected
@@ -329,7 +329,7 @@ def test_a_device_that_is_not_here(wish: Any) -> None:
 
 def test_nothing_moves_if_one_device_is_missing(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     """All targets are looked at before the first tensor moves; a device to which nothing goes need not be here."""
-    monkeypatch.setattr(devices_here, "has", lambda tag: tag in ("cpu", "cuda:0"))
+    monkeypatch.setattr(moving, "has_device", lambda tag: tag in ("cpu", "cuda:0"))
     tensors = on(pretended, "cpu", "cuda:1")
     with pytest.raises(DeviceUnavailable, match="cuda:9"):
         remap(nn.ParameterList(tensors), {"cpu": "cuda:0", "cuda:1": "cuda:9"})

@@ -36,7 +36,7 @@ from ckptconv.inspection.comparison.differences import (
     TensorFacts,
     ValueDifference,
 )
-from ckptconv.inspection.elements import BLOCK
+from ckptconv.inspection.values import BLOCK
 from ckptconv.limits import LIMITS
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.text import Style
@@ -960,9 +960,7 @@ def test_many_views_of_one_storage(step: int, deflated: bool, tmp_path: Path, mo
     found = ckptconv.diff(files["a"], files["b"])
     assert len(found.differing) == (100 if step == 1 else 50)
     assert all(each.values and each.values.differing == 1 for each in found.differing)
-    monkeypatch.setattr(
-        "ckptconv.inspection.elements.LIMITS", replace(LIMITS, gathered_bytes=10_000, gathered_ratio=10)
-    )
+    monkeypatch.setattr("ckptconv.inspection.values.LIMITS", replace(LIMITS, gathered_bytes=10_000, gathered_ratio=10))
     assert ckptconv.diff(files["a"], files["same"]).same
     if step == 1 and not deflated:
         assert ckptconv.diff(files["a"], files["b"]).differing == found.differing

@@ -1,0 +1,392 @@
+"""Issues with devices, names and storages."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from ckptconv.byteranges.spans import Inflate
+from ckptconv.checkpoint.globs import glob_of
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.state_dicts import StateDict
+from ckptconv.checkpoint.tensor_bytes import extent
+from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
+from ckptconv.dtypes import get_dtype
+from ckptconv.edits.devices import FAMILIES
+from ckptconv.edits.names import WRAPPERS, keeps_apart, unwrapped, wrapped_parts
+from ckptconv.errors import count, size
+from ckptconv.formats.safetensors_header import METADATA, is_text
+from ckptconv.formats.writers import writer_for
+from ckptconv.hints import Option, literal, option
+from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
+from ckptconv.lazy_regex import regex
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import Call, Dict, Node, strings_of
+
+_MODULE, *_UNMISTAKABLE = WRAPPERS
+_NO_GPU = {"cpu", "meta"}
+_TAG = regex(r"(?!any\b|gpu\b)[a-z_]\w*(:\d+)?")
+_NOTABLE = 1_000_000  # unused bytes; what is less is not worth a line
+_TO_SAFETENSORS = Fix("-weights", format=writer_for(objects=False).word)
+_LIGHTNING = "pytorch-lightning_version"
+_AVERAGES = "n_averaged"  # what torch's AveragedModel keeps beside the module that it wraps
+_WRAPPED_INSIDE = regex(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})")
+
+
+# Devices
+
+
+def missing_devices(scope: Scope) -> Iterator[Issue]:
+    """Tags that torch cannot restore on the machine, and those of which nobody can tell."""
+    arguments = [
+        each for each in scope.checkpoint.index.device_arguments if scope.reach is None or id(each.call) in scope.reach
+    ]
+    tags = sorted({*(storage.device for storage in scope.storages), *(each.device for each in arguments)})
+    shown = {tag: scope.host.shows(tag) for tag in tags}
+    odd = [tag for tag in tags if _is_no_tag(tag)]
+    if odd:
+        why = (
+            "torch restores cpu without an index"
+            if odd[0].startswith("cpu:")
+            else "a device that torch alone does not know"
+        )
+        text = f"{_tensors_on(scope, odd)}: {why}"
+        yield Issue("device", text, Fix("-cpu", to_cpu=True), blocks=True)
+    missing = [tag for tag in tags if shown[tag] is False and tag not in odd]
+    if missing:
+        yield Issue(
+            "device",
+            f"{_tensors_on(scope, missing)}, and this machine shows {_there_is(scope)}",
+            _fix_of(scope, missing, shown),
+            blocks=True,
+        )
+    unknown = [tag for tag in tags if shown[tag] is None and tag not in odd]
+    if unknown:
+        families = {tag.partition(":")[0]: "cpu" for tag in unknown}
+        fix = Fix("-cpu", maps=families) if _can_be_mapped(unknown) else Fix("-cpu", to_cpu=True)
+        yield Issue("device", f"{_tensors_on(scope, unknown)}, and torch.load needs a machine with such a device", fix)
+
+
+def _is_no_tag(tag: str) -> bool:
+    """Whether `tag` is one that torch neither writes nor restores, whatever the machine."""
+    family, colon, index = tag.partition(":")
+    if family in ("cpu", "meta"):
+        return bool(colon)
+    return family not in (*FAMILIES, "xla") or (bool(colon) and not index.isdecimal())
+
+
+def _tensors_on(scope: Scope, tags: list[str]) -> str:
+    meant = set(tags)
+    infos = [info for info in scope.checkpoint.tensors.values() if info.tied_to is None and info.device in meant]
+    on = f"on {first_few(tags)}"
+    if not infos:
+        return f"{count(sum(s.device in meant for s in scope.storages), 'storage')} {on}"
+    if len(infos) == 1:
+        return f"1 tensor is {on}" + (f" ({infos[0].path})" if infos[0].path != "." else "")
+    return f"{len(infos):,} tensors are {on} (first: {infos[0].path})"
+
+
+def _there_is(scope: Scope) -> str:
+    cuda = [f"cuda:{i}" for i in range(min(scope.host.cuda or 0, 100))]
+    found = [*(cuda if len(cuda) < 3 else [f"{cuda[0]} to {cuda[-1]}"]), *(["mps"] if scope.host.mps else [])]
+    return f"only {' and '.join(found)}" if found else "no GPU"
+
+
+def _fix_of(scope: Scope, missing: list[str], shown: dict[str, bool | None]) -> Fix:
+    """To a GPU that there is, else to the CPU; only the `missing` tags where others can stay."""
+    gpu_here = bool(scope.host.cuda)
+    others_stay = any(shown[tag] is not False and tag not in _NO_GPU for tag in shown)
+    if not _can_be_mapped(missing) or not (gpu_here or others_stay):
+        return Fix("-cpu", to_cpu=True)
+    maps = {tag: "cuda:0" if gpu_here and tag.startswith("cuda") else "cpu" for tag in missing}
+    return Fix("-cpu" if set(maps.values()) == {"cpu"} else "-here", maps=maps)
+
+
+def optimizers(scope: Scope) -> Iterator[Issue]:
+    """Optimizers whose state is on one GPU, where all processes of a run would load it."""
+    if all(storage.device in _NO_GPU for storage in scope.storages):
+        return
+    seen: set[int] = set()  # what is in two optimizers counts for the first: looking again and again could take forever
+    found = {
+        id(place.parent.node): (place.parent.path, place.parent.node)
+        for place in scope.checkpoint.places
+        if place.key == "param_groups" and place.parent and isinstance(place.parent.node, (Dict, Call))
+    }
+    for path, node in found.values():
+        state = strings_of(node).get("state")
+        if not isinstance(state, Node) or (scope.reach is not None and id(state) not in scope.reach):
+            continue
+        storages = scope.checkpoint.index.storages_below(state, seen=seen)
+        tag, *others = {storage.device for storage in storages} - _NO_GPU or {""}
+        if others or not tag.startswith("cuda") or not _can_be_mapped([tag]):
+            continue
+        nbytes = sum(storage.nbytes for storage in storages if storage.device == tag)
+        where = "the optimizer" if path == "." else path
+        text = (
+            f"the state of {where} is on {tag} ({size(nbytes)}): without map_location, each process of a run loads it"
+            " onto that GPU"
+        )
+        yield Issue("optimizer", text, Fix("-resume", maps={tag: "cpu"}))
+
+
+def rng_states(scope: Scope) -> Iterator[Issue]:
+    """States of random generators that torch.set_rng_state would refuse."""
+    storages = set(scope.storages)
+    states = [
+        info for info in scope.checkpoint.detected.rng_states if info.storage in storages and info.device not in _NO_GPU
+    ]
+    if states:
+        text = (
+            f"{count(len(states), 'state')} of random generators tagged for a GPU"
+            f" ({first_few([info.path for info in states])}): torch.set_rng_state takes them from the CPU alone"
+        )
+        yield Issue("rng", text, Fix("-cpu", to_cpu=True))
+
+
+def _can_be_mapped(tags: Iterable[str]) -> bool:
+    """Whether ``--map`` can say each of `tags`; a file can have any."""
+    return all(_TAG.fullmatch(tag) and not tag.startswith(("cpu:", "mps:")) for tag in tags)
+
+
+# Names
+
+
+def prefixes(scope: Scope) -> Iterator[Issue]:
+    """What wrappers put before and into the names of state dicts."""
+    every = [found.names() for found in scope.named()]
+    chains = [_chain(names) for names in every]
+    stripped = list(dict.fromkeys(max(chains, key=len, default=[]) + [w for chain in chains for w in chain]))
+    after = every
+    for wrapper in stripped:
+        after = [[name.removeprefix(wrapper) for name in names] for names in after]
+    inside = Counter(match for names in after for name in names for match in set(_WRAPPED_INSIDE.findall(name)))
+    if not stripped and not inside:
+        return
+    options = [Option("strip_prefix", tuple(stripped))] if stripped else []
+    if inside:
+        rename = rf"(^|\.)({'|'.join(re.escape(w) for w in _UNMISTAKABLE if w in inside)})+", r"\1"
+        options.append(Option("rename", (rename,)))
+        after = [[re.sub(*rename, name) for name in names] for names in after]
+    is_more = inside or len(stripped) > 1
+    if is_more and all(list(unwrapped(old).values()) == new for old, new in zip(every, after, strict=True)):
+        options = [Option("unwrap")]
+    safe = all(keeps_apart(old, new) for old, new in zip(every, after, strict=True)) and all(
+        _is_for(stripped, chain, names) for chain, names in zip(chains, every, strict=True)
+    )
+    averaged = [_is_average(names) for names in every]
+    plain = [[name for name in names if name != _AVERAGES] for names in after]
+    if any(averaged):  # the model has no such name
+        options.insert(0, Option("exclude", (_AVERAGES,)))
+        safe = safe and not any(
+            _AVERAGES in names and not is_one for names, is_one in zip(every, averaged, strict=True)
+        )
+    is_average_alone = all(is_one for is_one, chain in zip(averaged, chains, strict=True) if _MODULE in chain)
+    who = {**WRAPPERS, _MODULE: "torch's AveragedModel"} if any(averaged) and is_average_alone else WRAPPERS
+    facts = [f"{wrapper} is in {count(n, 'name')} ({who[wrapper]})" for wrapper, n in inside.items()]
+    if stripped:
+        n = sum(name.startswith(stripped[0]) for names in every for name in names)
+        facts.insert(
+            0,
+            f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')}"
+            f" ({first_few([who[w] for w in stripped])})",
+        )
+    text: str = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
+    if any(averaged):
+        text += f"; {_AVERAGES}, the average's counter, is left out"
+    if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in plain if names):
+        text += "; below it they all start with module. again, which may be the model's own; " + option(
+            "strip_prefix", _MODULE + _MODULE
+        )
+        text += " takes both off"
+    yield Issue("prefix", text, Fix("-plain", names=tuple(options)) if safe else None)
+
+
+def averages(scope: Scope) -> Iterator[Issue]:
+    """What torch's AveragedModel saved, and what goes on with it; :func:`prefixes` has what the model itself takes."""
+    source = scope.checkpoint.source
+    for found in scope.named():
+        if isinstance(found, StateDict) and _is_average(found.names()):
+            part = "" if found.path == "." else f", select={literal(found.path)}"
+            path = literal(source.path)
+            at = "" if found.path == "." else f" at {found.path}"
+            text = (
+                f"the average of torch's AveragedModel{at}, with its counter {_AVERAGES}; AveragedModel(model)"
+                f' around the same model goes on with it: averaged.load_state_dict(ckptconv.load({path}, "cpu"{part}))'
+            )
+            yield Issue("average", text)
+
+
+def twins(scope: Scope) -> Iterator[Issue]:
+    """Averages of the weights (EMA) beside them, which a conversion to safetensors does not take by itself."""
+    for found in scope.checkpoint.detected.averages():
+        text = (
+            f"{found.path} is an average of the weights (EMA), with the same names; the command takes only the average"
+        )
+        yield Issue("ema", text, Fix("-ema", part=(Option("select", found.path),)))
+
+
+def inner_models(scope: Scope) -> Iterator[Issue]:
+    """The model inside a module of Lightning's, whose attribute starts its names."""
+    root, main = scope.checkpoint.graph.root, scope.checkpoint.detected.main()
+    if (
+        not isinstance(root, Dict)
+        or _LIGHTNING not in strings_of(root)
+        or len(main) != 1
+        or not isinstance(main[0], StateDict)
+    ):
+        return
+    names = main[0].names()
+    plain = unwrapped(names)
+    parts = Counter(new.partition(".")[0] for new in plain.values() if "." in new)
+    inner = next((part for part, n in parts.most_common(1) if 2 * n > len(names)), None)
+    if inner is None:
+        return
+    prefix = f"{inner}."
+    taken = [Option("state_dict")]
+    others = [name for name in names if not plain[name].startswith(prefix)]
+    if others:
+        taken.append(Option("include", (glob_of(prefix, prefix) + "*",)))
+    wrapped = any(old != new for old, new in plain.items())
+    if wrapped and not all(name.startswith(prefix) for name in names):
+        return  # the glob would not say which
+    edits = (*([Option("unwrap")] if wrapped else []), Option("strip_prefix", (prefix,)))
+    text = (
+        f"Lightning put {prefix} before {len(names) - len(others):,} of {count(len(names), 'name')}: the plain model"
+        " has no such names; the command takes the weights alone, without it"
+    )
+    yield Issue("inner-model", text, Fix("-model", part=tuple(taken), names=edits))
+
+
+def inner_prefixes(scope: Scope) -> Iterator[Issue]:
+    """A ``module.`` that all names of one submodule go through: nn.DataParallel's, or the model's own."""
+    found = wrapped_parts([found.names() for found in scope.named()])
+    if found:
+        fix = Fix("-inner", names=(Option("rename", (found.rename,)),)) if found.is_safe else None
+        text = (
+            f"all names that start with {first_few(found.parents)} contain an inner module.: if nn.DataParallel wrapped"
+            " only that part, the plain model reports missing and unexpected keys"
+        )
+        yield Issue("inner-prefix", text, fix)
+
+
+def _chain(names: list[str]) -> list[str]:
+    """The wrappers that start every one of `names`, the outermost first.
+
+    ``module.`` only once, since a model can have one of its own.
+    """
+    chain: list[str] = []
+    while names:
+        wrapper = next((w for w in WRAPPERS if (w != _MODULE or w not in chain) and _all_start(names, w)), None)
+        if wrapper is None or len(chain) > len(WRAPPERS):
+            break
+        chain.append(wrapper)
+        names = [name.removeprefix(wrapper) for name in names]
+    return chain
+
+
+def _all_start(names: list[str], wrapper: str) -> bool:
+    return len(names) > (_AVERAGES in names) and all(
+        name.startswith(wrapper) or (wrapper == _MODULE and name == _AVERAGES) for name in names
+    )
+
+
+def _is_average(names: list[str]) -> bool:
+    """Whether `names` are those of an AveragedModel's state dict."""
+    return _AVERAGES in names and _all_start(names, _MODULE)
+
+
+def _is_for(stripped: list[str], chain: list[str], names: list[str]) -> bool:
+    """Whether taking off `stripped`, in this order, does to `names` what their `chain` of wrappers asks for: no less,
+    and nothing to a module of the model's own.
+    """
+    others = tuple(wrapper for wrapper in stripped if wrapper not in chain)
+    return [w for w in stripped if w in chain] == list(dict.fromkeys(chain)) and not any(
+        n.startswith(others) for n in names
+    )
+
+
+# Storages
+
+
+def unused_bytes(scope: Scope) -> Iterator[Issue]:
+    """Storages that are far bigger than what the tensors in them show."""
+    if not any(info.storage and info.nbytes < info.storage.nbytes for info in scope.checkpoint.tensors.values()):
+        return
+    users = Counter(each.storage for each in scope.checkpoint.references)
+    views: dict[Storage, list[TensorInfo]] = {}
+    for info in scope.checkpoint.tensor_nodes.values():
+        if info.storage is not None:
+            views.setdefault(info.storage, []).append(info)
+    unused = {
+        storage: storage.nbytes - _covered(infos)
+        for storage, infos in views.items()
+        if users[storage] <= len(infos)
+        and all(info.nbytes < storage.nbytes and get_dtype(info.dtype).packed == 1 for info in infos)
+    }
+    unused = {storage: nbytes for storage, nbytes in unused.items() if nbytes > 0}
+    total = sum(storage.nbytes for storage in scope.checkpoint.storages.values())
+    lost = sum(unused.values())
+    if lost <= _NOTABLE or 2 * lost <= total:
+        return
+    first = views[max(unused, key=lambda storage: unused[storage])][0]
+    larger = f"({first.path} is {size(first.nbytes)} of a larger storage)"
+    text = f"{size(lost)} of {size(total)} stored are in no tensor {larger}"
+    deflated = any(isinstance(storage.data, Inflate) for storage in unused)
+    yield Issue("views", text, None if deflated else Fix("-compact", compact=True))
+
+
+def _covered(infos: list[TensorInfo]) -> int:
+    """How many bytes of a storage `infos` reach over."""
+    covered = end = 0
+    for start, stop in sorted(map(extent, infos)):
+        covered += max(stop - max(start, end), 0)
+        end = max(end, stop)
+    return covered
+
+
+def shared(scope: Scope) -> Iterator[Issue]:
+    """Tensors of the state dict that share memory, which the safetensors library refuses to save."""
+    if scope.checkpoint.index.is_unshared:
+        return
+    by_storage: dict[Storage, list[tuple[str, TensorInfo]]] = {}
+    found = _for_safetensors(scope.checkpoint)
+    for name, info in found.items():
+        if info.storage is not None and info.nbytes:
+            by_storage.setdefault(info.storage, []).append((name, info))
+    pairs = []
+    for views in by_storage.values():
+        reach, whose = -1, ""
+        for (start, stop), name in sorted((extent(info), name) for name, info in views) if len(views) > 1 else []:
+            if start < reach:
+                pairs.append(f"{whose} and {name}")
+            if stop > reach:
+                reach, whose = stop, name
+    if pairs:
+        text = (
+            f"tensors of the state dict share memory ({first_few(pairs)}): safetensors' save_file refuses that, a"
+            " conversion takes it"
+        )
+        yield Issue("ties", text, _TO_SAFETENSORS)
+
+
+def _for_safetensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """The tensors of the state dict that a conversion would take, if safetensors can hold each; else none."""
+    main = checkpoint.detected.main()
+    found: dict[str, TensorInfo] = {}
+    for key, value in main[0].items() if len(main) == 1 else ():
+        info = checkpoint.tensor_nodes.get(id(value))
+        if info is None:
+            continue
+        if not isinstance(key, str) or not is_text(key) or key == METADATA or key in found or not _fits(info):
+            return {}
+        found[key] = info
+    return found
+
+
+def _fits(info: TensorInfo) -> bool:
+    """Whether safetensors can hold `info`; not everything that it can, but nothing that it cannot."""
+    if info.kind != "strided" or info.storage is None or info.conj or info.neg:
+        return False
+    held = get_dtype(info.dtype).word is not None and (info.shape != () or info.dtype != "float4_e2m1fn_x2")
+    return held and (info.contiguous or info.nbytes <= LIMITS.gathered_bytes)
