@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from ckptconv.byteranges.sources import ComputedSource, Readable, Source
 from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow, Piece
@@ -31,9 +30,7 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.output.other_files import OtherFile
 from ckptconv.output.virtual_file import VirtualFile
 from ckptconv.pickles.graph import Global
-from ckptconv.render.json_views import report_as_dict
-from ckptconv.render.report import report_lines
-from ckptconv.render.result import Result
+from ckptconv.result import Result
 from ckptconv.safety.scan import dangers_carried
 from ckptconv.safety.torch_load import CALL, torch_loading
 
@@ -165,6 +162,7 @@ class Report(Result):
     in_place: InPlace | None = None
     verified: Verified | None = None
     direct: bool = False
+    _drawn_by = "report"
 
     @property
     def changed(self) -> bool:
@@ -177,21 +175,6 @@ class Report(Result):
     def nbytes(self) -> int:
         """How many bytes were written, or would be."""
         return self.in_place.nbytes if self.in_place else self.size
-
-    def as_dict(self) -> dict[str, Any]:
-        """What ``convert --json`` prints."""
-        return report_as_dict(self)
-
-    def _repr_html_(self) -> str:
-        from ckptconv.render.notebook import report_html  # which only notebooks need
-
-        return report_html(self, self._title(), self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        return report_lines(self)
-
-    def _title(self) -> str:
-        return next(report_lines(self))
 
 
 def make_plan(

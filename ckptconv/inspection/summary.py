@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from ckptconv.byteranges.file_objects import Input
 from ckptconv.byteranges.sources import Readable, SourceFolder
@@ -32,9 +32,7 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, FrozenSet, Global, List, Node, Set, Tuple, Value, gc_paused, is_global
 from ckptconv.pickles.paths import Place
-from ckptconv.render.json_views import summary_as_dict
-from ckptconv.render.result import Result
-from ckptconv.render.summary import summary_lines
+from ckptconv.result import Result
 from ckptconv.safety.scan import Concern, Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, Loading, torch_loading
 
@@ -118,20 +116,6 @@ class TensorSummary:
     tied_to: str | None
     storage: int | None = None
     values: TensorValues | None = None
-
-
-@dataclass(frozen=True)
-class ConcernSummary:
-    """A global that torch's safe loader refuses, or something else that nobody can judge: where it stands first, in how
-    many more places, and whether no checkpoint needs it. ``inside``: alone in pickles that loading leaves as they
-    are, in byte strings and in other members of the file.
-    """
-
-    name: str
-    path: str
-    dangerous: bool
-    more: int
-    inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -254,7 +238,7 @@ class Summary(Result):
     obstacles: dict[str, int]
     torch_load: TorchLoadSummary
     safety: Level
-    concerns: tuple[ConcernSummary, ...]
+    concerns: tuple[Concern, ...]
     dangerous: tuple[str, ...]
     globals: dict[str, int]
     user_devices: dict[str, str]
@@ -266,21 +250,7 @@ class Summary(Result):
     tensors: tuple[TensorSummary, ...]
     parts: tuple[Part, ...]
     has_values: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """What ``inspect --json`` prints."""
-        return summary_as_dict(self)
-
-    def _repr_html_(self) -> str:
-        from ckptconv.render.notebook import summary_html  # which only notebooks need
-
-        return summary_html(self, self._title(), self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        return summary_lines(self)
-
-    def _title(self) -> str:
-        return next(summary_lines(self))
+    _drawn_by = "summary"
 
 
 @for_python
@@ -371,7 +341,7 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         obstacles=dict(refusals),
         torch_load=_torch_load(loading, checkpoint, host),
         safety=level_of(checkpoint, concerned, loading),
-        concerns=tuple(map(_concern, concerned)),
+        concerns=tuple(concerned),
         dangerous=tuple(sorted(concern.name for concern in concerned if concern.dangerous)),
         globals=dict(globals_.most_common()),
         user_devices=user_devices(places),
@@ -391,10 +361,6 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         ),
         parts=_parts(checkpoint),
     )
-
-
-def _concern(found: Concern) -> ConcernSummary:
-    return ConcernSummary(found.name, found.path, found.dangerous, found.more, found.inside)
 
 
 def _views(infos: list[TensorInfo]) -> tuple[str, ...]:

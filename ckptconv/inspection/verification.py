@@ -40,9 +40,7 @@ from ckptconv.formats.torch_zip import NO_CHECKSUMS
 from ckptconv.hints import for_python, in_python, option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import gc_paused
-from ckptconv.render.json_views import verdict_as_dict
-from ckptconv.render.result import Result
-from ckptconv.render.verdict import verdict_lines
+from ckptconv.result import Result
 from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
 from ckptconv.safety.scan import Level as Safety
 from ckptconv.safety.torch_load import Loading, torch_loading
@@ -113,6 +111,7 @@ class Verdict(Result):
     more: int = 0
     strict: bool = False
     torch: str | None = None
+    _drawn_by = "verdict"
 
     @property
     def ok(self) -> bool:
@@ -126,15 +125,8 @@ class Verdict(Result):
         levels = {finding.level for finding in self.findings}
         return "failed" if levels & bad else "not checked" if "not checked" in levels else "ok"
 
-    def as_dict(self) -> dict[str, Any]:
-        """What ``verify --json`` prints."""
-        return verdict_as_dict(self)
-
-    def _lines(self) -> Iterator[str]:
-        return verdict_lines(self)
-
     def _title(self) -> str:
-        return [*verdict_lines(self)][-1]
+        return [*self._lines()][-1]
 
 
 @for_python

@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.conversion.plan import Report
 from ckptconv.errors import CkptconvError, count
 from ckptconv.formats import opening
+from ckptconv.inspection.comparison.differences import Difference
+from ckptconv.inspection.summary import Summary
 from ckptconv.render.page.difference import difference_data
 from ckptconv.render.page.document import page_of
 from ckptconv.render.page.report import report_data
 from ckptconv.render.page.summary import summary_data
-
-if TYPE_CHECKING:
-    from ckptconv.conversion.plan import Report
-    from ckptconv.inspection.comparison.differences import Difference
-    from ckptconv.inspection.summary import Summary
+from ckptconv.result import Result
 
 _MOST = 100_000  # characters, so that a notebook of many results stays small
 _OPEN = 200  # tensors, or lines, beyond which only the title is seen at first
@@ -26,30 +26,34 @@ _TRIES = 8
 _FRAME = "width:100%;height:720px;border:0"
 
 
-def summary_html(summary: Summary, title: str, lines: Iterable[str]) -> str:
-    """The page of a checkpoint."""
-    return _framed(partial(summary_data, summary), title, len(summary.tensors)) or text_html(title, lines)
+def html(result: Result, title: str, lines: Iterable[str]) -> str:
+    """Return the page of `result`, or `title` and `lines` if it has none or is too large.
+
+    The page of a summary shows the checkpoint, that of a difference both, and that of a report the output if it is
+    still as it was written.
+    """
+    frame = ""
+    if isinstance(result, Summary):
+        frame = _framed(partial(summary_data, result), title, len(result.tensors))
+    elif isinstance(result, Difference):
+        n = sum(map(len, (result.differing, result.only_in_a, result.only_in_b)))
+        frame = _framed(partial(difference_data, result), title, n)
+    elif isinstance(result, Report) and (checkpoint := _written(result)):
+        frame = _framed(partial(report_data, result, checkpoint), title, len(checkpoint.tensors))
+    return frame or _text_html(title, lines)
 
 
-def difference_html(difference: Difference, title: str, lines: Iterable[str]) -> str:
-    """The page of a difference."""
-    n = sum(map(len, (difference.differing, difference.only_in_a, difference.only_in_b)))
-    return _framed(partial(difference_data, difference), title, n) or text_html(title, lines)
-
-
-def report_html(report: Report, title: str, lines: Iterable[str]) -> str:
-    """What was done, and the page of what was written, if it is still there as it was."""
-    if report.written and "://" not in report.dst:
-        try:
-            alone = report.files[0][0] if len(report.files) == 1 else ""  # which is read by its own name
-            with opening.open_input(Path(report.dst, alone)) as source:
-                checkpoint = opening.read(source)
-                is_whole = bool(report.files) or source.size == report.size
-        except CkptconvError:  # it is gone, or several checkpoints, or was a file object
-            is_whole = False
-        if is_whole and (frame := _framed(partial(report_data, report, checkpoint), title, len(checkpoint.tensors))):
-            return frame
-    return text_html(title, lines)
+def _written(report: Report) -> Checkpoint | None:
+    """Return the output of `report`, or None if it is gone, has changed, or is not one local checkpoint."""
+    if not report.written or "://" in report.dst:
+        return None
+    try:
+        alone = report.files[0][0] if len(report.files) == 1 else ""  # a single file is read by its own name
+        with opening.open_input(Path(report.dst, alone)) as source:
+            checkpoint = opening.read(source)
+            return checkpoint if report.files or source.size == report.size else None
+    except CkptconvError:
+        return None
 
 
 def _framed(data: Callable[..., dict[str, Any]], title: str, n: int) -> str:
@@ -71,7 +75,7 @@ def _frame(data: dict[str, Any], title: str) -> str:
     return f"<iframe sandbox='allow-scripts' style='{_FRAME}' title='{escape(title)}' srcdoc='{page}'></iframe>"
 
 
-def text_html(title: str, lines: Iterable[str]) -> str:
+def _text_html(title: str, lines: Iterable[str]) -> str:
     """`lines`, which are printable, or as many of them as a notebook should hold."""
     shown, room = [], _MOST - len(escape(title)) - 500
     rest = 0

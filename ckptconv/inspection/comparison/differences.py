@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from ckptconv.inspection.values import Histogram, TensorValues
 from ckptconv.light_dataclass import dataclass
-from ckptconv.render.difference import difference_lines
-from ckptconv.render.json_views import difference_as_dict
-from ckptconv.render.result import Result
+from ckptconv.result import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +119,9 @@ class Difference(Result):
     notes: tuple[str, ...]
     suggestion: str | None = None
     near: int = 0
+    _drawn_by = "difference"
 
     @property
     def same(self) -> bool:
         """Whether they have everything in common that was compared."""
         return not (self.only_in_a or self.only_in_b or self.differing or self.others)
-
-    def as_dict(self) -> dict[str, Any]:
-        """What ``diff --json`` prints."""
-        return difference_as_dict(self)
-
-    def _repr_html_(self) -> str:
-        from ckptconv.render.notebook import difference_html  # which only notebooks need
-
-        return difference_html(self, self._title(), self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        return difference_lines(self)
-
-    def _title(self) -> str:
-        return next(difference_lines(self))

@@ -1,0 +1,43 @@
+"""The base class of the results that public functions return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+
+class Result:
+    """Plain data with ``as_dict()``, ``str()``, a short ``repr()``, and HTML for notebooks.
+
+    The renderers import the classes of results, so a result imports its renderer only when it is drawn.
+    """
+
+    #: The module of ``ckptconv.render`` that draws the result, by a function of the same name and ``_lines``.
+    _drawn_by: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints: a plain and versioned dict, with all sizes in bytes."""
+        found: dict[str, Any] = import_module("ckptconv.render.json_views").as_dict(self)
+        return found
+
+    def _lines(self) -> Iterator[str]:
+        """Return the lines that the command prints into a pipe."""
+        draw = getattr(import_module(f"ckptconv.render.{self._drawn_by}"), f"{self._drawn_by}_lines")
+        lines: Iterator[str] = draw(self)
+        return lines
+
+    def _title(self) -> str:
+        """Return the line that says the most."""
+        return next(self._lines())
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        html: str = import_module("ckptconv.render.notebook").html(self, self._title(), self._lines())
+        return html
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._title()}>"
