@@ -22,7 +22,7 @@ from ckptconv.edits.retag import tags_of, unmatched_rules
 from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError, require_torch, some
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.layout import check_growth
-from ckptconv.formats.sharded import container as sharded
+from ckptconv.formats.sharded import index as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
 from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual_format, words, writer_for
 from ckptconv.hints import Placeholder, option

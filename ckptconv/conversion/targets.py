@@ -187,7 +187,7 @@ def list_items(
     dst = path_at(dst) if is_url(dst) else dst
     path = _checked(dst, output.format)
     if output.max_shard_size is not None:
-        from ckptconv.formats.sharded.planning import parse_size  # for shards alone
+        from ckptconv.formats.sharded.writing import parse_size  # for shards alone
 
         parse_size(output.max_shard_size)
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in

@@ -26,8 +26,8 @@ from ckptconv.errors import UnsupportedError
 from ckptconv.formats import plain_pickle, safetensors, torch_legacy, torch_zip
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.distributed.metadata import renamed
-from ckptconv.formats.legacy_file import LegacyFile
-from ckptconv.formats.pickle_writing import blob_bytes, pickle_pieces, say_for_older_loaders
+from ckptconv.formats.layout import blob_bytes, pickle_pieces, say_for_older_loaders
+from ckptconv.formats.torch_files import LegacyFile
 from ckptconv.formats.zip_archive import (
     END_SIZE,
     HAS_DESCRIPTOR,

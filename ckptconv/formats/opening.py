@@ -216,7 +216,7 @@ def read_selected(source: Readable, select: str | None) -> tuple[Checkpoint, str
     checkpoint = read(source)
     if select is None:
         return checkpoint, None
-    from ckptconv.formats.nested_files import files_in
+    from ckptconv.formats.torch_files import files_in
 
     places = (each for each in checkpoint.index.every_place if select in (each.path, printable(each.path)))
     found = next(files_in(places, checkpoint.blobs or checkpoint.source), None)

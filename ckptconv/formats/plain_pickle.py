@@ -46,11 +46,10 @@ from ckptconv.errors import (
 )
 from ckptconv.formats import torch_legacy, torch_zip
 from ckptconv.formats.foreign.pickles import LOADER, pickle_error
-from ckptconv.formats.layout import Layout, file_of
-from ckptconv.formats.legacy_file import MAGIC_BYTES, LegacyFile
-from ckptconv.formats.nested_files import files_in
-from ckptconv.formats.pickle_writing import (
+from ckptconv.formats.layout import (
+    Layout,
     blob_bytes,
+    file_of,
     little_endian,
     refuse_unknown_dtypes,
     say_for_older_loaders,
@@ -58,6 +57,7 @@ from ckptconv.formats.pickle_writing import (
     storage_classes,
     texts_left_behind,
 )
+from ckptconv.formats.torch_files import MAGIC_BYTES, LegacyFile, files_in
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import TRUSTED, option
 from ckptconv.lazy_regex import regex

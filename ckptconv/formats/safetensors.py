@@ -26,8 +26,7 @@ from ckptconv.dtypes import BY_NAME, BY_WORD, DType, get_dtype
 from ckptconv.errors import RefusedError, count
 from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
-from ckptconv.formats.layout import Layout, file_of
-from ckptconv.formats.refusals import cannot_hold
+from ckptconv.formats.layout import Layout, cannot_hold, file_of
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import joined, option

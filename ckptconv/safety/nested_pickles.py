@@ -28,8 +28,9 @@ from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.errors import InputChangedError, InputError, MalformedError
-from ckptconv.formats import legacy_file, torch_zip
+from ckptconv.formats import torch_zip
 from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES
+from ckptconv.formats.torch_files import looks_like_legacy
 from ckptconv.formats.zip_archive import STORED, Member, read_archive
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
@@ -197,7 +198,7 @@ def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) ->
             inner = f"{name}: {member.name}" if name else member.name
             yield from _member(held, member, inner, most, depth - 1)
     else:
-        known = name or ("torch file" if legacy_file.looks_like(head) else "pickle")
+        known = name or ("torch file" if looks_like_legacy(head) else "pickle")
         yield from pickles_from(held, known, LIMITS.pickles_inside, most)
 
 
@@ -213,7 +214,7 @@ def _member(held: Readable, member: Member, name: str, most: int, depth: int) ->
 
 def _is_looked_into(head: bytes) -> bool:
     """Return whether a file that starts with `head` is a file of torch or NumPy."""
-    return torch_zip.looks_like(head) or legacy_file.looks_like(head) or head.startswith(_NUMPY)
+    return torch_zip.looks_like(head) or looks_like_legacy(head) or head.startswith(_NUMPY)
 
 
 def _behind_header(head: bytes) -> int:

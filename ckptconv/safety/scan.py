@@ -24,8 +24,8 @@ from ckptconv.checkpoint.weights_only.values import Answer
 from ckptconv.errors import InputChangedError, InputError, LimitError
 from ckptconv.formats import torch_zip
 from ckptconv.formats.foreign.pickles import LOADER
-from ckptconv.formats.legacy_file import LegacyFile
-from ckptconv.formats.sharded.container import ShardedContainer
+from ckptconv.formats.sharded.index import ShardedContainer
+from ckptconv.formats.torch_files import LegacyFile
 from ckptconv.formats.zip_archive import Archive
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS

@@ -22,8 +22,8 @@ from ckptconv.checkpoint.weights_only.unpickler import reasons
 from ckptconv.checkpoint.weights_only.values import TORCH, Answer, Reason
 from ckptconv.dtypes import BY_NAME, UNTYPED
 from ckptconv.errors import InputError, MalformedError
-from ckptconv.formats.legacy_file import LegacyFile
-from ckptconv.formats.sharded.container import ShardedContainer
+from ckptconv.formats.sharded.index import ShardedContainer
+from ckptconv.formats.torch_files import LegacyFile
 from ckptconv.formats.torch_zip import CONSTANTS, record_bytes
 from ckptconv.formats.two_readings import is_tar
 from ckptconv.formats.writers import WRITERS

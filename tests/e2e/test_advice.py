@@ -273,7 +273,7 @@ CASES: dict[str, Case] = {
     ),
     "a size in a unit that is not known": Case(
         saved(weights), "convert {m}.pt out --max-shard-size 5GiBB", r"is this meant: (--max-shard-size .*)", "loads",
-        same(weights), "formats/sharded/planning.py:parse_size:option max_shard_size", made="convert {m}.pt out",
+        same(weights), "formats/sharded/writing.py:parse_size:option max_shard_size", made="convert {m}.pt out",
     ),
     "a module called module in DataParallel": Case(
         saved(lambda: nn.DataParallel(nn.DataParallel(net())).state_dict()), "inspect {m}.pt",
@@ -565,7 +565,7 @@ CASES: dict[str, Case] = {
     "what safetensors cannot hold": Case(
         saved(lambda: {"w": torch.ones(1), "s": torch.ones(2, 2).to_sparse()}), "convert {m}.pt out.safetensors",
         r"to leave them out: (--exclude \S+)", "safetensors loads it", has("w"),
-        "formats/refusals.py:cannot_hold:option exclude",
+        "formats/layout.py:cannot_hold:option exclude",
     ),
     "a wrapper on the way to safetensors": Case(
         saved(lambda: nn.DataParallel(net()).state_dict()), "convert {m}.pt out.safetensors",
@@ -594,7 +594,7 @@ CASES: dict[str, Case] = {
     "old format, new dtype": Case(
         saved(lambda: {"a": torch.ones(2, dtype=torch.float8_e5m2)}, _use_new_zipfile_serialization=False),
         "convert {m}.pt out.pt --format legacy", r"(--format pt) writes (?:it|them)", "loads", loads,
-        "formats/pickle_writing.py:storage_classes:option format", made="convert {m}.pt out.pt",
+        "formats/layout.py:storage_classes:option format", made="convert {m}.pt out.pt",
     ),
     "old format, a nested tensor": Case(
         saved(lambda: [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])]),
@@ -1210,7 +1210,7 @@ NOT_TYPED: dict[Site, str] = {
     "conversion/targets.py:format_of:option format": _NAMED,
     "conversion/targets.py:list_in_place:option in_place": _NAMED,
     "conversion/targets.py:list_items:option copy_others": _NAMED,
-    "formats/sharded/planning.py:deal:option max_shard_size": _NAMED,
+    "formats/sharded/writing.py:deal:option max_shard_size": _NAMED,
     "formats/sharded/writing.py:layout:option format": _NAMED,
     "formats/sharded/writing.py:_about_size:option max_shard_size": _NAMED,
     "inspection/comparison/options.py:__post_init__:option *": _NAMED,
@@ -1223,7 +1223,7 @@ NOT_TYPED: dict[Site, str] = {
     "edits/retag.py:retag:option map_location": _NO_CHANGE,
     "edits/views.py:compact:option compact": _NO_CHANGE,
     "errors.py:require_torch:text": _NETWORK,
-    "formats/sharded/planning.py:deal:text": _NETWORK,
+    "formats/sharded/writing.py:deal:text": _NETWORK,
     "byteranges/far/transports.py:_installed:text": _NETWORK,
     "formats/opening.py:_open_url:*": _NETWORK,
     "output/far_targets.py:far_writer:text": _NETWORK,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ckptconv.formats.legacy_file import MAGIC_BYTES
+from ckptconv.formats.torch_files import MAGIC_BYTES
 
 __all__ = [
     "checksummed",

@@ -20,13 +20,15 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.given_paths import stays_inside
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder, list_folder
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
 from ckptconv.formats.safetensors_header import check_nesting, is_text
 from ckptconv.formats.writers import WRITERS, HubName, split_suffix
@@ -34,7 +36,9 @@ from ckptconv.hints import shell
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import Object
 
+NAME = "sharded"  # before the name of the format of each shard
 TOTAL_SIZE = "total_size"
 _SHOWN = 5  # shards that an error lists
 _WITHOUT = "fetch it again; or take it away: without it the shards are read as they are, if all are there"
@@ -435,3 +439,31 @@ def index_bytes(metadata: dict[str, Any], weight_map: dict[str, str]) -> bytes:
     """The index of a set, as transformers and diffusers write it."""
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
     return (text + "\n").encode()
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One file of a set: its `name`, the checkpoint in it as it was read, and its `root`, which has
+    its items in common with the root of all.
+    """
+
+    name: str
+    part: Checkpoint
+    root: Object
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedContainer:
+    """What the reader keeps for the writer: the set as it was.
+
+    `index` is the name that its index has or would have, `metadata` what stands in it, `names` how many there were.
+
+    `contradictions` are texts that shards have and that differ from one to the other.
+    """
+
+    root: Object
+    shards: tuple[Shard, ...]
+    index: str
+    metadata: Mapping[str, Any]
+    names: int
+    contradictions: tuple[LeftBehind, ...]

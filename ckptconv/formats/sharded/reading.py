@@ -18,10 +18,12 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import MalformedError, UnsupportedError, some
 from ckptconv.formats.foreign.folders import folder_error
-from ckptconv.formats.sharded.container import NAME, Shard, ShardedContainer
 from ckptconv.formats.sharded.index import (
+    NAME,
     TOTAL_SIZE,
     Index,
+    Shard,
+    ShardedContainer,
     find_set,
     index_name,
     read_index,

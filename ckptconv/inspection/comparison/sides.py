@@ -18,7 +18,7 @@ from ckptconv.checkpoint.rebuild_functions import (
 )
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.errors import count, size
-from ckptconv.formats.pickle_writing import blob_bytes
+from ckptconv.formats.layout import blob_bytes
 from ckptconv.inspection.comparison.differences import OnlyIn
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import (

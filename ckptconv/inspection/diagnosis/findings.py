@@ -14,7 +14,7 @@ from ckptconv.checkpoint.state_dicts import NamedOptimizer, StateDict
 from ckptconv.checkpoint.tensor_info import Storage
 from ckptconv.conversion.target_names import Found, name_in_folder
 from ckptconv.errors import some
-from ckptconv.formats.sharded import container as sharded
+from ckptconv.formats.sharded import index as sharded
 from ckptconv.formats.writers import WRITERS, suffix_of, usual_format, writer_for
 from ckptconv.hints import Option, command, placed
 from ckptconv.inspection.diagnosis.host import Host

@@ -14,7 +14,7 @@ from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.errors import CkptconvError, count, size, some
 from ckptconv.formats import opening
 from ckptconv.formats.distributed.rank_names import about_one
-from ckptconv.formats.sharded import container as sharded
+from ckptconv.formats.sharded import index as sharded
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option, literal, saved_by_torch
 from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope, first_few
@@ -282,7 +282,7 @@ def nested(scope: Scope) -> Iterator[Issue]:
     graph = scope.checkpoint.graph
     if not graph.byte_strings and not any(is_global(each, "_codecs.encode") for each in graph.globals):
         return
-    from ckptconv.formats.nested_files import files_in  # which other files do without
+    from ckptconv.formats.torch_files import files_in  # which other files do without
 
     found = files_in(scope.checkpoint.index.every_place, scope.checkpoint.blobs or scope.checkpoint.source)
     for place, held in islice(found, SHOWN):

@@ -240,11 +240,11 @@ _NEEDED = {
     "cli": "commands inspect main terminal",
     "conversion": "target_names",
     "edits": "devices names",
-    "formats": "distributed foreign layout legacy_file opening pickle_writing refusals safetensors_header sharded"
+    "formats": "distributed foreign layout opening safetensors_header sharded torch_files"
     " torch_zip two_readings writers zip_archive",
     "formats.distributed": "rank_names",
     "formats.foreign": "folders pickles zips",
-    "formats.sharded": "container index",
+    "formats.sharded": "index",
     "inspection": "diagnosis summary",
     "inspection.diagnosis": "diagnose findings host issues refusals",
     "pickles": "graph lenient machine parser paths rows",

@@ -31,7 +31,7 @@ from ckptconv.formats.sharded.index import (
     shard_name,
     stem_for,
 )
-from ckptconv.formats.sharded.planning import Weight, deal, parse_size
+from ckptconv.formats.sharded.writing import Weight, deal, parse_size
 from ckptconv.limits import LIMITS, Limits
 from tests.support.conversions import run_without_torch
 from tests.support.tiny_models import tiny_model, transformers_offline
@@ -407,7 +407,7 @@ def test_one_shard_needs_no_index() -> None:
 
 def test_more_shards_than_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The five digits of a name are not enough: refused before anything is made of it."""
-    monkeypatch.setattr("ckptconv.formats.sharded.planning.LIMITS", Limits(shards=3))
+    monkeypatch.setattr("ckptconv.formats.sharded.writing.LIMITS", Limits(shards=3))
     with pytest.raises(UsageError, match="would take 4 shards"):
         deal({str(i): Weight(8, i) for i in range(4)}, 8, "model", ".bin")
 
@@ -423,5 +423,5 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planning_needs_no_torch() -> None:
     """The planner works on sizes: torch stays out of the process."""
     run_without_torch(
-        "from ckptconv.formats.sharded.planning import Weight, deal;deal({'a': Weight(5, 1)}, '1KB', 'model', '.bin')"
+        "from ckptconv.formats.sharded.writing import Weight, deal;deal({'a': Weight(5, 1)}, '1KB', 'model', '.bin')"
     )

@@ -1,4 +1,4 @@
-"""Find files of torch.save in byte strings: a checkpoint that another one contains, as skorch's pickles do.
+"""Recognise files of torch.save: by their first bytes, and in byte strings, as in skorch's pickles.
 
 A byte string is a bytes object, a bytearray, a string of Python 2, or the call by which Python 3 writes bytes in
 protocol 2 (``_codecs.encode`` of a text). Only its first bytes are read here.
@@ -12,12 +12,61 @@ from ckptconv.byteranges.reading import Latin1Text
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.errors import MalformedError
-from ckptconv.formats import legacy_file, torch_zip
-from ckptconv.pickles.graph import Blob, ByteArray, Call, Py2String, Value, args_of, is_global
+from ckptconv.formats import torch_zip
+from ckptconv.light_dataclass import dataclass
+from ckptconv.pickles.graph import (
+    Blob,
+    ByteArray,
+    Call,
+    Global,
+    Graph,
+    PersistentId,
+    Py2String,
+    Value,
+    args_of,
+    is_global,
+)
 from ckptconv.pickles.paths import Place
 
+MAGIC = 0x1950A86A20F9469CFC6C
+MAGIC_BYTES = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # as an operand of LONG1, in protocols 2 and higher
+_MAGIC_TEXT = b"L119547037146038801333356L\n"  # in protocols 0 and 1
 _HEAD = 64
 _DIRECTORY = 1 << 16  # bytes at the end of an archive that are searched
+
+
+def looks_like_legacy(head: bytes) -> bool:
+    """Return whether a file that starts with `head` starts with the magic number, pickled in any protocol."""
+    return head.startswith(_MAGIC_TEXT) or (head[:1] == b"\x80" and MAGIC_BYTES in head[:24])
+
+
+@dataclass(eq=False)
+class LegacyFile:
+    """The content of the file.
+
+    Attributes:
+        head: The pickles before the object, or None if torch's safe loader would refuse them.
+        graph: The object.
+        keys: The keys of the storages.
+        spans: The bytes of the storages by key, in the order of the file.
+        class_ids: See :class:`~ckptconv.checkpoint.model.Checkpoint`.
+        notes: Notes on the file.
+        warnings: See :class:`~ckptconv.checkpoint.model.Checkpoint`.
+        around: The pickles other than the object, if they are not as torch writes them.
+        pickle_offset: The offset of the object's pickle.
+        pickle_length: The number of bytes of the object's pickle.
+    """
+
+    head: ByteRange | None
+    graph: Graph
+    keys: frozenset[str]
+    spans: dict[str, ByteRange]
+    class_ids: dict[Global, PersistentId]
+    notes: list[str]
+    warnings: list[str]
+    around: list[Graph]
+    pickle_offset: int
+    pickle_length: int
 
 
 def files_in(places: Iterable[Place], blobs: Readable) -> Iterator[tuple[Place, Readable]]:
@@ -32,7 +81,7 @@ def files_in(places: Iterable[Place], blobs: Readable) -> Iterator[tuple[Place, 
         if held is None:
             continue
         head = held.read(0, min(_HEAD, held.size))
-        if legacy_file.looks_like(head) or (torch_zip.looks_like(head) and _has_pickle(held)):
+        if looks_like_legacy(head) or (torch_zip.looks_like(head) and _has_pickle(held)):
             yield place, held
 
 
