@@ -25,7 +25,7 @@ from ckptconv.inspection.comparison.options import Compared
 from ckptconv.inspection.summary import Summary, summary_of
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.render.difference import difference_lines
-from ckptconv.render.page.document import page_of
+from ckptconv.render.page import page_of
 from ckptconv.render.page.summary import NO_VERDICT, summary_data
 from ckptconv.render.report import report_lines
 from ckptconv.render.text import Style

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptconv
-from ckptconv.render.page.document import hashes
+from ckptconv.render.page import hashes
 from ckptconv.render.page.vendor.make import published
 
 __all__ = ["build"]

@@ -361,7 +361,7 @@ class PageFile:
         from ckptconv.byteranges.sources import Readable
         from ckptconv.byteranges.spans import Literal, OutFile
         from ckptconv.output.files import write
-        from ckptconv.render.page.document import page_of
+        from ckptconv.render.page import page_of
 
         data = page_of(shown).encode()
         write(OutFile(self.path, (Literal(data),), len(data)), Readable(), replace=self.force, verify=False)

@@ -43,8 +43,8 @@ from ckptconv.edits.options import edits_from
 from ckptconv.errors import MissingInputError, UsageError
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option, Placeholder, command, joined, option
-from ckptconv.render.batch import item_line, skipped_line, sum_lines
 from ckptconv.render.json_views import SCHEMA_VERSION, error_as_dict, skipped_as_dict
+from ckptconv.render.listing import item_line, skipped_line, sum_lines
 from ckptconv.render.text import Style
 
 

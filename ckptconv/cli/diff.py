@@ -27,11 +27,10 @@ from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.hints import Command, Option
-from ckptconv.inspection.comparison.diff import are_same, compare
+from ckptconv.inspection.comparison.diff import are_same, compare, options_of
 from ckptconv.inspection.comparison.differences import Difference
 from ckptconv.inspection.comparison.folders import Pair, pairs_of
 from ckptconv.inspection.comparison.options import Compared
-from ckptconv.inspection.comparison.suggestions import options_of
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.json_views import SCHEMA_VERSION
 from ckptconv.render.text import Style

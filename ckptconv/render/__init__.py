@@ -1,20 +1,19 @@
-"""Render summaries, reports, differences and verdicts as text, for a terminal or for a pipe.
+"""Render summaries, reports, differences and verdicts as text, JSON or pages.
 
-Names are escaped before they get out.
+Names from files are escaped before they are returned.
 
-==============  ==========================================================================
-``text``        widths, breaks, colours, numbers: what all renderers share
-``facts``       the first screen: does it load here, what to type, what is in it
-``folding``     the tree of the tensors' paths, repeated blocks as one
-``table``       the tensors in columns
-``tree``        the tensors as a tree
-``values``      the tensors with their extremes, means and what is not finite
+==============  =====================================================================================
+``text``        widths, line breaks, colours and labelled facts, which all renderers share
+``summary``     ``inspect`` of one checkpoint: whether it loads, what to type, its parts, its tensors
+``table``       tensors as a table or as a tree
+``folding``     the tree of the tensors' paths, in which repeated blocks are one
+``values``      tensors with their extremes, means, and counts of NaN and infinities
+``listing``     one line for each of many checkpoints, or for each item of a batch
 ``report``      what a conversion did
-``renames``     renamed tensors, grouped by what changed in their names
-``batch``       what many conversions did
 ``difference``  what two checkpoints do not have in common
-``notebook``    results as HTML, for notebooks
+``verdict``     what ``verify`` found
+``json_views``  what ``--json`` prints
+``notebook``    results as HTML for notebooks
 ``page``        a checkpoint as a page to look at
-``verdict``     what is wrong with a checkpoint, or that nothing is
-==============  ==========================================================================
+==============  =====================================================================================
 """

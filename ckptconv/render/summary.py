@@ -2,18 +2,347 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptconv.render.facts import facts
-from ckptconv.render.table import table_lines
-from ckptconv.render.text import IN_PYTHON, Style, rows_of
-from ckptconv.render.tree import tree_lines
-from ckptconv.render.values import values_lines
+from ckptconv.errors import count, size
+from ckptconv.hints import Command, Option, command, command_in, option
+from ckptconv.lazy_regex import regex
+from ckptconv.render.table import table_lines, tree_lines
+from ckptconv.render.text import IN_PYTHON, Style, command_lines, fact, first_of, headline, rows_of
+from ckptconv.render.values import values_fact, values_lines
 
 if TYPE_CHECKING:
-    from ckptconv.inspection.summary import Summary, TensorSummary
+    from ckptconv.inspection.diagnosis.findings import Advice
+    from ckptconv.inspection.summary import Part, Share, Summary, TensorSummary
+
+_SHOWN = 5  # things in one fact, and its lines
+_SHOWN_LONG = 3  # things that are names twice over
+_LONGEST = 60  # characters of a text from the file
+_LONGEST_PATH = 100
+_USUAL_GLOBALS = ("torch.", "collections.OrderedDict", "__builtin__.", "builtins.", "_codecs.encode")
+_MACHINERY = regex(r"(^|/)\.(_|training$)")  # attributes that every pickled module has, and what is in them
+_DANGEROUS = "dangerous"  # the kind of the finding that outweighs the others
+
+
+def facts(summary: Summary, style: Style, *, shown: int | None = None, most: int | None = None) -> Iterator[str]:
+    """The verdict, what is in the file by part, then everything else, in at most `most` lines.
+
+    `shown` is the number of tensors that the table will have, if a filter left some out.
+    """
+    blocks = [(rank, [*lines]) for rank, lines in _blocks(summary, style)]
+    if shown is not None and shown < len(summary.tensors):
+        what = f"{shown:,} of {count(len(summary.tensors), 'tensor')}"
+        blocks.append((0, [*fact(style, "shown", what)]))
+    rows = sum(rows_of(lines, style) for _, lines in blocks)
+    missing = 0
+    for i in sorted(range(len(blocks)), key=lambda i: (blocks[i][0], i), reverse=True):
+        rank, lines = blocks[i]
+        if most is None or not rank or rows + bool(missing) <= most:
+            break
+        rows -= rows_of(lines, style)
+        missing += len(lines)
+        lines.clear()
+    for _, lines in blocks:
+        yield from lines
+    if missing:
+        yield style.paint(style.text(f"  … {count(missing, 'more line')} ({option('all')} shows them)"), "quiet")
+
+
+def _blocks(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
+    """Lines that stand or go together, and their rank: what decides is 0, what is in it 1, why 2, what to know besides
+    more. Where there is no room, those of the highest rank go first.
+    """
+    yield 0, headline(style, summary.path, f"{summary.format}, {size(summary.size)}")
+    yield from _verdict(summary, style)
+    if summary.has_values:
+        yield 0, values_fact(summary.tensors, style)
+    yield from _parts(summary, style)
+    yield from _contents(summary, style)
+    yield 3, _safety(summary, style)
+    for note in summary.notes:
+        yield 3, fact(style, "note", note)
+    yield 4, _special_tensors(summary, style)
+    modules = {found.path for found in summary.modules}  # each has a line of its own
+    for label, found_texts in (("metadata", summary.metadata), ("values", summary.others)):
+        texts = [
+            (path, text) for path, text in found_texts.items() if not _MACHINERY.search(path) and path not in modules
+        ]
+        texts.sort(key=lambda item: item[0].count("/") + item[0].count("["))
+        if texts:
+            listed = [f"{_short(path, _LONGEST_PATH)} = {_short(text)}" for path, text in texts[:_SHOWN]]
+            yield 3, _calm(partial(_values, style, label, listed, len(texts)))
+    yield 3, _in_place(summary, style)
+
+
+def _in_place(summary: Summary, style: Style) -> Iterator[str]:
+    """What changes in place left: their journals, but for hot ones, which a note names; and what they replaced."""
+    journals = [f"{each.path} ({size(each.nbytes)})" for each in summary.journals if not each.hot]
+    if journals:
+        what = f"{', '.join(first_of(journals, _SHOWN_LONG))}: "
+        yield from fact(style, "journal", what + command("undo", Path(summary.path)) + " takes the last change back")
+    replaced = [f"{each.name} ({size(each.nbytes)})" for each in summary.superseded]
+    if replaced:
+        listed = ", ".join(first_of(replaced, _SHOWN))
+        yield from fact(style, "superseded", f"{listed}: a change in place left it here; a conversion drops it")
+
+
+def _values(style: Style, label: str, listed: list[str], n: int, most: int) -> Iterator[str]:
+    """`most` of what is `listed`, the first of `n`."""
+    rest = [f"… {n - most:,} more (" + option("json") + ")"] if n > most else []
+    return fact(style, label, [*listed[:most], *rest], separator="; ")
+
+
+def _calm(draw: Callable[[int], Iterator[str]]) -> list[str]:
+    """The lines that `draw` gives for as many things as there is room for: a file can have thousands, of any length."""
+    for most in range(_SHOWN, 0, -1):
+        lines = list(draw(most))
+        if len(lines) <= _SHOWN:
+            break
+    return lines
+
+
+def _short(text: str, most: int = _LONGEST) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+# Whether it loads
+
+
+def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
+    """Yes or no, what to type, what is in the way, the devices, and what else to know.
+
+    The one command for all comes before the reasons, so that it is seen however many they are.
+    """
+    blocking = [finding for finding in summary.findings if finding.blocks]
+    notes = [finding for finding in summary.findings if not finding.blocks]
+    mending = _Mending(style)
+    here = summary.torch_load.other_torch
+    by_rules = here is not None and summary.loads_here is None
+    label = f"torch {summary.torch_load.torch}" if by_rules else "loads here"
+    if by_rules:
+        yield (
+            0,
+            fact(style, "loads here", f"not known: torch {here} is installed, and ckptconv does not know its rules"),
+        )
+    unknown = next((finding for finding in notes if finding.kind in ("device", "not known")), None)
+    if blocking or summary.loads_here is False:
+        yield from _reasons(label, blocking, _remedy_first(summary, blocking), style, mending)
+    elif unknown:
+        notes.remove(unknown)
+        word = "it depends" if unknown.kind == "device" else "not known"
+        yield 0, fact(style, label, f"{word}: {unknown.text}", paint=_first_word(style, word, "device"))
+        yield 0, mending.lines(command_in(unknown.command))
+    else:
+        yield 0, fact(style, label, f"yes{_how(summary)}", paint=_first_word(style, "yes", "good"))
+    yield 1, _devices(summary, style)
+    for finding in notes:
+        yield 2, fact(style, "names" if "prefix" in finding.kind else "note", finding.text)
+        yield 5 if summary.remedy else 2, mending.lines(command_in(finding.command))
+    remedy = command_in(summary.remedy)
+    if remedy and mending.is_new(remedy):
+        yield 1, fact(style, "all at once", f"{_part_of(remedy) or 'in one command'}:")
+        yield 1, mending.lines(remedy)
+
+
+def _how(summary: Summary) -> str:
+    """The call that loads the file, where that was checked."""
+    each = "each shard with " if summary.format.startswith("sharded") else ""
+    if summary.torch_load.answer != "loads":
+        return ""
+    if summary.protocol is None:
+        return f": {each}safetensors.torch.load_file(path)"
+    return f": {each}torch.load(path, weights_only=True), rules of torch {summary.torch_load.torch}"
+
+
+def _remedy_first(summary: Summary, blocking: Sequence[Advice]) -> Command | None:
+    """The command for all, but where it is that of the only thing in the way, which has it below it."""
+    remedy = command_in(summary.remedy)
+    commands = [command for finding in blocking if (command := command_in(finding.command))]
+    return None if remedy is None or [*map(_does, commands)] == [_does(remedy)] else remedy
+
+
+def _reasons(
+    label: str, blocking: Sequence[Advice], remedy: Command | None, style: Style, mending: _Mending
+) -> Iterator[tuple[int, Iterable[str]]]:
+    start = "no: "
+    if remedy or not blocking or blocking[0].kind == _DANGEROUS:
+        part = _part_of(remedy) if remedy else ""
+        says = f"no; this mends it all{part and ', '}{part}:" if remedy else "no"
+        yield 0, fact(style, label, says, paint=_first_word(style, "no", "bad"))
+        yield 0, mending.lines(remedy)
+        label, start = "because", ""
+    for finding in blocking:
+        if finding.kind == _DANGEROUS:
+            yield 0, fact(style, "DANGEROUS", finding.text, paint=partial(style.paint, style="bad"))
+        else:
+            rank = 0 if start else 1 if finding.command and not remedy else 2
+            yield rank, fact(style, label, start + finding.text, paint=_first_word(style, start.strip(), "bad"))
+            label, start = "", ""
+        yield 5 if remedy else 1, mending.lines(command_in(finding.command))
+
+
+class _Mending:
+    """The commands of a verdict. One that was said already is not said again, for another file's name either."""
+
+    def __init__(self, style: Style) -> None:
+        self.style = style
+        self.said: set[tuple[object, ...]] = set()
+
+    def is_new(self, command: Command) -> bool:
+        return _does(command) not in self.said
+
+    def lines(self, command: Command | None) -> Iterator[str]:
+        if command and self.is_new(command):
+            self.said.add(_does(command))
+            yield from command_lines(self.style, command)
+
+
+def _does(command: Command) -> tuple[object, ...]:
+    """What the command does, without the name of its output: the input, and the options."""
+    return (*command.arguments[:1], *command.arguments[2:])
+
+
+def _part_of(command: Command) -> str:
+    """The part that the command takes, if it leaves the rest behind."""
+    options = {each.keyword: each.value for each in command.arguments if isinstance(each, Option)}
+    parts = ["the state dict"] if "state_dict" in options else []
+    if "select" in options:
+        parts.append(options["select"])
+    return f"for {' in '.join(parts)} alone" if parts else ""
+
+
+def _first_word(style: Style, word: str, colour: str) -> Callable[[str], str]:
+    return lambda line: style.paint(word, colour) + line.removeprefix(word) if word and line.startswith(word) else line
+
+
+# What is in it
+
+
+def _devices(summary: Summary, style: Style) -> Iterator[str]:
+    if summary.devices:
+        yield from fact(style, "devices", _shares(summary.devices), paint=partial(_accelerators, style))
+    if summary.protocol is None:
+        yield from fact(style, "devices", "none stored: whoever loads it says where to")
+
+
+def _contents(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
+    stored = "" if summary.stored_nbytes == summary.nbytes else f" ({size(summary.stored_nbytes)} stored)"
+    storages = count(summary.storages, "storage")
+    one = f", {next(iter(summary.dtypes))}" if len(summary.dtypes) == 1 else ""
+    yield 3, fact(style, "tensors", f"{len(summary.tensors):,} in {storages}, {size(summary.nbytes)}{stored}{one}")
+    if len(summary.dtypes) > 1:
+        yield 3, fact(style, "dtypes", _shares(summary.dtypes))
+
+
+def _parts(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
+    """State dicts, whole modules, and the tensors that are in none of them."""
+    modules = {found.path for found in summary.modules}
+    of_kinds: dict[str, list[str]] = {}
+    for part in summary.parts:
+        if part.path not in modules or part.kind != "model":
+            of_kinds.setdefault(part.kind, []).append(_part(part, summary))
+    yield 1, _calm(partial(_some_parts, style, "model", of_kinds.pop("model", [])))
+    yield 1, _calm(partial(_modules, summary, style))
+    for kind, listed in of_kinds.items():
+        yield 1 if kind in ("EMA", "optimizer") else 2, _calm(partial(_some_parts, style, kind, listed))
+
+
+def _some_parts(style: Style, kind: str, listed: list[str], most: int) -> Iterator[str]:
+    """A fact for each of `most` parts, and one for the rest."""
+    for text in first_of(listed, most):
+        yield from fact(style, kind, text)
+
+
+def _part(part: Part, summary: Summary) -> str:
+    """What one of the parts is; of a state dict, how its names begin."""
+    found = next((each for each in summary.state_dicts if each.path == part.path), None)
+    where = "" if part.path in ("", ".") else f"{_short(part.path, _LONGEST_PATH)}: "
+    if found is None or part.kind not in ("model", "EMA"):
+        listed = ", ".join(first_of(summary.rng_states, _SHOWN)) if part.kind == "RNG states" else ""
+        return f"{where}{count(part.tensors, 'tensor')}, {size(part.nbytes)}{listed and ': '}{listed}"
+    what = f"{count(found.names, 'name')}, {count(found.parameters, 'parameter')}, {size(part.nbytes)}"
+    return f"{where}{what}{_prefix(found.prefixes, found.names)}"
+
+
+def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
+    """A fact for each of `most` whole modules, with the names of the state dict that it would give."""
+    said = any(finding.kind == "prefix" for finding in summary.findings)
+    every = summary.modules
+    for found in every[:most]:
+        what = f"{_short(found.path, _LONGEST_PATH)}: a whole {_short(found.class_name, _LONGEST_PATH)}"
+        if found.trouble:
+            yield from fact(style, "module", f"{what}, which gives no state dict: {found.trouble}")
+            continue
+        names = [_short(tensor.name) for tensor in found.tensors]
+        what += f", {count(len(names), 'name')}, {count(found.parameters, 'parameter')}"
+        yield from fact(style, "module", what + ("" if said else _prefix(found.prefixes, len(names))))
+        if names:
+            yield from fact(style, "", ["as a state dict: " + names[0], *first_of(names, most)[1:]])
+        if found.unknown:
+            yield from fact(
+                style,
+                "",
+                [
+                    "without a tensor that is known: " + _short(found.unknown[0]),
+                    *first_of(map(_short, found.unknown), most)[1:],
+                ],
+            )
+    if len(every) > most:
+        yield from fact(style, "module", f"… {len(every) - most:,} more")
+
+
+def _shares(shares: dict[str, Share]) -> list[str]:
+    if len(shares) == 1:
+        return list(shares)
+    return [f"{name} ×{share.tensors:,} ({size(share.nbytes)})" for name, share in shares.items()]
+
+
+def _accelerators(style: Style, line: str) -> str:
+    """`line` of devices with all but the CPU painted."""
+    return re.sub(r"(^|, )(?!cpu(?: |$)|…)([^ ,]+)(?=$|,| [×x])", lambda m: m[1] + style.paint(m[2], "device"), line)
+
+
+def _prefix(prefixes: dict[str, int], names: int) -> str:
+    """What most names start with, if that looks like a wrapper's doing: one first segment for all of them."""
+    for prefix, n in prefixes.items():
+        if n == names > 1:
+            return f", all start with {_short(prefix)}"
+        if prefix in ("module.", "_orig_mod."):
+            return f", {n:,} start{'s' if n == 1 else ''} with {prefix}"
+    return ""
+
+
+def _special_tensors(summary: Summary, style: Style) -> Iterator[str]:
+    ties = [" = ".join(tie[:_SHOWN]) + (" …" if len(tie) > _SHOWN else "") for tie in summary.ties]
+    if ties:
+        yield from fact(style, "tied", first_of(ties, _SHOWN_LONG))
+    if summary.views:
+        n = len(summary.views)
+        slices = "tensor is a slice" if n == 1 else "tensors are slices"
+        listed = ", ".join(first_of(summary.views, _SHOWN_LONG))
+        yield from fact(style, "views", f"{n:,} {slices} of a larger storage, or transposed: {listed}")
+    if summary.user_devices:
+        devices = (f"{path} = {device}" for path, device in summary.user_devices.items())
+        yield from fact(style, "device values", ", ".join(first_of(devices, _SHOWN)) + " (data: never changed)")
+
+
+def _safety(summary: Summary, style: Style) -> Iterator[str]:
+    said = (*_USUAL_GLOBALS, *summary.obstacles)
+    foreign = [name for name in summary.globals if not name.startswith(said)]
+    if foreign:
+        yield from fact(style, "globals", first_of(foreign, _SHOWN))
+    inside = [f"{each.name} at {each.path}" for each in summary.concerns if each.inside]
+    if inside:
+        yield from fact(style, "pickles in it", first_of(inside, _SHOWN))
+    if summary.protocol is None:
+        yield from fact(style, "needs code", "no: the format holds none")
+    elif summary.weights_only and not summary.loads_here:  # what it refuses is a finding
+        yield from fact(style, "needs code", "no: tensors and plain data alone")
+
 
 _LINES = 23  # on a terminal, which has 24 and shows a prompt
 _LEAST = 9  # of them for the table: its heading, some rows, and what is missing

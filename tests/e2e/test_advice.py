@@ -653,7 +653,7 @@ CASES: dict[str, Case] = {
     "a change in place that is shown": Case(
         lambda m: (saved(weights, ("cuda:0",))(m), main(["convert", m + ".pt", "--to", "cpu", "--in-place"])),
         "inspect {m}.pt", r"(ckptconv undo .*) takes", "the old bytes", nothing,
-        "render/facts.py:_in_place:command undo",
+        "render/summary.py:_in_place:command undo",
     ),
     **{
         f"in place with an output, {what}": Case(
@@ -681,7 +681,7 @@ CASES: dict[str, Case] = {
     "what a batch leaves of a folder": Case(
         lambda m: (_folder(m), Path(m, "readme").touch()), "convert {m} all --to cpu", r"(--copy-others) takes",
         "it is there",
-        is_there("all/readme"), "render/batch.py:sum_lines:option copy_others", made="convert {m} all -f --to cpu",
+        is_there("all/readme"), "render/listing.py:sum_lines:option copy_others", made="convert {m} all -f --to cpu",
     ),
     "shards by themselves": Case(
         lambda m: _sharded(m), "convert {m}/model-00001-of-00002.safetensors {m}/model-00002-of-00002.safetensors some",
@@ -716,29 +716,29 @@ CASES: dict[str, Case] = {
     "names that differ by a prefix": Case(
         lambda m: (saved(weights)(m), torch.save({"module." + n: t for n, t in weights().items()}, "b.pt")),
         "diff b.pt {m}.pt", LINE, "the same", nothing,
-        "inspection/comparison/suggestions.py:command_that_fits:command diff"
-        " inspection/comparison/suggestions.py:_renamed:option strip_prefix",
+        "inspection/comparison/diff.py:command_that_fits:command diff"
+        " inspection/comparison/diff.py:_renamed:option strip_prefix",
     ),
     "names that lack a prefix": Case(
         lambda m: (saved(weights)(m), torch.save({"x": 1, "net": {"n." + n: t for n, t in weights().items()}}, "b.pt")),
         "diff b.pt {m}.pt", LINE, "the same", nothing,
-        "inspection/comparison/suggestions.py:_taking:option select",
+        "inspection/comparison/diff.py:_taking:option select",
     ),
     "names that differ by wrappers": Case(
         lambda m: (saved(weights)(m), torch.save({"module._orig_mod." + n: t for n, t in weights().items()}, "b.pt")),
         "diff b.pt {m}.pt", LINE, "the same", nothing,
-        "inspection/comparison/suggestions.py:_renamed:option unwrap",
+        "inspection/comparison/diff.py:_renamed:option unwrap",
     ),
     "names that get a prefix": Case(
         lambda m: (saved(weights)(m), torch.save({"x." + n: t for n, t in weights().items()}, "b.pt")),
         "diff {m}.pt b.pt", LINE, "the same", nothing,
-        "inspection/comparison/suggestions.py:_renamed:option add_prefix",
+        "inspection/comparison/diff.py:_renamed:option add_prefix",
     ),
     "a module against its state dict": Case(
         lambda m: (saved(net)(m), torch.manual_seed(0), torch.save({"a.0": net().state_dict()}, "b.pt"),
                    torch.manual_seed(0), torch.save(net().state_dict(), "c.pt")),
         "diff {m}.pt c.pt", LINE, "compared: all tensors alike but _metadata", nothing,
-        "inspection/comparison/suggestions.py:_parts:option state_dict",
+        "inspection/comparison/diff.py:_parts:option state_dict",
     ),
     "an edit of the second file": Case(
         lambda m: (saved(weights)(m), torch.save({"module." + n: t for n, t in weights().items()}, "b.pt")),
@@ -925,7 +925,7 @@ CASES: dict[str, Case] = {
     "more values": Case(
         saved(lambda: {"a": [{"b": i} for i in range(40)], **weights()}), "inspect {m}.pt", r"more \((--json)\)",
         "all are shown",
-        nothing, "render/facts.py:_values:option json",
+        nothing, "render/summary.py:_values:option json",
     ),
     "more left behind": Case(
         saved(lambda: {"state_dict": weights(), **{f"n{i}": i for i in range(9)}}), "convert {m}.pt {m}.safetensors",
@@ -1133,7 +1133,7 @@ def sites_of(case: Case) -> set[Site]:
 #: What other modules type and judge: site → the test.
 ELSEWHERE: dict[Site, str] = {
     "conversion/plan.py:make_plan:option include": "formats/test_layout.py::test_views_that_repeat",
-    "render/facts.py:facts:option all": "cli/test_inspect.py::test_the_verdict_and_the_parts_come_first",
+    "render/summary.py:facts:option all": "cli/test_inspect.py::test_the_verdict_and_the_parts_come_first",
     "render/listing.py:listing_lines:option all": (
         "cli/test_inspect.py::test_a_folder_and_more_than_two_files_are_a_table"
     ),
@@ -1189,11 +1189,11 @@ _FAULT = "it needs a fault of the disk, or another program, at one moment; the w
 _NO_ADVICE = "no advice: a description, or a table that others read"
 #: Where nothing is said that could be typed, or nobody can type it here: site → why.
 NOT_TYPED: dict[Site, str] = {
-    "render/facts.py:_how:text": _NO_ADVICE,
+    "render/summary.py:_how:text": _NO_ADVICE,
     "checkpoint/describe.py:_short_call:text": _NO_ADVICE,
     "safety/torch_load.py::text": _NO_ADVICE,
     "edits/options.py:option_of:option *": _NO_ADVICE,
-    "inspection/comparison/suggestions.py:_simple:option unwrap": _NO_ADVICE,
+    "inspection/comparison/diff.py:_simple:option unwrap": _NO_ADVICE,
     "inspection/diagnosis/refusals.py:around:issue not known": "it says that nothing is known, and advises nothing",
     "cli/convert.py:convert_command:option in_place": _NAMED,
     "cli/inspect.py:_kinds:option fail_on": _NAMED,

@@ -39,10 +39,9 @@ from ckptconv.output.files import write_to_object
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Graph, gc_paused
 from ckptconv.pickles.parser import parse
-from ckptconv.render.facts import facts
-from ckptconv.render.table import table_lines
+from ckptconv.render.summary import facts
+from ckptconv.render.table import table_lines, tree_lines
 from ckptconv.render.text import Style
-from ckptconv.render.tree import tree_lines
 from tests.fuzz import folders, http_answers, unpicklers
 from tests.support import row_pickles
 from tests.support.reference_machine import trace

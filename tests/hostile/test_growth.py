@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ckptconv
 from ckptconv.checkpoint import dangerous_calls
 from ckptconv.errors import CkptconvError, LimitError
-from ckptconv.inspection.comparison import sides
+from ckptconv.inspection.comparison import pairing
 from ckptconv.pickles.machine import PickleMachine
 from tests.fuzz.budgets import SHAPES, file_of
 
@@ -87,7 +87,7 @@ def test_integers_of_one_hash() -> None:
     machine.memo, machine.stack = {}, [None]
     for number in numbers:
         machine.put(number)
-    assert len({hash(slot) for slot in machine.memo}) == len({hash(sides._atom(number)) for number in numbers}) == 99
+    assert len({hash(slot) for slot in machine.memo}) == len({hash(pairing._atom(number)) for number in numbers}) == 99
 
 
 def test_a_chain_of_attributes() -> None:

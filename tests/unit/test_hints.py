@@ -34,7 +34,7 @@ from ckptconv.hints import (
     options_in,
     shell,
 )
-from ckptconv.inspection.comparison.suggestions import options_of
+from ckptconv.inspection.comparison.diff import options_of
 from tests.support.conversions import refused
 from tests.support.suggestions import COMMANDS, CONTEXT, FLAGS, KEYWORDS, flags_in_texts, suggestions
 

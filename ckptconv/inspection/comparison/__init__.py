@@ -1,11 +1,11 @@
 """Compare two checkpoints, whatever their containers.
 
-===============  ========================================================================
-``differences``  what is found, as data
-``same_bytes``   threads that compare byte ranges of two files
-``values``       pairs of tensors: as bytes where they can be, else as numbers
-``pairing``      two graphs walked at once: names, and what is no tensor
-``suggestions``  the command that compares what is alike, where no name is in both
-``diff``         the steps of a comparison, in order
-===============  ========================================================================
+===============  ================================================================
+``diff``         the steps of a comparison, and the command that pairs more names
+``options``      the keywords of ``diff``
+``folders``      pairs of checkpoints in two folders
+``pairing``      two graphs walked together: names, and everything but tensors
+``values``       pairs of tensors, compared as bytes if possible, else as numbers
+``differences``  the result, as data
+===============  ================================================================
 """

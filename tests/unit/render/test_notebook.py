@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckptconv
+from ckptconv.render.page import page_of
 from ckptconv.render.page.difference import difference_data
-from ckptconv.render.page.document import page_of
 from ckptconv.render.page.summary import summary_data
 
 

@@ -28,13 +28,11 @@ from ckptconv.errors import count
 from ckptconv.hints import Command, Message, Option, command
 from ckptconv.inspection.diagnosis.findings import Advice, Diagnosis
 from ckptconv.inspection.summary import Share, Summary, TensorSummary, inspect
-from ckptconv.render.facts import facts
 from ckptconv.render.folding import leaves, tree_of
-from ckptconv.render.renames import patterns
-from ckptconv.render.report import report_lines
-from ckptconv.render.table import table_lines
+from ckptconv.render.report import patterns, report_lines
+from ckptconv.render.summary import facts
+from ckptconv.render.table import table_lines, tree_lines
 from ckptconv.render.text import Style, broken, cells, command_lines, natural, wrapped
-from ckptconv.render.tree import tree_lines
 from tests.support.paths import FIXTURES, GOLDEN
 
 
@@ -804,7 +802,7 @@ def test_colours_are_for_terminals(fixtures: Path) -> None:
 def test_rich_draws_no_table(fixtures: Path) -> None:
     """A table on a terminal does not import rich."""
     code = (
-        "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.render.facts import facts;"
+        "import sys; from ckptconv.inspection.summary import inspect; from ckptconv.render.summary import facts;"
         " from ckptconv.render.table import table_lines; from ckptconv.render.text import Style\ns ="
         f" inspect({str(fixtures / 'resnet18.pt')!r}); n = len([*facts(s, Style(80)), *table_lines(s.tensors,"
         " Style(80))])\nassert n > 20; assert 'rich' not in sys.modules"

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from ckptconv.inspection.summary import inspect
+from ckptconv.render.table import tree_lines
 from ckptconv.render.text import Style
-from ckptconv.render.tree import tree_lines
 from tests.support.command import Command
 from tests.support.conversions import saved_at
 

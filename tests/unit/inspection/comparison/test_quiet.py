@@ -13,7 +13,7 @@ import torch
 
 from ckptconv.byteranges.sources import Source
 from ckptconv.cli.main import main
-from ckptconv.inspection.comparison import same_bytes, values
+from ckptconv.inspection.comparison import values
 from ckptconv.inspection.comparison.values import Values
 from tests.support.archives import big_endian, rezip, without_crc32
 
@@ -50,9 +50,9 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.fixture(autouse=True)
 def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads take little at once, so that small files have many segments."""
-    monkeypatch.setattr(same_bytes, "_SEGMENT", 64 << 10)
-    monkeypatch.setattr(same_bytes, "_BUFFER", 4096)
-    monkeypatch.setattr(same_bytes, "_SMALL", 8192)
+    monkeypatch.setattr(values, "_SEGMENT", 64 << 10)
+    monkeypatch.setattr(values, "_BUFFER", 4096)
+    monkeypatch.setattr(values, "_SMALL", 8192)
     monkeypatch.setattr(values, "_LOOKED_AT", 4096)
 
 
@@ -116,7 +116,7 @@ def test_nan_payloads_tolerances_views_and_containers(tmp_path: Path) -> None:
 
 def test_it_stops_at_the_first_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 MiB that differ early little is read, and nothing with torch; without -q all is."""
-    monkeypatch.setattr(same_bytes, "_MOST_THREADS", 1)  # others would read on while one compares
+    monkeypatch.setattr(values, "_MOST_THREADS", 1)  # others would read on while one compares
     numbers = torch.zeros(1 << 21)
     a = bare(tmp_path / "a.pt", {"w": numbers})
     early, late = (bare(tmp_path / f"{at}.pt", {"w": changed(numbers, at, 1.0)}) for at in (100, (1 << 21) - 2))
