@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from ckptconv.byteranges.spans import Data, Piece
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from operator import mul
+
+from ckptconv.byteranges.spans import ByteRange, Cast, Data, Gather, Inflate, Piece
+from ckptconv.dtypes import BY_NAME, get_dtype
+from ckptconv.errors import printable
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import Call, PersistentId
+from ckptconv.pickles.graph import Call, PersistentId, walk
 from ckptconv.pickles.paths import Place
 
 
@@ -113,3 +120,79 @@ class Replica:
     place: Place
     files: tuple[str, str]
     pieces: tuple[Piece, Piece] | None = None
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides that torch gives a tensor of `shape` whose elements stand in order."""
+    return tuple(accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
+
+
+def extent(info: TensorInfo) -> tuple[int, int]:
+    """The bytes of its storage that `info` reaches over."""
+    if 0 in info.shape:
+        return 0, 0
+    dtype = get_dtype(info.dtype)
+    last = sum((size - 1) * step for size, step in zip(info.shape, info.stride, strict=True))
+    return dtype.bytes_of(1) * info.offset, dtype.bytes_of(1) * (info.offset + last + 1)
+
+
+def piece_of(info: TensorInfo, byteorder: str) -> Piece:
+    """The elements of `info`, a strided tensor, in row-major order, little-endian.
+
+    Its storage's numbers stand in `byteorder`.
+    """
+    assert info.storage is not None
+    data = info.storage.data
+    dtype, cast = get_dtype(info.dtype), data if isinstance(data, Cast) else None
+    old = get_dtype(cast.old) if cast else dtype
+    of, offset = data.uncast(), info.offset * old.itemsize
+    length = info.nbytes // dtype.itemsize * old.itemsize
+    if info.contiguous:
+        elements = of.slice(offset, length)
+    else:
+        of, offset = of.part_at(offset)  # a view lies within one, because parts are made of what views reach over
+        assert isinstance(of, (ByteRange, Inflate))
+        elements = Gather(of, old.itemsize, info.shape, info.stride, offset // old.itemsize, length)
+    swapped = byteorder == "big" and old.itemsize > 1 and old.name in BY_NAME
+    if not (cast or swapped or info.conj or info.neg):
+        return elements
+    return Cast(
+        elements, old.name, dtype.name, info.nbytes, info.conj, info.neg, swapped, paths=cast.paths if cast else ()
+    )
+
+
+def left_behind_at(
+    places: Iterable[Place], storage_of: Mapping[int, Storage], kept: Iterable[Storage | None], why: str
+) -> list[LeftBehind]:
+    """What stands at `places`, each with the bytes of the storages that go with it: those that are not `kept`, each
+    counted once. `storage_of` is the index's.
+    """
+    counted = {id(storage) for storage in kept}
+    seen: set[int] = set()
+    left = []
+    for place in places:
+        nbytes = 0
+        for node in walk([place.node], seen):
+            storage = storage_of.get(id(node))
+            if storage is not None and id(storage) not in counted:
+                counted.add(id(storage))
+                nbytes += storage.nbytes
+        left.append(LeftBehind(place.path, nbytes, why))
+    return left
+
+
+def matches(glob: str, path: str, name: str | None) -> bool:
+    """Whether `glob` means the tensor at `path`: by its path if `glob` has a slash or the tensor no `name`, else by its
+    name.
+
+    ``./w`` is the path of what stands at the root. ``*`` crosses dots and slashes.
+    """
+    if "/" in glob or name is None:
+        return fnmatchcase(path, glob) or fnmatchcase("./" + path, glob)
+    return fnmatchcase(name, glob)
+
+
+def glob_of(path: str, name: str | None) -> str:
+    """The glob that means the tensor at `path` and, as far as globs can tell, no other."""
+    literal = path if "/" in path or name is None else name
+    return "".join(f"[{c}]" if c in "*?[" else c if c == printable(c) else "?" for c in literal)

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from ckptconv.byteranges.given_paths import is_folder, path_at
-from ckptconv.checkpoint.globs import matches
+from ckptconv.checkpoint.tensor_info import matches
 from ckptconv.cli.commands import PATH, Command, PageFile, debug_option, download_option, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError

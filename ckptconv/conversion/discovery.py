@@ -10,7 +10,7 @@ from ckptconv.conversion.target_names import Found, Kind
 from ckptconv.errors import InputError
 from ckptconv.formats.distributed.dcp import looks_like_metadata
 from ckptconv.formats.distributed.rank_names import pattern_of
-from ckptconv.formats.foreign.folders import FILE_SUFFIXES
+from ckptconv.formats.foreign.paths import FILE_SUFFIXES
 from ckptconv.formats.sharded.index import sets_in
 from ckptconv.lazy_regex import regex
 from ckptconv.output.files import is_own_file

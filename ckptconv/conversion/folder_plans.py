@@ -24,7 +24,7 @@ from ckptconv.edits.changes import CastCount, Changes, Dropped
 from ckptconv.edits.options import Edits, option_of
 from ckptconv.errors import CkptconvError, NoMatchError, count, some
 from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
-from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.foreign.paths import folder_error
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.formats.sharded.index import family_of

@@ -43,8 +43,7 @@ from ckptconv.errors import InputError, MissingInputError, NoMatchError, OutputE
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.distributed.metadata import read_metadata
-from ckptconv.formats.foreign.folders import folder_error
-from ckptconv.formats.foreign.paths import refuse_url
+from ckptconv.formats.foreign.paths import folder_error, refuse_url
 from ckptconv.formats.in_place import patches_of, rest_sum, tensor_spans
 from ckptconv.formats.sharded.index import find_set, is_index_file, read_index
 from ckptconv.formats.writers import writer_of

@@ -14,8 +14,7 @@ from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.conversion.target_names import Found, Kind, name_in_folder
 from ckptconv.errors import InputError, MissingInputError, RefusedError, UsageError, count, some
 from ckptconv.formats.distributed import rank_names
-from ckptconv.formats.foreign.folders import folder_error
-from ckptconv.formats.foreign.paths import no_path_error, odd_suffix_error
+from ckptconv.formats.foreign.paths import folder_error, no_path_error, odd_suffix_error
 from ckptconv.formats.sharded.index import is_index_file, sets_in
 from ckptconv.formats.writers import SUFFIXES, WRITERS, admitted, suffix_of
 from ckptconv.hints import Placeholder, command, option

@@ -5,8 +5,8 @@ Order: selection, unwrap, strip, rename, add, dtypes, devices, loadable, compact
 
 from __future__ import annotations
 
+from ckptconv.checkpoint.merging import refuse_different
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.replicas import refuse_different
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.dtype_casts import cast
 from ckptconv.edits.loadable.making import make_loadable

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
 
-from ckptconv.checkpoint.globs import glob_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected
-from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
+from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, glob_of
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.changes import CastCount, Changes
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule

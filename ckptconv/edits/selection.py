@@ -9,13 +9,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckptconv.checkpoint.effect_order import drop_effect_order
-from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.index import Index
-from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
 from ckptconv.checkpoint.state_dicts import StateDict
-from ckptconv.checkpoint.tensor_info import LeftBehind
+from ckptconv.checkpoint.tensor_info import LeftBehind, left_behind_at, matches
 from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable

@@ -22,8 +22,7 @@ from ckptconv.checkpoint.rebuild_functions import (
     strided_part,
 )
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
-from ckptconv.checkpoint.tensor_bytes import extent
-from ckptconv.checkpoint.tensor_info import Reference, Storage, TensorInfo
+from ckptconv.checkpoint.tensor_info import Reference, Storage, TensorInfo, extent
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
 from ckptconv.edits.no_match import no_match

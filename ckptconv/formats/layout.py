@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptconv.byteranges.spans import ByteRange, Cast, Data, Inflate, Literal, OutFile, Piece, joined
-from ckptconv.checkpoint.globs import glob_of, matches
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.storage_ids import change_id, storage_id
-from ckptconv.checkpoint.tensor_info import LeftBehind, Storage, TensorInfo
+from ckptconv.checkpoint.tensor_info import LeftBehind, Storage, TensorInfo, glob_of, matches
 from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED
 from ckptconv.errors import LimitError, RefusedError, size

@@ -20,7 +20,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.errors import InputError, MissingInputError, UnsupportedError, printable
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed.rank_names import about_one, is_pattern
-from ckptconv.formats.foreign.folders import about_part, distributed_part_error, folder_error, name_like
+from ckptconv.formats.foreign.paths import about_part, distributed_part_error, folder_error, name_like
 from ckptconv.formats.sharded.index import is_index, is_index_file
 from ckptconv.formats.two_readings import refuse_two_readings
 from ckptconv.formats.writers import WRITERS
@@ -273,7 +273,7 @@ def _format_of(source: Readable) -> Format | None:
     for format_ in _file_formats():
         if format_.looks_like(head):
             return format_
-    from ckptconv.formats.foreign.pickles import looks_like_pickle
+    from ckptconv.formats.foreign.zips_and_pickles import looks_like_pickle
 
     # protocols 0 and 1, which have no signature
     return format_ if head and looks_like_pickle(source, head) else None

@@ -30,8 +30,7 @@ from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.legacy_python import modernize
-from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.reading import checkpoint_of
+from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.storage_ids import new_id, storage_id
 from ckptconv.checkpoint.tensor_info import Reference, Storage
 from ckptconv.dtypes import BY_STORAGE_CLASS
@@ -45,7 +44,7 @@ from ckptconv.errors import (
     some,
 )
 from ckptconv.formats import torch_legacy, torch_zip
-from ckptconv.formats.foreign.pickles import LOADER, pickle_error
+from ckptconv.formats.foreign.zips_and_pickles import LOADER, pickle_error
 from ckptconv.formats.layout import (
     Layout,
     blob_bytes,

@@ -16,16 +16,13 @@ from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
-from ckptconv.checkpoint.left_behind import left_behind_at
-from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.new_tensors import TensorCalls, empty_graph
-from ckptconv.checkpoint.reading import checkpoint_of
-from ckptconv.checkpoint.tensor_bytes import piece_of
-from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo
+from ckptconv.checkpoint.merging import TensorCalls, empty_graph
+from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
+from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, left_behind_at, piece_of
 from ckptconv.dtypes import BY_NAME, BY_WORD, DType, get_dtype
 from ckptconv.errors import RefusedError, count
 from ckptconv.formats.distributed.rank_names import about_one
-from ckptconv.formats.distributed.sharding_info import SHARDING_INFO, is_part, part_error, saved_offsets
+from ckptconv.formats.distributed.safetensors_parts import SHARDING_INFO, is_part, part_error, saved_offsets
 from ckptconv.formats.layout import Layout, cannot_hold, file_of
 from ckptconv.formats.safetensors_header import METADATA, Entry, header_bytes, is_text, read_header
 from ckptconv.formats.writers import WRITERS

@@ -32,8 +32,7 @@ from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.legacy_python import modernize, text_of
-from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.reading import checkpoint_of
+from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.rebuild_functions import STRIDED, ints_of
 from ckptconv.checkpoint.safe_globals import refused_opcodes
 from ckptconv.checkpoint.storage_ids import STORAGE, StorageId, changed_id, new_id, no_class, storage_id

@@ -44,11 +44,10 @@ from ckptconv.byteranges.spans import (
     joined,
 )
 from ckptconv.checkpoint.legacy_python import modernize
-from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.reading import checkpoint_of
+from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, some
-from ckptconv.formats.foreign.zips import cut_short, refuse_foreign_zips
+from ckptconv.formats.foreign.zips_and_pickles import cut_short, refuse_foreign_zips
 from ckptconv.formats.layout import (
     Layout,
     pickle_pieces,

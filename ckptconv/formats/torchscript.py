@@ -33,8 +33,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate
-from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.reading import checkpoint_of
+from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import LimitError, RefusedError, count, some
 from ckptconv.formats.torch_zip import CONSTANTS, read_pickle, record_bytes

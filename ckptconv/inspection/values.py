@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
 from ckptconv.byteranges.spans import Gather, Meter, Piece, Progress
-from ckptconv.checkpoint.tensor_bytes import piece_of
-from ckptconv.checkpoint.tensor_info import TensorInfo
+from ckptconv.checkpoint.tensor_info import TensorInfo, piece_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.errors import LimitError
 from ckptconv.hints import Placeholder, option

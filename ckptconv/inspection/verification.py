@@ -34,7 +34,7 @@ from ckptconv.errors import (
 )
 from ckptconv.formats import opening
 from ckptconv.formats.distributed.rank_names import as_sets
-from ckptconv.formats.foreign.pickles import looks_like_pickle
+from ckptconv.formats.foreign.zips_and_pickles import looks_like_pickle
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import NO_CHECKSUMS
 from ckptconv.hints import for_python, in_python, option

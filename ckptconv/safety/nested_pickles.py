@@ -29,7 +29,7 @@ from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.errors import InputChangedError, InputError, MalformedError
 from ckptconv.formats import torch_zip
-from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES
+from ckptconv.formats.foreign.paths import CHECKPOINT_SUFFIXES
 from ckptconv.formats.torch_files import looks_like_legacy
 from ckptconv.formats.zip_archive import STORED, Member, read_archive
 from ckptconv.lazy_regex import regex

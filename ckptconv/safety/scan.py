@@ -23,7 +23,7 @@ from ckptconv.checkpoint.safe_globals import is_torchs
 from ckptconv.checkpoint.weights_only.values import Answer
 from ckptconv.errors import InputChangedError, InputError, LimitError
 from ckptconv.formats import torch_zip
-from ckptconv.formats.foreign.pickles import LOADER
+from ckptconv.formats.foreign.zips_and_pickles import LOADER
 from ckptconv.formats.sharded.index import ShardedContainer
 from ckptconv.formats.torch_files import LegacyFile
 from ckptconv.formats.zip_archive import Archive

@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckptconv.checkpoint.rng_states import CPU_RNG_BYTES, has_device_word, has_rng_word
+from ckptconv.checkpoint.state_dicts import CPU_RNG_BYTES, has_device_word, has_rng_word
 from ckptconv.edits.devices import Devices, MapLocation, Target, to_devices
 from ckptconv.errors import DeviceUnavailable
 from ckptconv.hints import for_python, option

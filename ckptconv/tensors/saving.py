@@ -16,8 +16,7 @@ import torch
 
 from ckptconv.byteranges.sources import BytesSource, Readable
 from ckptconv.byteranges.spans import ByteRange
-from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.reading import checkpoint_of
+from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.dtypes import BY_NAME, UNTYPED, DType
 from ckptconv.errors import RefusedError
 from ckptconv.pickles.parser import parse

@@ -394,7 +394,7 @@ CASES: dict[str, Case] = {
     ),
     "files of ranks that differ": Case(
         lambda m: _ranks(m, epoch=2), "convert {m} out.pt", r"to leave them out: (--drop \S+)", "loads",
-        same(weights), "checkpoint/replicas.py:_error:option drop",
+        same(weights), "checkpoint/merging.py:_error:option drop",
     ),
     "files of ranks, one left out": Case(
         lambda m: _ranks(m), "convert {m}/model_world_size_3_rank_0.pt {m}/model_world_size_3_rank_1.pt out.pt",
@@ -694,7 +694,7 @@ CASES: dict[str, Case] = {
     ),
     "a folder of several, to diff": Case(
         lambda m: (_folder(m), torch.save({}, "b.pt")), "convert {m} o.pt", r"or convert all of them: (ckptconv .*)",
-        "all are there", is_there("all/b.pt"), "formats/foreign/folders.py:_or_all:command convert_many",
+        "all are there", is_there("all/b.pt"), "formats/foreign/paths.py:_or_all:command convert_many",
         {"OUT_FOLDER": "all"},
     ),
     "a batch again": Case(
@@ -863,11 +863,11 @@ CASES: dict[str, Case] = {
     ),
     "a model in a folder": Case(
         lambda m: (Path(m).mkdir(), save_file(weights(), Path(m, "model.safetensors"))), "convert {m} o.pt",
-        r"give that file: (.*)", "that is the file", nothing, "formats/foreign/folders.py:_model:*",
+        r"give that file: (.*)", "that is the file", nothing, "formats/foreign/paths.py:_model:*",
     ),
     "a checkpoint in a folder": Case(
         lambda m: (Path(m, "in").mkdir(parents=True), torch.save({}, Path(m, "in", "a b.pt"))), "convert {m} o.pt",
-        r"give its path: (.*)", "that is the file", nothing, "formats/foreign/folders.py:_listed:*",
+        r"give its path: (.*)", "that is the file", nothing, "formats/foreign/paths.py:_listed:*",
     ),
     "a folder of DCP": Case(
         lambda m: _dcp(m), "inspect {m}", FINDING.format("these are several"), "loads", loads,
@@ -875,7 +875,7 @@ CASES: dict[str, Case] = {
     ),
     "a part of DCP": Case(
         lambda m: _dcp(m), "inspect {m}/__0_0.distcp", r"make it one file: (.*)", "loads", loads,
-        "formats/foreign/folders.py:_distributed:command convert",
+        "formats/foreign/paths.py:_distributed:command convert",
     ),
     "an index that contradicts its shards": Case(
         lambda m: (_sharded(m), _turned(Path(m, "model.safetensors.index.json"))), "inspect {m}",
@@ -991,7 +991,7 @@ CASES: dict[str, Case] = {
     ),
     "NumPy's arrays": Case(
         lambda m: numpy.savez(m + ".npz", a=numpy.arange(3)), "inspect {m}.npz", r"(python -I -c .*)", "loads",
-        same(lambda: {"a": torch.arange(3)}), "formats/foreign/zips.py::*",
+        same(lambda: {"a": torch.arange(3)}), "formats/foreign/zips_and_pickles.py::*",
     ),
     "a NumPy array": Case(
         lambda m: numpy.save(m + ".npy", numpy.arange(3)), "inspect {m}.npy", r"(python -I -c .*)", "loads", loads,
@@ -1146,7 +1146,7 @@ ELSEWHERE: dict[Site, str] = {
     "output/s3_upload.py:_say_what_is_left:aws": "output/test_s3_upload.py::test_an_upload_that_may_stay_open_is_said",
     "output/read_back.py::option force": "output/test_s3_upload.py::test_it_is_read_back",
     "byteranges/far/http.py::option download": "byteranges/far/test_downloads.py::test_the_error_says_what_to_add",
-    "checkpoint/replicas.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
+    "checkpoint/merging.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
     "edits/loadable/making.py:refusal:text": (
         "edits/loadable/test_refusals.py::test_what_is_torchs_own_names_the_import"
     ),
@@ -1161,22 +1161,22 @@ ELSEWHERE: dict[Site, str] = {
     "conversion/in_place.py:_remedy:chattr": "conversion/test_in_place.py::test_what_is_immutable",
     "conversion/in_place.py:_remedy:lsattr": "conversion/test_in_place.py::test_what_is_immutable",
     "formats/foreign/files.py:_index:mv": "formats/foreign/test_files.py::test_an_index_of_shards_under_another_name",
-    "formats/foreign/folders.py:_torch_records:python": (
+    "formats/foreign/paths.py:_torch_records:python": (
         "formats/foreign/test_folders.py::test_the_command_for_an_unpacked_checkpoint_works"
     ),
-    "formats/foreign/zips.py::python": (
+    "formats/foreign/zips_and_pickles.py::python": (
         "formats/foreign/test_files.py::test_the_command_for_records_without_their_folder_works"
     ),
-    "formats/foreign/zips.py::unzip": (
+    "formats/foreign/zips_and_pickles.py::unzip": (
         "formats/foreign/test_files.py::test_the_command_for_records_without_their_folder_works"
     ),
-    "formats/foreign/zips.py:_unzipped:unzip": (
+    "formats/foreign/zips_and_pickles.py:_unzipped:unzip": (
         "formats/foreign/test_files.py::test_the_command_for_a_checkpoint_in_a_zip_works"
     ),
-    "formats/foreign/zips.py:unzip:unzip": (
+    "formats/foreign/zips_and_pickles.py:unzip:unzip": (
         "formats/foreign/test_files.py::test_the_command_for_a_checkpoint_in_a_zip_works"
     ),
-    "formats/foreign/zips.py:displaced:tail": (
+    "formats/foreign/zips_and_pickles.py:displaced:tail": (
         "formats/foreign/test_files.py::test_a_zip_with_something_before_it_can_be_freed"
     ),
 }
@@ -1232,14 +1232,14 @@ NOT_TYPED: dict[Site, str] = {
     "output/read_back.py:read_back:command verify": _NETWORK,
     "formats/foreign/paths.py:no_path_error:*": _NETWORK,
     "formats/foreign/files.py::text": f"{_OTHERS} (zstd, lz4, 7z, unrar); bzip2 and xz are typed as the row's",
-    "formats/foreign/folders.py:_deepspeed:python": f"{_OTHERS} (DeepSpeed)",
-    "formats/foreign/folders.py:_megatron:python": f"{_OTHERS} (Megatron-LM)",
+    "formats/foreign/paths.py:_deepspeed:python": f"{_OTHERS} (DeepSpeed)",
+    "formats/foreign/paths.py:_megatron:python": f"{_OTHERS} (Megatron-LM)",
     "formats/foreign/files.py:_tar:text": "it would run what is in the file, as it says",
     "formats/safetensors.py::text": "it is for the run of several processes that has all parts",
     "formats/distributed/dcp.py:tensor:text": "it is for the run that saved the folder",
     "formats/distributed/rank_parts.py::text": "it is for the run that saved the files",
     "formats/distributed/rank_parts.py:_cut:text": "it is for the run that saved the files",
-    "formats/distributed/sharding_info.py:part_error:command convert": (
+    "formats/distributed/safetensors_parts.py:part_error:command convert": (
         "it takes a run of several processes; its folder is converted in formats/distributed/test_safetensors_parts.py"
     ),
     "inspection/values.py:spend:option include": "it takes a file larger than a test makes",

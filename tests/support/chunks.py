@@ -9,7 +9,7 @@ import torch
 
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
-from ckptconv.checkpoint.new_tensors import row_major
+from ckptconv.checkpoint.tensor_info import row_major
 from ckptconv.formats.distributed.chunks import Chunk
 
 __all__ = ["bytes_of", "cut", "placements_of"]

@@ -16,9 +16,9 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Cast, Data
 from ckptconv.checkpoint.describe import describe
 from ckptconv.checkpoint.legacy_python import text_of
+from ckptconv.checkpoint.merging import TensorCalls
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.new_tensors import TensorCalls, row_major
-from ckptconv.checkpoint.tensor_info import Reference, Storage
+from ckptconv.checkpoint.tensor_info import Reference, Storage, row_major
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, count_of, data_of, pickled
 from ckptconv.errors import LimitError

@@ -30,8 +30,7 @@ from ckptconv.byteranges.sources import Readable, SliceSource, SourceFolder, fir
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.new_tensors import row_major
-from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo
+from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, row_major
 from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
 from ckptconv.formats import torch_zip

@@ -19,11 +19,9 @@ from ckptconv.byteranges.spans import ByteRange, ChunkPlacement, Gather, Piece
 from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.checkpoint.rebuild_functions import partial_notes
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
-from ckptconv.checkpoint.tensor_bytes import piece_of
-from ckptconv.checkpoint.tensor_info import Replica, TensorInfo
+from ckptconv.checkpoint.tensor_info import Replica, TensorInfo, piece_of, row_major
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover

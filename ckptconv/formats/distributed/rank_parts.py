@@ -15,13 +15,11 @@ from typing import NamedTuple, NoReturn
 
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.new_tensors import row_major
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, PARAMETER, TensorReader, ints_of, is_spread
-from ckptconv.checkpoint.tensor_info import TensorInfo
+from ckptconv.checkpoint.tensor_info import TensorInfo, row_major
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
-from ckptconv.formats.distributed.chunks import Chunk
-from ckptconv.formats.distributed.placements import Cut, Strip, held_sizes, steps_of, strips_of
+from ckptconv.formats.distributed.chunks import Chunk, Cut, Strip, held_sizes, steps_of, strips_of
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, Global, List, Tuple, Value, args_of, is_count
 from ckptconv.pickles.paths import Place

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import DOWNLOAD_AGAIN, InputError, MalformedError, UnsupportedError, count
-from ckptconv.formats.foreign.folders import CHECKPOINT_SUFFIXES, FETCH_LFS, LFS
-from ckptconv.formats.foreign.zips import displaced
+from ckptconv.formats.foreign.paths import CHECKPOINT_SUFFIXES, FETCH_LFS, LFS
+from ckptconv.formats.foreign.zips_and_pickles import displaced
 from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.hints import literal, saved_by_torch, shell
 from ckptconv.limits import LIMITS

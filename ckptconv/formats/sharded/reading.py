@@ -17,7 +17,7 @@ from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import MalformedError, UnsupportedError, some
-from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.foreign.paths import folder_error
 from ckptconv.formats.sharded.index import (
     NAME,
     TOTAL_SIZE,

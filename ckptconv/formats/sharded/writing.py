@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptconv.byteranges.spans import Literal, OutFile
-from ckptconv.checkpoint.left_behind import left_behind_at
 from ckptconv.checkpoint.merging import split
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import is_word
-from ckptconv.checkpoint.tensor_info import LeftBehind
+from ckptconv.checkpoint.tensor_info import LeftBehind, left_behind_at
 from ckptconv.errors import ArgumentTypeError, RefusedError, UsageError, count, some
 from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.layout import Layout

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptconv.byteranges.file_objects import Input
 from ckptconv.byteranges.spans import Meter
-from ckptconv.checkpoint.globs import matches
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
 from ckptconv.checkpoint.storage_ids import storage_id
-from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo
+from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, matches
 from ckptconv.conversion.options import takes
 from ckptconv.edits.apply import apply
 from ckptconv.edits.names import unwrapped

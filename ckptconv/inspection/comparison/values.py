@@ -22,8 +22,7 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
 from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Meter, Piece
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.tensor_bytes import piece_of
-from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
+from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, piece_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.inspection.comparison.differences import ValueDifference
 from ckptconv.inspection.values import BLOCK, Budget, Histogram, check_repeats, cost, in_numbers, without_repeats

@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ckptconv.byteranges.spans import Inflate
-from ckptconv.checkpoint.globs import glob_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import StateDict
-from ckptconv.checkpoint.tensor_bytes import extent
-from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
+from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, extent, glob_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.edits.names import WRAPPERS, keeps_apart, unwrapped, wrapped_parts

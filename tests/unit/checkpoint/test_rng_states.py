@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptconv.checkpoint.rng_states import CPU_RNG_BYTES
+from ckptconv.checkpoint.state_dicts import CPU_RNG_BYTES
 from tests.support.detection import numbers, rng_states
 from tests.support.reduced import Reduced
 

@@ -9,8 +9,7 @@ import torch
 
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import Data
-from ckptconv.checkpoint.tensor_bytes import piece_of
-from ckptconv.checkpoint.tensor_info import Storage, TensorInfo
+from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, piece_of
 from tests.support.pieces import KINDS, RAW, bytes_of, every_data, numbers_in
 
 

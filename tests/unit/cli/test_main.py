@@ -233,8 +233,8 @@ _NEEDED = {
     "": "byteranges checkpoint cli conversion dtypes edits errors formats guesses hints inspection lazy_regex"
     " light_dataclass limits pickles render safety signals",
     "byteranges": "checksums fault_sink file_objects given_paths locks reading sources spans undo_journal",
-    "checkpoint": "dangerous_calls dangerous_globals describe globs index legacy_python model"
-    " pickled_modules reading rebuild_functions rng_states safe_globals state_dicts storage_ids tensor_bytes"
+    "checkpoint": "dangerous_calls dangerous_globals describe index legacy_python model"
+    " pickled_modules rebuild_functions safe_globals state_dicts storage_ids "
     " tensor_info weights_only",
     "checkpoint.weights_only": "objects tensors unpickler values",
     "cli": "commands inspect main terminal",
@@ -243,7 +243,7 @@ _NEEDED = {
     "formats": "distributed foreign layout opening safetensors_header sharded torch_files"
     " torch_zip two_readings writers zip_archive",
     "formats.distributed": "rank_names",
-    "formats.foreign": "folders pickles zips",
+    "formats.foreign": "paths zips_and_pickles",
     "formats.sharded": "index",
     "inspection": "diagnosis summary",
     "inspection.diagnosis": "diagnose findings host issues refusals",

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from ckptconv.formats.distributed.chunks import Chunk, check_cover
-from ckptconv.formats.distributed.placements import Cut, held_sizes, strips_of
+from ckptconv.formats.distributed.chunks import Chunk, Cut, check_cover, held_sizes, strips_of
 
 
 def cut_by_torch(whole: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...], how: list[Placement]) -> torch.Tensor:

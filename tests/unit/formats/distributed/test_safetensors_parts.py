@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import ckptconv
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
 from ckptconv.formats import safetensors_header
-from ckptconv.formats.distributed.sharding_info import SHARDING_INFO
+from ckptconv.formats.distributed.safetensors_parts import SHARDING_INFO
 from ckptconv.limits import LIMITS
 from tests.support import dcp_ranks
 from tests.support.conversions import converted, loaded, metadata_of

@@ -21,8 +21,8 @@ from ckptconv import inspect
 from ckptconv.cli.main import main
 from ckptconv.errors import InputError, UnsupportedError
 from ckptconv.formats import opening
-from ckptconv.formats.foreign import folders as foreign_folders
-from ckptconv.formats.foreign.folders import folder_error
+from ckptconv.formats.foreign import paths as foreign_folders
+from ckptconv.formats.foreign.paths import folder_error
 from ckptconv.formats.opening import open_input
 from ckptconv.inspection.summary import summary_of
 from ckptconv.limits import Limits
