@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptconv.byteranges.sources import is_url, list_folder
 from ckptconv.conversion.discovery import find_in
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.parts import PlannedFile, plan_files
@@ -29,6 +28,7 @@ from ckptconv.render.page import page_of
 from ckptconv.render.page.summary import NO_VERDICT, summary_data
 from ckptconv.render.report import report_lines
 from ckptconv.render.text import Style
+from ckptconv.stores import is_url, list_folder
 
 __all__ = ["Bridge", "error_text"]
 

@@ -45,11 +45,12 @@ LEFT_OUT = """
 ENCODINGS = "__init__ aliases ascii cp437 latin_1 raw_unicode_escape unicode_escape utf_8 utf_8_sig utf_16 utf_32"
 #: Modules of the package that are left out: they need a terminal, a network, torch, processes or a disk.
 NOT_HERE = """
-    __main__ byteranges/far byteranges/kernels/casting byteranges/kernels/comparing
+    __main__ byteranges/kernels/casting byteranges/kernels/comparing
     byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
     conversion/in_place conversion/jobs conversion/process_pool conversion/worker formats/in_place
     inspection/verification output/cast_threads output/in_place output/s3_upload
-    output/upload_parts render/notebook render/page/vendor/make signals tensors
+    output/upload_parts render/notebook render/page/vendor/make signals stores/fsspec stores/http
+    stores/paths stores/remote stores/requests stores/s3 stores/transports stores/urls tensors
 """
 #: The files of the page itself, in the order in which they are loaded, and their content types.
 SHELL = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(

@@ -8,18 +8,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.locks import lock_shared
 from ckptconv.errors import InputChangedError, InputError, MissingInputError, UnreadableError, UnsupportedError
-from ckptconv.lazy_regex import regex
 
 _R = TypeVar("_R", bound="Readable")
 
@@ -33,19 +31,7 @@ MORE_FILES = "ulimit -n shows how many files may be open, and can raise that lim
 
 STEP = 1 << 24  # bytes that are asked at once of what fills no buffer by itself
 
-_URL = regex(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
-
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
-
-
-class _Far(Protocol):
-    """What a path offers that is a URL."""
-
-    def first_bytes(self, most: int) -> bytes:
-        """As :func:`first_bytes` has it."""
-
-    def listed(self) -> tuple[dict[str, bool], list[str]]:
-        """As :func:`list_folder` has it."""
 
 
 def check_system() -> None:
@@ -188,14 +174,6 @@ class ComputedSource(Readable):
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
-
-
-def is_url(given: object) -> bool:
-    """Whether `given` is a URL: pathlib has made one slash of two, and then no file may be called so."""
-    if not isinstance(given, (str, os.PathLike)):
-        return False
-    text = os.fsdecode(given)
-    return bool(_URL.match(text)) and ("://" in text or not os.path.lexists(text))
 
 
 class Source(Readable):
@@ -386,7 +364,7 @@ class SourceFolder(Readable):
 
     def names(self) -> list[str]:
         """What is in the folder, folders too: one with the name of a shard is said to be one. Raises InputError."""
-        folders, files = list_folder(self.folder)
+        folders, files = list_local(self.folder)
         return [*folders, *files]
 
     def add(self, part: Readable) -> int:
@@ -449,21 +427,8 @@ def _read_into(fd: int, buffer: memoryview, offset: int) -> int:
     return len(data)
 
 
-def first_bytes(path: Path, most: int) -> bytes:
-    """The first bytes of the file at `path`, at most so many; none where it cannot be read."""
-    if is_url(path):
-        return cast("_Far", path).first_bytes(most)
-    try:
-        with Source(path) as source:
-            return source.read(0, min(most, source.size))
-    except InputError:
-        return b""
-
-
-def list_folder(folder: Path) -> tuple[dict[str, bool], list[str]]:
+def list_local(folder: Path) -> tuple[dict[str, bool], list[str]]:
     """The names in `folder`: of folders, with whether they are links, and of all else. Raises InputError."""
-    if is_url(folder):
-        return cast("_Far", folder).listed()
     folders: dict[str, bool] = {}
     files = []
     try:

@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 
-from ckptconv.byteranges.given_paths import path_at
 from ckptconv.byteranges.spans import Progress
 from ckptconv.cli.commands import (
     PATH,
@@ -46,6 +45,7 @@ from ckptconv.hints import Option, Placeholder, command, joined, option
 from ckptconv.render.json_views import SCHEMA_VERSION, error_as_dict, skipped_as_dict
 from ckptconv.render.listing import item_line, skipped_line, sum_lines
 from ckptconv.render.text import Style
+from ckptconv.stores import locate
 
 
 def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool) -> int:
@@ -142,7 +142,7 @@ def _show_outcome(
 
 
 def _dst_of(outcome: Outcome) -> str:
-    return os.fspath(path_at(outcome.job.dst))
+    return os.fspath(locate(outcome.job.dst))
 
 
 def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:

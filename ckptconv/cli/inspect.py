@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 
-from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.checkpoint.tensor_info import matches
 from ckptconv.cli.commands import PATH, Command, PageFile, debug_option, download_option, page_options
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
@@ -25,6 +24,7 @@ from ckptconv.render.listing import Line, line_of, listing_lines, unread_line
 from ckptconv.render.summary import summary_lines
 from ckptconv.render.text import Style, natural
 from ckptconv.render.values import not_finite
+from ckptconv.stores import is_folder, locate
 
 _KINDS = ("nan", "inf")
 _html, _open, _force = page_options("a map and a table of the tensors")
@@ -148,7 +148,7 @@ def _checkpoints(path: str) -> list[str]:
     of all ranks by their pattern.
     """
     try:
-        folder = path_at(path)
+        folder = locate(path)
         if not (path and is_folder(folder)):
             return [path]
         from ckptconv.inspection.verification import checkpoints_in  # which one file does without

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.cli.commands import PATH, Command, debug_option, download_option
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, UsageError, count
@@ -20,6 +19,7 @@ from ckptconv.hints import option
 from ckptconv.inspection.verification import Status, checkpoints_in, status_of, verdict_on
 from ckptconv.render.json_views import SCHEMA_VERSION
 from ckptconv.render.verdict import verdict_lines
+from ckptconv.stores import is_folder, locate
 
 NOT_CHECKED = 4
 
@@ -88,7 +88,7 @@ def verify_command(
             counts[status_of(error)] += 1
             show_error(error)
             if as_json:
-                click.echo(json.dumps(_cannot_verify(str(path_at(path)), error)))
+                click.echo(json.dumps(_cannot_verify(str(locate(path)), error)))
             continue
         counts[verdict.status] += 1
         if as_json:

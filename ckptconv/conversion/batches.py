@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.byteranges.sources import SourceFolder, is_url
+from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Progress
 from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, stamp_of, work, working
 from ckptconv.conversion.options import JobOptions, OutputOptions, takes
@@ -35,6 +35,7 @@ from ckptconv.output import files as output_files
 from ckptconv.output.steps import DiskWait, FolderSync, Steps
 from ckptconv.output.threads import Threads
 from ckptconv.pickles.graph import gc_paused
+from ckptconv.stores import is_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.byteranges.fault_sink import RAISED
 from ckptconv.byteranges.record_checks import CheckingSink
-from ckptconv.byteranges.sources import Readable, is_url
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Meter, OutFile, Overflow, Progress
 from ckptconv.conversion.folder_plans import FolderPlan, plan_item
 from ckptconv.conversion.in_place import change_in_place
@@ -31,6 +31,7 @@ from ckptconv.output.folders import NewFolder, write_folder
 from ckptconv.output.other_files import OtherFile
 from ckptconv.output.steps import Steps, waited_for
 from ckptconv.pickles.graph import gc_paused
+from ckptconv.stores import is_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptconv.byteranges.sources import list_folder
 from ckptconv.conversion.target_names import Found, Kind
 from ckptconv.errors import InputError
 from ckptconv.formats.distributed.dcp import looks_like_metadata
@@ -14,6 +13,7 @@ from ckptconv.formats.foreign.paths import FILE_SUFFIXES
 from ckptconv.formats.sharded.index import sets_in
 from ckptconv.lazy_regex import regex
 from ckptconv.output.files import is_own_file
+from ckptconv.stores import list_folder
 
 #: The parts of a checkpoint of torch.distributed.checkpoint, of its own format and of safetensors.
 _CHUNK = regex(r".*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import field, replace
 from pathlib import Path
 
-from ckptconv.byteranges.sources import Readable, SourceFolder, first_bytes, is_url, list_folder
+from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.conversion.discovery import find, find_in
 from ckptconv.conversion.options import OutputOptions
@@ -34,6 +34,7 @@ from ckptconv.limits import LIMITS
 from ckptconv.output.far_folders import NO_OLD_SET, OldSet
 from ckptconv.output.folders import names_in, no_name
 from ckptconv.output.other_files import OtherFile, others_in, rest_of
+from ckptconv.stores import first_bytes, is_url, list_folder
 
 #: Plans the conversion of a source to a path, which is a folder or not.
 PlanOne = Callable[[Readable, Path, bool, Edits], Plan]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptconv.byteranges.reading import crc32_of
-from ckptconv.byteranges.sources import Source, is_url
+from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, OutFile, Progress
 from ckptconv.conversion.convert import running
 from ckptconv.conversion.in_place import change_in_place
@@ -34,6 +34,7 @@ from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
 from ckptconv.output.other_files import check_inside, open_other
 from ckptconv.output.steps import Steps, run_steps
+from ckptconv.stores import is_url
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptconv.byteranges.checksums import check_crc32, checksum
-from ckptconv.byteranges.file_objects import Input
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import announce, located
 from ckptconv.byteranges.sources import Readable, SourceFolder
@@ -24,6 +23,7 @@ from ckptconv.edits.options import Edits, edits_from
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, in_python
 from ckptconv.pickles.graph import gc_paused
+from ckptconv.stores.memory import Input
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptconv.byteranges.given_paths import is_folder, path_at
-from ckptconv.byteranges.sources import is_url, list_folder
 from ckptconv.conversion.discovery import find, find_in, is_hub_blob, is_part
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.conversion.target_names import Found, Kind, name_in_folder
@@ -20,6 +18,7 @@ from ckptconv.formats.writers import SUFFIXES, WRITERS, admitted, suffix_of
 from ckptconv.hints import Placeholder, command, option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import far_targets
+from ckptconv.stores import is_folder, is_url, list_folder, locate
 
 
 def refuse_inside(path: Path, folder: Path) -> None:
@@ -183,7 +182,7 @@ def list_items(
     Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where a
     folder holds no checkpoint.
     """
-    dst = path_at(dst) if is_url(dst) else dst
+    dst = locate(dst) if is_url(dst) else dst
     path = _checked(dst, output.format)
     if output.max_shard_size is not None:
         from ckptconv.formats.sharded.writing import parse_size  # for shards alone
@@ -191,7 +190,7 @@ def list_items(
         parse_size(output.max_shard_size)
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
         raise InputError("no path given: it is empty")
-    paths: Sequence[Path] = [path_at(each) for each in srcs]
+    paths: Sequence[Path] = [locate(each) for each in srcs]
     if not _is_folder(dst):
         _refuse_odd_suffix(path, output.format, paths)
     if output.copy_others and (web := next((src for src in paths if os.fspath(src).startswith("http")), None)):

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.file_objects import FileObjectSource, Input, is_file_object
-from ckptconv.byteranges.given_paths import is_folder, path_at
-from ckptconv.byteranges.sources import PartSource, Readable, Source, SourceFolder, is_url
+from ckptconv.byteranges.sources import PartSource, Readable, Source, SourceFolder
 from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.undo_journal import HOT, journals_of
 from ckptconv.checkpoint.model import Checkpoint
@@ -25,6 +23,8 @@ from ckptconv.formats.sharded.index import is_index, is_index_file
 from ckptconv.formats.two_readings import refuse_two_readings
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Message, command, shell
+from ckptconv.stores import is_folder, is_url, locate
+from ckptconv.stores.memory import FileObjectSource, Input, is_file_object
 
 _R = TypeVar("_R", bound=Readable)
 
@@ -122,12 +122,14 @@ def _open_url(given: str | os.PathLike[str], faults: FaultSink, **how: Any) -> R
 
     `how` and the errors are as for :func:`open_input`.
     """
-    path = path_at(given)
+    path = locate(given)
     if not is_url(path):
         return open_input(path, faults)
-    from ckptconv.byteranges.far.download import open_far  # local files do not need it
-    from ckptconv.byteranges.far.folder import FarFolder
-    from ckptconv.byteranges.far.paths import FarPath
+    from ckptconv.stores.paths import FarPath
+    from ckptconv.stores.remote import (
+        FarFolder,
+        open_far,  # local files do not need it
+    )
 
     assert isinstance(path, FarPath)
     if is_index(path.name) or is_pattern(path.name) or is_folder(path):

@@ -9,7 +9,6 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from ckptconv.byteranges.file_objects import Input
 from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import Meter
 from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
@@ -35,6 +34,7 @@ from ckptconv.pickles.paths import Place
 from ckptconv.result import Result
 from ckptconv.safety.scan import Concern, Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, Loading, torch_loading
+from ckptconv.stores.memory import Input
 
 if TYPE_CHECKING:
     from ckptconv.inspection.values import TensorValues

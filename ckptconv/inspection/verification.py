@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptconv.byteranges.fault_sink import CollectingSink, UnreadRecord
-from ckptconv.byteranges.file_objects import Input
-from ckptconv.byteranges.given_paths import is_folder, path_at
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.record_checks import check_records, length_of
 from ckptconv.byteranges.sources import Readable, SourceFolder
@@ -44,6 +42,8 @@ from ckptconv.result import Result
 from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
 from ckptconv.safety.scan import Level as Safety
 from ckptconv.safety.torch_load import Loading, torch_loading
+from ckptconv.stores import is_folder, locate
+from ckptconv.stores.memory import Input
 
 _SHA256_DIGITS = 64
 _HEAD = 64  # bytes
@@ -221,7 +221,7 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
 
     Raises InputError where a folder cannot be listed.
     """
-    folder = path_at(path)
+    folder = locate(path)
     if not os.fspath(path) or not is_folder(folder):  # pathlib takes nothing for the folder that we are in
         return [os.fsdecode(path)]
     found = [

@@ -9,9 +9,9 @@ import os
 import threading
 from typing import Protocol, TypeAlias
 
-from ckptconv.byteranges.file_objects import BinaryFile, path_of, seeking
 from ckptconv.errors import ArgumentTypeError, OutputError
 from ckptconv.output import linux
+from ckptconv.stores.memory import BinaryFile, path_of, seeking
 
 
 class WritableFile(BinaryFile, Protocol):

@@ -15,7 +15,7 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.output.other_files import OtherFile
 
 if TYPE_CHECKING:
-    from ckptconv.byteranges.far.paths import FarPath
+    from ckptconv.stores.paths import FarPath
 
 REPLACES = option("force") + " replaces it"
 #: What is wrong where two write to one folder, and what to do.

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ckptconv.byteranges.sources import is_url, list_folder
 from ckptconv.byteranges.spans import OutFile
 from ckptconv.errors import MissingInputError, OutputError, UsageError
 from ckptconv.output.far_folders import refuse_existing
 from ckptconv.output.other_files import OtherFile, open_other
+from ckptconv.stores import is_url, list_folder
 
 
 def far_writer(path: Path) -> ModuleType:

@@ -15,14 +15,14 @@ from pathlib import Path, PurePosixPath
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from ckptconv.byteranges.far.others import Location
-from ckptconv.byteranges.far.paths import far_path
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.errors import CkptconvError, OutputError, UnsupportedError, size
 from ckptconv.output.far_folders import NO_OLD_SET, OldSet, refuse_existing
 from ckptconv.output.files import fill, temporary_beside
 from ckptconv.output.read_back import IS_THERE, digest, read_back
+from ckptconv.stores.fsspec import Location
+from ckptconv.stores.paths import far_path
 
 _CHUNK = 8 << 20
 

@@ -13,15 +13,16 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ckptconv.byteranges.sources import Readable, Source, is_url
+from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import OutFile, Progress
 from ckptconv.byteranges.undo_journal import target_of
 from ckptconv.errors import CkptconvError, InputChangedError, RefusedError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.files import fill, is_own_file
+from ckptconv.stores import is_url
 
 if TYPE_CHECKING:
-    from ckptconv.byteranges.far.paths import FarPath
+    from ckptconv.stores.paths import FarPath
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def open_other(path: Path) -> Readable:
     """The file `path`, here or far. Raises InputError."""
     if not is_url(path):
         return Source(path)
-    from ckptconv.byteranges.far.source import FarSource  # which no file here needs
+    from ckptconv.stores.remote import FarSource  # which no file here needs
 
     return FarSource(cast("FarPath", path))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.far.paths import far_path
-from ckptconv.byteranges.far.source import FarSource
 from ckptconv.byteranges.spans import ByteRange, Progress
 from ckptconv.errors import InputError, OutputError
 from ckptconv.hints import command, option
+from ckptconv.stores.paths import far_path
+from ckptconv.stores.remote import FarSource
 
 IS_THERE = "it is there for everybody to see: " + option("force") + " writes it again"
 

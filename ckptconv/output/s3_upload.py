@@ -23,11 +23,6 @@ from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionEr
 from botocore.parsers import ResponseParserError
 
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.far.paths import far_path
-from ckptconv.byteranges.far.planning import POLICY
-from ckptconv.byteranges.far.s3 import client, is_transient
-from ckptconv.byteranges.far.secrets import Secrets
-from ckptconv.byteranges.far.source import FarSource
 from ckptconv.byteranges.record_checks import Sums
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
@@ -38,6 +33,11 @@ from ckptconv.output.files import fill
 from ckptconv.output.in_place.signals import with_note
 from ckptconv.output.read_back import IS_THERE, Sent, digest, read_back
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
+from ckptconv.stores.paths import far_path
+from ckptconv.stores.remote import FarSource
+from ckptconv.stores.requests import POLICY
+from ckptconv.stores.s3 import client, is_transient
+from ckptconv.stores.urls import Secrets
 
 _HELD = 256 << 20  # bytes of parts that are in memory at once
 _TAKEN = (409, 412)  # the status where somebody else's object is there, or is being made

@@ -14,9 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckptconv.byteranges.file_objects import Input, is_file_object, path_of
-from ckptconv.byteranges.given_paths import path_at
-from ckptconv.byteranges.sources import Readable, is_url
+from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import TensorInfo
@@ -36,6 +34,8 @@ from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
 from ckptconv.output.destinations import FileObjectDestination, Output
 from ckptconv.pickles.graph import gc_paused
+from ckptconv.stores import is_url, locate
+from ckptconv.stores.memory import Input, is_file_object, path_of
 
 if TYPE_CHECKING:
     import torch
@@ -289,7 +289,7 @@ def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:
     text = os.fsdecode(path)
     if os.path.isdir(text) or text.endswith(os.sep):
         raise UsageError("the output is a folder", where=text, expected="the path of a file")
-    target, format_ = find_target(Path(), path_at(path) if is_url(path) else text, output.format)
+    target, format_ = find_target(Path(), locate(path) if is_url(path) else text, output.format)
     if is_url(target):
         far_targets.check_object(target, replace=output.force)
     else:

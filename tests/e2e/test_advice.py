@@ -1145,7 +1145,7 @@ ELSEWHERE: dict[Site, str] = {
     "render/report.py:_name_lines:option verbose": "cli/test_convert.py::test_dry_run_writes_nothing",
     "output/s3_upload.py:_say_what_is_left:aws": "output/test_s3_upload.py::test_an_upload_that_may_stay_open_is_said",
     "output/read_back.py::option force": "output/test_s3_upload.py::test_it_is_read_back",
-    "byteranges/far/http.py::option download": "byteranges/far/test_downloads.py::test_the_error_says_what_to_add",
+    "stores/http.py::option download": "stores/test_downloads.py::test_the_error_says_what_to_add",
     "checkpoint/merging.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
     "edits/loadable/making.py:refusal:text": (
         "edits/loadable/test_refusals.py::test_what_is_torchs_own_names_the_import"
@@ -1224,7 +1224,7 @@ NOT_TYPED: dict[Site, str] = {
     "edits/views.py:compact:option compact": _NO_CHANGE,
     "errors.py:require_torch:text": _NETWORK,
     "formats/sharded/writing.py:deal:text": _NETWORK,
-    "byteranges/far/transports.py:_installed:text": _NETWORK,
+    "stores/transports.py:_installed:text": _NETWORK,
     "formats/opening.py:_open_url:*": _NETWORK,
     "output/far_targets.py:far_writer:text": _NETWORK,
     "output/far_folders.py::option force": _NETWORK,

@@ -24,10 +24,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from ckptconv.byteranges.far import download, requests, workers
-from ckptconv.byteranges.far.paths import far_path
-from ckptconv.byteranges.far.planning import POLICY
-from ckptconv.byteranges.far.transports import entries_of
+from ckptconv.stores import remote, requests
+from ckptconv.stores.paths import far_path
+from ckptconv.stores.requests import POLICY
+from ckptconv.stores.transports import entries_of
 
 __all__ = ["BODY", "END", "FILE", "FIRST", "LAST", "ON", "SIZE", "read"]
 
@@ -153,7 +153,7 @@ def _instead(server: _Server) -> Iterator[None]:
     import urllib3  # an extra
     from urllib3.connection import HTTPConnection, HTTPSConnection
 
-    from ckptconv.byteranges.far import connections, http
+    from ckptconv.stores import http
 
     clock = server.clock
     idle, other = os.pipe()
@@ -174,10 +174,14 @@ def _instead(server: _Server) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
-            for module in (connections, download, http, requests, workers):
+            for module in (http, remote, requests):
                 if hasattr(module, "time"):
                     enter(mock.patch.object(module, "time", clock))
-            enter(mock.patch.object(requests, "threading", SimpleNamespace(Event=Event, Lock=threading.Lock)))
+            enter(
+                mock.patch.object(
+                    requests, "threading", SimpleNamespace(Event=Event, Lock=threading.Lock, Thread=threading.Thread)
+                )
+            )
             enter(mock.patch.object(requests.retried, "__defaults__", (clock.sleep,)))
             enter(mock.patch.object(HTTPConnection, "connect", connect))
             enter(mock.patch.object(HTTPSConnection, "connect", connect))
@@ -225,7 +229,7 @@ def _list(server: _Server) -> None:
 
 def _file(server: _Server, folder: Path | None, deadlines: int) -> None:
     path = far_path(_URL)
-    with _timed(server, lambda: download.open_far(path, download=folder or False), lambda: deadlines) as source:
+    with _timed(server, lambda: remote.open_far(path, download=folder or False), lambda: deadlines) as source:
         for at in islice(range(0, source.size, POLICY.window), _PIECES):
             length = min(POLICY.window, source.size - at)
             assert len(_timed(server, lambda at=at, length=length: source.read(at, length))) == length

@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 
-from ckptconv.byteranges.far.requests import Deadline
 from ckptconv.formats import torch_zip
+from ckptconv.stores.requests import Deadline
 from tests.fuzz import targets
 from tests.fuzz.again import target_of
 from tests.fuzz.archives import archive, records_of
@@ -92,7 +92,7 @@ def test_a_broken_promise_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_a_server_must_not_reach_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that is none of ours, an answer that is read past the deadline, a URL in another library's log."""
-    http = pytest.importorskip("ckptconv.byteranges.far.http", reason="the extra remote is not installed")
+    http = pytest.importorskip("ckptconv.stores.http", reason="the extra remote is not installed")
     until, no_header = http.until, b"fHTTP/1.1 206 x\r\nno header\r\n\r\n"
     drips = b"fHTTP/1.1 206 x\r\nX: " + ON + b"y" + END
     for data in (drips, no_header):

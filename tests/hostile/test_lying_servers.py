@@ -10,7 +10,7 @@ import torch
 
 import ckptconv
 from ckptconv import errors
-from ckptconv.byteranges.far.planning import POLICY
+from ckptconv.stores.requests import POLICY
 from tests.support.hostile_bytes import saved
 from tests.support.http_server import LIES, SLOW_DOWNLOADS, Exchange, serving
 
@@ -24,7 +24,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for minutes; what is sent in one part has several."""
     for name, value in {"deadline": _DEADLINE, "silence": 0.3, "backoff": 0.01, "attempts": 3}.items():
         monkeypatch.setattr(POLICY, name, value)
-    monkeypatch.setattr("ckptconv.byteranges.far.workers._GRACE", 0.2)
+    monkeypatch.setattr("ckptconv.stores.requests._GRACE", 0.2)
     monkeypatch.setattr(POLICY, "window", 4096)
 
 

@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckptconv
-from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.conversion.in_place import open_locked
 from ckptconv.errors import CkptconvError
 from ckptconv.inspection.verification import status_of
+from ckptconv.stores.requests import POLICY
 from tests.support import fake_s3
 from tests.support.command import Command
 from tests.support.http_server import Exchange, serving

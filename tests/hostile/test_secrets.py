@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.cli.main import main
 from ckptconv.errors import CkptconvError, redacted
+from ckptconv.stores.requests import POLICY
 from tests.support import fake_s3
 from tests.support.command import Command
 from tests.support.hostile_bytes import saved

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckptconv
-from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.errors import CkptconvError, InputError, MissingInputError, OutputError, TargetExistsError
+from ckptconv.stores.requests import POLICY
 from tests.support.command import Command
 from tests.support.counting_proxy import relaying
 from tests.support.seaweed import BUCKET, Store, running_store
@@ -153,8 +153,8 @@ def test_it_is_read_back(
 
 def read_wrongly(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Have the last byte of each answer about an object be another one, if `wrong` stands in its URL."""
-    from ckptconv.byteranges.far.requests import Answer
-    from ckptconv.byteranges.far.s3 import S3Transport
+    from ckptconv.stores.requests import Answer
+    from ckptconv.stores.s3 import S3Transport
 
     original = S3Transport.get
 

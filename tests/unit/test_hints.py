@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckptconv
-from ckptconv.byteranges.given_paths import path_at
 from ckptconv.cli.main import main
 from ckptconv.edits.options import Edits, option_of
 from ckptconv.hints import (
@@ -35,6 +34,7 @@ from ckptconv.hints import (
     shell,
 )
 from ckptconv.inspection.comparison.diff import options_of
+from ckptconv.stores import locate
 from tests.support.conversions import refused
 from tests.support.suggestions import COMMANDS, CONTEXT, FLAGS, KEYWORDS, flags_in_texts, suggestions
 
@@ -260,5 +260,5 @@ def test_parts_are_not_lost() -> None:
 )
 def test_names_that_programs_take_for_something_else(path: str, word: str) -> None:
     """An option, a list of files, or with tar another machine, of which it would start a shell: they get a folder."""
-    assert shell("tar", "-xf", path_at(path)) == f"tar -xf {word}"
-    assert command("inspect", path_at(path)) == f"ckptconv inspect {word}"
+    assert shell("tar", "-xf", locate(path)) == f"tar -xf {word}"
+    assert command("inspect", locate(path)) == f"ckptconv inspect {word}"

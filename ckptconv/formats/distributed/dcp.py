@@ -26,7 +26,7 @@ from operator import is_not
 from pathlib import Path
 from typing import TypeAlias
 
-from ckptconv.byteranges.sources import Readable, SliceSource, SourceFolder, first_bytes, list_folder
+from ckptconv.byteranges.sources import Readable, SliceSource, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
@@ -41,6 +41,7 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import AT_ONCE, Dict, Effect, List, Object, Value, set_items, walk
+from ckptconv.stores import first_bytes, list_folder
 
 NAME = "DCP"
 METADATA = ".metadata"

@@ -25,7 +25,6 @@ from operator import add, itemgetter, le
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from ckptconv.byteranges.fault_sink import PickleSequence
-from ckptconv.byteranges.given_paths import stays_inside
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.dtypes import BY_NAME, DType
@@ -47,6 +46,7 @@ from ckptconv.pickles.graph import (
     is_global,
 )
 from ckptconv.pickles.parser import parse
+from ckptconv.stores import stays_inside
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"

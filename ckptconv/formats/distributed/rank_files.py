@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
-from ckptconv.byteranges.sources import Readable, SourceFolder, list_folder
+from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement, Gather, Piece
 from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.merging import Merger
@@ -44,6 +44,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.paths import Place, child_places
 from ckptconv.pickles.rows import type_of
+from ckptconv.stores import list_folder
 
 NAME = "rank files"
 _FLAT = ("_flat_param", "flat_param")

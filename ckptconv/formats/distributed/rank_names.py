@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.byteranges.sources import list_folder
 from ckptconv.errors import InputError
 from ckptconv.hints import Placeholder, command, joined
 from ckptconv.lazy_regex import regex
+from ckptconv.stores import list_folder
 
 _NAME = regex(r"(.*?(?:world_size_([1-9][0-9]{0,4})_)?rank_)([0-9]{1,5}|\*)((?:\.[A-Za-z]\w*)+)")
 _BESIDE = ("optim", "extra_state", "extra")  # how the sets are called that stand beside the model's

@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptconv.byteranges.sources import Readable, SourceFolder, list_folder
+from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
@@ -33,6 +33,7 @@ from ckptconv.formats.safetensors_header import Entry, Header, check_nesting, re
 from ckptconv.hints import Placeholder, command
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Dict, Value, is_count, set_items
+from ckptconv.stores import list_folder
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"

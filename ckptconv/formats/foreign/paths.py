@@ -16,13 +16,13 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.byteranges.given_paths import path_at
-from ckptconv.byteranges.sources import Readable, first_bytes, is_url, list_folder
+from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import InputError, UnsupportedError, UsageError, some
 from ckptconv.guesses import close_matches
 from ckptconv.hints import TRUSTED, Placeholder, command, joined, option, python_command, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
+from ckptconv.stores import first_bytes, is_url, list_folder, locate
 
 LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 #: No command: git runs aliases, filters and other programs that the folder's .git/config names, and so does Git LFS.
@@ -408,7 +408,7 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
     if not is_url(path):
         return None
     try:
-        shown = str(path_at(path))
+        shown = str(locate(path))
     except UsageError as error:
         return error
     if is_output:

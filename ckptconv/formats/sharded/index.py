@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.given_paths import stays_inside
-from ckptconv.byteranges.sources import Readable, Source, SourceFolder, list_folder
+from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
@@ -37,6 +36,7 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Object
+from ckptconv.stores import list_folder, stays_inside
 
 NAME = "sharded"  # before the name of the format of each shard
 TOTAL_SIZE = "total_size"

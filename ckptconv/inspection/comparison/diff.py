@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptconv.byteranges.file_objects import Input
 from ckptconv.byteranges.spans import Meter
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
@@ -38,6 +37,7 @@ from ckptconv.inspection.values import values_of
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
 from ckptconv.pickles.paths import Place
+from ckptconv.stores.memory import Input
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,10 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.byteranges.given_paths import is_folder, path_at
-from ckptconv.byteranges.sources import is_url
 from ckptconv.conversion.discovery import find
 from ckptconv.conversion.target_names import Found, name_in_folder
+from ckptconv.stores import is_folder, is_url, locate
 
 _ANY = "safetensors"  # a format that every checkpoint could become: its name there is one for all containers
 
@@ -30,7 +29,7 @@ def pairs_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Pair]
     A name is the path in the folder; of those that only one side has, ``model.pt`` and ``model.safetensors`` are one,
     as a conversion of the folder has it. None: `a` and `b` are to be compared as they are. Raises InputError.
     """
-    paths = [path_at(each) for each in (a, b)]
+    paths = [locate(each) for each in (a, b)]
     folders = [_named_in(each) if is_folder(each) else {} for each in paths]
     if all(folders):
         return _paired(*folders)

@@ -231,8 +231,8 @@ assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 #: What ``inspect`` of a small file imports: more would be felt in each call.
 _NEEDED = {
     "": "byteranges checkpoint cli conversion dtypes edits errors formats guesses hints inspection lazy_regex"
-    " light_dataclass limits pickles render safety signals",
-    "byteranges": "checksums fault_sink file_objects given_paths locks reading sources spans undo_journal",
+    " light_dataclass limits pickles render safety signals stores",
+    "byteranges": "checksums fault_sink locks reading sources spans undo_journal",
     "checkpoint": "dangerous_calls dangerous_globals describe index legacy_python model"
     " pickled_modules rebuild_functions safe_globals state_dicts storage_ids "
     " tensor_info weights_only",
@@ -250,6 +250,7 @@ _NEEDED = {
     "pickles": "graph lenient machine parser paths rows",
     "render": "facts json_views listing result summary table text tree values",
     "safety": "nested_pickles scan torch_load",
+    "stores": "memory",
 }
 #: Modules of Python that take long to import.
 _HEAVY = {"bz2", "ctypes", "difflib", "gzip", "hashlib", "lzma", "random", "shutil", "tarfile", "tempfile", "textwrap"}

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 import ckptconv
-from ckptconv.byteranges.far.paths import far_path
-from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.edits.options import edits_from
@@ -21,6 +19,8 @@ from ckptconv.errors import OutputError, TargetExistsError
 from ckptconv.output import read_back, s3_upload
 from ckptconv.output.far_targets import others_uploaded
 from ckptconv.output.other_files import OtherFile
+from ckptconv.stores.paths import far_path
+from ckptconv.stores.requests import POLICY
 from tests.long import test_far_s3
 from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
     KINDS,

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.edits.options import Edits
@@ -31,6 +30,7 @@ from ckptconv.inspection.comparison.diff import compare
 from ckptconv.inspection.comparison.options import Compared
 from ckptconv.inspection.summary import summary_of
 from ckptconv.inspection.verification import verdict_on
+from ckptconv.stores.requests import POLICY
 from tests.support.command import Command
 from tests.support.hostile_bytes import saved
 from tests.support.http_server import Exchange, FileServer, serving

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.byteranges.far.planning import POLICY
 from ckptconv.errors import InputError, OutputError, TransferError
+from ckptconv.stores.requests import POLICY
 from tests.support.fake_s3 import running_fake
 from tests.support.hostile_bytes import saved
 from tests.support.http_proxy import Proxy, certificate, proxying

@@ -5,16 +5,43 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
-from ckptconv.byteranges.far.listing import Listing
-from ckptconv.byteranges.far.requests import Entry, Requests
-from ckptconv.byteranges.far.transports import entries_of, transport_for
-from ckptconv.byteranges.far.urls import Url, parse
-from ckptconv.errors import CkptconvError, MissingInputError, UnsupportedError, UsageError
+from ckptconv.errors import CkptconvError, InputError, MissingInputError, UnsupportedError, UsageError
+from ckptconv.stores.requests import Entry, Requests
+from ckptconv.stores.transports import entries_of, transport_for
+from ckptconv.stores.urls import Url, parse
+
+
+class Listing:
+    """The files in a folder and in those below it, by their paths from there."""
+
+    def __init__(self, entries: Iterable[Entry], where: object) -> None:
+        """Raises InputError for a name that is no path."""
+        self.files: dict[str, Entry] = {}
+        self.folders: dict[str, tuple[set[str], list[str]]] = {"": (set(), [])}
+        for entry in entries:
+            place = entry.place
+            segments = place.split("/")
+            if not {"", ".", ".."}.isdisjoint(segments) or "\0" in place:
+                raise InputError(
+                    "the store lists a name that is no path", where=where, got=repr(place), hint="give a file in it"
+                )
+            self.files[place] = entry
+            self._add(segments)
+
+    def _add(self, segments: list[str]) -> None:
+        *above, name = segments
+        here = ""
+        for each in above:
+            self.folders[here][0].add(each)
+            here = f"{here}/{each}" if here else each
+            self.folders.setdefault(here, (set(), []))
+        self.folders[here][1].append(name)
+
 
 _ONE_SLASH = re.compile(r"^([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
 

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 import ckptconv
-from ckptconv.byteranges.far.paths import far_path
-from ckptconv.byteranges.far.planning import POLICY, Extents, enlarged, in_parts, merged
-from ckptconv.byteranges.far.urls import local_path, parse
 from ckptconv.errors import InputChangedError, MalformedError, MissingInputError, TransferError, UsageError
 from ckptconv.formats.opening import open_input
+from ckptconv.stores.paths import far_path
+from ckptconv.stores.requests import POLICY, Extents, enlarged, in_parts, merged
+from ckptconv.stores.urls import local_path, parse
 from tests.support.command import Command
 from tests.support.conversions import run_without_torch
 from tests.support.http_server import Exchange, FileServer, serving
@@ -275,7 +275,7 @@ def test_credentials_stay_with_their_host(server: FileServer) -> None:
 )
 def test_redirects_that_are_not_followed(before: str, after: str) -> None:
     """From https to http, and to any other scheme."""
-    from ckptconv.byteranges.far.http import HttpTransport
+    from ckptconv.stores.http import HttpTransport
 
     transport = HttpTransport(parse(before), before)
     with pytest.raises(TransferError, match="not followed"):
@@ -361,8 +361,8 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         "urllib3",
         "botocore",
         "botocore.session",
-        "ckptconv.byteranges.far.http",
-        "ckptconv.byteranges.far.s3",
+        "ckptconv.stores.http",
+        "ckptconv.stores.s3",
     ):
         monkeypatch.setitem(sys.modules, name, None)
     for url, package in (("https://h/a.pt", "urllib3"), ("hf://me/m/a.pt", "urllib3"), ("s3://b/a.pt", "botocore")):
@@ -407,7 +407,7 @@ def test_what_is_here_needs_nothing_of_it(folder: Path) -> None:
 import ckptconv
 ckptconv.inspect(sys.argv[1])
 ckptconv.convert(sys.argv[1], sys.argv[2], map_location="cuda:1", force=True)
-ours = [name for name in sys.modules if "byteranges.far" in name]
+ours = {"ckptconv.stores.paths", "ckptconv.stores.requests", "ckptconv.stores.remote"} & sys.modules.keys()
 far = [*ours, *({"urllib3", "botocore", "fsspec"} & sys.modules.keys())]
 assert not far, far
 """

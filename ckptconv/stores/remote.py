@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
+import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from ckptconv.byteranges.far.paths import FarPath
-from ckptconv.byteranges.far.planning import POLICY, Extents, Range, enlarged, in_parts, merged
-from ckptconv.byteranges.far.requests import Requests
-from ckptconv.byteranges.far.transports import transport_for
-from ckptconv.byteranges.far.workers import Task, Workers
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.sources import Readable
-from ckptconv.errors import OutputError, UnreadableError, count
+from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.byteranges.spans import Meter
+from ckptconv.errors import (
+    CkptconvError,
+    MissingInputError,
+    OutputError,
+    UnreadableError,
+    UnsupportedError,
+    count,
+    size,
+)
+from ckptconv.stores.paths import FarPath
+from ckptconv.stores.requests import (
+    POLICY,
+    Deadline,
+    Extents,
+    Range,
+    Requests,
+    Task,
+    Transient,
+    Workers,
+    enlarged,
+    in_parts,
+    merged,
+    retried,
+)
+from ckptconv.stores.transports import transport_for
+from ckptconv.stores.urls import HTTP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ckptconv.stores.http import HttpTransport
 
 
 class FarSource(Readable):
@@ -247,3 +273,155 @@ class _Delivery:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def open_far(
+    path: FarPath,
+    faults: FaultSink = RAISED,
+    *,
+    skims: bool = False,
+    download: bool | Path = False,
+    progress: Meter | None = None,
+) -> Readable:
+    """The far file at `path`, read by ranges. With `download` it is downloaded if the server sends no ranges.
+
+    `download` can be the folder to use. `progress` is called with the bytes that are downloaded.
+
+    Raises InputError, UsageError where no package can reach it, OutputError where there is no room for it.
+    """
+    try:
+        return FarSource(path, faults, skims=skims)
+    except UnsupportedError:
+        if not download or path.url.scheme not in (*HTTP, "hf"):
+            raise
+    return _Downloaded(path, faults, download if isinstance(download, Path) else Path(tempfile.gettempdir()), progress)
+
+
+class _Downloaded(Readable):
+    """All of the far file at `path`, in a file without a name in `folder`, which goes when it is closed."""
+
+    def __init__(self, path: FarPath, faults: FaultSink, folder: Path, progress: Meter | None) -> None:
+        self.path, self.url, self.faults, self._folder = path, path.url, faults, folder
+        self._progress = progress or (lambda _: contextlib.nullcontext())
+        with self._as_error():
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed with this
+        self.fd = self._file.fileno()
+        try:
+            self.size = retried(self._received, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _received(self, deadline: float) -> int:
+        """How many bytes came, all of which are in our file now. Raises Transient, InputError, OutputError.
+
+        Every ``POLICY.part`` bytes must come within ``POLICY.deadline`` seconds.
+        """
+        done = due = 0
+        limit = Deadline(deadline)
+        transport = cast("HttpTransport", transport_for(self.url, self.path))
+        with contextlib.closing(transport), self._as_error(), transport.whole(limit) as (length, chunks):
+            self._check_room(length)
+            self._file.seek(0)
+            with self._progress(length) as tick:
+                for chunk in chunks:
+                    if done >= due:
+                        due, limit.at = done + POLICY.part, time.monotonic() + POLICY.deadline
+                    if time.monotonic() > limit.at:
+                        raise Transient(f"the server is too slow: {done:,} bytes came")
+                    done += self._file.write(chunk)
+                    if tick:
+                        tick(len(chunk))
+            self._file.flush()
+        return done
+
+    def _check_room(self, length: int) -> None:
+        space = os.fstatvfs(self.fd)
+        free = space.f_bavail * space.f_frsize
+        if length > free:
+            what, expected = "too little free space for the download", f"{length:,} bytes for a while"
+            raise OutputError(what, where=self._folder, expected=expected, got=f"{free:,} bytes")
+
+    @contextlib.contextmanager
+    def _as_error(self) -> Iterator[None]:
+        """Raise in our words what the system says meanwhile of our file."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, CkptconvError):
+                raise
+            what = f"the download cannot be kept there: {error.strerror or error}"
+            raise OutputError(what, where=self._folder) from error
+
+    def about(self) -> list[str]:
+        """A note that it was downloaded."""
+        return [f"the server sends no ranges of it: all {size(self.size)} were downloaded first"]
+
+    def close(self) -> None:
+        """Close the file, which has no name, so that its space is free again."""
+        self._file.close()
+
+
+class FarFolder(SourceFolder):
+    """The far set in the folder `path`, or whose index is there. Nothing is read but what stands in that folder."""
+
+    is_far = True
+    is_stored = False
+
+    def __init__(
+        self,
+        path: FarPath,
+        faults: FaultSink = RAISED,
+        check: Callable[[Readable], Readable] = lambda source: source,
+        *,
+        skims: bool = False,
+        download: bool | Path = False,
+        progress: Meter | None = None,
+    ) -> None:
+        """`check` is called with each file that is opened, and raises what is wrong with it."""
+
+        def open_ranges(path: Path) -> Readable:
+            assert isinstance(path, FarPath)
+            return check(FarSource(path, faults, skims=skims))
+
+        def open_file(path: Path, faults: FaultSink) -> Readable:
+            assert isinstance(path, FarPath)
+            return check(open_far(path, faults, skims=skims, download=download, progress=progress))
+
+        super().__init__(path, faults, open_file)
+        self._open_ranges = open_ranges
+        self.mode = 0o666
+
+    def missing(self, names: Iterable[str]) -> set[str]:
+        """Those of `names` that are not there. The others are opened, several at once."""
+        assert isinstance(self.folder, FarPath)
+        unknown = [name for name in names if name not in self._open]
+        absent = {name for name in unknown if self.folder.holds(name) is False}
+
+        def opened(name: str) -> Readable | None:
+            try:
+                return self._open_ranges(self.folder / name)
+            except MissingInputError:
+                return None
+
+        with ThreadPoolExecutor(POLICY.concurrency) as pool:
+            tasks = [(name, pool.submit(opened, name)) for name in unknown if name not in absent]
+        found = {name: task.result() for name, task in tasks if task.exception() is None}
+        for name, source in found.items():
+            if source:
+                self._open[name] = source
+                self.add(source)
+        for name, task in tasks:
+            if isinstance(task.exception(), UnsupportedError):
+                self.open(name)  # which can download it: here, where Ctrl-C ends that
+            else:
+                task.result()  # which raises
+        return absent | {name for name, source in found.items() if source is None}
+
+    def names(self) -> list[str]:
+        """What is in the folder; of an index beside which nobody has looked, nothing."""
+        if not self.is_whole:
+            return []
+        assert isinstance(self.folder, FarPath)
+        folders, files = self.folder.listed()
+        return [*folders, *files]

@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ckptconv.byteranges.far.requests import Entry, Transport
-from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import UnsupportedError, UsageError
+from ckptconv.stores.requests import Entry, Transport
+from ckptconv.stores.urls import Url
 
 
 def transport_for(url: Url, shown: object) -> Transport:
     """How the ranges of `url` come. Raises UsageError where the package for that is not installed."""
     with _installed(url, shown):
         if url.is_http:
-            from ckptconv.byteranges.far.http import HttpTransport
+            from ckptconv.stores.http import HttpTransport
 
             return HttpTransport(url, shown)
         if url.scheme == "hf":
-            from ckptconv.byteranges.far.http import hub_transport
+            from ckptconv.stores.http import hub_transport
 
             return hub_transport(url, shown)
         if url.scheme == "s3":
-            from ckptconv.byteranges.far.s3 import S3Transport
+            from ckptconv.stores.s3 import S3Transport
 
             return S3Transport(url, shown)
-        from ckptconv.byteranges.far.others import FsspecTransport
+        from ckptconv.stores.fsspec import FsspecTransport
 
         return FsspecTransport(url, shown)
 
@@ -43,14 +43,14 @@ def entries_of(url: Url, shown: object) -> Iterator[Entry]:
                 hint="give the URL of a file in it; of a sharded set that of its index, …/model.safetensors.index.json",
             )
         if url.scheme == "hf":
-            from ckptconv.byteranges.far.http import hub_entries
+            from ckptconv.stores.http import hub_entries
 
             return hub_entries(url, shown)
         if url.scheme == "s3":
-            from ckptconv.byteranges.far.s3 import entries
+            from ckptconv.stores.s3 import entries
 
             return entries(url, shown)
-        from ckptconv.byteranges.far.others import entries
+        from ckptconv.stores.fsspec import entries
 
         return entries(url, shown)
 

@@ -14,9 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptconv
-from ckptconv.byteranges.far.paths import far_path
-from ckptconv.byteranges.far.planning import POLICY
-from ckptconv.byteranges.given_paths import is_folder
 from ckptconv.errors import (
     CkptconvError,
     InputError,
@@ -29,6 +26,9 @@ from ckptconv.errors import (
 )
 from ckptconv.limits import LIMITS
 from ckptconv.output.other_files import open_other
+from ckptconv.stores import is_folder
+from ckptconv.stores.paths import far_path
+from ckptconv.stores.requests import POLICY
 from tests.support.command import Command
 from tests.support.fake_s3 import running_fake
 from tests.support.http_server import Exchange, FileServer, serving
@@ -274,7 +274,7 @@ def test_a_list_that_lies(
 def test_too_many_files(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list that never ends is one that is too long."""
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.port}")
-    monkeypatch.setattr("ckptconv.byteranges.far.requests.LIMITS", replace(LIMITS, far_files=5))
+    monkeypatch.setattr("ckptconv.stores.requests.LIMITS", replace(LIMITS, far_files=5))
     body = json.dumps([{"type": "file", "path": f"{i}.pt", "size": 1} for i in range(3)]).encode()
     link = {"Link": f'<http://127.0.0.1:{server.port}/api/models/me/model/tree/main?cursor=1>; rel="next"'}
     server.lists = lambda it, files, most: it.send(200, {"Content-Length": str(len(body)), **link}, body)

@@ -8,10 +8,9 @@ from typing import Any
 
 import fsspec
 
-from ckptconv.byteranges.far.requests import Answer, Entry, Transient, Version
-from ckptconv.byteranges.far.secrets import Secrets
-from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import CkptconvError, MissingInputError, TransferError, UnsupportedError, UsageError
+from ckptconv.stores.requests import Answer, Entry, Transient, Version
+from ckptconv.stores.urls import Secrets, Url
 
 
 class Location:
@@ -65,7 +64,7 @@ class FsspecTransport(Location):
         return Version(said["size"], said.get("ETag") or said.get("etag"), modified)
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:  # noqa: ARG002
-        """As :class:`~ckptconv.byteranges.far.requests.Transport` has it; fsspec knows no deadline."""
+        """As :class:`~ckptconv.stores.requests.Transport` has it; fsspec knows no deadline."""
         try:
             version = self._asked()
             stop = min(stop, version.size)

@@ -18,11 +18,9 @@ from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, Inc
 from botocore.loaders import create_loader
 from botocore.parsers import ResponseParserError
 
-from ckptconv.byteranges.far.planning import KIB, POLICY
-from ckptconv.byteranges.far.requests import Answer, Entry, Transient, Version, check_range, paged, received
-from ckptconv.byteranges.far.secrets import Secrets
-from ckptconv.byteranges.far.urls import Url
 from ckptconv.errors import CkptconvError, InputChangedError, MissingInputError, TransferError
+from ckptconv.stores.requests import KIB, POLICY, Answer, Entry, Transient, Version, check_range, paged, received
+from ckptconv.stores.urls import Secrets, Url
 
 _CHUNK = 256 * KIB
 _MISSING = ("NoSuchKey", "NoSuchBucket", "NotFound", "404")
@@ -94,7 +92,7 @@ class S3Transport:
         return [each for each in found if each.place and not each.place.endswith("/")], after
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
-        """As :class:`~ckptconv.byteranges.far.requests.Transport` has it."""
+        """As :class:`~ckptconv.stores.requests.Transport` has it."""
         match = {"IfMatch": expected.strong_etag} if expected and expected.strong_etag else {}
         with self._as_error(start):
             try:

@@ -1,0 +1,106 @@
+"""Where files are: on this machine, in memory, or behind a URL.
+
+:func:`locate` reads a path or a URL. A remote path (:class:`ckptconv.stores.paths.FarPath`) knows its URL, its secrets
+and its folder's listing. The modules for remote files are imported for the first URL, and the libraries for transport
+for the first request.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol, cast
+
+from ckptconv.byteranges.sources import Source, list_local
+from ckptconv.errors import InputError
+from ckptconv.lazy_regex import regex
+
+_URL = regex(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
+#: Names that are devices on Windows, with any suffix.
+_DEVICE = regex(r"(?:con|prn|aux|nul|conin\$|conout\$|(?:com|lpt)[0-9¹²³])\s*(?:\..*)?", re.IGNORECASE)
+_MOST_NAMES = 1024  # remembered: thousands of tensors are in one file
+
+
+class _Far(Protocol):
+    """What a path offers that is a URL."""
+
+    def first_bytes(self, most: int) -> bytes:
+        """As :func:`first_bytes` has it."""
+
+    def listed(self) -> tuple[dict[str, bool], list[str]]:
+        """As :func:`list_folder` has it."""
+
+
+def is_url(given: object) -> bool:
+    """Return whether `given` is a URL.
+
+    pathlib turns the two slashes of a URL into one; such a path is a URL only if no file here has that name.
+    """
+    if not isinstance(given, (str, os.PathLike)):
+        return False
+    text = os.fsdecode(given)
+    return bool(_URL.match(text)) and ("://" in text or not os.path.lexists(text))
+
+
+def locate(given: str | os.PathLike[str]) -> Path:
+    """Return the path `given`. A URL becomes a remote path, and a URL of the scheme ``file`` a local path.
+
+    Raises UsageError if a URL is malformed.
+    """
+    if not is_url(given):
+        return Path(os.fsdecode(given))
+    from ckptconv.stores.paths import far_path
+    from ckptconv.stores.urls import local_path
+
+    path = far_path(given)
+    return local_path(path.url) or path
+
+
+def is_folder(given: str | os.PathLike[str]) -> bool:
+    """Return whether there is a folder at `given`, a path or a URL."""
+    return locate(given).is_dir() if is_url(given) else os.path.isdir(given)
+
+
+def list_folder(folder: Path) -> tuple[dict[str, bool], list[str]]:
+    """Return the names in `folder`: those of folders, with whether they are links, and the sorted names of all else.
+
+    Raises InputError if the folder cannot be listed.
+    """
+    return cast("_Far", folder).listed() if is_url(folder) else list_local(folder)
+
+
+def first_bytes(path: Path, most: int) -> bytes:
+    """Return the first bytes of the file at `path`, at most `most`; none if the file cannot be read.
+
+    Raises InputError if a remote file is there but its bytes do not arrive.
+    """
+    if is_url(path):
+        return cast("_Far", path).first_bytes(most)
+    try:
+        with Source(path) as source:
+            return source.read(0, min(most, source.size))
+    except InputError:
+        return b""
+
+
+@lru_cache(maxsize=_MOST_NAMES)
+def stays_inside(path: str, *, folders: bool = False) -> bool:
+    """Return whether `path`, which a file contains, leads to a file below that file's own folder on every system.
+
+    A drive (``C:x``), a stream (``x:y``), a device (``NUL``), a backslash, and a name that Windows shortens (one that
+    ends in a dot or a space) lead elsewhere on Windows. Links in the folder are not followed here.
+
+    Args:
+        path: The path, with slashes.
+        folders: Whether the path may contain folders.
+    """
+    names = path.split("/")
+    return (folders or len(names) == 1) and all(
+        name
+        and not name.endswith((".", " "))
+        and not any(c in "\\:" or c < " " for c in name)
+        and not _DEVICE.fullmatch(name)
+        for name in names
+    )
