@@ -48,7 +48,7 @@ NOT_HERE = """
     __main__ byteranges/kernels/casting byteranges/kernels/comparing
     byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
     conversion/in_place conversion/jobs conversion/process_pool conversion/worker formats/in_place
-    inspection/verification output/cast_threads output/in_place output/s3_upload
+    inspection/verification output/in_place output/s3_upload
     output/upload_parts render/notebook render/page/vendor/make signals stores/fsspec stores/http
     stores/paths stores/remote stores/requests stores/s3 stores/transports stores/urls tensors
 """

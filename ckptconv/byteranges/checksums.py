@@ -1,4 +1,4 @@
-"""CRC-32 checksums of byte ranges, computed in threads beside other work."""
+"""Compute, combine and check CRC-32 checksums."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from functools import cache, lru_cache
 
 from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError
 
-_WORTH_FASTER = 16 << 10  # bytes: what is faster costs as much to import as summing a megabyte
+_WORTH_FASTER = 16 << 10  # bytes: to import the faster function takes as long as to sum a megabyte
+
+# A CRC-32 is the remainder of a polynomial. The highest bit of the number is the coefficient of x to the 0.
+_POLYNOMIAL = 0xEDB88320  # zip's (APPNOTE 4.4.7), without its highest power
+_ONE = 1 << 31
 
 
 def checksum(data: bytes | bytearray | memoryview, before: int = 0) -> int:
-    """The CRC-32 of `data` behind what has the one `before`."""
+    """Return the CRC-32 of `data`, which follows bytes whose CRC-32 is `before`."""
     return (crc32_for_much() if len(data) >= _WORTH_FASTER else zlib.crc32)(data, before)
 
 
 @cache
 def crc32_for_much() -> Callable[[bytes | bytearray | memoryview, int], int]:
-    """The fastest function: that of the extra ``fast``, several times as fast as zlib's, where it is installed."""
+    """Return the function of zlib-ng, which the extra ``fast`` installs, or zlib's, which is several times slower."""
     try:
         from zlib_ng.zlib_ng import crc32
     except ImportError:
@@ -27,7 +31,7 @@ def crc32_for_much() -> Callable[[bytes | bytearray | memoryview, int], int]:
 
 
 def check_crc32(expected: int | None, found: int, where: str) -> None:
-    """Raise MalformedError unless a checksum is what it should be, where that is known."""
+    """Raise MalformedError about `where` if the checksum `found` is not the `expected` one. None: expect any."""
     if expected is not None and found != expected:
         raise MalformedError(
             "the record is damaged: its checksum is wrong",
@@ -38,19 +42,19 @@ def check_crc32(expected: int | None, found: int, where: str) -> None:
         )
 
 
-# CRC-32 is the remainder of a polynomial; the highest bit of the number is the coefficient of x to the 0.
-
-_POLYNOMIAL = 0xEDB88320  # zip's (APPNOTE 4.4.7), without its highest power
-_ONE = 1 << 31
-
-
 def combined(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two parts, one behind the other, from that of each; ``length`` is that of the second, in bytes."""
-    return _times(first, _power(8 * length)) ^ second
+    """Return the CRC-32 of two parts together, from the `first` part's and the `second` part's CRC-32.
+
+    Args:
+        first: The CRC-32 of the first part.
+        second: The CRC-32 of the second part.
+        length: The length of the second part, in bytes.
+    """
+    return _times(first, _power(8 * length)) ^ second if first else second
 
 
 def _times(a: int, b: int) -> int:
-    """The product of two polynomials."""
+    """Return the product of the polynomials `a` and `b`."""
     product = 0
     while a:
         if a & _ONE:
@@ -62,7 +66,7 @@ def _times(a: int, b: int) -> int:
 
 @lru_cache
 def _power(exponent: int) -> int:
-    """X to this power."""
+    """Return the polynomial x to the power of `exponent`."""
     square, power = _ONE >> 1, _ONE
     while exponent:
         if exponent & 1:

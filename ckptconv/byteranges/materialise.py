@@ -3,53 +3,47 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import (
-    Assemble,
-    ByteRange,
-    Cast,
-    Gather,
-    Inflate,
-    InflateSlice,
-    Piece,
-)
+from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Gather, Inflate, InflateSlice, Piece
+from ckptconv.byteranges.threads import Task
 from ckptconv.errors import OutputError
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-
-class CastBuffer(Protocol):
-    """What :mod:`ckptconv.byteranges.kernels.casting` has, with room for bytes to cast."""
-
-    room: memoryview
-
-    def cast(self, filled: int, at: int, shown: Sequence[tuple[int, int]]) -> tuple[memoryview, int]: ...
+    from ckptconv.byteranges.kernels.casting import CastBuffer
 
 
 class Pieces:
-    """Reads `every` piece, any number of times.
+    """A reader of pieces, each of which can be read any number of times.
 
-    A context manager: leaving it forgets what was inflated, for a while, into files without a name in `folder` (else
-    where the system has such).
+    A context manager: leaving it removes the files that hold inflated bytes.
+
+    Attributes:
+        spooled_bytes: How many bytes these files will need.
+        overflowed: By the ``paths`` of a :class:`~ckptconv.byteranges.spans.Cast`, how many of the numbers that its
+            tensors show were too large for the new dtype.
     """
 
-    def __init__(self, every: Iterable[Piece], folder: Path | None = None) -> None:
-        every = list(every)
+    def __init__(self, pieces: Iterable[Piece], folder: Path | None = None) -> None:
+        """Prepare to read `pieces`: begin to import torch if one of them needs it.
+
+        Deflated bytes that are read at any offset are inflated into files without a name in `folder`, or, if that is
+        None, in the system's folder for temporary files.
+        """
+        pieces = list(pieces)
         self._folder = folder
         self._inflated: dict[int, ByteRange] = {}
-        self._importing = _begin_import() if any(piece.is_computed for piece in every) else None
-        #: Bytes that temporary files in `folder` need.
-        self.spooled_bytes = sum({id(of): of.length for piece in every if (of := piece.spooled())}.values())
-        #: By the paths of a :class:`Cast`, how many of the numbers that tensors show
-        #: were too large for their new dtype.
+        self._files = ExitStack()
+        self._importing = _begin_import() if any(piece.is_computed for piece in pieces) else None
+        self.spooled_bytes = sum({id(of): of.length for piece in pieces if (of := piece.spooled())}.values())
         self.overflowed: dict[tuple[str, ...], int] = {}
 
     def __enter__(self) -> Pieces:
@@ -58,18 +52,17 @@ class Pieces:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for span in self._inflated.values():
-            os.close(span.source.fd)
+        self._files.close()
 
     def chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
-        """The bytes of `piece`, each buffer good until the next is asked for. Raises what reading raises."""
+        """Yield the bytes of `piece` in buffers, each valid until the next is asked for. Raises what reading raises."""
         if piece.is_computed:
             self._await_import()
         piece = self.located(piece)
         if isinstance(piece, Gather):
             from ckptconv.byteranges.kernels.gathering import gather
 
-            yield from gather(piece, self._whole(piece.of))
+            yield from gather(piece, self._seekable(piece.of))
         elif isinstance(piece, Assemble):
             from ckptconv.byteranges.kernels.gathering import assemble
 
@@ -80,34 +73,34 @@ class Pieces:
             yield from reading.read(piece)
 
     def located(self, piece: Piece) -> Piece:
-        """`piece`; a part of a deflated piece becomes the range of the inflated file that holds it."""
+        """Return `piece`, or for a slice of deflated bytes the range of the inflated file that contains it."""
         if not isinstance(piece, InflateSlice):
             return piece
-        return self._whole(piece.of).slice(piece.offset, piece.length)
+        return self._seekable(piece.of).slice(piece.offset, piece.length)
 
-    def buffer_for(self, piece: Cast, most: int) -> CastBuffer:
-        """What casts `piece`, at most so many bytes of what it is made of at once."""
+    def buffer_for(self, piece: Cast, nbytes: int) -> CastBuffer:
+        """Return a buffer that casts at most `nbytes` bytes of what `piece` is made of at once."""
         self._await_import()
-        from ckptconv.byteranges.kernels.casting import TorchCastBuffer
+        from ckptconv.byteranges.kernels.casting import CastBuffer
 
-        return TorchCastBuffer(piece, most)
+        return CastBuffer(piece, nbytes)
 
     def _await_import(self) -> None:
         """Wait until the modules that need torch are imported. Raises what the import raises."""
-        if self._importing is not None:
-            self._importing.result()
+        self._importing = self._importing or _begin_import()
+        self._importing.result()
 
-    def count_overflow(self, piece: Cast, numbers: int) -> None:
-        """Remember that so many `numbers` of `piece` were too large."""
-        if numbers:
-            self.overflowed[piece.paths] = self.overflowed.get(piece.paths, 0) + numbers
+    def count_overflow(self, piece: Cast, count: int) -> None:
+        """Add `count` numbers of `piece` to those that were too large."""
+        if count:
+            self.overflowed[piece.paths] = self.overflowed.get(piece.paths, 0) + count
 
     def _cast(self, piece: Cast) -> Iterator[memoryview]:
-        """`piece`, in buffers of whole elements; what it is made of is checked where it has a checksum.
+        """Yield the bytes of `piece` in buffers of whole elements.
 
-        Raises MalformedError.
+        Raises MalformedError if the range that it is made of has a wrong checksum.
         """
-        buffer = self.buffer_for(piece, reading.BUFFER)
+        buffer = self.buffer_for(piece, min(reading.BUFFER, piece.of.length))
         at = 0
         span = piece.checked_range()
         for filled in fillings(_checked(span) if span else self.chunks(piece.of), buffer.room):
@@ -116,36 +109,33 @@ class Pieces:
             at += filled
             yield result
 
-    def _whole(self, data: ByteRange | Inflate) -> ByteRange:
-        """`data` where it can be read at any place: what is deflated is inflated once."""
+    def _seekable(self, data: ByteRange | Inflate) -> ByteRange:
+        """Return `data`, or for deflated data a range of a file into which it is inflated once. Raises OutputError."""
         if isinstance(data, ByteRange):
             return data
         if id(data) not in self._inflated:
-            import tempfile  # which costs every other conversion a megabyte
+            import tempfile
 
-            spool = Readable()
-            spool.path = data.of.source.path
             try:
                 with tempfile.TemporaryFile(dir=self._folder) as file:
-                    spool.fd = os.dup(file.fileno())
+                    spool = _Spool(os.dup(file.fileno()), data)
+                    self._files.callback(os.close, spool.fd)
                     self._inflated[id(data)] = ByteRange(spool, 0, data.length)
                     for chunk in reading.inflated(data):
                         file.write(chunk)
             except OSError as error:
-                raise self._no_room(
-                    f"a deflated part of {spool.path} cannot be inflated there", data.length, error.strerror or error
-                ) from error
+                what = f"a deflated part of {data.of.source.path} cannot be inflated there"
+                raise self._no_room(what, data.length, error.strerror or error) from error
         return self._inflated[id(data)]
 
     def check_space(self) -> None:
-        """Raise OutputError where what is deflated is larger, inflated, than what is free for it."""
+        """Raise OutputError if there is less free space than the files with inflated bytes need."""
         if self.spooled_bytes:
             try:
                 space = os.statvfs(self._spool_folder())
             except OSError as error:
-                raise self._no_room(
-                    "what is deflated cannot be inflated there", self.spooled_bytes, error.strerror or error
-                ) from error
+                what = "what is deflated cannot be inflated there"
+                raise self._no_room(what, self.spooled_bytes, error.strerror or error) from error
             free = space.f_bavail * space.f_frsize
             if free < self.spooled_bytes:
                 raise self._no_room("too little free space for what is deflated", self.spooled_bytes, f"{free:,} bytes")
@@ -164,8 +154,15 @@ class Pieces:
         return self._folder or tempfile.gettempdir()
 
 
+class _Spool(Readable):
+    """The open file `fd`, which holds the inflated bytes of `data`."""
+
+    def __init__(self, fd: int, data: Inflate) -> None:
+        self.path, self.fd, self.size = data.of.source.path, fd, data.length
+
+
 def _checked(span: ByteRange) -> Iterator[bytes]:
-    """The bytes of a range, compared with its checksum when all of them are given."""
+    """Yield the bytes of `span`, then raise MalformedError if its checksum is wrong."""
     crc32 = 0
     for chunk in reading.read(span):
         crc32 = checksum(chunk, crc32)
@@ -174,9 +171,7 @@ def _checked(span: ByteRange) -> Iterator[bytes]:
 
 
 def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator[int]:
-    """Fill `room` with what `chunks` give, over and over: how many bytes are in it, each
-    time that it is full, and at the end.
-    """
+    """Copy `chunks` into `room`, and yield the number of bytes in it each time it is full, and at the end."""
     filled = 0
     for chunk in chunks:
         left = memoryview(chunk)
@@ -191,28 +186,22 @@ def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator
         yield filled
 
 
-def _begin_import() -> Future[None]:
-    """Import the modules that need torch in a thread, because the import takes as long as copying some gigabytes.
+def _begin_import() -> Task[None]:
+    """Begin to import the modules that need torch, in a thread: it takes as long as to copy some gigabytes.
 
-    Python gives Ctrl-C to the main thread, so it does not interrupt the import.
+    Python gives Ctrl-C to the main thread, so Ctrl-C does not interrupt the import.
     """
-    from concurrent.futures import Future, ThreadPoolExecutor  # which cost every other conversion some milliseconds
-
-    threads = ThreadPoolExecutor(1, "ckptconv-import")
+    task = Task(_import_kernels)
     try:
-        return threads.submit(_import_kernels)
-    except RuntimeError:  # the system gives no threads
-        _import_kernels()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-    finally:
-        threads.shutdown(wait=False)
+        threading.Thread(target=task.run, name="ckptconv-import").start()
+    except RuntimeError:  # the system gives no thread
+        task.run()
+    return task
 
 
 def _import_kernels() -> None:
-    """Import the modules that need torch. Ctrl-C waits until then, because torch cannot be interrupted there."""
-    import signal  # which a browser has not whole
+    """Import the modules that need torch. Ctrl-C waits for the end, because it breaks the import of torch."""
+    import signal  # a browser has only a part of it
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

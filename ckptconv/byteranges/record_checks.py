@@ -1,10 +1,11 @@
-"""Compare records, which readers have no need to look at, with the checksums that their files have for them."""
+"""Compare the records of a file with the checksums that the file has for them."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -14,38 +15,44 @@ from ckptconv.byteranges.fault_sink import FaultSink, UnreadRecord
 from ckptconv.byteranges.reading import announce, crc32_of, inflated, located
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Inflate, Piece, Progress
+from ckptconv.byteranges.threads import Threads
 from ckptconv.errors import InputError
 
-_CHUNK = 1 << 20  # bytes; stays in a processor's cache between reading and summing
+_CHUNK = 1 << 20  # bytes that stay in a processor's cache between reading and summing
 _MOST_THREADS = 4
-_WORTH_THREADS = 64 << 10  # bytes: starting threads takes as long as summing some megabytes
-_PIECE = 16 << 20  # bytes that a thread sums at once
-_BATCH = 64  # pieces between two words about progress
+_WORTH_THREADS = 64 << 10  # bytes: to start threads takes as long as to sum some megabytes
+_PIECE = 16 << 20  # bytes that a thread sums as one task
+_BATCH = 64  # pieces between two reports of progress
 
 
 class CheckingSink(FaultSink):
-    """For those who want a sound checkpoint or none, and its records compared with their checksums, if they have any.
+    """A sink that raises each fault, and that compares the records of the file with their checksums.
 
-    ``checked`` is the number of records that were compared, ``nbytes`` their bytes.
+    Attributes:
+        checked: The number of records that were compared.
+        nbytes: The number of their bytes.
     """
 
     def __init__(self, keep: Path | None = None) -> None:
-        """`keep`: the folder for what is read of a far file, which will be read again."""
+        """Check records. A remote file's are kept in the folder `keep`, because they will be read again."""
         self.checked = self.nbytes = 0
         self._keep = keep
         self._records: list[UnreadRecord] = []
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
-        """Keep `records`."""
+        """Remember `records` for :meth:`check`."""
         self._records += records
 
     @property
     def waiting(self) -> int:
-        """The bytes that :meth:`check` will read."""
+        """The number of bytes that :meth:`check` will read."""
         return length_of(self._records)
 
     def check(self, counted: Progress | None = None) -> None:
-        """Compare what was read since the last time; `counted` is called with bytes. Raises InputError."""
+        """Compare the records that were added since the last call. Call `counted` with numbers of bytes.
+
+        Raises InputError.
+        """
         records, self._records = self._records, []
         check_records(records, self, counted, keep=self._keep)
         self.checked += len(records)
@@ -53,66 +60,68 @@ class CheckingSink(FaultSink):
 
 
 def length_of(records: Iterable[UnreadRecord]) -> int:
-    """The bytes of `records`, as they stand in the file."""
+    """Return the number of bytes in `records`, after inflating."""
     return sum(record.data.length for record in records)
 
 
 def check_records(
-    records: list[UnreadRecord], faults: FaultSink, counted: Progress | None = None, *, keep: Path | None = None
+    records: list[UnreadRecord],
+    faults: FaultSink,
+    counted: Progress | None = None,
+    *,
+    keep: Path | None = None,
 ) -> None:
-    """Compare `records` with their checksums. `faults` takes what is wrong; `counted` is called with the bytes of each
-    piece that is done. `keep` is as for :func:`~ckptconv.byteranges.reading.announce`.
+    """Compare `records` with their checksums, and give each fault to the sink `faults`.
+
+    Records that are deflated, or not in a file, are compared first and in this thread.
+
+    Args:
+        records: What to compare.
+        faults: Takes the faults.
+        counted: Is called with the number of bytes of each piece that is done.
+        keep: As for :func:`~ckptconv.byteranges.reading.announce`.
     """
-    counted = counted or _unheard
+    counted = counted or (lambda nbytes: None)
     announce([record.data for record in records], keep=keep)
-    apart = [record for record in records if isinstance(record.data, Inflate) or not _is_in_file(record.data)]
-    alone = {id(record) for record in apart}
-    for record in apart:
-        with faults:
-            _check_here(record)
-        counted(record.data.length)
-    plain = [record for record in records if id(record) not in alone]
-    sums = _sums(plain, counted)
-    for record in plain:
+    for record in records:
+        if not _is_for_threads(record.data):
+            with faults:
+                if isinstance(record.data, Inflate):
+                    deque(inflated(record.data), maxlen=0)  # which checks it
+                else:
+                    check_crc32(record.data.crc32, crc32_of(record.data), record.name)
+            counted(record.data.length)
+    others = [record for record in records if _is_for_threads(record.data)]
+    sums = _sums(others, counted)
+    for record in others:
         crc32, unreadable = 0, None
-        for i, piece in enumerate(_pieces(record.data)):
-            found, wrong = next(sums)
-            crc32 = combined(crc32, found, piece.length) if i else found
-            unreadable = unreadable or wrong
+        for piece in _pieces(record.data):
+            piece_crc32, error = next(sums)
+            crc32 = combined(crc32, piece_crc32, piece.length)
+            unreadable = unreadable or error
         with faults:
             if unreadable:
                 raise unreadable
             check_crc32(record.data.crc32, crc32, record.name)
 
 
-def _unheard(nbytes: int) -> None:
-    """Nobody asks how far it is."""
-
-
-def _is_in_file(span: ByteRange) -> bool:
-    """Whether threads may read the source of `span` at once: the kernel does, what stands in for a file may not."""
-    source, _ = located(span)
+def _is_for_threads(data: ByteRange | Inflate) -> bool:
+    """Return whether several threads may read `data` at once: it is stored, in a file here or in a remote one."""
+    if isinstance(data, Inflate):
+        return False
+    source, _ = located(data)
     return isinstance(source, (Source, SourceFolder)) or (isinstance(source, Readable) and source.is_far)
 
 
-def _check_here(record: UnreadRecord) -> None:
-    """Compare `record` with its checksum, here and now. Raises InputError."""
-    if isinstance(record.data, Inflate):
-        for _ in inflated(record.data):
-            pass
-        return
-    check_crc32(record.data.crc32, crc32_of(record.data), record.name)
-
-
 def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:
-    """`data`, which is a range, in pieces for several threads."""
+    """Yield the parts of the range `data` that threads read one at a time."""
     for span in data.ranges():
         for at in range(0, span.length, _PIECE):
             yield ByteRange(span.source, span.offset + at, min(_PIECE, span.length - at))
 
 
-def _sums(records: list[UnreadRecord], counted: Callable[[int], None]) -> Iterator[tuple[int, InputError | None]]:
-    """The checksum of each piece of `records`, or why there is none."""
+def _sums(records: list[UnreadRecord], counted: Progress) -> Iterator[tuple[int, InputError | None]]:
+    """Yield the checksum of each piece of `records`, or 0 and the error if the piece cannot be read."""
     pieces = (piece for record in records for piece in _pieces(record.data))
     while batch := [*islice(pieces, _BATCH)]:
         with Sums(batch, keep_going=True) as sums:
@@ -122,60 +131,60 @@ def _sums(records: list[UnreadRecord], counted: Callable[[int], None]) -> Iterat
 
 
 class Sums:
-    """The checksums of `spans`, which are made of ranges.
+    """The CRC-32 of each of `spans`, pieces that are made of ranges, computed in threads.
 
-    A context manager: leaving it ends the threads, whether they are done or not.
+    A context manager: leaving it ends the threads, finished or not.
 
-    `keep_going`: what is wrong with one stops no other; ``errors`` has it by the place
-    of the span, whose checksum is 0 then.
+    Attributes:
+        errors: By the index of a span, the InputError that was raised while it was read. Its checksum is 0.
     """
 
     def __init__(self, spans: Sequence[Piece], *, keep_going: bool = False) -> None:
+        """Sum `spans`. With `keep_going`, an InputError is put into :attr:`errors` and the other spans are summed."""
         self.errors: dict[int, InputError] = {}
         self._keep_going = keep_going
         self._spans = spans
         self._results = [0] * len(spans)
         self._next = 0
         self._lock = threading.Lock()
-        self._stopped = False
+        self._is_stopped = False
         self._error: BaseException | None = None
         is_much = sum(span.length for span in spans) >= _WORTH_THREADS
-        count = min(_MOST_THREADS, os.cpu_count() or 1, len(spans)) if is_much else 0  # else who asks computes them
-        self._threads = [threading.Thread(target=self._run, name="ckptconv-sums", daemon=True) for _ in range(count)]
+        self._most = min(_MOST_THREADS, os.cpu_count() or 1, len(spans)) if is_much else 0
+        self._threads = Threads(self._most, "ckptconv-sums")
 
     def __enter__(self) -> Sums:
-        for i, thread in enumerate(self._threads):
-            try:
-                thread.start()
-            except RuntimeError:  # the system gives no more: who asks for the results computes them
-                del self._threads[i:]
-                break
+        for _ in range(self._most):
+            self._threads.submit(self._run)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stopped = True
-        for thread in self._threads:
-            thread.join()
+        self._is_stopped = True
+        self._threads.shutdown()
 
     def check(self) -> None:
-        """Raise what went wrong so far: MalformedError where a range is not what its
-        checksum says, or what reading raised.
+        """Raise the exception that ended the summing, if there is one.
+
+        It is a MalformedError if a range has a wrong checksum, or what reading raised.
         """
         if self._error is not None:
             raise self._error
 
     def results(self) -> Sequence[int]:
-        """All checksums, in the order of the spans; helps to compute what is left. Raises as :meth:`check` does."""
+        """Compute what is left, here too, and return all checksums in the order of the spans.
+
+        Raises what :meth:`check` raises.
+        """
         if self._next < len(self._spans):
             self._run()
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown()
         self.check()
         return self._results
 
     def _run(self) -> None:
+        """Sum spans until none is left. Keep the exception that ends this for :meth:`check`."""
         buffer = memoryview(bytearray(_CHUNK))
         try:
             while (i := self._take()) is not None:
@@ -185,26 +194,26 @@ class Sums:
                     if not self._keep_going:
                         raise
                     self.errors[i] = error
-        except BaseException as error:  # handed to the thread that asks
+        except BaseException as error:
             self._error = error
-            self._stopped = True
+            self._is_stopped = True
 
     def _take(self) -> int | None:
-        """The index of a span that nobody has taken."""
+        """Return the index of a span that no thread has taken, or None."""
         with self._lock:
             i = self._next
             self._next += 1
-        return i if i < len(self._spans) and not self._stopped else None
+        return i if i < len(self._spans) and not self._is_stopped else None
 
-    def _sum(self, data: Piece, buffer: memoryview) -> int:
-        found = 0
-        for span in data.ranges():
-            for at in range(0, span.length, _CHUNK):
-                if self._stopped:
+    def _sum(self, span: Piece, buffer: memoryview) -> int:
+        crc32 = 0
+        for part in span.ranges():
+            for at in range(0, part.length, _CHUNK):
+                if self._is_stopped:
                     return 0
-                chunk = buffer[: min(_CHUNK, span.length - at)]
-                span.source.read_into(span.offset + at, chunk)
-                found = checksum(chunk, found)
-        if isinstance(data, ByteRange):
-            check_crc32(data.crc32, found, data.where)
-        return found
+                chunk = buffer[: min(_CHUNK, part.length - at)]
+                part.source.read_into(part.offset + at, chunk)
+                crc32 = checksum(chunk, crc32)
+        if isinstance(span, ByteRange):
+            check_crc32(span.crc32, crc32, span.where)
+        return crc32

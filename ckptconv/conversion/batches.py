@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Progress
+from ckptconv.byteranges.threads import Threads
 from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, stamp_of, work, working
 from ckptconv.conversion.options import JobOptions, OutputOptions, takes
 from ckptconv.conversion.targets import Item, list_in_place, list_items
@@ -33,7 +34,6 @@ from ckptconv.hints import for_python, in_python
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import files as output_files
 from ckptconv.output.steps import DiskWait, FolderSync, Steps
-from ckptconv.output.threads import Threads
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.stores import is_url
 

@@ -28,7 +28,7 @@ from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual
 from ckptconv.hints import Placeholder, option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.other_files import OtherFile
-from ckptconv.output.virtual_file import VirtualFile
+from ckptconv.output.transfer import VirtualFile
 from ckptconv.pickles.graph import Global
 from ckptconv.result import Result
 from ckptconv.safety.scan import dangers_carried

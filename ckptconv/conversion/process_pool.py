@@ -23,10 +23,10 @@ from multiprocessing.spawn import get_executable, get_preparation_data
 from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from typing import Any
 
+from ckptconv.byteranges.threads import Threads
 from ckptconv.conversion.jobs import JobExecutor, Outcome, Task, finished
 from ckptconv.conversion.worker import in_worker
 from ckptconv.errors import UsageError
-from ckptconv.output.threads import Threads
 
 _PATIENCE = 10.0  # seconds that a process has for putting its temporary file away
 #: ``-P``, which Python has from 3.11 on, keeps the current folder off ``sys.path``. 3.13 imports modules before it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
 from ckptconv.byteranges.spans import Gather, Meter, Piece, Progress
+from ckptconv.byteranges.threads import Threads
 from ckptconv.checkpoint.tensor_info import TensorInfo, piece_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.errors import LimitError
@@ -129,13 +131,12 @@ class _Reader:
 
     def in_threads(self, numbers: Sequence[int], tick: Progress | None) -> Iterator[tuple[int, Statistics]]:
         """The statistics of the tensors with these `numbers`, whose bytes stand in files as they are."""
-        from concurrent.futures import ThreadPoolExecutor  # which costs every other command some milliseconds
-
-        pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-values")
         whole: Statistics | None = None
         before = -1
-        try:
-            for batch, parts in pool.map(self.read, self.batches(numbers)):  # in order: sums do not depend on threads
+        with Threads(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-values") as threads:
+            tasks = deque(threads.submit(self.read, batch) for batch in self.batches(numbers))
+            while tasks:
+                batch, parts = tasks.popleft().result()  # in order, so that sums do not depend on the threads
                 for (i, _, _), part in zip(batch, parts, strict=True):
                     if whole is None or i != before:
                         if whole is not None:
@@ -145,8 +146,6 @@ class _Reader:
                         whole.merge(part)
                 if tick:
                     tick(sum(length for _, _, length in batch))
-        finally:
-            pool.shutdown(cancel_futures=True)
         if whole is not None:
             yield before, whole
 

@@ -17,15 +17,12 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, ByteRange, OutFile
+from ckptconv.byteranges.threads import Task, Threads
 from ckptconv.output import linux
 from ckptconv.output.destinations import FileDestination
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 WINDOW = 8 << 20  # bytes of a write
 _AT_ONCE = 4  # writes on their way
@@ -124,10 +121,8 @@ class DirectDestination(FileDestination):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self._direct = _reopened(fd)
-        from ckptconv.output.threads import Threads  # which costs every other conversion some milliseconds
-
         self._threads = Threads(_AT_ONCE, "ckptconv-direct")
-        self._running: deque[Future[None]] = deque()
+        self._running: deque[Task[None]] = deque()
 
     def __enter__(self) -> DirectDestination:
         return self

@@ -1,96 +1,93 @@
-"""Move the bytes of pieces into a file. No other module writes tensor bytes.
+"""Move the bytes of pieces into a file, or into a reader's buffers. No other module writes tensor bytes.
 
 The measure is ``cp``: the kernel copies from file to file in large steps, and writing to disk begins while copying goes
-on. Where the filesystem can share blocks, ``copy_file_range`` does, if both offsets agree modulo a block. Checksums are
-computed in threads beside it; what depends on them is written last.
+on. If the filesystem can share blocks, ``copy_file_range`` does so when both offsets agree modulo a block. Checksums
+and casts are computed in threads meanwhile. What depends on the checksums is written last.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from bisect import bisect_right
+from collections.abc import Generator, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from ckptconv.byteranges import reading
-from ckptconv.byteranges.checksums import checksum
+from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.record_checks import Sums
-from ckptconv.byteranges.spans import (
-    FILESYSTEM_BLOCK,
-    ByteRange,
-    Cast,
-    Deferred,
-    OutFile,
-    Overflow,
-    Piece,
-    Progress,
-)
+from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, ByteRange, Cast, Deferred, OutFile, Overflow, Piece, Progress
+from ckptconv.byteranges.threads import Task, Threads
+from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import OutputError
 from ckptconv.output.direct_writes import WINDOW, DirectDestination
 
 if TYPE_CHECKING:
-    from ckptconv.output.cast_threads import CastThreads
+    from ckptconv.byteranges.kernels.casting import CastBuffer
     from ckptconv.output.destinations import Destination
 
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
 _BEHIND = 8 << 20  # bytes after which writing to disk is started: a call for each small tensor costs more than it gives
-_WORTH_A_THREAD = 64 << 10  # bytes: less is cast sooner than handed over
+_WORTH_A_THREAD = 64 << 10  # bytes: to cast fewer here is faster than to hand them over
+_CAST_BLOCK = 4 << 20  # bytes of the source that a thread casts at once
+_MOST_THREADS = 4
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
 
 class Transfer:
-    """The bytes of `file`, on their way.
+    """The writing of one planned file.
 
-    A context manager: leaving it ends the threads and forgets what was inflated.
+    A context manager: leaving it ends the threads and removes the files that hold inflated bytes.
+
+    Attributes:
+        beside: How many bytes are needed in addition to the file while it is written.
+        overflowed: After :meth:`fill`, the numbers that were too large for the dtype that they were cast to.
     """
 
     def __init__(self, file: OutFile, folder: Path, *, compared: bool = False) -> None:
-        """`folder`: where something can be kept for a while; `compared`: what is written will be compared with its
-        sources.
-        """
-        self.file = file
-        self.pieces = Pieces(file.pieces, folder)
+        """Prepare to write `file`, with temporary files in `folder`. `compared`: :meth:`compare` will be called."""
+        self._file = file
+        self._pieces = Pieces(file.pieces, folder)
         is_read_again = compared or bool(file.sums) or any(piece.is_computed for piece in file.pieces)
         starts = accumulate((piece.length for piece in file.pieces), initial=0)
-        #: The pieces and where they begin, in the order of writing: first those that do not need torch.
+        # pieces and their offsets, in the order of writing: first those that do not need torch
         self._placed = sorted(zip(starts, file.pieces, strict=False), key=lambda placed: placed[1].is_computed)
         kept = reading.announce((piece for _, piece in self._placed), keep=folder if is_read_again else None)
-        #: Bytes that are needed beside the file for a while.
-        self.beside = self.pieces.spooled_bytes + kept
-        self.sums = Sums([each for each in file.sums if not each.is_computed])
-        self.awaited = {id(each) for each in file.sums if each.is_computed}  # whose checksums come as it is written
-        self.computed_sums: dict[int, int] = {}  # by the id of the piece
-        self.all_sums: Sequence[int] = ()  # those of the file's ``sums``, when all are known
-        #: What was too large for the dtype that it was cast to.
+        self.beside = self._pieces.spooled_bytes + kept
+        self._sums = Sums([piece for piece in file.sums if not piece.is_computed])
+        self._awaited = {id(piece) for piece in file.sums if piece.is_computed}  # summed while they are written
+        self._computed_sums: dict[int, int] = {}  # by the id of the piece
+        self._all_sums: Sequence[int] = ()  # of `file.sums`, when all are known
         self.overflowed: Overflow = {}
 
     def __enter__(self) -> Transfer:
-        self.sums.__enter__()
+        self._sums.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.sums.__exit__(kind, error, trace)
-        self.pieces.__exit__(kind, error, trace)
+        self._sums.__exit__(kind, error, trace)
+        self._pieces.__exit__(kind, error, trace)
 
     def fill(self, out: Destination, progress: Progress | None) -> None:
-        """Write everything to `out`. Raises OSError, OutputError, and what reading raises."""
+        """Write all pieces to `out`. Raises OSError, OutputError, and what reading raises."""
         late: list[tuple[int, Deferred]] = []
         begun = end = 0
-        with self._workers(out) as workers:
+        with CastThreads(self._pieces, out) as casts:
             for start, piece in self._placed:
                 at, begun = start, begun if start == end else start
                 end = start + piece.length
                 if isinstance(piece, Deferred):
                     late.append((at, piece))
-                elif workers and _is_for_workers(piece):
-                    workers.begin(piece, at)
+                elif _is_for_threads(piece):
+                    casts.begin(piece, at)
                     begun = end
                 else:
                     for length in self._move(out, at, piece):
@@ -101,93 +98,69 @@ class Transfer:
                         if progress:
                             progress(length)
                     self._check_plan(at, end)
-                self.sums.check()
-            self._check_plan(sum(piece.length for piece in self.file.pieces), self.file.size)
-            if workers:
-                workers.finish(progress)
-                self.computed_sums |= workers.sums
-        self.overflowed = dict(self.pieces.overflowed)
-        self.all_sums = self._sums()
+                self._sums.check()
+            self._check_plan(sum(piece.length for piece in self._file.pieces), self._file.size)
+            self._computed_sums |= casts.finish(progress)
+        self.overflowed = dict(self._pieces.overflowed)
+        others = iter(self._sums.results())
+        self._all_sums = [
+            self._computed_sums[id(piece)] if piece.is_computed else next(others) for piece in self._file.sums
+        ]
         for start, piece in late:
-            data = piece.make(self.all_sums)
+            data = piece.make(self._all_sums)
             self._check_plan(len(data), piece.length)
             out.write(start, data)
             if progress:
                 progress(len(data))
 
-    def _workers(self, out: Destination) -> AbstractContextManager[CastThreads | None]:
-        """The threads that cast, if there is something for them."""
-        if not any(map(_is_for_workers, self.file.pieces)):
-            return nullcontext()
-
-        from ckptconv.output.cast_threads import CastThreads  # which costs every other conversion some milliseconds
-
-        def write(at: int, data: memoryview) -> None:
-            out.write(at, data)
-            out.start_writeback(at, len(data))
-
-        return CastThreads(self.pieces, write)
-
-    def _sums(self) -> Sequence[int]:
-        """The checksums of the file's ``sums``."""
-        others = iter(self.sums.results())
-        return [self.computed_sums[id(each)] if each.is_computed else next(others) for each in self.file.sums]
-
     def _check_plan(self, length: int, planned: int) -> None:
         if length != planned:
             raise OutputError(
-                "the plan and the file disagree: a bug in ckptconv", where=self.file.path, expected=planned, got=length
+                "the plan and the file disagree: a bug in ckptconv",
+                where=self._file.path,
+                expected=planned,
+                got=length,
             )
 
     def compare(self, out: Destination) -> None:
-        """Read everything back, from the disk where the kernel can be asked to forget it,
-        and compare it with what it was to be.
+        """Read `out` back, and raise OutputError if it is not what was to be written.
+
+        The bytes come from the disk if the kernel can be asked to drop them from its cache.
         """
         if out.fd >= 0 and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(out.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         at = 0
-        for piece in self.file.pieces:
-            for chunk in self._chunks(piece):
-                back = out.read(at, len(chunk))
-                if back != chunk:
+        for piece in self._file.pieces:
+            for chunk in self._pieces.chunks(piece.resolved(self._all_sums)):
+                if out.read(at, len(chunk)) != chunk:
                     raise OutputError(
                         "what was written reads back differently",
-                        where=f"{self.file.path} at byte {at}",
+                        where=f"{self._file.path} at byte {at}",
                         hint="the disk may be failing",
                     )
                 at += len(chunk)
 
     def _move(self, out: Destination, at: int, piece: Piece) -> Iterator[int]:
-        """Write `piece` at `at`; the lengths written, one after another."""
-        piece = self.pieces.located(piece)
+        """Write `piece` at the offset `at`, and yield the length of each write."""
+        piece = self._pieces.located(piece)
         if isinstance(piece, ByteRange):
             yield from _copy(out, at, piece)
             return
-        crc32, awaited = 0, id(piece) in self.awaited
-        for chunk in self._chunks(piece):
+        crc32, awaited = 0, id(piece) in self._awaited
+        for chunk in self._pieces.chunks(piece):
             out.write(at, chunk)
             at += len(chunk)
             if awaited:
                 crc32 = checksum(chunk, crc32)
             yield len(chunk)
         if awaited:
-            self.computed_sums[id(piece)] = crc32
-
-    def _chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
-        """The bytes of `piece`, a buffer at a time, each good until the next is asked for."""
-        yield from self.pieces.chunks(piece.resolved(self.all_sums))
-
-
-def _is_for_workers(piece: Piece) -> TypeGuard[Cast]:
-    """Whether `piece` is cast from what stands in the source as it is, and is large enough to be worth a
-    thread's time.
-    """
-    return isinstance(piece, Cast) and bool(piece.of.ranges()) and piece.length >= _WORTH_A_THREAD
+            self._computed_sums[id(piece)] = crc32
 
 
 def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
-    """Let the kernel copy `span` to `at`: up to the next block, then whole blocks, which it may share,
-    then the rest.
+    """Copy `span` to the offset `at` by the kernel if possible, and yield the length of each step.
+
+    The first step ends at a block's border and the next ones are whole blocks, which the filesystem can share.
     """
     offset, left = span.offset, span.length
     direct = out if isinstance(out, DirectDestination) and span.source.fd >= 0 else None
@@ -207,7 +180,7 @@ def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
                 if error.errno not in _CANNOT_COPY:
                     raise
                 done = 0
-            if not done:  # or the file became shorter, which reading it will tell
+            if not done:  # or the file became shorter: then reading it raises an error
                 by_kernel = False
                 continue
         else:
@@ -215,3 +188,197 @@ def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
             out.write(at, span.source.read(offset, done))
         offset, at, left = offset + done, at + done, left - done
         yield done
+
+
+def _is_for_threads(piece: Piece) -> TypeGuard[Cast]:
+    """Return whether `piece` is a cast of stored bytes, and large enough to be worth a thread's time."""
+    return isinstance(piece, Cast) and bool(piece.of.ranges()) and piece.length >= _WORTH_A_THREAD
+
+
+class _Block(NamedTuple):
+    """The result of casting a block: bytes and CRC-32 of what was read and of what was written, and overflows."""
+
+    read: int
+    crc32_read: int
+    written: int
+    crc32_written: int
+    overflowed: int
+
+
+class CastThreads:
+    """Threads that read, cast, checksum and write the blocks of pieces.
+
+    A context manager: leaving it ends the threads, finished or not.
+    """
+
+    def __init__(self, pieces: Pieces, out: Destination) -> None:
+        self._pieces, self._out = pieces, out
+        self._own = threading.local()  # what each thread keeps from block to block
+        self._begun: list[tuple[Cast, list[Task[_Block]]]] = []
+        self._threads = Threads(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-cast")
+
+    def __enter__(self) -> CastThreads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown()
+
+    def begin(self, piece: Cast, at: int) -> None:
+        """Begin to write `piece`, which is a cast of stored bytes, at the offset `at`."""
+        old, new = BY_NAME[piece.old].itemsize, BY_NAME[piece.new].itemsize
+        elements = piece.length // new
+        step = _CAST_BLOCK // max(old, new)
+        blocks = [(start, min(step, elements - start)) for start in range(0, elements, step)]
+        submit = self._threads.submit
+        tasks = [submit(self._cast, piece, start * old, n * old, at + start * new) for start, n in blocks]
+        self._begun.append((piece, tasks))
+
+    def finish(self, progress: Progress | None) -> dict[int, int]:
+        """Wait until everything is written. Return the CRC-32 of the written bytes by the id of the piece.
+
+        Raises what went wrong.
+        """
+        sums = {}
+        for piece, tasks in self._begun:
+            crc32_read = crc32_written = overflowed = 0
+            for task in tasks:
+                block = task.result()
+                crc32_read = combined(crc32_read, block.crc32_read, block.read)
+                crc32_written = combined(crc32_written, block.crc32_written, block.written)
+                overflowed += block.overflowed
+                if progress:
+                    progress(block.written)
+            if span := piece.checked_range():
+                check_crc32(span.crc32, crc32_read, span.where)
+            sums[id(piece)] = crc32_written
+            self._pieces.count_overflow(piece, overflowed)
+        return sums
+
+    def _cast(self, piece: Cast, offset: int, length: int, at: int) -> _Block:
+        """Cast `length` bytes at `offset` of what `piece` is made of, and write the result at `at`."""
+        buffer = self._buffer(piece)
+        data = buffer.room[:length]
+        reading.read_into(piece.of, offset, data)
+        crc32_read = checksum(data) if piece.checked_range() else 0
+        result, overflowed = buffer.cast(length, offset, piece.shown)
+        self._out.write(at, result)
+        self._out.start_writeback(at, len(result))
+        return _Block(length, crc32_read, len(result), checksum(result), overflowed)
+
+    def _buffer(self, piece: Cast) -> CastBuffer:
+        """Return this thread's buffer for `piece`.
+
+        Most pieces of a file need the same one, and memory that was just allocated is slow.
+        """
+        key = (piece.old, piece.new, piece.conj, piece.neg, piece.swapped_in, piece.swapped_out)
+        if getattr(self._own, "key", None) != key:
+            self._own.key = key
+            self._own.buffer = self._pieces.buffer_for(piece, _CAST_BLOCK)
+        buffer: CastBuffer = self._own.buffer
+        return buffer
+
+
+class VirtualFile(io.RawIOBase):
+    """A read-only, seekable view of a planned file, which torch's loader takes in place of a path.
+
+    Checksums that are known only after writing are zero in it. Reading raises what reading the sources raises.
+
+    Attributes:
+        failure: The exception that reading raised, or None. torch's reader drops it, even if it is Ctrl-C.
+    """
+
+    def __init__(self, file: OutFile) -> None:
+        super().__init__()
+        self.failure: BaseException | None = None
+        self._reader = Pieces(())
+        self._size = file.size
+        self._pieces = [piece.resolved([0] * len(file.sums)) for piece in file.pieces]
+        reading.announce(self._pieces)
+        self._starts = [*accumulate((piece.length for piece in self._pieces), initial=0)][:-1]
+        self._at = 0
+        # the piece that is read as a stream, the offset in it of the current buffer, that buffer, and the next ones
+        self._stream: tuple[Piece | None, int, bytes | memoryview, Iterator[bytes | memoryview]]
+        self._stream = None, 0, b"", iter(())
+        filling = self._filling()
+        next(filling)
+        self.readinto = filling.send  # type: ignore[method-assign, assignment]
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position to `offset` from the start, the position or the end, and return it."""
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def close(self) -> None:
+        """Refuse further reading, and remove the files that hold inflated bytes."""
+        super().close()
+        self._reader.__exit__(None, None, None)
+        self.readinto = self._refuse  # type: ignore[method-assign]
+
+    def _filling(self) -> Generator[int, memoryview, None]:
+        """Fill each buffer that is sent as far as the file goes, and yield the number of bytes: the method readinto.
+
+        A generator that has begun is inside ``try`` when a signal is handled at its first instruction. A function is
+        not, and torch drops what ``readinto`` raises: it calls ``read`` instead.
+        """
+        try:
+            length = 0
+            while True:
+                length = self._fill((yield length))
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):
+                self.failure = error
+            self.readinto = self._refuse  # type: ignore[method-assign]
+            raise
+
+    def _refuse(self, *_: object) -> int:
+        raise self.failure or ValueError("the file is closed")
+
+    def _fill(self, buffer: memoryview) -> int:
+        left = memoryview(buffer).cast("B")
+        length = min(len(left), max(self._size - self._at, 0))
+        left = left[:length]
+        i = bisect_right(self._starts, self._at) - 1
+        while left:
+            while self._at >= self._starts[i] + self._pieces[i].length:
+                i += 1
+            done = self._read_piece(self._pieces[i], self._at - self._starts[i], left)
+            self._at += done
+            left = left[done:]
+        return length
+
+    def _read_piece(self, piece: Piece, offset: int, buffer: memoryview) -> int:
+        """Read bytes of `piece` from `offset` on into `buffer`, and return how many.
+
+        Pieces that are not at hand are read as a stream, because torch reads storages from end to end. The stream
+        begins again if the offset is before its current buffer.
+        """
+        if piece.is_at_hand():
+            length = min(piece.length - offset, len(buffer))
+            reading.read_into(piece, offset, buffer[:length])
+            return length
+        current, start, chunk, chunks = self._stream
+        if current is not piece or offset < start:
+            start, chunk, chunks = 0, b"", self._reader.chunks(piece)
+        while offset >= start + len(chunk):
+            start += len(chunk)
+            chunk = next(chunks)
+        self._stream = piece, start, chunk, chunks
+        data = chunk[offset - start : offset - start + len(buffer)]
+        buffer[: len(data)] = data
+        if start + len(chunk) == piece.length:
+            next(chunks, None)  # which checks what has been inflated
+        return len(data)

@@ -1,8 +1,8 @@
 """Load real tensors with torch's own safe loader, from an archive that is never written.
 
 torch reads the pickle that the graph emits, and the bytes of the storages from where they are
-(:mod:`ckptconv.output.virtual_file`). So a part of a file, a safetensors file, and a pickle that torch refuses only for
-its protocol all load in one way.
+(:class:`ckptconv.output.transfer.VirtualFile`). So a part of a file, a safetensors file, and a pickle that torch
+refuses only for its protocol all load in one way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptconv.errors import MalformedError, UnsupportedError
 from ckptconv.formats import torch_zip
 from ckptconv.hints import joined, option
 from ckptconv.inspection.diagnosis.refusals import Refused
-from ckptconv.output.virtual_file import VirtualFile
+from ckptconv.output.transfer import VirtualFile
 from ckptconv.pickles.graph import Global, imported_name
 from ckptconv.tensors.moving import automatic_device, require_devices
 

@@ -22,27 +22,32 @@ _PAYLOAD = 0x007FE000  # and those that float16 has as well
 _HALF = 0x7FFF  # of float16 all but the sign
 
 
-class TorchCastBuffer:
-    """Room for so many bytes of what `piece` is made of, at most `most`, and for what they become.
+class CastBuffer:
+    """Memory for numbers to cast and for the results, used by one thread at a time.
 
-    Not for several threads at once.
+    Attributes:
+        room: The memory to fill with numbers to cast.
     """
 
-    def __init__(self, piece: Cast, most: int) -> None:
+    def __init__(self, piece: Cast, nbytes: int) -> None:
+        """Take the dtypes, the lazy bits and the byte orders from `piece`. Have room for `nbytes` bytes of numbers."""
         self._piece = piece
         self._old: torch.dtype = getattr(torch, piece.old)
         self._new: torch.dtype = getattr(torch, piece.new)
-        of = piece.length // self._new.itemsize * self._old.itemsize
-        elements = min(of, most) // self._old.itemsize
-        #: To be filled with bytes to cast.
+        elements = nbytes // self._old.itemsize
         self.room = memoryview(bytearray(elements * self._old.itemsize))
         self._out = self.room if self._old == self._new else memoryview(bytearray(elements * self._new.itemsize))
 
     def cast(self, filled: int, at: int, shown: Sequence[tuple[int, int]]) -> tuple[memoryview, int]:
-        """What the first `filled` bytes of the room become, good until the next call, and how many
-        finite numbers among them were too large.
+        """Cast the first `filled` bytes of the room. Return the result, and how many finite numbers were too large.
 
-        They stand `at` that byte of what the piece is made of, in which those elements count that are `shown`, or all.
+        The result is valid until the next call.
+
+        Args:
+            filled: The number of bytes, whole elements.
+            at: The offset of these bytes in what the piece is made of.
+            shown: Pairs of first and last element, as in :class:`~ckptconv.byteranges.spans.Cast`. Only elements that
+                they contain are counted as too large. Empty: all are.
         """
         data, out = self.room[:filled], self._out[: filled // self._old.itemsize * self._new.itemsize]
         piece, overflowed = self._piece, 0

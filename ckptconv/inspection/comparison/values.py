@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.materialise import Pieces, fillings
 from ckptconv.byteranges.spans import ByteRange, Cast, Gather, Inflate, Meter, Piece
+from ckptconv.byteranges.threads import Threads
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, piece_of
 from ckptconv.dtypes import get_dtype
@@ -60,21 +61,12 @@ def unequal_parts(
             found.update({i: [(0, a.length)]} if counts(i, (0, a.length)) else {})
     reader = _Reader(pairs, large, progress, counts)
     threads = min(_MOST_THREADS, os.cpu_count() or 1, sum(-(-pairs[i][0].length // _SEGMENT) for i in large))
-    if threads:
-        from concurrent.futures import ThreadPoolExecutor  # which costs every other command some milliseconds
-
-        with ThreadPoolExecutor(threads, "ckptconv-diff") as pool:
-            try:
-                running = []
-                try:
-                    for _ in range(threads):
-                        running.append(pool.submit(reader.run))
-                except RuntimeError:  # the system gives no more: who asks does it
-                    reader.run()
-                for done in running:
-                    done.result()
-            finally:
-                reader.stopped = True
+    with Threads(threads, "ckptconv-diff") as pool:
+        try:
+            for task in [pool.submit(reader.run) for _ in range(threads)]:
+                task.result()
+        finally:
+            reader.stopped = True
     for i, parts in reader.found.items():
         found[i] = sorted(parts)
     return found

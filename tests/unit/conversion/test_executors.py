@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptconv.byteranges.threads import Threads
 from ckptconv.conversion import batches
 from ckptconv.conversion.batches import processes, run_jobs
 from ckptconv.conversion.jobs import Job, Outcome, Task
-from ckptconv.output.threads import Threads
 
 AT_ONCE = 8
 

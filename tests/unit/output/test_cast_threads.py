@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 import ckptconv
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import combined
-from ckptconv.byteranges.kernels.casting import TorchCastBuffer
+from ckptconv.byteranges.kernels.casting import CastBuffer
 from ckptconv.byteranges.sources import Source
 from ckptconv.conversion.convert import run
 from ckptconv.edits.options import edits_from
-from ckptconv.output import cast_threads, transfer
+from ckptconv.output import transfer
 from tests.support.archives import flip_bit
 from tests.support.conversions import saved_at
 
@@ -90,8 +90,8 @@ def test_blocks_and_threads_do_not_matter(
         (4 << 20, 1, 1 << 40, 4096),
         (65_536, 3, 8, 888),
     ):
-        monkeypatch.setattr(cast_threads, "CAST_BLOCK", block)
-        monkeypatch.setattr(cast_threads, "_MOST_THREADS", threads)
+        monkeypatch.setattr(transfer, "_CAST_BLOCK", block)
+        monkeypatch.setattr(transfer, "_MOST_THREADS", threads)
         monkeypatch.setattr(transfer, "_WORTH_A_THREAD", worth)
         monkeypatch.setattr(reading, "BUFFER", max(buffer, 64))
         report = ckptconv.convert(src, tmp_path / name, dtype=RULES, force=True, verify=True)
@@ -127,7 +127,7 @@ def test_a_system_that_gives_no_threads(src: Path, tmp_path: Path, monkeypatch: 
                 raise RuntimeError("can't start new thread")
             start(thread)
 
-        monkeypatch.setattr(cast_threads, "CAST_BLOCK", 10_000)
+        monkeypatch.setattr(transfer, "_CAST_BLOCK", 10_000)
         monkeypatch.setattr(threading.Thread, "start", refuse)
         ckptconv.convert(src, tmp_path / "dst.pt", dtype=RULES, force=True)
         assert (tmp_path / "dst.pt").read_bytes() == (tmp_path / "wanted.pt").read_bytes()
@@ -158,7 +158,7 @@ def failing(original: Callable[..., Any], after: int, error: BaseException) -> C
         (Source, "read_into", OSError(errno.EIO, "Input/output error"), ckptconv.CkptconvError),
         (Source, "read_into", ckptconv.InputChangedError("it became shorter"), ckptconv.InputChangedError),
         (os, "pwrite", OSError(errno.ENOSPC, "No space left on device"), ckptconv.OutputError),
-        (TorchCastBuffer, "cast", MemoryError("no"), MemoryError),
+        (CastBuffer, "cast", MemoryError("no"), MemoryError),
     ],
 )
 def test_an_error_in_a_thread(
@@ -172,7 +172,7 @@ def test_an_error_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reading, writing, rounding: the caller gets it, the old output stays, no temporary, no thread."""
-    monkeypatch.setattr(cast_threads, "CAST_BLOCK", 10_000)
+    monkeypatch.setattr(transfer, "_CAST_BLOCK", 10_000)
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), after, error))
     with untouched(target), pytest.raises(raised):
         ckptconv.convert(src, target, dtype=RULES, force=True)
@@ -180,7 +180,7 @@ def test_an_error_in_a_thread(
 
 def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends them, though most of their work is still to be done."""
-    cast = cast_threads.CastThreads._cast
+    cast = transfer.CastThreads._cast
     begun = threading.Event()
     done: list[int] = []
 
@@ -194,9 +194,9 @@ def test_an_error_beside_the_threads(src: Path, target: Path, monkeypatch: pytes
         begun.wait(30)
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(cast_threads, "CAST_BLOCK", 64)
-    monkeypatch.setattr(cast_threads.CastThreads, "_cast", slow)
-    monkeypatch.setattr(cast_threads.CastThreads, "finish", fail)
+    monkeypatch.setattr(transfer, "_CAST_BLOCK", 64)
+    monkeypatch.setattr(transfer.CastThreads, "_cast", slow)
+    monkeypatch.setattr(transfer.CastThreads, "finish", fail)
     with untouched(target), pytest.raises(ckptconv.OutputError, match="quota"):
         ckptconv.convert(src, target, dtype=RULES, force=True)
     assert len(done) < 5000  # of more than 30,000 blocks
@@ -207,7 +207,7 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
 
     The file is closed next.
     """
-    start, block, close = threading.Thread.start, cast_threads.CastThreads._cast, os.close
+    start, block, close = threading.Thread.start, transfer.CastThreads._cast, os.close
     events: list[str] = []
     started: list[str] = []
     begun = threading.Event()
@@ -230,10 +230,10 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
         events.append("closed")
         close(fd)
 
-    monkeypatch.setattr(cast_threads, "CAST_BLOCK", 10_000)
+    monkeypatch.setattr(transfer, "_CAST_BLOCK", 10_000)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    monkeypatch.setattr(cast_threads.CastThreads, "_cast", slow)
+    monkeypatch.setattr(transfer.CastThreads, "_cast", slow)
     monkeypatch.setattr(os, "close", closed)
     with untouched(target), pytest.raises(KeyboardInterrupt):
         ckptconv.convert(src, target, dtype=RULES, force=True)
@@ -245,7 +245,7 @@ def test_nothing_is_written_afterwards(src: Path, target: Path, monkeypatch: pyt
 
 def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while threads cast: it reaches the caller, and nothing else is left."""
-    cast = cast_threads.CastThreads._cast
+    cast = transfer.CastThreads._cast
 
     def interrupting(*args: Any) -> Any:
         if not interrupted.is_set():
@@ -254,8 +254,8 @@ def test_interrupted(src: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -
         return cast(*args)
 
     interrupted = threading.Event()
-    monkeypatch.setattr(cast_threads, "CAST_BLOCK", 1000)
-    monkeypatch.setattr(cast_threads.CastThreads, "_cast", interrupting)
+    monkeypatch.setattr(transfer, "_CAST_BLOCK", 1000)
+    monkeypatch.setattr(transfer.CastThreads, "_cast", interrupting)
     with untouched(target), pytest.raises(KeyboardInterrupt):
         ckptconv.convert(src, target, dtype=RULES, force=True)
 
@@ -266,7 +266,7 @@ def test_a_wrong_checksum_of_the_source(src: Path, target: Path, monkeypatch: py
     damaged = src.with_name("damaged.pt")
     shutil.copy(src, damaged)
     flip_bit(damaged, src.read_bytes().index(raw) + 300_001)
-    monkeypatch.setattr(cast_threads, "CAST_BLOCK", 10_000)
+    monkeypatch.setattr(transfer, "_CAST_BLOCK", 10_000)
     with untouched(target), pytest.raises(ckptconv.MalformedError, match="checksum"):
         ckptconv.convert(damaged, target, dtype="bf16", force=True)
 
@@ -276,9 +276,9 @@ def test_threads_are_for_pieces_that_are_worth_them(src: Path, tmp_path: Path, m
     conversion without a cast imports none of it.
     """
     begun: list[int] = []
-    begin = cast_threads.CastThreads.begin
+    begin = transfer.CastThreads.begin
     monkeypatch.setattr(
-        cast_threads.CastThreads, "begin", lambda self, piece, at: begun.append(piece.length) or begin(self, piece, at)
+        transfer.CastThreads, "begin", lambda self, piece, at: begun.append(piece.length) or begin(self, piece, at)
     )
     ckptconv.convert(src, tmp_path / "dst.pt", dtype=RULES)
     assert sorted(begun) == sorted([2 * 50_000, 2 * 73_454, 2 * 77_777, 2 * 90_300])

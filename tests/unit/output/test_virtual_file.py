@@ -12,7 +12,7 @@ import torch
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.sources import Source
 from ckptconv.formats import opening, torch_zip
-from ckptconv.output.virtual_file import VirtualFile
+from ckptconv.output.transfer import VirtualFile
 from tests.support.archives import rezip
 from tests.support.conversions import saved_at
 
@@ -49,4 +49,4 @@ def test_the_stream_inflates_a_piece_at_a_time(tmp_path: Path, monkeypatch: pyte
         for at in (0, 30_000, 20_000, 39_000, 100, 40_000):
             stream.seek(at)
             assert stream.read(3000) == whole[at : at + 3000]
-            assert len(stream._streaming[2]) <= 1000
+            assert len(stream._stream[2]) <= 1000

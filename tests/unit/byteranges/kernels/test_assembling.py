@@ -15,7 +15,7 @@ from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat, Literal, OutFile
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
-from ckptconv.output.virtual_file import VirtualFile
+from ckptconv.output.transfer import VirtualFile
 from tests.support.chunks import bytes_of, cut, placements_of
 from tests.support.memory import memory_below
 

@@ -12,7 +12,7 @@ from math import isfinite
 import pytest
 import torch
 
-from ckptconv.byteranges.kernels.casting import TorchCastBuffer
+from ckptconv.byteranges.kernels.casting import CastBuffer
 from ckptconv.byteranges.spans import ByteRange, Cast
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, to_dtypes
 
@@ -74,7 +74,7 @@ def cast(
     data = numbers.contiguous().view(torch.uint8).numpy().tobytes()
     dtype = getattr(torch, new)
     of = ByteRange(None, 0, len(data))  # type: ignore[arg-type]
-    buffer = TorchCastBuffer(Cast(of, str(numbers.dtype)[6:], new, numbers.numel() * dtype.itemsize, **bits), most)
+    buffer = CastBuffer(Cast(of, str(numbers.dtype)[6:], new, numbers.numel() * dtype.itemsize, **bits), most)
     out, overflowed = bytearray(), 0
     for at in range(0, len(data), len(buffer.room)):
         chunk = data[at : at + len(buffer.room)]
