@@ -22,26 +22,27 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
     """Edit the graph of a checkpoint, in place.
 
     Args:
-        checkpoint: After an error it may be half edited: use it no more.
-        edits: What is asked for.
-        is_emitted: Whether a pickle will be made of it; not for safetensors, nor to compare it.
+        checkpoint: The checkpoint. After an error it may be half edited, and must not be used.
+        edits: The edits.
+        is_emitted: Whether the graph will be written as a pickle. It is not for safetensors, nor for a comparison.
 
     Returns:
-        What changed.
+        The changes.
 
     Raises:
-        UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or none here.
+        UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or not for this checkpoint.
     """
     averages = checkpoint.detected.averages() if edits.state_dict and edits.select is None else []
     changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
-    for each in averages:
-        text = f"{each.path} is an average of the weights (EMA) and is left behind; to take only the average: "
-        changes.notes.append(text + option("select", each.path))
+    for average in averages:
+        text = f"{average.path} is an average of the weights (EMA) and is left behind; to take only the average: "
+        changes.notes.append(text + option("select", average.path))
     refuse_different(checkpoint)
     detected = checkpoint.detected
-    # asked here, as an edit of names would have the places looked for anew
+    # before the names are edited: after that, all places would have to be found again
     about_kept = about_kept_devices(checkpoint, edits.devices) if edits.devices else []
-    NameEditor(checkpoint, detected, changes).run(edits)
+    if edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix:
+        NameEditor(checkpoint, detected, changes).run(edits)
     if edits.dtypes:
         cast(checkpoint, edits.dtypes, detected, changes)
     if edits.devices:

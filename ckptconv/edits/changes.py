@@ -1,8 +1,9 @@
-"""What edits changed, as data, for the report and ``--dry-run``."""
+"""The changes that edits make, as data, for the report and ``--dry-run``."""
 
 from __future__ import annotations
 
-from dataclasses import field
+from collections.abc import Iterable
+from dataclasses import field, replace
 from typing import NamedTuple
 
 from ckptconv.checkpoint.tensor_info import LeftBehind
@@ -11,7 +12,7 @@ from ckptconv.light_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NameChange:
-    """One name of the state dict at `path`: the `old` one and the `new` one."""
+    """A name in the state dict at `path` that changes from `old` to `new`."""
 
     path: str
     old: str
@@ -19,7 +20,7 @@ class NameChange:
 
 
 class CastCount(NamedTuple):
-    """How many tensors were cast, ties once, and the bytes of their storages before and after."""
+    """The number of tensors that were cast, ties once, and the bytes of their storages before and after."""
 
     tensors: int
     nbytes_before: int
@@ -27,14 +28,14 @@ class CastCount(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """How many storages lost bytes, and the bytes that they lost."""
+    """The number of storages that lost bytes, and the number of these bytes."""
 
     storages: int
     nbytes: int
 
 
 class MadePlain(NamedTuple):
-    """An object at `path` of the source that became plain: what it was, what it is, and how code reads it now."""
+    """An object at `path` of the source that became plain: its old and new kinds, and how code reads it now."""
 
     path: str
     old: str
@@ -44,21 +45,21 @@ class MadePlain(NamedTuple):
 
 @dataclass
 class Changes:
-    """What the edits change, for ``--dry-run`` and the report.
+    """The changes of one checkpoint, or of several together.
 
     Attributes:
-        devices: By (old tag, new tag), the number of tensors and the bytes of their storages.
-        names: Each name of a state dict that changed.
-        optimizers: How many names changed with them in each optimizer that is keyed by names, by its path.
-        unprefixed: How many names have not the prefix that was to be taken off, and stay.
-        left_behind: What is left out.
-        dtypes: By (old, new), what was cast so.
-        not_cast: By the reason, the paths of tensors that keep their dtype.
-        separated: For each storage that was taken apart, the paths of those that go on sharing one, by their dtype.
-        compacted: What storages lost.
-        rng_states: The paths of states of random generators that stay on, or are brought to, the CPU.
+        devices: The number of tensors and the bytes of their storages, by (old tag, new tag).
+        names: The names of state dicts that changed.
+        optimizers: The number of names that changed in each optimizer keyed by names, by its path.
+        unprefixed: The number of names that did not have the prefix to remove.
+        left_behind: The parts of the source that are left out.
+        dtypes: The casts, by (old dtype, new dtype).
+        not_cast: The paths of tensors that keep their dtype, by reason.
+        separated: For each storage that was split, the paths of the tensors that still share one, by their dtype.
+        compacted: The bytes that storages lost.
+        rng_states: The paths of states of random generators that stay on the CPU, or are moved there.
         made_plain: The objects that became plain.
-        notes: What else to know.
+        notes: Other messages.
     """
 
     devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -73,3 +74,53 @@ class Changes:
     rng_states: list[str] = field(default_factory=list)
     made_plain: list[MadePlain] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def count_devices(self, old: str, new: str, tensors: int, nbytes: int) -> None:
+        """Add a change of tags to ``devices``.
+
+        Args:
+            old: The old tag.
+            new: The new tag.
+            tensors: The number of tensors.
+            nbytes: The bytes of their storages.
+        """
+        before = self.devices.get((old, new), (0, 0))
+        self.devices[old, new] = before[0] + tensors, before[1] + nbytes
+
+    def count_casts(self, old: str, new: str, casts: CastCount) -> None:
+        """Add casts to ``dtypes``.
+
+        Args:
+            old: The old dtype.
+            new: The new dtype.
+            casts: The number of tensors and bytes.
+        """
+        before = self.dtypes.get((old, new), CastCount(0, 0, 0))
+        self.dtypes[old, new] = CastCount(*map(sum, zip(before, casts, strict=True)))
+
+    def add(self, other: Changes, prefix: str = "") -> None:
+        """Add the changes of another checkpoint.
+
+        ``optimizers`` and ``made_plain`` are reported for single checkpoints only, and are not added.
+
+        Args:
+            other: The changes of the other checkpoint.
+            prefix: A text to put before its paths and notes.
+        """
+
+        def prefixed(texts: Iterable[str]) -> list[str]:
+            return [prefix + text for text in texts]
+
+        for tags, (tensors, nbytes) in other.devices.items():
+            self.count_devices(*tags, tensors, nbytes)
+        for dtypes, casts in other.dtypes.items():
+            self.count_casts(*dtypes, casts)
+        for reason, paths in other.not_cast.items():
+            self.not_cast.setdefault(reason, []).extend(prefixed(paths))
+        self.names += [replace(change, path=prefix + change.path) for change in other.names]
+        self.unprefixed += other.unprefixed
+        self.left_behind += [replace(part, path=prefix + part.path) for part in other.left_behind]
+        self.separated += [{dtype: prefixed(paths) for dtype, paths in groups.items()} for groups in other.separated]
+        self.compacted = Dropped(*map(sum, zip(self.compacted, other.compacted, strict=True)))
+        self.rng_states += prefixed(other.rng_states)
+        self.notes += prefixed(other.notes)

@@ -1,9 +1,9 @@
-"""Device tags: the grammar of ``--to``, ``--map`` and ``map_location``, and which tag becomes which.
+"""Device tags: the grammar of ``--to``, ``--map`` and ``map_location``, and the new tag for each tag.
 
-A *tag* is what a checkpoint says of a storage: ``cpu``, ``cuda:0``, ``mps``. Not torch's own grammar:
-``torch.device('cuda:300')`` is ``cuda:44`` there, and no load restores a tag ``cpu:0``. Which devices torch
-can write and restore as tags: ``torch.serialization``'s ``_package_registry``; npu, mlu, musa and
-privateuseone are those of its out-of-tree backends.
+A *tag* is the device of a storage in a checkpoint: ``cpu``, ``cuda:0``, ``mps``. The grammar is not torch's own, for
+which ``cuda:300`` is ``cuda:44``; and no load restores a tag ``cpu:0``. The devices that torch can write and restore as
+tags are in ``_package_registry`` of ``torch.serialization``. Its out-of-tree backends have npu, mlu, musa and
+privateuseone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptconv.pickles.paths import Place
 if TYPE_CHECKING:
     import torch
 
-#: Where tensors may be sent. The device need not exist here.
+#: The devices that tensors may be sent to. They need not exist on this machine.
 FAMILIES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "mlu", "musa", "privateuseone")
 _ONE_DEVICE = ("cpu", "mps")  # written without an index
 _INDEXED = {"gpu", *FAMILIES}.difference(_ONE_DEVICE)
@@ -36,7 +36,7 @@ _REFUSED = {
     "xla": "torch has no tag for it and stores such tensors as CPU arrays",
     "vulkan": "torch has no tag for it",
 }
-#: What people call some of them.
+#: Other names of devices.
 _CALLED = {"all": "any", "rocm": "cuda", "hip": "cuda", "nvidia": "cuda", "metal": "mps", "mac": "mps", "host": "cpu"}
 _AUTO = "'auto' is for load and remap, which know what is here"
 _DEVICE_STRING = regex(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
@@ -48,9 +48,9 @@ MapLocation: TypeAlias = "str | torch.device | Mapping[str, str | torch.device] 
 
 @dataclass(frozen=True)
 class Target:
-    """A device to send tensors to; without an index, the replaced tag's index is kept.
+    """A device to send tensors to. Without an index, the index of the replaced tag is kept.
 
-    The family may be a backend's own name (``privateuseone``, renamed), which files alone know.
+    The family may also be the name that a program gave to ``privateuseone``, which only the tags of a file show.
     """
 
     family: str
@@ -65,19 +65,19 @@ class Target:
         return self.family in FAMILIES
 
     def tag(self, old: str) -> str:
-        """The tag that replaces `old`."""
+        """Return the tag that replaces the tag `old`."""
         if self.family in _ONE_DEVICE:
             return self.family
         index = self.index
         if index is None:
-            match = re.fullmatch(r".*:(0|[1-9][0-9]{0,2})", old)  # of any family: a backend of one's own has any name
+            match = re.fullmatch(r".*:(0|[1-9][0-9]{0,2})", old)  # any family: a renamed backend has any name
             index = int(match[1]) if match and int(match[1]) <= _HIGHEST_INDEX else 0
         return f"{self.family}:{index}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``OLD=NEW``: `rank` says how specific `old` is (0: any, 1: gpu, 2: a family, 3: one tag)."""
+    """A rule ``OLD=NEW``. `rank` is how specific `old` is (0: any, 1: gpu, 2: a family, 3: one tag)."""
 
     old: str
     rank: int
@@ -85,14 +85,12 @@ class Rule:
 
     @property
     def is_known(self) -> bool:
-        """Whether `old` is a device in the grammar, or one that torch knows: any other is a tag of one file, or a
-        typo.
-        """
+        """Return whether `old` is a device of the grammar or of torch. Any other is a tag of one file, or a typo."""
         match = _DEVICE.fullmatch(self.old)
         return self.rank < 2 or bool(match and match[1] in (*FAMILIES, *_REFUSED) and _index(match) <= _HIGHEST_INDEX)
 
     def matches(self, tag: str) -> bool:
-        """Whether `tag` is one of those that `old` means."""
+        """Return whether the rule is for `tag`."""
         if self.rank == 0:
             return True
         if self.rank == 1:
@@ -102,7 +100,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Devices:
-    """All that was said about devices: the most specific rule wins, then ``to``; ``function`` stands alone."""
+    """A mapping of tags. The most specific rule wins, then ``to``. With a ``function`` there is nothing else."""
 
     rules: tuple[Rule, ...] = ()
     to: Target | None = None
@@ -112,19 +110,20 @@ class Devices:
         return bool(self.rules or self.to or self.function)
 
     def without(self, rule: object) -> Devices:
-        """These but for `rule`."""
-        return replace(self, rules=tuple(each for each in self.rules if each != rule))
-
-    def rule(self, tag: str) -> Rule | None:
-        """The rule that serves `tag`, if any."""
-        return max((rule for rule in self.rules if rule.matches(tag)), key=lambda rule: rule.rank, default=None)
+        """Return this mapping without `rule`."""
+        return replace(self, rules=tuple(other for other in self.rules if other != rule))
 
     def new_tag(self, tag: str, *, rng: bool = False) -> str:
-        """What becomes of `tag`.
+        """Return the tag that replaces `tag`, which may be `tag` itself.
 
-        `rng`: it is that of a random generator's state, which torch restores from the CPU alone.
+        Args:
+            tag: The tag.
+            rng: Whether it is the tag of a random generator's state, which torch restores only from the CPU.
+
+        Raises:
+            UsageError: The function returns something that is not a device.
         """
-        rule = self.rule(tag)
+        rule = max((rule for rule in self.rules if rule.matches(tag)), key=lambda rule: rule.rank, default=None)
         if rng and tag == "cpu" and not (rule and rule.rank == 0):
             return tag
         if rule:
@@ -138,12 +137,14 @@ class Devices:
 
 
 def _index(match: re.Match[str]) -> int:
-    return int((match[2] or "0")[:9])  # Python reads no more than some thousand digits
+    """Return the index in a match of `_DEVICE`, or 0 without one. Digits after the ninth do not count."""
+    return int((match[2] or "0")[:9])  # Python refuses to read thousands of digits
 
 
 def near_device(word: str, families: Collection[str]) -> str | None:
-    """The device that somebody means by `word`: one of `families`, with the number in it (``cuda0``, ``0``, ``CUDA:0``,
-    ``cuda:*``).
+    """Return the device that `word` may mean, such as ``cuda0``, ``0``, ``CUDA:0`` or ``cuda:*``, or None.
+
+    It is one of `families`, with the number in `word`.
     """
     match = re.match(r"([a-z]*)[^a-z0-9]*([0-9]*)", word.lower())
     assert match is not None  # it matches the empty string
@@ -154,9 +155,9 @@ def near_device(word: str, families: Collection[str]) -> str | None:
 
 
 def parse_target(text: object) -> Target:
-    """The device `text`. Raises UsageError where no tensor can be sent there.
+    """Return the device that `text` names. Raise UsageError if no tensor can be sent there.
 
-    A name that is like no device of torch's is taken for that of a backend, if it has an index: ``foo:0``.
+    A name that is not like a device of torch is the name of a backend if it has an index: ``foo:0``.
     """
     word = str(text)
     match = _DEVICE.fullmatch(word)
@@ -167,13 +168,13 @@ def parse_target(text: object) -> Target:
             raise UsageError(
                 f"tensors cannot be sent to {word!r}: {reason}", hint="try: " + option("map_location", "cpu")
             )
-        other = _AUTO if word == "auto" else f"is {near} meant?" if near else _of_another_option(word)
-        if other is None and _OF_A_BACKEND.fullmatch(word):
+        hint = _AUTO if word == "auto" else f"is {near} meant?" if near else _of_another_option(word)
+        if hint is None and _OF_A_BACKEND.fullmatch(word):
             own, _, number = word.partition(":")
             return Target(own, int(number))
         raise UsageError(
             f"{word!r} is no device",
-            hint=other,
+            hint=hint,
             expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1",
         )
     index = _index(match) if match[2] else None
@@ -185,13 +186,16 @@ def parse_target(text: object) -> Target:
 
 
 def _of_another_option(word: str) -> str | None:
-    """What to type for `word`, which is a format or a dtype and no device."""
+    """Return the option to type if `word` is a format or a dtype, or None."""
     keyword, value = keyword_for(word, True, ("dtype", "format")) or ("", None)
     return "try: " + option(keyword, value) if isinstance(value, str) else None
 
 
 def parse_rule(old: object, new: object) -> Rule:
-    """The rule ``OLD=NEW``. Any tag that a file may have can be `old`."""
+    """Return the rule ``OLD=NEW``. `old` can be any tag that a file may have.
+
+    Raise UsageError if `old` is empty, or no tensor can be sent to `new`.
+    """
     word = str(old)
     if not word:
         raise UsageError("the device to replace is empty", expected="OLD=NEW, like cuda:0=cuda:1")
@@ -205,20 +209,17 @@ def parse_rule(old: object, new: object) -> Rule:
     return Rule(word.replace("gpu", "cuda", 1) if family == "gpu" else word, 3 if index else 2, parse_target(new))
 
 
-def _checked(rules: Iterable[Rule], to: Target | None) -> Devices:
-    rules = tuple(rules)
-    for i, rule in enumerate(rules):
-        if any(rule.old == other.old for other in rules[:i]):
-            raise UsageError(f"{rule.old!r} is mapped twice", hint="give each device once")
-    return Devices(rules, to)
-
-
 def to_devices(*wishes: MapLocation | Devices | None) -> Devices:
-    """All of `wishes` together: bare devices (at most one), ``OLD=NEW``, mappings.
+    """Return the mapping of tags that `wishes` ask for together.
 
-    Or one function from tag to tag; or what this gave before.
+    Args:
+        *wishes: Devices without a rule (at most one), rules ``OLD=NEW``, and mappings. Or a single function from tag to
+            tag. Or the result of an earlier call. None counts for nothing.
 
-    Raises UsageError; TypeError for a function that needs two arguments, as torch's own ``map_location`` does.
+    Raises:
+        UsageError: One of them is not a device, or they contradict each other.
+        ArgumentTypeError: A function cannot be called with one argument. Functions for torch's own ``map_location``
+            need two.
     """
     rules: list[Rule] = []
     to: Target | None = None
@@ -239,10 +240,14 @@ def to_devices(*wishes: MapLocation | Devices | None) -> Devices:
             raise UsageError("only one device can be the target of all tensors", got=str(wish))
         else:
             to = parse_target(wish)
-    return _checked(rules, to)
+    for i, rule in enumerate(rules):
+        if any(rule.old == other.old for other in rules[:i]):
+            raise UsageError(f"{rule.old!r} is mapped twice", hint="give each device once")
+    return Devices(tuple(rules), to)
 
 
 def _of_one_argument(function: Callable[..., str]) -> Callable[[str], str]:
+    """Return `function`. Raise ArgumentTypeError if it cannot be called with one argument."""
     try:
         inspect.signature(function).bind("cpu")
     except TypeError:
@@ -250,18 +255,19 @@ def _of_one_argument(function: Callable[..., str]) -> Callable[[str], str]:
             "map_location must be a function of one argument, from tag to tag, such as "
             "lambda tag: 'cpu'; no storage is loaded here, so there is none to pass"
         ) from None
-    except ValueError:  # a builtin without a signature: calling it will tell
+    except ValueError:  # a builtin without a signature: a call will fail
         pass
     return function
 
 
 def user_devices(places: Iterable[Place]) -> dict[str, str]:
-    """Devices that are the user's data, and stay what they are: ``torch.device`` objects and strings like ``'cuda:0'``,
-    by path.
+    """Return the devices at `places` that are the user's data, by path.
+
+    They are ``torch.device`` objects and strings like ``'cuda:0'``. Edits do not change them.
     """
-    found = {}
+    data = {}
     for place in places:
         device = torch_device(place.node)
         if device is not None and (isinstance(place.node, Call) or _DEVICE_STRING.fullmatch(device)):
-            found[place.path] = device
-    return found
+            data[place.path] = device
+    return data

@@ -21,7 +21,6 @@ from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, glob_of
 from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.changes import CastCount, Changes
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule
-from ckptconv.edits.no_match import no_match
 from ckptconv.edits.views import Group, View, Views
 from ckptconv.errors import NoMatchError, RefusedError, UsageError, some
 from ckptconv.hints import option, quoted
@@ -123,8 +122,7 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
         changes.notes.append("the float8 weights may have scales in another shard: to be sure, convert the whole set")
     if not (changes.dtypes or changes.not_cast):
         why = "all that was to be cast has its dtype already" if any(tie.rule for tie in ties) else _NO_WEIGHTS
-        error = NoMatchError(why + ", so " + option("dtype", None) + " changed nothing")
-        changes.notes.append(no_match("dtype D", error))
+        changes.notes.append(why + ", so " + option("dtype", None) + " changed nothing")
 
 
 def _scaled(checkpoint: Checkpoint, tie: _Tie) -> RefusedError:
@@ -199,10 +197,7 @@ def _cast_storage(
     for dtype in dict.fromkeys(new.values()):
         nbytes = by_dtype[dtype][0].storage.nbytes
         was = nbytes // BY_NAME[dtype].itemsize * BY_NAME[old].itemsize
-        sofar = changes.dtypes.get((old, dtype), CastCount(0, 0, 0))
-        changes.dtypes[old, dtype] = CastCount(
-            sofar.tensors + tensors[dtype], sofar.nbytes_before + was, sofar.nbytes_after + nbytes
-        )
+        changes.count_casts(old, dtype, CastCount(tensors[dtype], was, nbytes))
 
 
 def _scale_names(weight: str) -> tuple[str, ...]:
@@ -247,7 +242,7 @@ class _Chooser:
                     others.append((tie, place.path))
         for rule in self.globs:
             if rule not in self.useful:
-                no_match("dtype GLOB=D", self.unmatched(rule, places))  # which raises it
+                raise self.unmatched(rule, places)
         self.find_scales(ties.values())
         for tie in ties.values():
             tie.decide()

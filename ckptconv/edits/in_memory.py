@@ -1,6 +1,6 @@
-"""``strip_prefix`` and ``add_prefix`` for a state dict in memory, its ``_metadata`` included.
+"""``strip_prefix`` and ``add_prefix`` for a state dict in memory and its ``_metadata``.
 
-They do what :func:`ckptconv.convert` does to a file, without torch.
+They do what :func:`ckptconv.convert` does to a file, and do not need torch.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
-from ckptconv.edits.names import ancestors, modules_without, normal_prefix, prefixes_of, strings
-from ckptconv.edits.no_match import no_match
+from ckptconv.edits.names import modules_with, modules_without, normal_prefix, prefixes_of, strings
 from ckptconv.errors import ArgumentTypeError, CollisionError, NoMatchError
 from ckptconv.hints import for_python
 
-#: A state dict: names to tensors. ``_metadata`` (module path → {'version': n}), where it has one, is an attribute.
+#: A state dict, which may have an attribute ``_metadata`` (module path → {'version': n}).
 StateDictT = TypeVar("StateDictT", bound=MutableMapping[str, Any])
 
 
 @for_python
 def strip_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDictT:
-    """A copy of `state_dict` without `prefix` at the start of its names, such as ``module.``.
+    """Return a copy of `state_dict` without `prefix`, such as ``module.``, at the start of its names.
 
     Args:
-        state_dict: Names and what they stand for. Names without the prefix stay.
-        prefix: One, or several that come off one after another; ``module`` means ``module.``.
+        state_dict: The state dict. Names without the prefix stay.
+        prefix: One prefix, or several that are removed one after another. ``module`` means ``module.``.
 
     Returns:
         A mapping of the same type, in the same order, with ``_metadata``. Tensors are not copied.
@@ -32,10 +31,11 @@ def strip_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDi
     Raises:
         NoMatchError: No name has the prefix.
         CollisionError: Two names would become one.
-        UsageError: The prefix ends no segment.
+        UsageError: The prefix is empty or has an empty segment.
+        ArgumentTypeError: `state_dict` is not a mutable mapping, or `prefix` is not made of strings.
     """
-    for each in map(normal_prefix, strings("prefix", prefix)):
-        state_dict = _stripped(state_dict, each)
+    for one in map(normal_prefix, strings("prefix", prefix)):
+        state_dict = _stripped(state_dict, one)
     return state_dict
 
 
@@ -49,13 +49,12 @@ def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
             for key, value in state_dict.items()
             if isinstance(value, Mapping) and any(str(name).startswith(prefix) for name in value)
         ]
-        found = ", ".join(prefixes_of(names))
-        error = NoMatchError(
+        prefixes = ", ".join(prefixes_of(names))
+        raise NoMatchError(
             f"no name starts with {prefix!r}",
-            got=f"prefixes {found}" if found else "no name with a prefix",
+            got=f"prefixes {prefixes}" if prefixes else "no name with a prefix",
             hint=f"pass the state dict: [{inside[0]!r}]" if inside else None,
         )
-        no_match("strip_prefix P", error)  # which raises it
     renamed = _renamed(state_dict, lambda name: name.removeprefix(prefix))
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
@@ -66,21 +65,23 @@ def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
 
 @for_python
 def add_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDictT:
-    """A copy of `state_dict` with `prefix`, such as ``module.``, before each of its names.
+    """Return a copy of `state_dict` with `prefix`, such as ``module.``, before each of its names.
 
     Args:
-        state_dict: Names and what they stand for.
-        prefix: One, or several that are added one after another.
+        state_dict: The state dict.
+        prefix: One prefix, or several that are added one after another.
 
     Returns:
-        A mapping of the same type; ``_metadata`` gains what the wrapper's own ``state_dict()`` writes. Tensors are not
-        copied.
+        A mapping of the same type. ``_metadata`` gets the entries that the wrapper's own ``state_dict()`` writes.
+        Tensors are not copied.
 
     Raises:
-        UsageError: The prefix ends no segment.
+        CollisionError: Two names would become one.
+        UsageError: The prefix is empty or has an empty segment.
+        ArgumentTypeError: `state_dict` is not a mutable mapping, or `prefix` is not made of strings.
     """
-    for each in map(normal_prefix, strings("prefix", prefix)):
-        state_dict = _prefixed(state_dict, each)
+    for one in map(normal_prefix, strings("prefix", prefix)):
+        state_dict = _prefixed(state_dict, one)
     return state_dict
 
 
@@ -89,9 +90,8 @@ def _prefixed(state_dict: StateDictT, prefix: str) -> StateDictT:
     renamed = _renamed(state_dict, lambda name: prefix + name)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
-        wrapped = prefix[:-1]
-        above = {path: {"version": 1} for path in sorted(ancestors(wrapped))} if "" in metadata else {}
-        _set_metadata(renamed, metadata, above, lambda path: prefix + path if path or not above else wrapped)
+        added, module = modules_with(prefix, metadata)
+        _set_metadata(renamed, metadata, {path: {"version": 1} for path in added}, module)
     return renamed
 
 
@@ -103,7 +103,10 @@ def _check_type(state_dict: object) -> None:
 
 
 def _renamed(state_dict: StateDictT, new: Callable[[str], str]) -> StateDictT:
-    """A copy of `state_dict`, of its type, with the names that `new` says."""
+    """Return a copy of `state_dict`, of the same type, with each name replaced by `new` of it.
+
+    Raise CollisionError if two names become one.
+    """
     items: dict[Any, tuple[Any, Any]] = {}
     for key, value in state_dict.items():
         name = new(key) if isinstance(key, str) else key
@@ -122,9 +125,15 @@ def _set_metadata(
     above: Mapping[str, Any],
     module: Callable[[str], str | None],
 ) -> None:
-    """Give `state_dict` the entries of `metadata`, those `above` before them.
+    """Set ``_metadata`` of `state_dict` to the entries of `metadata`, each under `module` of its path.
 
-    Of two that become one the first stays.
+    An entry for which `module` returns None is left out. If two entries get the same path, the first one stays.
+
+    Args:
+        state_dict: The state dict.
+        metadata: The old ``_metadata``.
+        above: Entries to put before the others.
+        module: Return the new module path for an old one, or None.
     """
     entries = dict(above)
     for path, entry in metadata.items():

@@ -1,7 +1,8 @@
 """The names inside a state dict: prefixes, what wrappers add, and the module paths in ``_metadata``.
 
-A name is a key: ``module.conv.weight``. Its segments end at dots, and a prefix is one
-or more whole segments, such as ``module.``
+A name is a key: ``module.conv.weight``. Its segments end at dots, and a prefix is one or more complete segments, such
+as ``module.``. The keys of ``_metadata`` are module paths: names without their last segments, and ``''`` for the
+outermost module.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from ckptconv.hints import Placeholder, option
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 
-#: What wrappers put before names, and who does it. All but the first are words that no
-#: model uses for a module of its own.
+#: The segments that wrappers add to names, and the wrappers. No model uses one of them, except for the first, as the
+#: name of its own module.
 WRAPPERS = {
     "module.": "nn.DataParallel or DistributedDataParallel",
     "_orig_mod.": "torch.compile",
@@ -26,15 +27,17 @@ WRAPPERS = {
 }
 _MODULE, *_UNMISTAKABLE = WRAPPERS
 _WORDS = frozenset(word[:-1] for word in _UNMISTAKABLE)
-_LEADING = regex(rf"(?:{'|'.join(map(re.escape, WRAPPERS))})*")
-#: ``features.module.0.weight``: an attribute that is no number (an element of a list was hardly wrapped by itself), and
-#: more than a parameter inside.
+#: ``features.module.0.weight``: the inner ``module.`` follows an attribute (an element of a list is hardly wrapped by
+#: itself) and contains more than one parameter.
 _INNER = regex(r"((?:[A-Za-z_]\w*\.)+?)module\.\w+\.")
 _MOST_PARENTS = 20
 
 
 def normal_prefix(prefix: str) -> str:
-    """`prefix` with the dot that ends its last segment: ``module`` means ``module.``."""
+    """Return `prefix` with a dot at its end: ``module`` means ``module.``.
+
+    Raise UsageError if it is empty or has an empty segment.
+    """
     dotted = prefix if prefix.endswith(".") else prefix + "."
     if not prefix or any(not segment for segment in dotted[:-1].split(".")):
         raise UsageError(
@@ -46,7 +49,10 @@ def normal_prefix(prefix: str) -> str:
 
 
 def strings(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
-    """`words`, the argument `name`, which may be one string. Raises TypeError for anything else."""
+    """Return `words`, the value of the argument `name`, as a tuple. A single string counts as one word.
+
+    Raise ArgumentTypeError if it contains anything but strings.
+    """
     found = (words,) if isinstance(words, str) else tuple(words) if isinstance(words, Iterable) else (words,)
     if not all(isinstance(word, str) for word in found):
         raise ArgumentTypeError(f"{name} must be a string or strings, not {words!r}")
@@ -54,27 +60,35 @@ def strings(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def prefixes_of(names: Iterable[str]) -> Counter[str]:
-    """The first segments that `names` have, with their dots, and how many have each."""
+    """Count the first segments of `names`, with their dots. Names of one segment do not count."""
     return Counter(name.split(".")[0] + "." for name in names if "." in name)
 
 
-# The keys of _metadata are module paths: the names' without their last segments, '' for the outermost module.
-
-
 def modules_without(prefix: str, modules: Collection[object], *, keep_ancestors: bool) -> Callable[[str], str | None]:
-    """What a module path, one of `modules`, becomes without `prefix`; None: it goes.
+    """Return a function that removes `prefix` from a module path.
 
-    The wrapper's own entries go, because its place is taken by what it wrapped.
+    The function returns None for a path whose place the wrapped module takes: the entries of the wrapper itself.
 
-    `keep_ancestors`: names without the prefix stay beside it, and so do the modules around it but for the outermost.
+    Args:
+        prefix: The prefix.
+        modules: All module paths.
+        keep_ancestors: Whether some names keep the prefix. Then the modules around it stay, except for the outermost.
     """
     wrapped = prefix[:-1]
-    gone = set() if wrapped not in modules else {""} if keep_ancestors else ancestors(wrapped)
+    gone = set() if wrapped not in modules else {""} if keep_ancestors else _ancestors(wrapped)
     return lambda path: None if path in gone else "" if path == wrapped else path.removeprefix(prefix)
 
 
-def ancestors(path: str) -> set[str]:
-    """The module paths above `path`, the outermost being ''."""
+def modules_with(prefix: str, modules: Collection[object]) -> tuple[list[str], Callable[[str], str]]:
+    """Return the module paths that a wrapper adds to `modules`, and a function that adds `prefix` to a module path."""
+    if "" not in modules:
+        return [], lambda path: prefix + path
+    wrapped = prefix[:-1]
+    return sorted(_ancestors(wrapped)), lambda path: prefix + path if path else wrapped
+
+
+def _ancestors(path: str) -> set[str]:
+    """Return the module paths above `path`, of which the outermost is ``''``."""
     segments = path.split(".")
     return {".".join(segments[:n]) for n in range(len(segments))}
 
@@ -100,12 +114,18 @@ def wrapped_parts(every: Sequence[Collection[str]]) -> WrappedParts | None:
     Args:
         every: The names of each state dict.
     """
-    matches = (match for names in every for name in names if (match := _inner(name)))
+    wrappers = tuple(WRAPPERS)
+    matches = (
+        match
+        for names in every
+        for name in names
+        if ".module." in name and not name.startswith(wrappers) and (match := _INNER.match(name))
+    )
     parents = sorted({match[1] for match in matches})
     if len(parents) > _MOST_PARENTS:
         return None
     below = {parent: [name for names in every for name in names if name.startswith(parent)] for parent in parents}
-    parents = [each for each in parents if all(name.startswith(each + _MODULE) for name in below[each])]
+    parents = [parent for parent in parents if all(name.startswith(parent + _MODULE) for name in below[parent])]
     if not parents:
         return None
     pattern = "|".join(re.escape(parent[:-1]) for parent in parents)
@@ -122,10 +142,14 @@ def keeps_apart(old: Collection[str], new: Collection[str]) -> bool:
 
 
 def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[str, str]:
-    """Each of `names`, those of one state dict, without wrappers: the unmistakable ones at any depth, and ``module.``,
-    once, if it then starts every name. An inner ``module`` stays.
+    """Return a mapping from each name to the name without wrappers.
 
-    `followers`, an optimizer's names, lose what `names` lose, whether or not they are among them.
+    Unmistakable wrappers are removed at any depth. ``module.`` is removed once, if every name then starts with it. An
+    inner ``module.`` stays.
+
+    Args:
+        names: The names of one state dict.
+        followers: The names of an optimizer, which lose the same wrappers. They need not be among `names`.
     """
     inside = {name: _without_words(name) for name in (*names, *followers)}
     if not is_wrapped(names):
@@ -134,9 +158,9 @@ def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[s
 
 
 def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Callable[[str], str | None]:
-    """What a module path, one of `modules`, becomes where `names` are unwrapped.
+    """Return a function that removes wrappers from a module path, one of `modules`, if `names` are unwrapped.
 
-    None: it goes, because its place is taken by what it wrapped.
+    The function returns None for a path whose place the wrapped module takes.
     """
     around = {path.rpartition(".")[0] for path in modules if path.rpartition(".")[2] in _WORDS}
     inside = {path: _without_words(f"{path}.")[:-1] for path in modules if path not in around}
@@ -145,20 +169,11 @@ def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Calla
 
 
 def is_wrapped(names: Collection[str]) -> bool:
-    """Whether ``module.`` starts all of `names`, of which there are some, without the unmistakable wrappers."""
+    """Return whether all of `names`, without the unmistakable wrappers, start with ``module.``. False for no names."""
     return bool(names) and all(_without_words(name).startswith(_MODULE) for name in names)
 
 
 def _without_words(name: str) -> str:
-    """`name` without unmistakable words among the modules that it goes through."""
+    """Return `name` without the unmistakable wrappers before its last segment."""
     *modules, last = name.split(".")
     return ".".join([*(module for module in modules if module not in _WORDS), last])
-
-
-def _inner(name: str) -> re.Match[str] | None:
-    """Return the match of the segments before an inner ``module.`` of `name`, or None."""
-    if ".module." not in name:
-        return None
-    leading = _LEADING.match(name)
-    match = _INNER.match(name)
-    return match if match and leading and not leading.end() else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -13,87 +13,92 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
 from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.edits.names import (
-    ancestors,
     modules_unwrapped,
+    modules_with,
     modules_without,
     normal_prefix,
     prefixes_of,
     unwrapped,
     wrapped_parts,
 )
-from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
 from ckptconv.errors import CollisionError, LimitError, NoMatchError, UsageError, some
 from ckptconv.guesses import close_matches
 from ckptconv.hints import option
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Dict, Effect, Object, Value
+from ckptconv.pickles.graph import Dict, Effect, Object, Value, strings_of
 
 _KEEP = "to keep a part of each name, put ( ) around it in the pattern and write '\\1' in the replacement"
 _SHOWN = 5  # names or prefixes in an error
-_LOOKED_AT = 1000  # prefixes, where a near one is looked for
-_DOLLAR = regex(r"\$(?:\{(\w{1,99})\}|(\d{1,2}|[^\W\d]\w{0,99}))")  # as Perl, JavaScript and sed's users write a group
+_LOOKED_AT = 1000  # prefixes among which a similar one is searched
+_DOLLAR = regex(r"\$(?:\{(\w{1,99})\}|(\d{1,2}|[^\W\d]\w{0,99}))")  # a group as in Perl and JavaScript
 
 
 class NameEditor:
-    """Changes names everywhere they are used: state dicts, their ``_metadata``, optimizers keyed by names."""
+    """An editor for the names of one checkpoint.
+
+    Attributes:
+        named: The state dicts, and the optimizers that are keyed by names.
+        before: Their names before the edits.
+    """
 
     def __init__(self, checkpoint: Checkpoint, detected: Detected, changes: Changes) -> None:
         self.checkpoint = checkpoint
         self.where = checkpoint.source.path
         self.detected = detected
         self.changes = changes
-        named: list[StateDict | NamedOptimizer] = [*detected.state_dicts, *detected.optimizers]
-        self.before = [(found, found.names()) for found in named]
+        self.named: list[StateDict | NamedOptimizer] = [*detected.state_dicts, *detected.optimizers]
+        self.before = [found.names() for found in self.named]
 
     def run(self, edits: Edits) -> None:
-        if not (edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix):
-            return
+        """Apply the edits of names: unwrap, strip, rename, add.
+
+        Raises:
+            NoMatchError: A prefix or pattern matches no name, or the checkpoint has no state dict.
+            CollisionError: Two names become one.
+            UsageError: A prefix or pattern makes no sense.
+            LimitError: Matching a pattern takes too long.
+        """
         hint = self.detected.hint_of_modules()
         if hint and not self.detected.state_dicts:
             raise NoMatchError("there is no state dict whose names could be changed", where=self.where, hint=hint)
         if edits.unwrap:
             self.unwrap()
-        for said in edits.strip_prefix:
-            self.strip(said)
+        for prefix in edits.strip_prefix:
+            self.strip(prefix)
         for pattern, replacement in edits.rename:
             self.rename(pattern, replacement)
-        for said in edits.add_prefix:
-            self.add(said)
+        for prefix in edits.add_prefix:
+            self.add(prefix)
         keeps_nothing = any("\\" not in replacement for _, replacement in edits.rename)
-        for found, names in self.before:
+        for found, names in zip(self.named, self.before, strict=True):
             self.report(found, names, _KEEP if keeps_nothing else None)
         self.checkpoint.renamed()
 
     def names(self) -> list[str]:
-        """Every name in the state dicts; in a file of optimizers alone, theirs."""
-        named = self.detected.state_dicts or self.detected.optimizers
-        return [name for found in named for name in found.names()]
+        """Return every name in the state dicts, or in the optimizers if there is no state dict."""
+        return [name for found in self.detected.state_dicts or self.detected.optimizers for name in found.names()]
 
     def unwrap(self) -> None:
-        """Take wrappers out of names, each state dict by itself.
+        """Remove wrappers from the names of each state dict.
 
-        An optimizer's names lose what those of its model lose.
+        An optimizer's names lose the wrappers of its model.
         """
         changed = option("unwrap") + " changed nothing"
         for metadata, names in self.metadata(self.detected.state_dicts):
-            modules = {key for effect, i in metadata.pairs() if isinstance(key := effect.values[i], str)}
+            modules = strings_of(metadata)
             inside = modules_unwrapped(names, modules)
             if any(inside(path) != path for path in modules):
                 changed = option("unwrap") + " changed _metadata alone"
             _rename_keys(metadata, inside)
-        texts: dict[str, str] = {}  # one string for each name, as a pickle shares it
-        for found, names in self.before:
-            if isinstance(found, StateDict):
-                new, places = unwrapped(names), found.node.pairs()
-            else:
-                new, places = unwrapped(self.model_of(names) or names, names), iter(found.places)
-            known = {old: texts.setdefault(name, name) for old, name in new.items()}
-            for effect, i in places:
-                _replace(effect, i, known)
-        if all(old == new for found, names in self.before for old, new in zip(names, found.names(), strict=True)):
-            self.changes.notes.append(no_match("unwrap", NoMatchError("no wrapper is in the names, so " + changed)))
+        texts: dict[str, str] = {}  # equal names share one string, as in a pickle
+        for found, names in zip(self.named, self.before, strict=True):
+            is_model = isinstance(found, StateDict)
+            new = unwrapped(names) if is_model else unwrapped(self.model_of(names) or names, names)
+            _replace(found, {old: texts.setdefault(name, name) for old, name in new.items()})
+        if all(found.names() == names for found, names in zip(self.named, self.before, strict=True)):
+            self.changes.notes.append("no wrapper is in the names, so " + changed)
         if inner := self.inner_module():
             self.changes.notes.append(inner)
 
@@ -117,31 +122,32 @@ class NameEditor:
         )
 
     def model_of(self, names: list[str]) -> list[str]:
-        """The names of the state dict that an optimizer of `names` is for: the one that has the most of them, a usual
-        one where several have as many.
+        """Return the names of the state dict that an optimizer with `names` belongs to, or an empty list.
+
+        This is the state dict with most of these names. If several have as many, one with a usual path is preferred.
         """
         theirs = set(names)
         known = [
             (len(theirs.intersection(each)), self.detected.is_usual(found.path), each)
-            for found, each in self.before
+            for found, each in zip(self.named, self.before, strict=True)
             if isinstance(found, StateDict)
         ]
         most, _, model = max(known, key=lambda each: each[:2], default=(0, False, []))
         return model if most else []
 
-    def strip(self, said: str) -> None:
-        prefix = normal_prefix(said)
+    def strip(self, asked: str) -> None:
+        """Remove the prefix `asked` from the names that have it."""
+        prefix = normal_prefix(asked)
         every = self.names()
         having = [name for name in every if name.startswith(prefix)]
         if not having:
-            error = NoMatchError(
+            raise NoMatchError(
                 f"no name starts with {prefix!r}",
                 where=self.where,
                 got=_prefixes(every),
                 hint=_near(prefix, every) or self.inner_module(prefix) or self.detected.hint_of_modules(),
-                unmatched=("strip_prefix", said),
+                unmatched=("strip_prefix", asked),
             )
-            no_match("strip_prefix P", error)  # which raises it
         is_inner = len(having) < len(every) and prefix.endswith(".module.")
         if is_inner and (inner := self.inner_module()):
             self.changes.notes.append(f"{prefix!r} was removed as a whole; " + inner)
@@ -149,47 +155,40 @@ class NameEditor:
         for metadata, names in self.metadata(self.detected.state_dicts):
             stripped = [name.startswith(prefix) for name in names]
             if any(stripped):
-                _strip_metadata(metadata, prefix, keep_ancestors=not all(stripped))
-        self.each_name(self.detected.state_dicts, self.detected.optimizers, lambda name: name.removeprefix(prefix))
+                modules = strings_of(metadata)
+                _rename_keys(metadata, modules_without(prefix, modules, keep_ancestors=not all(stripped)))
+        _each_name(self.named, lambda name: name.removeprefix(prefix))
 
     def rename(self, pattern: str, replacement: str) -> None:
+        """Replace what `pattern` matches in names, and in the module paths of ``_metadata``."""
         compiled = _compiled(pattern, replacement)
-        with bounded_matching(pattern, self.where) as about:
-            self.rename_by(compiled, replacement, about)
+        with _bounded_matching(pattern, self.where) as bounded:
+            every = self.names()
+            if not any(compiled.search(bounded(name)) for name in every):
+                raise NoMatchError(
+                    f"no name matches {pattern!r}",
+                    where=self.where,
+                    got=_prefixes(every),
+                    hint=self.inner_module(pattern) or self.detected.hint_of_modules(),
+                    unmatched=("rename", (pattern, replacement)),
+                )
 
-    def rename_by(self, compiled: re.Pattern[str], replacement: str, about: Callable[[str], str]) -> None:
-        """Replace what `compiled` matches in names. Each name is passed through `about` first."""
-        every = self.names()
-        if not any(compiled.search(about(name)) for name in every):
-            error = NoMatchError(
-                f"no name matches {compiled.pattern!r}",
-                where=self.where,
-                got=_prefixes(every),
-                hint=self.inner_module(compiled.pattern) or self.detected.hint_of_modules(),
-                unmatched=("rename", (compiled.pattern, replacement)),
-            )
-            no_match("rename REGEX REPL", error)  # which raises it
+            def renamed_module(path: str) -> str:
+                """Return the new module path, or `path` if the new one does not end at a dot of a name."""
+                inside, end, _ = compiled.sub(replacement, f"{bounded(path)}.\0" if path else "\0").partition("\0")
+                return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
 
-        def of_module(path: str) -> str:
-            """What a name's part before its last segment becomes.
+            for metadata, _ in self.metadata(self.detected.state_dicts):
+                _rename_keys(metadata, renamed_module)
+            _each_name(self.named, lambda name: compiled.sub(replacement, bounded(name)))
 
-            `path` itself where that ends at no dot any more, and is no module's path.
-            """
-            inside, end, _ = compiled.sub(replacement, f"{about(path)}.\0" if path else "\0").partition("\0")
-            return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
-
-        for metadata, _ in self.metadata(self.detected.state_dicts):
-            _rename_keys(metadata, of_module)
-        named = self.detected.state_dicts, self.detected.optimizers
-        self.each_name(*named, lambda name: compiled.sub(replacement, about(name)))
-
-    def add(self, said: str) -> None:
-        prefix = normal_prefix(said)
+    def add(self, asked: str) -> None:
+        """Add the prefix `asked` to the main state dict, its averages and its optimizers."""
+        prefix = normal_prefix(asked)
         main = self.detected.main()
         if not main:
             what = "no state dict to add a prefix to"
-            error = NoMatchError(what, where=self.where, unmatched=("add_prefix", said))
-            no_match("add_prefix P", error)  # which raises it
+            raise NoMatchError(what, where=self.where, unmatched=("add_prefix", asked))
         if len(main) != 1 or not isinstance(main[0], StateDict):
             meant = dict.fromkeys(found.path for found in (*main, *self.detected.state_dicts))
             raise NoMatchError(
@@ -197,32 +196,19 @@ class NameEditor:
                 where=self.where,
                 hint="to prefix the names of all of them: " + option("rename", (("^", prefix),)),
             )
-        keys = set(main[0].names())  # an average of it has the same, and its optimizer some of them
+        keys = set(main[0].names())  # an average has the same names, and an optimizer some of them
         served = [found for found in self.detected.state_dicts if set(found.names()) == keys]
         for metadata, _ in self.metadata(served):
             _add_to_metadata(metadata, prefix)
         theirs = [optimizer for optimizer in self.detected.optimizers if keys.issuperset(optimizer.names())]
-        self.each_name(served, theirs, lambda name: prefix + name)
+        _each_name([*served, *theirs], lambda name: prefix + name)
 
     def metadata(self, state_dicts: list[StateDict]) -> list[tuple[Object, list[str]]]:
-        """Each ``_metadata`` once, and the names it is for; two state dicts can share one."""
+        """Return each ``_metadata`` of `state_dicts` once, with the names of the last state dict that has it."""
         return list({id(m): (m, found.names()) for found in state_dicts if (m := found.metadata)}.values())
 
-    def each_name(
-        self, state_dicts: list[StateDict], optimizers: list[NamedOptimizer], new: Callable[[str], str]
-    ) -> None:
-        """Replace each name by `new` of it. Equal names share one string, as they do in a pickle."""
-        named: list[StateDict | NamedOptimizer] = [*state_dicts, *optimizers]
-        known = {name: new(name) for found in named for name in found.names()}
-        for found in state_dicts:
-            for effect, i in found.node.pairs():
-                _replace(effect, i, known)
-        for optimizer in optimizers:
-            for effect, i in optimizer.places:
-                _replace(effect, i, known)
-
     def report(self, found: StateDict | NamedOptimizer, before: list[str], hint: str | None) -> None:
-        """Report what became of `found`'s names; refuse, with `hint`, where two became one."""
+        """Report the changed names of `found`. Raise CollisionError, with `hint`, if two names became one."""
         origin: dict[str, str] = {}
         is_reported = isinstance(found, StateDict) or not self.detected.state_dicts
         pairs = dict.fromkeys(zip(before, found.names(), strict=True))
@@ -243,10 +229,13 @@ class NameEditor:
 
 
 def _compiled(pattern: str, replacement: str) -> re.Pattern[str]:
-    """Return the compiled `pattern`. Raises UsageError for one that is none, or that `replacement` does not fit."""
+    """Return the compiled `pattern`.
+
+    Raise UsageError if it is not a regular expression, or `replacement` does not fit it.
+    """
     try:
-        found = re.compile(pattern)
-        found.sub(replacement, "")
+        compiled = re.compile(pattern)
+        compiled.sub(replacement, "")
     except (re.error, IndexError) as why:
         hint = None
         if "group reference" in str(why):
@@ -256,29 +245,39 @@ def _compiled(pattern: str, replacement: str) -> re.Pattern[str]:
         text = f"{pattern!r} → {replacement!r} is not a valid regular expression and replacement: {why}"
         raise UsageError(text, hint=hint) from None
 
-    def of_group(match: re.Match[str]) -> str:
+    def as_group(match: re.Match[str]) -> str:
         group = match[1] or match[2]
-        is_number = group.isdecimal() and 0 < int(group) <= found.groups
-        return rf"\g<{group}>" if is_number or group in found.groupindex else match[0]
+        is_number = group.isdecimal() and 0 < int(group) <= compiled.groups
+        return rf"\g<{group}>" if is_number or group in compiled.groupindex else match[0]
 
-    meant = _DOLLAR.sub(of_group, replacement)
-    if meant != replacement:  # it would be written into the names as it stands
+    meant = _DOLLAR.sub(as_group, replacement)
+    if meant != replacement:  # otherwise the names would contain the dollar sign
         raise UsageError(
             f"{replacement!r}: a group of the pattern is written as \\1 here, and not as $1",
             hint="is this meant: " + option("rename", ((pattern, re.sub(r"\\g<(\d+)>(?!\d)", r"\\\1", meant)),)),
         )
-    return found
+    return compiled
 
 
-def _replace(effect: Effect, i: int, known: dict[str, str]) -> None:
-    value = effect.values[i]
-    if isinstance(value, str) and known.get(value, value) != value:
-        effect.values[i] = known[value]
+def _each_name(named: Sequence[StateDict | NamedOptimizer], new: Callable[[str], str]) -> None:
+    """Replace each name in `named` by `new` of it. Equal names share one string, as in a pickle."""
+    known = {name: new(name) for found in named for name in found.names()}
+    for found in named:
+        _replace(found, known)
+
+
+def _replace(found: StateDict | NamedOptimizer, new: dict[str, str]) -> None:
+    """Replace the names of `found` by their values in `new`. A name that is not a key of `new` stays."""
+    for effect, i in found.node.pairs() if isinstance(found, StateDict) else found.places:
+        name = effect.values[i]
+        if isinstance(name, str) and new.get(name, name) != name:
+            effect.values[i] = new[name]
 
 
 def _near(prefix: str, names: list[str]) -> str | None:
-    """What may be meant by `prefix`, with which none of `names` starts: one with nearly
-    its letters, or less than a segment.
+    """Return what to type instead of `prefix`, with which none of `names` starts, or None.
+
+    This is an option for a similar prefix, or for a part of a segment.
     """
     known = [known for known, _ in prefixes_of(names).most_common(_LOOKED_AT)]
     near = close_matches(prefix, known, n=1, cutoff=0.75)
@@ -290,7 +289,7 @@ def _near(prefix: str, names: list[str]) -> str | None:
 
 
 def _prefixes(names: list[str]) -> str:
-    """The first segments that `names` have, the most frequent first."""
+    """Return the first segments of `names` for an error, the most frequent ones first."""
     counts = prefixes_of(names)
     if not counts:
         return "no prefixes" if names else "no state dict"
@@ -298,43 +297,24 @@ def _prefixes(names: list[str]) -> str:
     return f"prefixes {shown}" + (" ..." if len(counts) > _SHOWN else "")
 
 
-# _metadata: module path → {'version': n}; '' is the outermost module
-
-
-def _strip_metadata(metadata: Object, prefix: str, *, keep_ancestors: bool) -> None:
-    """Take `prefix` off module paths."""
-    keys = {effect.values[i] for effect, i in metadata.pairs() if isinstance(effect.values[i], str)}
-    _rename_keys(metadata, modules_without(prefix, keys, keep_ancestors=keep_ancestors))
-
-
 def _add_to_metadata(metadata: Object, prefix: str) -> None:
-    """Put `prefix` before module paths, and before them the entries that a wrapper's ``state_dict()``
-    has for itself.
-    """
-    wrapped = prefix[:-1]
-    pairs = list(metadata.pairs())
-    if any(effect.values[i] == "" for effect, i in pairs if isinstance(effect.values[i], str)):
-        _rename_keys(metadata, lambda path: prefix + path if path else wrapped)
-        first, at = pairs[0]
+    """Add `prefix` to the module paths of `metadata`, and the entries that a wrapper's ``state_dict()`` writes."""
+    added, module = modules_with(prefix, strings_of(metadata))
+    _rename_keys(metadata, module)
+    if added:
+        first, at = next(metadata.pairs())
         if first.opcode == "SETITEM":
             first.opcode = "SETITEMS"
-        for ancestor in sorted(ancestors(wrapped), reverse=True):
-            first.values[at:at] = [ancestor, _version_one()]
-    else:
-        _rename_keys(metadata, lambda path: prefix + path)
-
-
-def _version_one() -> Dict:
-    """``{'version': 1}``: what ``torch.nn.Module`` writes for a module that says nothing else."""
-    version = Dict()
-    version.add(Effect("SETITEM", ["version", 1], None))
-    return version
+        for path in reversed(added):
+            version = Dict()  # torch.nn.Module writes this for a module without a version of its own
+            version.add(Effect("SETITEM", ["version", 1], None))
+            first.values[at:at] = [path, version]
 
 
 def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
-    """Give `mapping`'s string keys the names that `new` says.
+    """Replace each string key of `mapping` by `new` of it.
 
-    None takes an item out, and of two that become one the first stays.
+    An item is removed if `new` returns None. If two keys become one, the first item stays.
     """
     seen: set[str] = set()
     for effect in mapping.effects:
@@ -360,7 +340,7 @@ class _TooLongError(Exception):
 
 
 @contextmanager
-def bounded_matching(pattern: str, where: object) -> Iterator[Callable[[str], str]]:
+def _bounded_matching(pattern: str, where: object) -> Iterator[Callable[[str], str]]:
     """Yield a function that returns a name unchanged, and that is called with each name before it is matched.
 
     Names and the processor time for all of them together are limited. Python looks at the time between two names, in
@@ -376,7 +356,7 @@ def bounded_matching(pattern: str, where: object) -> Iterator[Callable[[str], st
     current = ""
     stop = time.thread_time() + LIMITS.match_seconds
 
-    def about(name: str) -> str:
+    def bounded(name: str) -> str:
         nonlocal current
         current = name
         if len(name) > LIMITS.matched_name:
@@ -392,7 +372,7 @@ def bounded_matching(pattern: str, where: object) -> Iterator[Callable[[str], st
 
     try:
         with _alarm():
-            yield about
+            yield bounded
     except _TooLongError:
         raise LimitError(
             f"matching {pattern!r} takes too long",

@@ -11,19 +11,26 @@ from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.checkpoint.tensor_info import DeviceArgument, Storage
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import FAMILIES, Devices, near_device, user_devices
-from ckptconv.edits.no_match import no_match
-from ckptconv.errors import NoMatchError, UnknownDeviceError, UsageError, some
+from ckptconv.errors import UnknownDeviceError, UsageError, some
 from ckptconv.hints import option
 from ckptconv.pickles.graph import Call, Global, Tuple, Value, args_of, children
 
 
 def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
-    """Send storages, and the devices of rebuild calls, where `devices` says; `changes` gains what that is.
+    """Change the tags of storages, and the devices of rebuild calls, as `devices` says.
 
-    `rng_storages` hold states of random generators.
+    Args:
+        checkpoint: The checkpoint, which is changed in place.
+        devices: The mapping of tags.
+        rng_storages: The storages with states of random generators.
+        changes: The changes, to which these are added.
+
+    Raises:
+        UnknownDeviceError: A rule is for a device that neither torch nor the checkpoint knows.
+        UsageError: Tensors would go to a device that neither torch nor the checkpoint knows.
     """
     _unwrap(checkpoint, devices)
-    tags: dict[str, str] = {}  # one string for each tag, as a pickle shares it
+    tags: dict[str, str] = {}  # one string for each tag, as in a pickle
     new_tags: dict[Storage, str] = {}
     counts, arguments = checkpoint.index.tensor_counts, checkpoint.index.device_arguments
     seen_tags = tags_of(checkpoint)
@@ -35,7 +42,7 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
         new = known[asked]
         if new != storage.device:
             new_tags[storage] = tags.setdefault(new, new)
-            _count(changes, storage.device, new, counts[storage], storage.nbytes)
+            changes.count_devices(storage.device, new, counts[storage], storage.nbytes)
     for reference in checkpoint.references:
         if reference.storage in new_tags:
             change_id(reference.node, tag=new_tags[reference.storage])
@@ -45,68 +52,62 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
         new = devices.new_tag(argument.device)
         if new != argument.device:
             _set_device(argument, tags.setdefault(new, new))
-            _count(changes, argument.device, new, 1, 0)
+            changes.count_devices(argument.device, new, 1, 0)
     checkpoint.changed(same_tensors=True, same_places=not arguments)
     changes.notes += unmatched_rules(checkpoint, devices, seen_tags)
     if devices.to and not changes.devices:
-        there = (
-            f"every tensor is on {devices.to} already" if seen_tags == {devices.to.tag("")} else "nothing goes there"
-        )
-        error = NoMatchError(
-            (there if seen_tags else "there are no tensors")
-            + ", so "
-            + option("map_location", str(devices.to))
-            + " changed nothing"
-        )
-        changes.notes.append(no_match("to DEVICE", error))
+        reason = "nothing goes there" if seen_tags else "there are no tensors"
+        if seen_tags == {devices.to.tag("")}:
+            reason = f"every tensor is on {devices.to} already"
+        changes.notes.append(reason + ", so " + option("map_location", str(devices.to)) + " changed nothing")
 
 
 def _unwrap(checkpoint: Checkpoint, devices: Devices) -> None:
-    """Replace tensors that are copied from the CPU to a device by the CPU tensor, tagged with that device.
+    """Replace each call that copies a CPU tensor to a device by the CPU tensor, with a tag for that device.
 
-    Only those that `devices` moves, and that share nothing: torch has no tag for the device of the others (XLA).
+    A tensor that `devices` does not move, or that shares its storage or a node, keeps its call: torch has no tag for
+    its device (XLA).
     """
     index = checkpoint.index
-    found = [
+    copies = [
         (call, inner, argument.device)
         for argument in index.device_arguments
         if devices.new_tag(argument.device) != argument.device
         and (inner := cpu_tensor_in(call := argument.call))
         and not call.effects
     ]
-    if not found:
+    if not copies:
         return
     uses = Counter(id(child) for node in index.nodes for child in children(node))
     references = Counter(reference.storage for reference in checkpoint.references)
-    for call, inner, device in found:
+    for call, inner, device in copies:
         args = args_of(inner)
         storage = index.storage_of[id(args[0])]
-        alone = max(uses[id(node)] for node in (call.args, inner, inner.args, args[0])) == 1
-        if not alone or references[storage] > 1:
-            continue
-        call.callable, call.args = inner.callable, Tuple([*args[:4], args_of(call)[3], *args[5:]])
-        storage.device = device
+        if references[storage] == 1 and all(uses[id(node)] == 1 for node in (call.args, inner, inner.args, args[0])):
+            call.callable, call.args = inner.callable, Tuple([*args[:4], args_of(call)[3], *args[5:]])
+            storage.device = device
     checkpoint.changed()
 
 
 def about_kept_devices(checkpoint: Checkpoint, devices: Devices) -> list[str]:
-    """A note on devices in `checkpoint` that are data, where `devices` would send tensors from there elsewhere."""
+    """Return a note on devices in `checkpoint` that are data and stay, although `devices` maps them; else nothing."""
     data = user_devices(checkpoint.index.every_place)
     stay = [f"{path} = {device}" for path, device in data.items() if devices.new_tag(device) != device]
     return [f"devices that are data, and stay: {some(stay)}"] if stay else []
 
 
 def tags_of(checkpoint: Checkpoint) -> set[str]:
-    """The tags of all storages and rebuild calls of `checkpoint`."""
+    """Return the tags of all storages and rebuild calls of `checkpoint`."""
     arguments = {argument.device for argument in checkpoint.index.device_arguments}
     return {storage.device for storage in checkpoint.storages.values()} | arguments
 
 
 def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) -> list[str]:
-    """Notes on those rules of `devices` that serve none of `tags`, which `checkpoint` has.
+    """Return notes on the rules of `devices` that match none of `tags`, the tags of `checkpoint`.
 
-    Raises UnknownDeviceError where one is for what is no device's name either, UsageError where tensors would go to a
-    backend that `checkpoint` does not know, unless all of them are to go there.
+    Raises:
+        UnknownDeviceError: Such a rule is for a word that is not a device.
+        UsageError: Tensors would go to a backend of which `checkpoint` has no tag, and the rule is not for ``any``.
     """
     notes = []
     for target in (devices.to, *(rule.new for rule in devices.rules if rule.rank)):
@@ -121,28 +122,24 @@ def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) ->
         if any(rule.matches(tag) for tag in tags):
             continue
         if rule.is_known:
-            what = f"no tensor is on {rule.old!r}, so mapping it changed nothing"
-            notes.append(no_match("map OLD=NEW", NoMatchError(what)))
+            notes.append(f"no tensor is on {rule.old!r}, so mapping it changed nothing")
             continue
         near = near_device(rule.old, ("gpu", "any", *FAMILIES))
-        error = UnknownDeviceError(
+        raise UnknownDeviceError(
             f"{rule.old!r} is no device, and no tensor has such a tag",
             where=checkpoint.source.path,
             got=", ".join(sorted(tags)) or "no tensors",
             hint=option("map_location", ((near, str(rule.new)),)) + " may be meant" if near else None,
             unmatched=("devices", rule),
         )
-        no_match("map WORD=NEW", error)  # which raises it
     return notes
 
 
-def _count(changes: Changes, old: str, new: str, tensors: int, nbytes: int) -> None:
-    before = changes.devices.get((old, new), (0, 0))
-    changes.devices[old, new] = before[0] + tensors, before[1] + nbytes
-
-
 def _set_device(argument: DeviceArgument, tag: str) -> None:
-    """Replace one argument of one call; the tuple and the device that stood there may be somebody else's as well."""
+    """Replace the device in one argument of one call by `tag`.
+
+    The tuples and the old device may be shared with other calls, so they are replaced and not changed.
+    """
     outer = argument.call.args
     inner = outer.items[2] if argument.nested and isinstance(outer, Tuple) else outer
     assert isinstance(outer, Tuple) and isinstance(inner, Tuple)

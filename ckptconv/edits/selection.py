@@ -1,6 +1,6 @@
 """Select a part of a checkpoint: an object, a state dict, or some tensors.
 
-What is not taken is named, with its bytes.
+The result lists what is left behind, with its bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.tensor_info import LeftBehind, left_behind_at, matches
-from ckptconv.edits.no_match import no_match
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
 from ckptconv.guesses import close_matches
@@ -23,36 +22,31 @@ from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Object, Set, 
 from ckptconv.pickles.paths import Place, item_segments, key_segment
 
 _LISTED = 20  # candidates in an error
-_KEYED = "what has a key"  # of which globs speak
-_LOOKED_AT = 2000  # paths, where a near one is looked for
+_LOOKED_AT = 2000  # paths among which a similar one is searched
 _ADDING = ("APPEND", "APPENDS", "ADDITEMS")
 
 
 def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> list[LeftBehind]:
-    """Reduce a checkpoint to the part that is asked for. Paths stay those of the source.
+    """Reduce a checkpoint to the part that the edits ask for. Paths stay those of the source.
 
     Args:
-        checkpoint: It is changed in place.
-        edits: Those of them that name a part: ``select``, ``state_dict``, ``drop``, ``include``, ``exclude``.
-        is_emitted: Whether a pickle will be made of it. Only then its order of effects has to be looked at, which takes
-            longer than everything else here.
+        checkpoint: The checkpoint, which is changed in place.
+        edits: The edits, of which these count: ``select``, ``state_dict``, ``drop``, ``include``, ``exclude``.
+        is_emitted: Whether the graph will be written as a pickle. Only then the order of effects matters, and the check
+            of that order takes longer than everything else here.
 
     Returns:
-        What is left behind.
+        The parts that are left behind.
 
     Raises:
-        NoMatchError: A path or glob matches nothing.
-        RefusedError: Several state dicts could be meant.
+        NoMatchError: A path or glob matches nothing, or no tensor is left.
+        RefusedError: It is not clear which state dict is meant, or a part cannot be left out.
     """
     before = checkpoint.index
     left: list[LeftBehind] = []
     paths: dict[str, str] = {}
     if edits.select is not None:
-        place = _place_at(checkpoint, edits.select)
-        if place is None:
-            no_match("select PATH", _no_place(checkpoint, edits.select))  # which raises it
-        else:
-            left += _take(checkpoint, place)
+        left += _take(checkpoint, _place_at(checkpoint, edits.select))
     if edits.state_dict and not (edits.select is not None and _named_tensors(checkpoint)):
         found = _state_dict(checkpoint)
         if isinstance(found, PickledModule):
@@ -62,7 +56,7 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
             left += _take(checkpoint, next(place for place in checkpoint.places if place.node is found.node))
     if edits.drop:
         unwanted = [place for path in edits.drop for place in _places_at(checkpoint, path, before)]
-        left += _drop(checkpoint, unwanted, "items, attributes and elements of lists")
+        left += _drop(checkpoint, unwanted)
     if edits.include or edits.exclude:
         left += _filter(checkpoint, edits.include, edits.exclude, paths, before)
     if is_emitted and checkpoint.index is not before:
@@ -73,15 +67,17 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
 # One part
 
 
-def _place_at(checkpoint: Checkpoint, path: str) -> Place | None:
-    for written in (str, printable):  # as it is, or as ``inspect`` shows it
+def _place_at(checkpoint: Checkpoint, path: str) -> Place:
+    """Return the place at `path`, or at the path that ``inspect`` shows so. Raise NoMatchError if there is none."""
+    for shown in (str, printable):
         for place in checkpoint.places:
-            if written(place.path) == path:
+            if shown(place.path) == path:
                 return place
-    return None
+    raise _no_place(checkpoint, path)
 
 
 def _no_place(checkpoint: Checkpoint, path: str) -> NoMatchError:
+    """Return the error for a `path` without a place, with a hint at what may be meant."""
     known, meant = _candidates(checkpoint), _called(checkpoint, path)
     if not meant and [each.path for each in checkpoint.detected.state_dicts] == ["."]:
         known, meant = "", joined("the checkpoint is a state dict itself", _look_for(checkpoint, Option("tree")))
@@ -94,8 +90,9 @@ def _no_place(checkpoint: Checkpoint, path: str) -> NoMatchError:
 
 
 def _called(checkpoint: Checkpoint, name: str) -> str | None:
-    """What to type for `name` if it is one in a whole module, or a path without the
-    attributes in which modules keep their parts.
+    """Return what to type for `name` if it is a name in a pickled module, or None.
+
+    It may be a path without the attributes in which modules keep their parts.
     """
     modules = checkpoint.detected.modules
     words = _words(name)
@@ -109,18 +106,18 @@ def _called(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 def _words(path: str) -> tuple[str, ...]:
-    """The words of a path or name, without what says where a module keeps its parts."""
+    """Return the words of a path or name, without the attributes in which modules keep their parts."""
     return tuple(word for word in re.split(r"[./\[\]\\]+", path) if word and word not in PARTS)
 
 
 def _look_for(checkpoint: Checkpoint, *options: Option) -> str | None:
-    """The command that shows what there is, in a file or folder."""
+    """Return a hint with the command that shows the checkpoint, or None if it is not a file or folder."""
     source = checkpoint.source
     return "see what there is: " + command("inspect", source.path, *options) if source.is_stored else None
 
 
 def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
-    """The state dict that is meant when nobody says which, or the module that would give it."""
+    """Return the main state dict, or the module that would give it. Raise RefusedError if that is not clear."""
     found = checkpoint.detected.main()
     if len(found) == 1:
         return found[0]
@@ -146,7 +143,7 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
 
 
 def _nameless(checkpoint: Checkpoint) -> str | None:
-    """Return what holds the tensors of a checkpoint that has no state dict, if that is known."""
+    """Return a text about the object with the tensors of a checkpoint without a state dict, or None."""
     tensors, parts = checkpoint.tensor_nodes, checkpoint.detected.optimizer_nodes
     for place in checkpoint.places:
         node, at = place.node, "it" if place.path == "." else place.path
@@ -162,16 +159,14 @@ def _nameless(checkpoint: Checkpoint) -> str | None:
 
 
 def _named_tensors(checkpoint: Checkpoint) -> int:
-    """How many tensors are items of the root with a string key."""
+    """Return the number of tensors that are items of the root with a string key."""
     root = checkpoint.graph.root
-    pairs = root.pairs() if isinstance(root, (Dict, Call)) else ()
-    return sum(
-        isinstance(effect.values[i], str) and id(effect.values[i + 1]) in checkpoint.tensor_nodes for effect, i in pairs
-    )
+    entries = root.entries() if isinstance(root, (Dict, Call)) else ()
+    return sum(isinstance(key, str) and id(value) in checkpoint.tensor_nodes for key, value in entries)
 
 
 def _candidates(checkpoint: Checkpoint) -> str:
-    """The state dicts and whole modules that there are, with their sizes."""
+    """Return the paths of all state dicts and pickled modules, with their sizes. Empty if there are none."""
     detected = checkpoint.detected
     found: list[tuple[str, list[Node]]] = [(each.path, [each.node]) for each in detected.state_dicts]
     found += [(f"{each.path}, a {each.cls}", list(each.tensors.values())) for each in detected.modules if each.tensors]
@@ -183,34 +178,42 @@ def _candidates(checkpoint: Checkpoint) -> str:
 def _restrict(
     checkpoint: Checkpoint, root: Place, left: Mapping[str, Iterable[Place]], before: Index
 ) -> list[LeftBehind]:
-    """Make what stands at `root` the whole checkpoint, of which `before` is the index so far.
+    """Make the object at `root` the complete checkpoint.
 
-    What is `left` behind is given by why it is.
+    Args:
+        checkpoint: The checkpoint.
+        root: The place of the new root.
+        left: The places that are left behind, by reason.
+        before: The index of the checkpoint before the change.
+
+    Returns:
+        The parts that are left behind.
     """
     checkpoint.restrict(root)
     kept = checkpoint.storages.values()
-    return [each for why, places in left.items() for each in left_behind_at(places, before.storage_of, kept, why)]
+    return [part for why, places in left.items() for part in left_behind_at(places, before.storage_of, kept, why)]
 
 
 def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
-    """Make what stands at `place` the whole checkpoint."""
+    """Make the object at `place` the complete checkpoint. Return the parts that are left behind."""
     if place.node is checkpoint.graph.root:
         return []
     index = checkpoint.index
-    others = [each for each in index.places_in(_above(place) - {id(place.node)}) if each.node is not place.node]
+    others = [other for other in index.places_in(_above(place) - {id(place.node)}) if other.node is not place.node]
     checkpoint.graph.discarded = []
     return _restrict(checkpoint, place, {f"not in {place.path}": others}, index)
 
 
 def _above(place: Place) -> set[int]:
-    """The ids of what `place` stands in."""
+    """Return the ids of the nodes that contain `place`."""
     return {id(above.node) for above in place.upwards() if above is not place}
 
 
 def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehind]:
-    """Make the state dict that `module` would give the whole checkpoint.
+    """Make the state dict of `module` the complete checkpoint. Return the parts that are left behind.
 
-    Its tensors' paths are their names, below the module's path.
+    The paths of the tensors are their names, below the path of the module. Raise RefusedError if it is not known which
+    state dict the module would give.
     """
     if module.trouble:
         raise RefusedError(
@@ -238,7 +241,7 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
     named: set[int] = set()
     for name, node in module.tensors.items():
         tensor = detached(node)
-        if id(node) in named and isinstance(tensor, Call):  # each name has a tensor of its own, as detach() makes them
+        if id(node) in named and isinstance(tensor, Call):  # detach() makes a tensor for each name
             tensor = Call(tensor.kind, tensor.callable, tensor.args)
         named.add(id(node))
         items += (name, tensor)
@@ -246,7 +249,7 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
     place = module.place
     checkpoint.graph.discarded = []
     left = _restrict(checkpoint, Place(place.parent, place.segment, state_dict, place.depth, place.key), whys, index)
-    if of_torch:  # a line for all: there are more of them than of everything else
+    if of_torch:  # one line for all of them, because they are many
         numbers = f"{count(len(of_torch), 'attribute')} of {count(len(module.modules), 'module')}"
         why = f"what every module has for torch's own use (hooks, training; {numbers})"
         left.append(LeftBehind(module.path, 0, why))
@@ -263,12 +266,23 @@ def _filter(
     paths: Mapping[str, str],
     before: Index,
 ) -> list[LeftBehind]:
-    """Take the tensors that are not wanted out of their mappings.
+    """Remove tensors from their mappings: those that no glob of `include` matches, or a glob of `exclude` does.
 
-    A glob without a slash speaks of tensors in state dicts alone.
+    A glob without a slash is for the names in state dicts, and one with a slash for paths.
 
-    `paths` say where in the source the names of a module's state dict stood. `before` is the index of the whole source:
-    what a glob with a slash excludes may be left behind already.
+    Args:
+        checkpoint: The checkpoint.
+        include: The globs of tensors to keep. If there are none, all are kept.
+        exclude: The globs of tensors to remove.
+        paths: The paths in the source of the names in a module's state dict.
+        before: The index of the complete source, whose tensors may be left behind already.
+
+    Returns:
+        The parts that are left behind.
+
+    Raises:
+        NoMatchError: A glob matches nothing, or no tensor is left.
+        RefusedError: A tensor cannot be left out, because it has no key.
     """
     detected = checkpoint.detected
     state_dicts = {id(found.node) for found in detected.state_dicts}
@@ -281,7 +295,7 @@ def _filter(
         return matches(glob, place.path, place.key) or (source is not None and matches(glob, source, place.key))
 
     def meant(field: str, globs: tuple[str, ...]) -> set[int]:
-        """The ids of the places that one of `globs`, those of `field`, means."""
+        """Return the ids of the places that one of `globs`, the option `field`, matches."""
         found: set[int] = set()
         for glob in globs:
             searched = places if "/" in glob else named
@@ -291,16 +305,15 @@ def _filter(
                 continue
             if not hits:
                 what = "tensor" if "/" in glob else "name in a state dict"
-                error = NoMatchError(
+                near = None if "/" in glob else _near_glob(checkpoint, field, glob, named) or detected.hint_of_modules()
+                raise NoMatchError(
                     f"no {what} matches {glob!r}",
                     where=checkpoint.source.path,
                     expected="something like " + (searched[0].path if searched else "a path, with a slash"),
-                    hint=None
-                    if "/" in glob
-                    else _near_glob(checkpoint, field, glob, named) or detected.hint_of_modules(),
-                    unmatched=(field, glob),
+                    hint=near,
+                    # without its only glob, include would take everything
+                    unmatched=(field, glob) if field == "exclude" or len(globs) > 1 else None,
                 )
-                no_match(f"{field} GLOB", error, is_one_of_several=len(globs) > 1)  # which raises it
             found |= hits
         return found
 
@@ -309,47 +322,48 @@ def _filter(
         of_others = any("/" in glob for glob in include)
         wanted = meant("include", include)
         unwanted |= {id(p) for p in places if id(p) not in wanted and (of_others or id(p) in inside)}
-    return _drop(checkpoint, [place for place in places if id(place) in unwanted], _KEYED)
+    return _drop(checkpoint, [place for place in places if id(place) in unwanted], only_keyed=True)
 
 
 def _near_glob(checkpoint: Checkpoint, field: str, glob: str, named: Sequence[Place]) -> str | None:
-    """What to type for `glob`, which no name matches, but which is a part of the checkpoint, or of names."""
-    if "/" in glob:
-        return None
+    """Return what to type instead of `glob`, which no name matches, or None.
+
+    It may be the path of a part of the checkpoint, or a part of the names at the places `named`.
+    """
     part = glob.removesuffix(".*")
     if any(place.path == part for place in checkpoint.index.every_place):
         return "for the part of that name: " + option("select" if field == "include" else "drop", part)
-    near = (each for each in (f"{part}.*", f"*.{part}.*") if any(matches(each, at.path, at.key) for at in named))
-    meant = next(near, None) if part == glob else None
-    return "try: " + option(field, meant) if meant else None
+    for meant in (f"{part}.*", f"*.{part}.*") if part == glob else ():
+        if any(matches(meant, place.path, place.key) for place in named):
+            return "try: " + option(field, meant)
+    return None
 
 
 def _places_at(checkpoint: Checkpoint, path: str, before: Index) -> list[Place]:
-    """Return the places that `path` means, which is written out, or a glob with a slash.
+    """Return the places that `path`, a path or a glob with a slash, matches.
 
-    A place inside another one of them is left out. The list is empty if they are left behind already: only `before`,
-    the index of the whole source, has them.
+    A place inside another one is left out. The list is empty if only `before`, the index of the complete source, has
+    such places: they are left behind already. Raise NoMatchError if there are none.
     """
     found = _meant_places(checkpoint.index, path)
     if not found and before is not checkpoint.index and _meant_places(before, path):
         return []
     if not found:
         every = [place.path for place in before.every_place[:_LOOKED_AT]]
-        parts = [written for written in every if "/" not in written]  # which are what people mean by one word
+        parts = [written for written in every if "/" not in written]  # people mean these by one word
         near = close_matches(path, parts, n=1) or close_matches(path, every, n=1)
-        error = NoMatchError(
+        raise NoMatchError(
             f"nothing stands at {path}",
             where=checkpoint.source.path,
             hint=f"is {near[0]} meant?" if near else _look_for(checkpoint, Option("tree")),
             unmatched=("drop", path),
         )
-        no_match("drop PATH", error)  # which raises it
     inside = {id(place) for place in found}
     return [place for place in found if inside.isdisjoint(id(above) for above in [*place.upwards()][1:])]
 
 
 def _meant_places(index: Index, path: str) -> list[Place]:
-    """Return the first place in `index` that is called `path`, or else all places that the glob `path` matches."""
+    """Return the first place in `index` with this `path`, or else all places that the glob `path` matches."""
     known = [(place.path, place) for place in index.every_place]
     found = [place for written, place in known if path in (written, printable(written))][:1]
     if not found and "/" in path:
@@ -358,24 +372,33 @@ def _meant_places(index: Index, path: str) -> list[Place]:
 
 
 def holder_of(place: Place) -> tuple[Object, str] | None:
-    """What holds `place` so that it can be taken out, and its segment there. Arguments and members of tuples stay."""
+    """Return the object from which the node at `place` can be removed, and its segment there.
+
+    Return None for arguments and members of tuples, which cannot be removed.
+    """
     outer = place.parent.node if place.parent else None
-    if place.segment.startswith("/.") and isinstance(outer, Object):  # an attribute: an item of a state
+    if place.segment.startswith("/.") and isinstance(outer, Object):  # an attribute is an item of a state
         states = (state for state in outer.states() if isinstance(state, Dict) and place.key in strings_of(state))
         return next(((state, key_segment(place.key, 0)) for state in states), None)
     return (outer, place.segment) if isinstance(outer, Object) else None
 
 
-def _drop(checkpoint: Checkpoint, unwanted: list[Place], what: str) -> list[LeftBehind]:
-    """Take what is `unwanted` out of what holds it, where that is `what` can be left out."""
+def _drop(checkpoint: Checkpoint, unwanted: list[Place], *, only_keyed: bool = False) -> list[LeftBehind]:
+    """Remove the nodes at the places `unwanted` from the objects that contain them. Return what is left behind.
+
+    Raises:
+        RefusedError: A node cannot be removed, or has no key although `only_keyed` is set.
+        NoMatchError: No tensor is left.
+    """
     by_mapping: dict[int, tuple[Object, set[str]]] = {}
     segments_of: dict[int, set[str]] = {}
     for place in unwanted:
         holder, segment = holder_of(place) or (None, "")
-        if holder is not None and id(holder) not in segments_of:  # once: it can have as many items as there are places
+        if holder is not None and id(holder) not in segments_of:  # once for each: an object can have many items
             segments_of[id(holder)] = set(_segments(holder))
         has_key = segment == place.segment and isinstance(holder, (Dict, Call))
-        if holder is None or segment not in segments_of[id(holder)] or (what is _KEYED and not has_key):
+        if holder is None or segment not in segments_of[id(holder)] or (only_keyed and not has_key):
+            what = "what has a key" if only_keyed else "items, attributes and elements of lists"
             raise RefusedError(
                 f"only {what} can be left out",
                 where=checkpoint.source.path,
@@ -390,7 +413,7 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place], what: str) -> list[Left
         _remove(mapping, segments)
     left = _restrict(checkpoint, checkpoint.root, {"left out as asked": unwanted}, index)
     named = {place.path for place in unwanted}
-    for place in again:  # a mapping that stands in two places loses its items in both
+    for place in again:  # a mapping with two places loses its items in both
         paths = [place.path.removesuffix(".") + segment for segment in sorted(by_mapping[id(place.node)][1])]
         left += [LeftBehind(path, 0, "left out with it") for path in paths if path.removeprefix("/") not in named]
     if had_tensors and not checkpoint.tensors:
@@ -399,14 +422,14 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place], what: str) -> list[Left
 
 
 def _segments(holder: Object) -> list[str]:
-    """The segments of what can be taken out of `holder`: items, or the elements of a list or set."""
+    """Return the segments of all items of `holder`, or of all elements of a list or set."""
     if isinstance(holder, (List, Set)):
         return [f"[{i}]" if isinstance(holder, List) else f"/{{{i}}}" for i in range(len([*holder.elements()]))]
     return item_segments(holder)
 
 
 def _remove(holder: Object, segments: set[str]) -> None:
-    """Take out of `holder` what has these `segments`."""
+    """Remove the items or elements with these `segments` from `holder`."""
     gone = {n for n, segment in enumerate(_segments(holder)) if segment in segments}
     opcodes, width = (_ADDING, 1) if isinstance(holder, (List, Set)) else (("SETITEM", "SETITEMS"), 2)
     n = 0

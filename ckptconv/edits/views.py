@@ -25,8 +25,6 @@ from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.checkpoint.tensor_info import Reference, Storage, TensorInfo, extent
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, UNTYPED, DType, get_dtype
 from ckptconv.edits.changes import Changes, Dropped
-from ckptconv.edits.no_match import no_match
-from ckptconv.errors import NoMatchError
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children
@@ -326,4 +324,4 @@ def compact(checkpoint: Checkpoint, changes: Changes) -> None:
     changes.compacted = Dropped(storages, dropped)
     if not storages:
         what = "tensors show every byte of the storages that could be compacted, so "
-        changes.notes.append(no_match("compact", NoMatchError(what + option("compact") + " changed nothing")))
+        changes.notes.append(what + option("compact") + " changed nothing")

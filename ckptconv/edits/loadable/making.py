@@ -28,9 +28,8 @@ from ckptconv.edits.loadable.table import (
     frozen_set,
     named,
 )
-from ckptconv.edits.no_match import no_match
 from ckptconv.edits.selection import holder_of
-from ckptconv.errors import NoMatchError, RefusedError, count, some
+from ckptconv.errors import RefusedError, count, some
 from ckptconv.hints import Message, Option, Placeholder, command, joined, option
 from ckptconv.pickles.graph import (
     SET_CLASSES,
@@ -100,8 +99,7 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
     drop_effect_order(checkpoint)
     changes.made_plain = making.said(places, nodes)
     if not changes.made_plain:
-        error = NoMatchError("everything in it is plain already, so " + option("loadable") + " changed nothing")
-        changes.notes.append(no_match("loadable", error))
+        changes.notes.append("everything in it is plain already, so " + option("loadable") + " changed nothing")
 
 
 def _refresh(checkpoint: Checkpoint, nodes: list[Node]) -> None:
