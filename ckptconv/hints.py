@@ -1,4 +1,7 @@
-"""What messages suggest, as data: options and commands of ours, in the words of a shell or of Python."""
+"""What messages suggest, as data: options and commands of ckptconv, in the words of a shell or of Python.
+
+A message is in the words of Python if it is made while a public function runs, and in those of a shell otherwise.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import functools
 import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
-from ckptconv.errors import ArgumentTypeError, CkptconvError, printable
+from ckptconv.errors import ArgumentTypeError, printable
 from ckptconv.guesses import PLACES, keyword_for, unneeded
 from ckptconv.light_dataclass import dataclass
 
@@ -26,6 +29,8 @@ TRUSTED = "if you trust who made it, for it can run code"
 #: Options of commands that no function has, and what of a result has in Python what they show.
 _TERMINAL_ONLY = {"tree": "tensors", "json": "as_dict()", "verbose": "as_dict()"}
 _SHORT = {"verbose": "-v"}  # as they are said
+#: One item for each public function that runs, in any thread.
+_public_calls: list[None] = []
 
 
 class Placeholder(str):
@@ -95,18 +100,26 @@ class Command:
 
 
 class Message(str):
-    """A text of parts, some of them options and commands: the text is what the command line says.
+    """A text of parts, some of them options and commands.
 
-    What is added to it is another part. An f-string or ``join`` would make a text of it, in which the parts are lost:
-    outside of :mod:`ckptconv.cli` and :mod:`ckptconv.render` the tests let none pass.
+    ``+`` adds a part. An f-string or ``join`` makes a text of it, in which the parts are lost: outside of
+    :mod:`ckptconv.cli` and :mod:`ckptconv.render` the tests let none pass. In the words of Python it is pickled as a
+    plain text. In those of a shell its parts are pickled, so that it can become one of Python in another process.
     """
 
     parts: tuple[str | Option | Command, ...]
+    is_typed: bool
+    is_shell: bool
 
-    def __new__(cls, *parts: str | Option | Command) -> Message:
-        typed = (part if isinstance(part, str) else shell(*chain(*part.words())) for part in parts)
-        self = super().__new__(cls, "".join(typed))
-        self.parts = parts
+    def __new__(cls, *parts: str | Option | Command, is_typed: bool = False) -> Message:
+        """Make a message. `is_typed`: it is in the words of a shell, wherever it is made."""
+        is_shell = is_typed or not _public_calls
+        words = (
+            part if isinstance(part, str) else shell(*chain(*part.words())) if is_shell else part.in_python()
+            for part in parts
+        )
+        self = super().__new__(cls, "".join(words))
+        self.parts, self.is_typed, self.is_shell = parts, is_typed, is_shell
         return self
 
     def __add__(self, other: str) -> Message:
@@ -116,7 +129,9 @@ class Message(str):
         return Message(*_parts(other), *self.parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Message, self.parts
+        if self.is_typed:
+            return functools.partial(Message, is_typed=True), self.parts
+        return (Message, self.parts) if self.is_shell else (str, (str(self),))
 
 
 def _parts(text: str) -> tuple[str | Option | Command, ...]:
@@ -131,6 +146,11 @@ def option(keyword: str, value: object = True) -> Message:
 def command(name: str, *arguments: str | os.PathLike[str] | Option) -> Message:
     """A command of ours as a message. A path that starts with a dash, and is no text, gets a folder."""
     return Message(Command(name, arguments))
+
+
+def command_line(name: str, *arguments: str | os.PathLike[str] | Option) -> Message:
+    """Return :func:`command` as it is typed, which a public function gives so too."""
+    return Message(Command(name, arguments), is_typed=True)
 
 
 def joined(*messages: str | None, separator: str = "; ") -> str:
@@ -149,34 +169,19 @@ def command_in(message: str | None) -> Command | None:
     return next((each for each in _parts(message or "") if isinstance(each, Command)), None)
 
 
-def in_python(said: _R) -> _R:
-    """`said`, a message or what holds some, in the words of Python; an error is changed in place."""
-    found: Any = said
-    if isinstance(said, Message):
-        found = "".join(part if isinstance(part, str) else part.in_python() for part in said.parts)
-    elif isinstance(said, (list, tuple)):
-        found = type(said)(map(in_python, said))
-    elif isinstance(said, CkptconvError):
-        said.what, said.hint = in_python(said.what), in_python(said.hint)
-        said.args = (said.what,)
-    elif isinstance(said, dict):
-        found = {**said, **_messages_in(said)}
-    elif is_dataclass(said) and not isinstance(said, type):
-        found = replace(said, **_messages_in({each.name: getattr(said, each.name) for each in fields(said)}))
-    return cast("_R", found)
-
-
-def _messages_in(held: dict[str, Any]) -> dict[str, Any]:
-    return {name: in_python(held[name]) for name in _MESSAGES if name in held}
-
-
-#: Where results hold messages; a command to be typed (``command``, ``remedy``, ``suggestion``) stays one.
-_MESSAGES = ("what", "hint", "text", "notes", "findings", "failed", "changes", "error", "report")
+@contextmanager
+def python_words() -> Iterator[None]:
+    """Have messages that are made meanwhile, in any thread, speak of keywords and calls."""
+    _public_calls.append(None)
+    try:
+        yield
+    finally:
+        _public_calls.pop()
 
 
 def for_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function`, whose errors speak of keywords, those that it has not among them. Its result, if it holds messages,
-    goes through :func:`in_python`.
+    """Return `function` as a public one: its messages are in the words of Python, also those about a keyword that it
+    has not.
     """
 
     @functools.wraps(function)
@@ -186,9 +191,9 @@ def for_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if name not in known:
                 raise unknown_keyword(function.__name__, name, value, known)
         try:
-            return function(*args, **kwargs)
-        except CkptconvError as error:
-            in_python(error)
+            with python_words():
+                return function(*args, **kwargs)
+        except ArgumentTypeError:
             raise
         except TypeError:  # of Python, which does not say the argument
             _check_paths(function, *args, **kwargs)
@@ -213,14 +218,14 @@ def _check_paths(function: Callable[..., Any], *args: object, **kwargs: object) 
 
 def unknown_keyword(function: str, guess: str, value: object, known: Sequence[str]) -> ArgumentTypeError:
     """The error for the keyword `guess` of a `function` that has those `known`, with what is meant by it."""
-    error = ArgumentTypeError(f"{function}() got an unexpected keyword argument {guess!r}")
+    hint = None
     if why := unneeded(guess, known):
-        error.hint = f"leave it out: {why}"
+        hint = f"leave it out: {why}"
     elif meant := keyword_for(guess, value, known):
         keyword, said = meant
         shown = repr(said)
-        error.hint = "is this meant: " + (keyword if said is None or len(shown) > _LONGEST else f"{keyword}={shown}")
-    return error
+        hint = "is this meant: " + (keyword if said is None or len(shown) > _LONGEST else f"{keyword}={shown}")
+    return ArgumentTypeError(f"{function}() got an unexpected keyword argument {guess!r}", hint=hint)
 
 
 # Words of a shell, and of other programs

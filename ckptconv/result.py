@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+from ckptconv.hints import python_words
+
 
 class Result:
     """Plain data with ``as_dict()``, ``str()``, a short ``repr()``, and HTML for notebooks.
@@ -32,12 +34,15 @@ class Result:
         return next(self._lines())
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        with python_words():
+            return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        html: str = import_module("ckptconv.render.notebook").html(self, self._title(), self._lines())
-        return html
+        with python_words():
+            html: str = import_module("ckptconv.render.notebook").html(self, self._title(), self._lines())
+            return html
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._title()}>"
+        with python_words():
+            return f"<{type(self).__name__}: {self._title()}>"

@@ -30,7 +30,7 @@ from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading, writing
 from ckptconv.formats.sharded.index import find_set
 from ckptconv.formats.writers import writer_for
-from ckptconv.hints import for_python, in_python
+from ckptconv.hints import for_python
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import files as output_files
 from ckptconv.output.steps import DiskWait, FolderSync, Steps
@@ -212,6 +212,7 @@ _ATTEMPTS = 3  # of a job that is lost each time
 _POLL = 0.2  # seconds between two looks at what was written
 
 
+@for_python
 def convert_many(
     jobs: Iterable[Job], executor: Executor | None = None, *, done: Callable[[Outcome], object] | None = None
 ) -> list[Outcome]:
@@ -232,7 +233,6 @@ def convert_many(
     """
 
     def tell(outcome: Outcome) -> Outcome:
-        outcome = in_python(outcome)
         if done is not None:
             done(outcome)
         return outcome

@@ -22,7 +22,7 @@ from ckptconv.conversion.targets import find_item, format_of, through_link
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import ArgumentTypeError, RefusedError, TargetExistsError, UsageError, count, size
 from ckptconv.formats.opening import open_input
-from ckptconv.hints import for_python, in_python, option
+from ckptconv.hints import for_python, option
 from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
 from ckptconv.output.direct_writes import planned_directly
@@ -64,10 +64,10 @@ def convert(
     if output.in_place:
         if dst is not None:
             raise UsageError("an in-place change has no output", got=os.fspath(dst))
-        return in_python(change_in_place(src, edits, output))
+        return change_in_place(src, edits, output)
     if dst is None:
         raise ArgumentTypeError("convert() needs dst, the output, unless in_place is True")
-    return in_python(run(src, dst, edits, output))
+    return run(src, dst, edits, output)
 
 
 def running(

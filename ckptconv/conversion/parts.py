@@ -21,7 +21,7 @@ from ckptconv.conversion.plan import Report, read_and_plan, report_of
 from ckptconv.conversion.targets import format_of
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.formats.opening import open_input
-from ckptconv.hints import for_python, in_python
+from ckptconv.hints import for_python
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.stores.memory import Input
 
@@ -179,7 +179,6 @@ def plan(
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
     (planned,) = plan_files(src, Path(dst), edits_from(**options), OutputOptions.of(options), download=download)
-    planned.report = in_python(planned.report)
     return planned
 
 

@@ -47,7 +47,7 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
     paths: dict[str, str] = {}
     if edits.select is not None:
         left += _take(checkpoint, _place_at(checkpoint, edits.select))
-    if edits.state_dict and not (edits.select is not None and _named_tensors(checkpoint)):
+    if edits.state_dict and not (edits.select is not None and named_tensors(checkpoint)):
         found = _state_dict(checkpoint)
         if isinstance(found, PickledModule):
             paths = {name: place.path for name, place in found.places.items()}
@@ -123,7 +123,7 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
         return found[0]
     if not found:
         root = checkpoint.root.path
-        tensors = _named_tensors(checkpoint)
+        tensors = named_tensors(checkpoint)
         what = _nameless(checkpoint)
         raise RefusedError(
             f"there is no state dict {'in it' if root == '.' else 'at ' + root}: "
@@ -158,7 +158,7 @@ def _nameless(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _named_tensors(checkpoint: Checkpoint) -> int:
+def named_tensors(checkpoint: Checkpoint) -> int:
     """Return the number of tensors that are items of the root with a string key."""
     root = checkpoint.graph.root
     entries = root.entries() if isinstance(root, (Dict, Call)) else ()

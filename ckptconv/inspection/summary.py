@@ -23,7 +23,7 @@ from ckptconv.edits.names import prefixes_of
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import SUPERSEDED
-from ckptconv.hints import for_python, in_python
+from ckptconv.hints import for_python
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host, this_host
@@ -271,7 +271,7 @@ def inspect(path: Input, *, values: bool = False, histogram: bool = False, downl
         CkptconvError: One of its subclasses.
     """
     wanted = ValuesWanted(histogram=histogram) if values or histogram else None
-    return in_python(summary_of(path, wanted, download=download))
+    return summary_of(path, wanted, download=download)
 
 
 @dataclass(frozen=True)

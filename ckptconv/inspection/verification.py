@@ -35,7 +35,7 @@ from ckptconv.formats.distributed.rank_names import as_sets
 from ckptconv.formats.foreign.zips_and_pickles import looks_like_pickle
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import NO_CHECKSUMS
-from ckptconv.hints import for_python, in_python, option
+from ckptconv.hints import for_python, option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.result import Result
@@ -157,7 +157,7 @@ def verify(
         InputError: Nothing can be opened at `path`.
         UsageError: `expect_sha256` is no SHA-256, or `path` is no single file, which alone has one.
     """
-    return in_python(verdict_on(path, strict=strict, expect_sha256=expect_sha256, download=download, progress=progress))
+    return verdict_on(path, strict=strict, expect_sha256=expect_sha256, download=download, progress=progress)
 
 
 def verdict_on(
@@ -168,7 +168,7 @@ def verdict_on(
     download: bool = False,
     progress: Meter | None = None,
 ) -> Verdict:
-    """:func:`verify` in the words of the command line."""
+    """Return what :func:`verify` returns, in the words of the command line."""
     expected = _digits(expect_sha256)
     faults = CollectingSink()
     with _opened(path, faults, download=download, progress=progress) as source, gc_paused():

@@ -17,7 +17,6 @@ from ckptconv.output.other_files import OtherFile
 if TYPE_CHECKING:
     from ckptconv.stores.paths import FarPath
 
-REPLACES = option("force") + " replaces it"
 #: What is wrong where two write to one folder, and what to do.
 ANOTHER = "somebody else has written to this folder meanwhile"
 AGAIN = "when nobody else writes there, convert it again"
@@ -26,10 +25,15 @@ AGAIN = "when nobody else writes there, convert it again"
 _Delete: TypeAlias = Callable[[Path, "str | None"], bool]
 
 
+def hint_to_replace() -> str:
+    """Return what to do about an output that exists."""
+    return option("force") + " replaces it"
+
+
 def refuse_existing(path: Path, exists: Callable[[Path], bool], *, replace: bool) -> None:
     """Raise TargetExistsError where a file `exists` at `path`, unless it may be replaced."""
     if not replace and exists(path):
-        raise TargetExistsError("the output exists", where=path, hint=REPLACES)
+        raise TargetExistsError("the output exists", where=path, hint=hint_to_replace())
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class OldSet:
             yield leave
         except OutputError as error:
             if gone:
-                error.hint = "the old index is gone, and shards of both sets may be there: " + REPLACES
+                error.hint = "the old index is gone, and shards of both sets may be there: " + hint_to_replace()
             raise
 
     def leave_last(self, delete: _Delete) -> None:
@@ -110,7 +114,7 @@ def old_set(
     old = {name for name in there if may_go(name)}
     taken = new & there.keys()
     if not replace and (old or taken):
-        raise TargetExistsError(f"the output exists: {some(sorted(old | taken))}", where=folder, hint=REPLACES)
+        raise TargetExistsError(f"the output exists: {some(sorted(old | taken))}", where=folder, hint=hint_to_replace())
     indexes = {name for name in old if name.endswith(".json")}
     first = indexes if (old - indexes) & new else set()
     last = [*sorted(indexes - first - new), *sorted(old - indexes - new)]

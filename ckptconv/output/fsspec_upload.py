@@ -20,7 +20,7 @@ from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.errors import CkptconvError, OutputError, UnsupportedError, size
 from ckptconv.output.far_folders import NO_OLD_SET, OldSet, refuse_existing
 from ckptconv.output.files import fill, temporary_beside
-from ckptconv.output.read_back import IS_THERE, digest, read_back
+from ckptconv.output.read_back import digest, hint_if_replaced, read_back
 from ckptconv.stores.fsspec import Location
 from ckptconv.stores.paths import far_path
 
@@ -99,7 +99,7 @@ def upload(
         try:
             read_back(path, [(length, md5)], None, progress)
         except OutputError as error:
-            error.hint = error.hint or IS_THERE
+            error.hint = error.hint or hint_if_replaced()
             raise
     old.leave_last(delete)
     return dict(overflowed)

@@ -14,10 +14,13 @@ from ckptconv.hints import command, option
 from ckptconv.stores.paths import far_path
 from ckptconv.stores.remote import FarSource
 
-IS_THERE = "it is there for everybody to see: " + option("force") + " writes it again"
-
 #: A part of an uploaded file: the length and digest of bytes that were sent, or the range that the store copied.
 Sent: TypeAlias = "tuple[int, bytes] | ByteRange"
+
+
+def hint_if_replaced() -> str:
+    """Return what to do about an output that is in its place and may be wrong."""
+    return "it is there for everybody to see: " + option("force") + " writes it again"
 
 
 def digest(chunks: Iterable[bytes | memoryview]) -> bytes:

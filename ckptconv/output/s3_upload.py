@@ -28,10 +28,10 @@ from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
 from ckptconv.errors import CkptconvError, OutputError, TargetExistsError, count, size
 from ckptconv.hints import shell
-from ckptconv.output.far_folders import AGAIN, ANOTHER, NO_OLD_SET, REPLACES, OldSet
+from ckptconv.output.far_folders import AGAIN, ANOTHER, NO_OLD_SET, OldSet, hint_to_replace
 from ckptconv.output.files import fill
 from ckptconv.output.in_place.signals import with_note
-from ckptconv.output.read_back import IS_THERE, Sent, digest, read_back
+from ckptconv.output.read_back import Sent, digest, hint_if_replaced, read_back
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 from ckptconv.stores.paths import far_path
 from ckptconv.stores.remote import FarSource
@@ -143,7 +143,7 @@ def upload(
                 _say_what_is_left(error, left[0])
             raise
     if verify:
-        last.read_back(progress, hint=IS_THERE)
+        last.read_back(progress, hint=hint_if_replaced())
     old.leave_last(deleting)
     return dict(overflowed)
 
@@ -462,7 +462,7 @@ class _Object:
             got = f"{_status(error)} {said.get('Code', '')}"
             if _status(error) in _TAKEN and error.operation_name != "UploadPartCopy":
                 there = "the output exists by now"
-                return TargetExistsError(there, where=self.path, got=got, hint=REPLACES)
+                return TargetExistsError(there, where=self.path, got=got, hint=hint_to_replace())
             return OutputError(f"could not be written: {said.get('Message', 'refused')}", where=self.path, got=got)
         return OutputError(f"could not be written: {type(error).__name__}", where=self.path)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.errors import count, size, some
 from ckptconv.hints import command_in, option
-from ckptconv.render.text import IN_PYTHON, Style, broken, cells, command_lines, fact, padded, wrapped
+from ckptconv.render.text import PLAIN, Style, broken, cells, command_lines, fact, padded, wrapped
 from ckptconv.render.values import bars, short_number
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ FACTS = (
 
 
 def difference_lines(
-    difference: Difference, style: Style = IN_PYTHON, *, everything: bool = False, names_only: bool = False
+    difference: Difference, style: Style = PLAIN, *, everything: bool = False, names_only: bool = False
 ) -> Iterator[str]:
     """The answer and what it rests on.
 

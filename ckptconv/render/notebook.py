@@ -13,7 +13,6 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.plan import Report
 from ckptconv.errors import CkptconvError, count, size
 from ckptconv.formats import opening
-from ckptconv.hints import in_python
 from ckptconv.inspection.comparison.differences import Difference
 from ckptconv.inspection.summary import Summary
 from ckptconv.render.page import page_of
@@ -41,7 +40,7 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
     untied = [info.nbytes for info in checkpoint.tensors.values() if info.tied_to is None]
     devices = [None if checkpoint.is_state_dict else info.device for info in tensors]
     was = {change.new: change.old for change in report.changes.names}
-    said = map(in_python, report_facts(report))
+    said = report_facts(report)
     found = [listed("tied", [*ties.values()])]
     return {
         "title": report.dst,

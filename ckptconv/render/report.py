@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from ckptconv.errors import count, size
 from ckptconv.formats.writers import writer_of
 from ckptconv.hints import command, option
-from ckptconv.render.text import IN_PYTHON, Style, fact, first_of, headline
+from ckptconv.render.text import PLAIN, Style, fact, first_of, headline
 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.tensor_info import LeftBehind
@@ -129,7 +129,7 @@ _IN_PLACE = {
 }
 
 
-def report_lines(report: Report, style: Style = IN_PYTHON, *, every_name: bool = False) -> Iterator[str]:
+def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = False) -> Iterator[str]:
     """What a conversion did, or, after a dry run, would do."""
     yield from headline(style, report.dst, report_title(report))
     for label, what in report_facts(report, every_name=every_name):

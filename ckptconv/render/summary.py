@@ -12,7 +12,7 @@ from ckptconv.errors import count, size
 from ckptconv.hints import Command, Option, command, command_in, option
 from ckptconv.lazy_regex import regex
 from ckptconv.render.table import table_lines, tree_lines
-from ckptconv.render.text import IN_PYTHON, Style, command_lines, fact, first_of, headline, rows_of
+from ckptconv.render.text import PLAIN, Style, command_lines, fact, first_of, headline, rows_of
 from ckptconv.render.values import values_fact, values_lines
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ _LEAST = 9  # of them for the table: its heading, some rows, and what is missing
 
 def summary_lines(
     summary: Summary,
-    style: Style = IN_PYTHON,
+    style: Style = PLAIN,
     *,
     tensors: Sequence[TensorSummary] | None = None,
     tree: bool = False,

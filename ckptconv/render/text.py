@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ckptconv.errors import printable
-from ckptconv.hints import Command, Message, in_python, quoted
+from ckptconv.hints import Command, quoted
 
 _INDENT = "  "
 _LABEL = 14  # columns
@@ -35,15 +35,14 @@ _SEGMENT = r"(?:[^./ ]| (?=[×x][0-9]))*(?:[./ ]|$)"
 
 
 class Style(NamedTuple):
-    """What the text is drawn for: a terminal of `width` columns, or programs, if that is None.
+    """What the text is drawn for: a terminal of `width` columns, or a program if that is None.
 
-    In colours or not, in Unicode or in ASCII; options as flags, or as `keywords`.
+    It may have colours, and it is ASCII unless `unicode` is allowed.
     """
 
     width: int | None = None
     colour: bool = False
     unicode: bool = True
-    keywords: bool = False
 
     @property
     def columns(self) -> int:
@@ -51,7 +50,7 @@ class Style(NamedTuple):
 
     def text(self, raw: object) -> str:
         """`raw`, which a file may have said, so that it can go to the terminal: nothing in it moves the cursor."""
-        text = in_python(raw) if self.keywords and isinstance(raw, Message) else str(raw)
+        text = str(raw)
         if text.isascii():
             return text if text.isprintable() else printable(text)
         text = printable(text)
@@ -65,8 +64,8 @@ class Style(NamedTuple):
         return styled(text, **_STYLES[style])  # type: ignore[arg-type]  # one table for all keywords
 
 
-#: For ``str()`` of a result.
-IN_PYTHON = Style(keywords=True)
+#: The style of ``str()``.
+PLAIN = Style()
 
 
 # Widths and breaks

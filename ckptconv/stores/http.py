@@ -168,8 +168,11 @@ _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _HUB = "https://huggingface.co"
 _PAGE = 16 << 20  # bytes of a page of a list: the Hub's have 1,000 entries
 _PLAINLY = {"Accept-Encoding": "identity", "User-Agent": "ckptconv"}
-_DOWNLOADS = option("download") + " downloads all of it first"
 _LONGEST_WAIT = 3600.0  # seconds that a server can ask for; more is a lie, and no deadline is that long
+
+
+def _hint_to_download() -> str:
+    return option("download") + " downloads all of it first"
 
 
 class HttpTransport:
@@ -345,7 +348,10 @@ class HttpTransport:
         if response.status != 206:
             raise self._refused(response, start, expected)
         if (coding := _coding(response)) != "identity":
-            what, hint = "the server sends compressed data that was not asked for", None if expected else _DOWNLOADS
+            what, hint = (
+                "the server sends compressed data that was not asked for",
+                None if expected else _hint_to_download(),
+            )
             raise UnsupportedError(what, where=self._shown, got=coding, hint=hint)
         end, size = check_range(said.get("Content-Range"), start, stop, self._shown)
         length = said.get("Content-Length")
@@ -361,7 +367,7 @@ class HttpTransport:
         got = f"{status} {response.reason or ''}".strip()
         if status == 200 and expected is None:
             what = "the server sends whole files alone, and no ranges of them"
-            return UnsupportedError(what, where=where, hint=_DOWNLOADS)
+            return UnsupportedError(what, where=where, hint=_hint_to_download())
         if status == 200 and _is_same(response.headers, expected):
             return Transient("the server sends all of the file instead of a range")
         if status in (200, 412, 416):  # 200 because of If-Range

@@ -29,7 +29,7 @@ from ckptconv.errors import ArgumentTypeError, NoMatchError, UsageError, count, 
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
 from ckptconv.guesses import close_matches
-from ckptconv.hints import for_python, in_python
+from ckptconv.hints import for_python
 from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
 from ckptconv.output.destinations import FileObjectDestination, Output
@@ -227,7 +227,7 @@ def _read(source: Readable, select: str | None = None) -> tuple[Checkpoint, str 
     """Return what :func:`ckptconv.formats.opening.read_selected` does; warn if a change in place was interrupted."""
     found = opening.read_selected(source, select)
     if said := opening.interrupted(source):
-        warnings.warn(in_python(said), UserWarning, stacklevel=4)
+        warnings.warn(said, UserWarning, stacklevel=4)
     return found
 
 
@@ -272,9 +272,7 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
         overflowed = write(FolderPlan(plan), checkpoint.source, output)
     seconds = time.monotonic() - started
     verified = Verified(0, 0, output=True) if output.verify else None
-    return in_python(
-        report_of(plan, checkpoint.source, seconds=seconds, written=True, overflowed=overflowed, verified=verified)
-    )
+    return report_of(plan, checkpoint.source, seconds=seconds, written=True, overflowed=overflowed, verified=verified)
 
 
 def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:

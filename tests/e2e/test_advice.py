@@ -743,7 +743,7 @@ CASES: dict[str, Case] = {
     "an edit of the second file": Case(
         lambda m: (saved(weights)(m), torch.save({"module." + n: t for n, t in weights().items()}, "b.pt")),
         "diff {m}.pt b.pt --strip-prefix module", LINE, "the same", nothing,
-        "inspection/comparison/diff.py:ask_for_other_order:command diff",
+        "inspection/comparison/diff.py:hint_of_other_order:command diff",
     ),
     "which of the second file": Case(
         lambda m: (saved(lambda: two()["x"])(m), torch.save(two(), "b.pt")), "diff b.pt {m}.pt --state-dict",
@@ -1144,8 +1144,8 @@ ELSEWHERE: dict[Site, str] = {
     "render/difference.py:_group:option verbose": "inspection/comparison/test_diff.py::test_text_of_what_is_the_same",
     "render/report.py:_name_lines:option verbose": "cli/test_convert.py::test_dry_run_writes_nothing",
     "output/s3_upload.py:_say_what_is_left:aws": "output/test_s3_upload.py::test_an_upload_that_may_stay_open_is_said",
-    "output/read_back.py::option force": "output/test_s3_upload.py::test_it_is_read_back",
-    "stores/http.py::option download": "stores/test_downloads.py::test_the_error_says_what_to_add",
+    "output/read_back.py:hint_if_replaced:option force": "output/test_s3_upload.py::test_it_is_read_back",
+    "stores/http.py:_hint_to_download:option download": "stores/test_downloads.py::test_the_error_says_what_to_add",
     "checkpoint/merging.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
     "edits/loadable/making.py:refusal:text": (
         "edits/loadable/test_refusals.py::test_what_is_torchs_own_names_the_import"
@@ -1227,7 +1227,7 @@ NOT_TYPED: dict[Site, str] = {
     "stores/transports.py:_installed:text": _NETWORK,
     "formats/opening.py:_open_url:*": _NETWORK,
     "output/far_targets.py:far_writer:text": _NETWORK,
-    "output/far_folders.py::option force": _NETWORK,
+    "output/far_folders.py:hint_to_replace:option force": _NETWORK,
     "output/read_back.py:read_back:command inspect": _NETWORK,
     "output/read_back.py:read_back:command verify": _NETWORK,
     "formats/foreign/paths.py:no_path_error:*": _NETWORK,

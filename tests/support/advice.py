@@ -17,7 +17,7 @@ import ckptconv
 __all__ = ["Site", "come_by", "sites"]
 
 _PACKAGE = Path(ckptconv.__file__).parent
-_MAKERS = ("option", "Option", "command", "shell", "python_command", "saved_by_torch", "Issue")
+_MAKERS = ("option", "Option", "command", "command_line", "shell", "python_command", "saved_by_torch", "Issue")
 #: Code in a text that no maker made: programs of a shell, and calls of torch and of ours.
 _CODE = re.compile(
     r"pip install|`import|^import $|\b(?:bzip2|xz|zstd|lz4) -dc|7z x|unrar x|\bclone\(\)"
@@ -67,7 +67,7 @@ def _word(maker: str, call: ast.Call) -> str:
         return "python"
     first = call.args[0]
     word = str(first.value) if isinstance(first, ast.Constant) else "*"
-    return word if maker in ("shell", "saved_by_torch") else f"{maker.lower()} {word}"
+    return word if maker in ("shell", "saved_by_torch") else f"{maker.lower().removesuffix('_line')} {word}"
 
 
 @contextmanager

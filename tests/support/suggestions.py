@@ -34,7 +34,7 @@ KEYWORDS = {
 _LONG = "|".join(re.escape(flag) for flag in set().union(*FLAGS.values()) if flag.startswith("--"))
 #: A flag of ours; or a call that would make one, in a text that was to be an f-string.
 _OURS = re.compile(rf"(?<![\w-])(?:{_LONG})(?![\w-])|{{option\(")
-_MAKERS = ("option", "Option", "command")
+_MAKERS = ("option", "Option", "command", "command_line")
 _COMPOSED = (ast.BinOp, ast.JoinedStr, ast.FormattedValue)
 
 

@@ -18,11 +18,11 @@ from ckptconv.conversion.options import takes
 from ckptconv.edits.apply import apply
 from ckptconv.edits.names import unwrapped
 from ckptconv.edits.options import Edits, edits_from
-from ckptconv.edits.selection import select
+from ckptconv.edits.selection import named_tensors, select
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, count, some
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
-from ckptconv.hints import Option, Placeholder, command, for_python, in_python, option, options_in
+from ckptconv.hints import Option, Placeholder, command, command_line, for_python, option
 from ckptconv.inspection.comparison.differences import (
     Difference,
     OtherDifference,
@@ -69,9 +69,9 @@ def command_that_fits(
     files = [Path(path) for path in paths]
     found = _options(*parts)
     if found:
-        return command("diff", *files, *again, *found, *more)
+        return command_line("diff", *files, *again, *found, *more)
     swapped = _options(*parts[::-1]) if not again else None
-    return command("diff", *files[::-1], *swapped, *more) if swapped else None
+    return command_line("diff", *files[::-1], *swapped, *more) if swapped else None
 
 
 def options_of(edits: Edits) -> tuple[Option, ...]:
@@ -171,7 +171,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], **options: Unpack
         CkptconvError: One of its subclasses, where one cannot be read or an edit cannot be made of `a`.
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
-    return in_python(compare(a, b, edits_from(**options), Compared.of(options)))
+    return compare(a, b, edits_from(**options), Compared.of(options))
 
 
 def compare(
@@ -273,8 +273,12 @@ class _Comparison:
         try:
             left = apply(self.a, edits, is_emitted=False)
         except NoMatchError as error:
-            self.ask_for_other_order(error, edits)
-            raise
+            hint = self.hint_of_other_order(edits)
+            if hint is None:
+                raise
+            raise NoMatchError(
+                error.what, where=error.where, expected=error.expected, got=error.got, hint=hint
+            ) from None
         self.a.restart_paths()
         self.notes += left.notes
         if self.edits.unwrap and not left.names:
@@ -286,18 +290,16 @@ class _Comparison:
             self.rest[0].extend(each.path for each in left.left_behind if each.why != _ASKED)
             self.rest[1].extend(each.path for each in left_in_b)
 
-    def ask_for_other_order(self, error: NoMatchError, edits: Edits) -> None:
-        """Have `error`, by which `edits` cannot be made of `a`, say so if they can of `b`, which is not needed any
-        more.
-        """
+    def hint_of_other_order(self, edits: Edits) -> str | None:
+        """Return the hint to give `b` first, or None if `edits` cannot be made of `b` either. `b` is changed."""
         try:
             apply(self.b, edits, is_emitted=False)
         except CkptconvError:
-            return
+            return None
         names = edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix
         why = "edits of names are for the first file" if names else "the first file is the one that must have it"
         files = map(Path, self.paths[::-1])
-        error.hint = f"{why}: " + command("diff", *files, *options_of(self.edits), *self.compared.options())
+        return f"{why}: " + command("diff", *files, *options_of(self.edits), *self.compared.options())
 
     def take_part_of_b(self, *, alone: bool) -> list[LeftBehind]:
         """Take of `b` what is asked for, if `b` has such, and what the other can be compared with.
@@ -313,13 +315,15 @@ class _Comparison:
         try:
             return select(self.b, Edits(state_dict=alone or self.edits.state_dict), is_emitted=False)
         except RefusedError as error:
-            if not alone and not self.b.detected.main():
+            main = self.b.detected.main()
+            if not alone and not main:
                 self.notes.append("B has no state dict: compared whole")
                 return []
-            if "select" in options_in(error.hint):
-                which = "say which with " + option("select", Placeholder("PATH"))
-                error.hint = which + "; if the other file has nothing there, give this one first"
-            raise
+            if len(main) == 1 or not (main or named_tensors(self.b)):
+                raise
+            which = "say which with " + option("select", Placeholder("PATH"))
+            hint = which + "; if the other file has nothing there, give this one first"
+            raise RefusedError(error.what, where=error.where, hint=hint) from None
 
     def filter_b(self) -> None:
         """Leave out of `b` what the globs say, those that mean something there."""

@@ -16,7 +16,7 @@ from ckptconv.conversion.target_names import Found, name_in_folder
 from ckptconv.errors import some
 from ckptconv.formats.sharded import index as sharded
 from ckptconv.formats.writers import WRITERS, suffix_of, usual_format, writer_for
-from ckptconv.hints import Option, command, placed
+from ckptconv.hints import Option, command_line, placed
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.light_dataclass import dataclass
 
@@ -175,7 +175,7 @@ def fix_command(checkpoint: Checkpoint, fix: Fix) -> str:
         suffix = "" if is_set else suffix_of(path.name)
         kept = suffix and usual_format(path.name, checkpoint.format) == writer.word
         target += suffix if kept else writer.new_suffix
-    return command("convert", path, Path(target), *fix.options)
+    return command_line("convert", path, Path(target), *fix.options)
 
 
 def first_few(words: Sequence[str]) -> str:

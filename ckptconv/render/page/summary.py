@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.errors import count, size
-from ckptconv.hints import Command, Option, command
+from ckptconv.hints import Command, Option, command_line
 from ckptconv.render.page.columns import (
     LONGEST,
     MOST,
@@ -121,14 +121,14 @@ def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
     src, places = Path(summary.path), {found.path for found in summary.state_dicts}
     alone = [part for part in summary.parts if part.kind == "model" and part.path in places and part.path != "."]
     for part in alone[:_ALONE]:
-        typed = command("convert", src, Path("part.pt"), Option("select", part.path))
+        typed = command_line("convert", src, Path("part.pt"), Option("select", part.path))
         yield f"{_part(part)} alone has {_share(part.nbytes, summary)}", str(typed)
     gone = [part for part in summary.parts if part.kind in ("optimizer", "EMA") and part.path not in ("", ".")]
     left = [part for part in summary.parts if part not in gone]
     if gone and len(gone) <= _PARTS and any(part.kind == "model" for part in left):
         nbytes = sum(part.nbytes for part in left)
         most = "" if sum(part.nbytes for part in summary.parts) == summary.nbytes else "at most "  # ties between parts
-        typed = command("convert", src, Path("rest.pt"), *(Option("drop", part.path) for part in gone))
+        typed = command_line("convert", src, Path("rest.pt"), *(Option("drop", part.path) for part in gone))
         less = f"leaving out {' and '.join(map(_part, gone))} leaves {most}{_share(nbytes, summary)}"
         yield f"{less}, unless they stand at other paths too", str(typed)
 

@@ -14,7 +14,7 @@ from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.targets import find_item, find_target, list_items
 from ckptconv.errors import InputError, RefusedError, UsageError
 from ckptconv.formats.writers import usual_format
-from ckptconv.hints import in_python
+from ckptconv.hints import Message, python_words
 from tests.support import zoo
 from tests.support.command import Command
 from tests.support.conversions import refused
@@ -410,7 +410,9 @@ def test_one_item_is_what_the_function_converts(tree: Path) -> None:
         find_item("run", "new")
     assert caught.value.hint == "ckptconv convert run new converts all of them"
     call = "ckptconv.convert_many(ckptconv.jobs_in('run', 'new'))"
-    assert in_python(caught.value.hint) == f"{call} converts all of them"
+    assert isinstance(caught.value.hint, Message)
+    with python_words():
+        assert Message(*caught.value.hint.parts) == f"{call} converts all of them"
 
 
 def test_dots_have_names(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
