@@ -1,12 +1,12 @@
-"""What an in-place change writes into a file: the new pickle or header in the bytes of the old one, or behind them.
+"""Plan what an in-place change writes into a file: a new pickle or header in the bytes of the old one, or after them.
 
-*Same size*: the new pickle is at most as long as the old one once nothing is put into the memo that is not read again,
-and is padded with opcodes that do nothing. Tensor bytes stay where they are.
+*Same size*: The new pickle is at most as long as the old one, because it puts nothing into the memo that is not read
+again. It is padded with opcodes that do nothing. Tensor bytes stay at their positions.
 
-*Appended* (zip): the new pickle stands where the directory stood, and a new directory follows. The old pickle is kept
-as a member with another name of the same length, so that every byte still belongs to one member; ``convert`` drops it.
+*Appended* (zip): The new pickle replaces the directory, and a new directory follows. The old pickle stays as a member
+with another name of the same length, so that every byte still belongs to one member. ``convert`` drops that member.
 
-In a plain pickle the bytes of storages stand between opcodes: what is between them changes, piece by piece.
+In a plain pickle, the bytes of storages are between opcodes. The parts between these bytes change, one by one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.sources import Readable
@@ -29,6 +30,9 @@ from ckptconv.formats.distributed.metadata import renamed
 from ckptconv.formats.layout import blob_bytes, pickle_pieces, say_for_older_loaders
 from ckptconv.formats.torch_files import LegacyFile
 from ckptconv.formats.zip_archive import (
+    CENTRAL_FIELDS,
+    CENTRAL_SIZE,
+    END,
     END_SIZE,
     HAS_DESCRIPTOR,
     LOCAL_SIZE,
@@ -37,71 +41,75 @@ from ckptconv.formats.zip_archive import (
     Archive,
     Member,
     NewEntry,
-    RawDirectory,
-    RawEntry,
     central_entry,
     end_records,
     local_header,
-    raw_directory,
+    read_end,
 )
 from ckptconv.hints import Placeholder, command
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Graph
 
-#: No pickle, no end of an archive, starts with it.
+#: The first byte of no pickle and of no end of an archive.
 _POISON = 0xFF
 _STOP = b"."
 _PROTO = 2  # bytes of the opcode with which a pickle begins
 _BINPUT, _LONG_BINPUT = b"q", b"r"
+_NOTHING = (b"", b"", b"N0", b"K\x000")  # opcodes that push a value and pop it again, by their number of bytes
+_CRC32_IN_LOCAL, _CRC32_IN_CENTRAL = 14, 16  # offsets of the checksum in a header and in an entry of the directory
 
 
 def patches_of(checkpoint: Checkpoint) -> Patches | None:
-    """What changes in the file of `checkpoint`, whose graph was edited; None where it has to be written anew.
+    """Return what changes in the file of the edited `checkpoint`, or None if the file must be written anew.
 
-    Raises:
-        UnsupportedError: The format cannot be changed in place.
+    This changes the graph of `checkpoint`. Raises UnsupportedError if the format cannot be changed in place.
     """
-    if isinstance(checkpoint.container, Archive) and checkpoint.script_classes is None:
-        return _zip(checkpoint, checkpoint.container)
-    if isinstance(checkpoint.container, LegacyFile):
-        return _stream(checkpoint, checkpoint.container)
-    if isinstance(checkpoint.container, plain_pickle.PickleFile):
-        return _plain(checkpoint, checkpoint.container.files)
-    if isinstance(checkpoint.container, safetensors.DataStart):
-        header = safetensors.header_in_place(checkpoint, checkpoint.container)
-        return (
-            _same_size(checkpoint.source, [(0, header)], (7, _POISON)) if header else None
-        )  # the top byte of its length
-    if isinstance(checkpoint.container, dcp.DcpFolder):
-        return _metadata(checkpoint, checkpoint.container)
+    container = checkpoint.container
+    if isinstance(container, Archive) and checkpoint.script_classes is None:
+        return _zip(checkpoint, container)
+    if isinstance(container, LegacyFile):
+        if checkpoint.storages.keys() != container.keys:  # parts of storages became storages of their own
+            return None
+        torch_legacy.respell(checkpoint)
+        pickle, start = _fitted(checkpoint, container.pickle_length), container.pickle_offset
+        return _same_size(checkpoint.source, [(start, pickle)], (start, _POISON)) if pickle else None
+    if isinstance(container, plain_pickle.PickleFile):
+        return _plain(checkpoint, container.files)
+    if isinstance(container, safetensors.DataStart):
+        header = safetensors.header_in_place(checkpoint, container)
+        # byte 7 is the highest byte of the header's length
+        return _same_size(checkpoint.source, [(0, header)], (7, _POISON)) if header else None
+    if isinstance(container, dcp.DcpFolder):
+        return _metadata(checkpoint, container)
     raise _unsupported(checkpoint, f"{checkpoint.format} cannot be changed in place")
 
 
 def tensor_spans(checkpoint: Checkpoint) -> list[ByteRange]:
-    """Where in the file of `checkpoint` the bytes of its tensors stand, in the order of their offsets."""
+    """Return the bytes of the tensors in the file of `checkpoint`, in the order of their offsets."""
     stored = [
         storage.data.of if isinstance(storage.data, Inflate) else storage.data.stored()
         for storage in checkpoint.storages.values()
     ]
-    here = [span for span in stored if span and span.source is checkpoint.source]
-    return sorted(here, key=lambda span: span.offset)
+    spans = [span for span in stored if span and span.source is checkpoint.source]
+    return sorted(spans, key=lambda span: span.offset)
 
 
 def rest_sum(checkpoint: Checkpoint) -> str:
-    """The SHA-256, in hex, of all bytes in the file of `checkpoint` that are none of a tensor."""
-    import hashlib  # not at the start of commands that need none
+    """Return the SHA-256, in hex, of all bytes in the file of `checkpoint` that do not belong to a tensor."""
+    import hashlib  # lazily, for start-up
 
-    summed = hashlib.sha256()
+    digest = hashlib.sha256()
     source, at = checkpoint.source, 0
     for span in [*tensor_spans(checkpoint), ByteRange(source, source.size, 0)]:
         for part in read(ByteRange(source, at, max(0, span.offset - at))):
-            summed.update(part)
+            digest.update(part)
         at = max(at, span.offset + span.length)
-    return summed.hexdigest()
+    return digest.hexdigest()
 
 
 def _unsupported(checkpoint: Checkpoint, what: str) -> UnsupportedError:
+    """Return the error `what`, with the command that writes a new file."""
     path = checkpoint.source.path
     return UnsupportedError(
         what,
@@ -112,68 +120,52 @@ def _unsupported(checkpoint: Checkpoint, what: str) -> UnsupportedError:
 
 
 def _same_size(source: Readable, parts: Sequence[tuple[int, bytes]], poison: tuple[int, int]) -> Patches:
-    """What differs between `source` and `parts`, each bytes and the offset at which they shall stand."""
+    """Return the differences between `source` and `parts`.
+
+    Args:
+        source: The file.
+        parts: The new bytes with their offsets, in the order of the offsets.
+        poison: The offset of a byte, and its value that makes every reader refuse the file.
+    """
     patches = [patch for offset, new in parts for patch in between(offset, source.read(offset, len(new)), new)]
+    if not patches or patches[0].offset // SECTOR == (patches[-1].end - 1) // SECTOR:  # a disk writes a sector whole
+        return Patches("same size", tuple(patches), source.size, source.size, ())
     at, _ = poison
-    is_whole = (
-        not patches or patches[0].offset // SECTOR == (patches[-1].end - 1) // SECTOR
-    )  # a disk writes all or nothing
-    if not is_whole and not any(each.offset <= at < each.end for each in patches):
+    if not any(patch.offset <= at < patch.end for patch in patches):
         byte = source.read(at, 1)
-        patches = sorted([*patches, Patch(at, byte, byte)], key=lambda each: each.offset)
-    return Patches("same size", tuple(patches), source.size, source.size, () if is_whole else (poison,))
+        patches = sorted([*patches, Patch(at, byte, byte)], key=lambda patch: patch.offset)
+    return Patches("same size", tuple(patches), source.size, source.size, (poison,))
 
 
 # Pickles
 
 
 def _fitted(checkpoint: Checkpoint, length: int, graph: Graph | None = None) -> bytes | None:
-    """The pickle of `checkpoint`, or of another `graph` in it, in exactly `length` bytes, if that can be."""
+    """Return the pickle of `checkpoint`, or of another `graph` in it, in exactly `length` bytes.
+
+    Return None if it does not fit. The padding before STOP puts values into a slot that is not read again, which every
+    unpickler accepts, also torch's safe one.
+    """
     for short in (False, True):
         pieces = pickle_pieces(checkpoint, graph, short=short)
         size = sum(piece.length for piece in pieces)
-        if size <= length and size <= LIMITS.pickle_bytes:
-            fitted = _padded(_joined(pieces), length - size)
-            if fitted is not None:
-                return fitted
+        padding = length - size
+        if padding >= 0 and padding not in (1, 3) and size <= LIMITS.pickle_bytes:
+            long = _LONG_BINPUT + bytes(4) if padding % 2 else b""
+            return _joined(pieces)[:-1] + long + (_BINPUT + b"\0") * ((padding - len(long)) // 2) + _STOP
     return None
 
 
 def _joined(pieces: Iterable[Piece]) -> bytes:
+    """Return the bytes of `pieces`."""
     return b"".join(chain.from_iterable(map(read, pieces)))
-
-
-def _padded(pickle: bytes, more: int) -> bytes | None:
-    """`pickle` with so many bytes `more` before its STOP that change nothing: puts into a slot that is not read again,
-    which every unpickler takes, torch's safe one too.
-    """
-    if more in (1, 3):
-        return None
-    long = _LONG_BINPUT + bytes(4) if more % 2 else b""
-    return pickle[:-1] + long + (_BINPUT + b"\0") * ((more - len(long)) // 2) + _STOP
-
-
-# Streams
-
-
-def _stream(checkpoint: Checkpoint, file: LegacyFile) -> Patches | None:
-    """Of torch's older format: the object's pickle, behind which the keys and bytes of the storages stay."""
-    if checkpoint.storages.keys() != file.keys:  # parts of storages that stand alone now
-        return None
-    torch_legacy.respell(checkpoint)
-    pickle = _fitted(checkpoint, file.pickle_length)
-    if pickle is None:
-        return None
-    return _same_size(checkpoint.source, [(file.pickle_offset, pickle)], (file.pickle_offset, _POISON))
 
 
 # Plain pickles
 
-_NOTHING = (b"", b"", b"N0", b"K\x000")  # pushes something and pops it again, in so many bytes
-
 
 def _plain(checkpoint: Checkpoint, files: dict[str, plain_pickle.StorageFile]) -> Patches | None:
-    """Of a plain pickle: what stands between the bytes of the storages, and the tags in the files of these."""
+    """Return what changes in a plain pickle: the parts between the bytes of the storages in `files`, and their tags."""
     heads: dict[str, bytes] = {}
     for storage in checkpoint.storages.values():
         head = _head(checkpoint, storage, files[storage.key]) if storage.key in files else None
@@ -190,7 +182,10 @@ def _plain(checkpoint: Checkpoint, files: dict[str, plain_pickle.StorageFile]) -
 
 
 def _head(checkpoint: Checkpoint, storage: Storage, file: plain_pickle.StorageFile) -> bytes | None:
-    """What stands before the bytes of `storage` in its `file`, with the tag that it has now; as long as before."""
+    """Return the part of `file` before the bytes of `storage`, with the new tag of the storage, in the same length.
+
+    Return None if the new tag does not fit.
+    """
     start, end, parsed = file
     head = checkpoint.source.read(start, end - start - storage.nbytes)
     if storage_id(parsed.graph.root).tag == storage.device:
@@ -206,10 +201,19 @@ def _around(
     calls: dict[Blob, tuple[bytes, Storage]],
     files: dict[str, plain_pickle.StorageFile],
 ) -> list[tuple[int, bytes]] | None:
-    """Where what is not the bytes of storages stands, if these stay where they are: `pieces` of a pickle."""
+    """Return everything but the bytes of the storages, with its offsets, if those bytes stay where they are.
+
+    Return None if that is not possible.
+
+    Args:
+        checkpoint: The checkpoint.
+        pieces: The new pickle.
+        calls: For each blob that is a storage's file, the part before the storage's bytes, and the storage.
+        files: The positions of the storages' files, by key.
+    """
     parts: list[tuple[int, bytes]] = []
     at, pickle = 0, bytearray()
-    for piece in [*pieces, None]:
+    for piece in [*pieces, None]:  # None is the end of the file
         if isinstance(piece, bytes):
             pickle += piece
         elif piece is not None and piece not in calls:
@@ -234,13 +238,12 @@ def _around(
 
 
 def _metadata(checkpoint: Checkpoint, folder: dcp.DcpFolder) -> Patches:
-    """Of a folder of torch.distributed.checkpoint: ``.metadata``, which may become longer or shorter.
+    """Return what changes in ``.metadata`` of a folder of torch.distributed.checkpoint. The file's size may change.
 
-    Raises UnsupportedError where something changes that stands in another file.
+    Raises UnsupportedError if something changes that is in another file.
     """
     paths = dcp.new_paths(folder, checkpoint.graph.root)
-    kept = all(storage.device == folder.devices.get(key) for key, storage in checkpoint.storages.items())
-    if paths is None or not kept:
+    if paths is None or any(storage.device != folder.devices.get(key) for key, storage in checkpoint.storages.items()):
         raise _unsupported(checkpoint, "in place, names of tensors alone can change in .metadata")
     old_paths = {name: folder.metadata.paths.get(name, (name,)) for name in paths}
     changed = {name: path for name, path in paths.items() if path != old_paths[name]}
@@ -259,38 +262,65 @@ def _metadata(checkpoint: Checkpoint, folder: dcp.DcpFolder) -> Patches:
 # Zips
 
 
+class _Directory(NamedTuple):
+    """The unparsed central directory of an archive.
+
+    Attributes:
+        start: The position of the directory, in bytes from the start of the file.
+        entries: The position and the bytes of each entry, by the member's name, in the directory's order.
+        end: The position of the end record.
+        comment: The archive's comment.
+    """
+
+    start: int
+    entries: dict[bytes, tuple[int, bytes]]
+    end: int
+    comment: bytes
+
+
+def _directory(source: Readable) -> _Directory:
+    """Return the unparsed central directory of `source`, which was read as an archive before."""
+    count, _, start = read_end(source)
+    data = source.read(start, source.size - start)
+    entries, at = {}, 0
+    for _ in range(count):
+        fields = CENTRAL_FIELDS.unpack_from(data, at)
+        name, end = at + CENTRAL_SIZE, at + CENTRAL_SIZE + sum(fields[10:13])
+        entries[data[name : name + fields[10]]] = start + at, data[at:end]
+        at = end
+    end = data.rfind(END)
+    return _Directory(start, entries, start + end, data[end + END_SIZE :])
+
+
 def _zip(checkpoint: Checkpoint, archive: Archive) -> Patches | None:
+    """Return what changes in an `archive`."""
+    source = checkpoint.source
     member = archive.names()[torch_zip.PICKLE]
-    directory = raw_directory(checkpoint.source)
+    directory = _directory(source)
     pickle = _fitted(checkpoint, member.size) if member.method == STORED else None
     if pickle is None:
         return _appended(checkpoint, archive, directory)
-    parts = [(member.data_offset, pickle)]
+    start = member.data_start(source)
+    places = [start]
     if archive.has_checksums:
-        parts += _checksums(checkpoint.source, member, _entry(directory, member), zlib.crc32(pickle))
-    return _same_size(checkpoint.source, sorted(parts), (member.data_offset, _POISON))
+        places.append(directory.entries[member.name.encode()][0] + _CRC32_IN_CENTRAL)
+        local = member.header_offset + _CRC32_IN_LOCAL
+        if any(source.read(local, 4)):
+            places.append(local)
+        if member.flags & HAS_DESCRIPTOR:
+            end = start + member.stored_size
+            is_signed = member.end - end in (16, 24)
+            places.append(end + 4 * is_signed)
+    new = zlib.crc32(pickle).to_bytes(4, "little")
+    parts = [(place, pickle if place == start else new) for place in sorted(places)]
+    return _same_size(source, parts, (start, _POISON))
 
 
-def _entry(directory: RawDirectory, member: Member) -> RawEntry:
-    return next(entry for entry in directory.entries if entry.name == member.name.encode())
+def _appended(checkpoint: Checkpoint, archive: Archive, directory: _Directory) -> Patches | None:
+    """Return the patches that write the new pickle over the directory, and a directory with the old one renamed.
 
-
-def _checksums(source: Readable, member: Member, entry: RawEntry, crc32: int) -> list[tuple[int, bytes]]:
-    """Where the checksum of `member` stands, wherever it is not left out, and the new one."""
-    new = crc32.to_bytes(4, "little")
-    places = [entry.crc32_offset]
-    local = member.header_offset + 14
-    if any(source.read(local, 4)):
-        places.append(local)
-    if member.flags & HAS_DESCRIPTOR:
-        end = member.data_offset + member.stored_size
-        signed = member.end - end in (16, 24)
-        places.append(end + 4 * signed)
-    return [(place, new) for place in places]
-
-
-def _appended(checkpoint: Checkpoint, archive: Archive, directory: RawDirectory) -> Patches | None:
-    """The new pickle where the directory stood, and a directory that names the old one as superseded."""
+    Return None if there is no free name for an old record.
+    """
     source = checkpoint.source
     names = archive.names()
     pickle = _joined(pickle_pieces(checkpoint))
@@ -305,7 +335,8 @@ def _appended(checkpoint: Checkpoint, archive: Archive, directory: RawDirectory)
     crc32 = zlib.crc32(pickle) if archive.has_checksums else 0
     record = local_header(raw_name, crc32, len(pickle), 0) + pickle
     entries = [
-        entry.renamed(new_names[entry.name]) if entry.name in new_names else entry.data for entry in directory.entries
+        data[:CENTRAL_SIZE] + new_names.get(name, name) + data[CENTRAL_SIZE + len(name) :]
+        for name, (_, data) in directory.entries.items()
     ]
     entries.append(central_entry(NewEntry(raw_name, UTF8, crc32, len(pickle), directory.start)))
     listed = b"".join(entries)
@@ -318,19 +349,18 @@ def _appended(checkpoint: Checkpoint, archive: Archive, directory: RawDirectory)
         for member in archive.members
         if (raw := member.name.encode()) in new_names
     ]
-    new_size = directory.start + len(tail)
     ends = [directory.end, start + len(listed) + len(end) - len(directory.comment) - END_SIZE]
     return Patches(
         "appended",
         (*renames, Patch(directory.start, old, tail)),
         source.size,
-        new_size,
+        directory.start + len(tail),
         tuple((offset, _POISON) for offset in ends),
     )
 
 
 def _free_name(name: str, names: Mapping[str, Member]) -> str | None:
-    """A name of the same length that no record has."""
-    taken = {each.casefold() for each in names}
+    """Return a name of the same length as `name` that no record in `names` has, or None."""
+    taken = {other.casefold() for other in names}
     tries = (f"{name[:-4]}.{number:03}" for number in range(1000))
     return next((each for each in tries if each.casefold() not in taken), None)

@@ -233,7 +233,7 @@ def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
 def _reader(source: Readable, member: Member, pickle: bytes | None) -> tuple[Callable[[int, int], bytes], int, int]:
     """Return a function that reads the pickle, the offset of the pickle, and its length."""
     if pickle is None:
-        return source.read, member.data_offset, member.size
+        return source.read, member.data_start(source), member.size
     return (lambda offset, length: pickle[offset : offset + length]), 0, len(pickle)
 
 
@@ -256,7 +256,7 @@ def _inflated(source: Readable, member: Member, where: str, checked: bool) -> by
 def _check_crc(source: Readable, member: Member, where: str) -> None:
     """Report a fault if the checksum of a stored record is wrong."""
     with source.faults:
-        check_crc32(member.crc32, crc32_of(ByteRange(source, member.data_offset, member.size)), where)
+        check_crc32(member.crc32, crc32_of(ByteRange(source, member.data_start(source), member.size)), where)
 
 
 def _note(source: Readable, names: Mapping[str, Member], name: str, checked: bool) -> bytes | None:
@@ -284,7 +284,7 @@ def record_bytes(source: Readable, member: Member, where: str, *, checked: bool)
         return _inflated(source, member, where, checked)
     if checked:
         _check_crc(source, member, where)
-    return source.read(member.data_offset, member.size)
+    return source.read(member.data_start(source), member.size)
 
 
 def _check_version(source: Readable, note: bytes | None) -> None:
@@ -477,21 +477,20 @@ class ZipWriter:
 
         Its header is copied too if it can stay the same. `checked` is whether the record has a checksum.
         """
-        aligned = member.data_offset % _ALIGNMENT == 0 or not name.startswith("data/")
+        data_start = member.data_start(source)
+        is_aligned = data_start % _ALIGNMENT == 0
         same = member.name == f"{self.root}/{name}" and member.method == STORED
-        if same and aligned and (self.at - member.header_offset) % FILESYSTEM_BLOCK == 0:
+        may_stay = is_aligned or not name.startswith("data/")
+        if same and may_stay and (self.at - member.header_offset) % FILESYSTEM_BLOCK == 0:
             self.entries.append(NewEntry(member.name.encode(), member.flags, member.crc32, member.size, self.at))
             self.add(ByteRange(source, member.header_offset, member.end - member.header_offset))
             return
-        data = member.data(source, checked=checked)
         start = self.at + self.bare_header(name, member.size)
-        keep_place = member.method == STORED and member.data_offset % _ALIGNMENT == 0
-        padding = (
-            _padding(start, member.data_offset, FILESYSTEM_BLOCK) if keep_place else _padding(start, 0, _ALIGNMENT)
-        )
-        self.header(name, member.crc32, member.size, padding)
+        keeps_place = member.method == STORED and is_aligned
+        wanted, modulus = (data_start, FILESYSTEM_BLOCK) if keeps_place else (0, _ALIGNMENT)
+        self.header(name, member.crc32, member.size, _padding(start, wanted, modulus))
         if member.size:
-            self.add(data)
+            self.add(member.data(source, checked=checked))
 
     def finish(self, path: Path) -> OutFile:
         """Append the central directory. Return the archive as a file to be written to `path`."""

@@ -30,13 +30,32 @@ from collections.abc import Callable, Iterator
 from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import MalformedError
 from ckptconv.formats.writers import WRITERS
-from ckptconv.formats.zip_archive import LOCAL, archives_behind
+from ckptconv.formats.zip_archive import (
+    CENTRAL,
+    CENTRAL_FIELDS,
+    CENTRAL_SIZE,
+    END,
+    END_FIELDS,
+    END_SIZE,
+    LOCAL,
+    LOCAL_SIZE,
+    LONGEST_END,
+    ONES32,
+    ZIP64_END,
+    ZIP64_END_FIELDS,
+    ZIP64_END_SIZE,
+    ZIP64_LOCATOR,
+    ZIP64_LOCATOR_FIELDS,
+    ZIP64_LOCATOR_SIZE,
+)
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Blob, Extension, Graph, PersistentId, Py2String, Tuple, Value
 from ckptconv.pickles.lenient import STARTS, LenientScan, scan_lenient
 from ckptconv.pickles.machine import CODES
 
+_READ_BACK = LONGEST_END + 4096  # torch's reader goes back in steps of 4096 bytes
+_ENTRIES_ASKED = 16  # entries to test in data that may not be a directory
 _BLOCK = 512  # bytes of a tar header, and where the first file in HDF5 may start
 #: Numbers that tarfile accepts: in base 256, or octal digits as int() reads them, up to a NUL.
 _NUMBER = regex(rb"[\x80\xff]|[\s\x1c-\x1f0-7oO_+-]*(\0|\Z)")
@@ -89,10 +108,67 @@ def _zip(source: Readable, name: str) -> str | None:
     """Return a description if `source` is a zip archive too, or None."""
     if name == _ZIPPED:
         return None
-    found = {*archives_behind(source)}
+    found = {*_archives_behind(source)}
     if not found or (name in _PICKLED and found <= _byte_strings(source)):
         return None
     return "a zip archive, which zipfile and torch.jit.load find from its end"
+
+
+def _archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
+    """Yield each zip archive that a reader could find from the end of `source`, whatever else the file is.
+
+    An archive is yielded as the offset from which its offsets count, and the offset of its end. Its directory is where
+    the end record says, or directly before the end record, where Python's zipfile looks. Stray signatures do not count:
+    an end, an entry and a local header would have to point to each other.
+    """
+    tail_offset = max(0, source.size - _READ_BACK)
+    tail = source.read(tail_offset, source.size - tail_offset)
+    at = tail.find(END)
+    while 0 <= at <= len(tail) - END_SIZE:
+        offset = tail_offset + at
+        *_, size, start, comment = END_FIELDS.unpack_from(tail, at)
+        for before, nbytes, said in [(offset, size, start), *_zip64_directories(source, offset)]:
+            for directory in {said, before - nbytes}:
+                if _has_member(source, directory, directory + nbytes, directory - said):
+                    yield directory - said, min(offset + END_SIZE + comment, source.size)
+        at = tail.find(END, at + 1)
+
+
+def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the offset of each zip64 end before `end`, and the size and offset of its directory."""
+    if end < ZIP64_LOCATOR_SIZE:
+        return
+    signature, _, said, _ = ZIP64_LOCATOR_FIELDS.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
+    if signature != ZIP64_LOCATOR:
+        return
+    for at in {said, end - ZIP64_LOCATOR_SIZE - ZIP64_END_SIZE}:
+        if 0 <= at <= source.size - ZIP64_END_SIZE:
+            signature, *_, size, start = ZIP64_END_FIELDS.unpack(source.read(at, ZIP64_END_SIZE))
+            if signature == ZIP64_END:
+                yield at, size, start
+
+
+def _has_member(source: Readable, at: int, end: int, shift: int) -> bool:
+    """Return whether an entry of the directory from `at` to `end` points to a local header, with or without `shift`
+    added.
+
+    If the directory has more entries than are tested, the answer is yes.
+    """
+    for _ in range(_ENTRIES_ASKED):
+        if at < 0 or at + CENTRAL_SIZE > min(end, source.size):
+            return False
+        fields = CENTRAL_FIELDS.unpack(source.read(at, CENTRAL_SIZE))
+        if fields[0] != CENTRAL:
+            return False
+        header = fields[-1]
+        if header == ONES32 or any(_is_local(source, place) for place in {header, header + shift}):
+            return True
+        at += CENTRAL_SIZE + sum(fields[10:13])
+    return True
+
+
+def _is_local(source: Readable, at: int) -> bool:
+    return 0 <= at <= source.size - LOCAL_SIZE and source.read(at, len(LOCAL)) == LOCAL
 
 
 def _byte_strings(source: Readable) -> set[tuple[int, int]]:

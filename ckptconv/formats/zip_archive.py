@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -34,19 +34,17 @@ from ckptconv.limits import LIMITS
 LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+CENTRAL_FIELDS = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _DESCRIPTOR, _PADDING = struct.Struct("<4sIII"), struct.Struct("<HH")
 END_FIELDS = struct.Struct("<4sHHHHIIH")
 ZIP64_END_FIELDS = struct.Struct("<4sQHHIIQQQQ")
-_ZIP64_LOCATOR = struct.Struct("<4sIQI")
-LOCAL_SIZE, CENTRAL_SIZE, END_SIZE = _LOCAL.size, _CENTRAL.size, END_FIELDS.size
-ZIP64_END_SIZE, ZIP64_LOCATOR_SIZE = ZIP64_END_FIELDS.size, _ZIP64_LOCATOR.size
+ZIP64_LOCATOR_FIELDS = struct.Struct("<4sIQI")
+LOCAL_SIZE, CENTRAL_SIZE, END_SIZE = _LOCAL.size, CENTRAL_FIELDS.size, END_FIELDS.size
+ZIP64_END_SIZE, ZIP64_LOCATOR_SIZE = ZIP64_END_FIELDS.size, ZIP64_LOCATOR_FIELDS.size
 _ZIP64_EXTRA, _UNICODE_NAME_EXTRA, PADDING_EXTRA = 1, 0x7075, int.from_bytes(b"FB", "little")
-_ONES16, _ONES32 = 0xFFFF, 0xFFFFFFFF
+_ONES16, ONES32 = 0xFFFF, 0xFFFFFFFF
 LONGEST_END = END_SIZE + _ONES16  # with a comment
-_READ_BACK = LONGEST_END + 4096  # torch's reader goes back in steps of 4096 bytes
 _DESCRIPTORS, _HEADERS = 32, 256  # bytes to read before and after the start of a local header
-_ENTRIES_ASKED = 16  # entries to test in data that may not be a directory
 _ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13
 HAS_DESCRIPTOR = 1 << 3
 UTF8 = 1 << 11
@@ -59,10 +57,18 @@ _UNSAID = bytes(12)  # the numbers of a local header if the descriptor contains 
 
 
 class Member(NamedTuple):
-    """A record: the positions of its header, its data and its end (with the descriptor), in bytes from the start of the
-    file.
+    """A record. Positions are in bytes from the start of the file.
 
-    ``placed`` is the position of the data, or a function that reads the local header and returns the position.
+    Attributes:
+        name: The name, with its folders.
+        flags: The general purpose flags.
+        method: ``STORED`` or ``DEFLATED``.
+        crc32: The checksum of the data, or 0 if there is none.
+        stored_size: The number of bytes of the data in the file.
+        size: The number of bytes of the data after inflating.
+        header_offset: The position of the local header.
+        data_offset: The position of the data, or None if the local header has not been read: see :meth:`data_start`.
+        end: The position after the data and its descriptor. An entry of the directory does not contain it.
     """
 
     name: str
@@ -72,16 +78,15 @@ class Member(NamedTuple):
     stored_size: int
     size: int
     header_offset: int
-    placed: int | Callable[[], int]
-    end: int
+    data_offset: int | None = None
+    end: int = 0
 
-    @property
-    def data_offset(self) -> int:
-        """The position of its data.
+    def data_start(self, source: Readable) -> int:
+        """Return the position of the data, which may read the local header from `source`.
 
-        This may read the local header of the member. Raises MalformedError if that is damaged.
+        Raises MalformedError if the local header is damaged.
         """
-        return self.placed if isinstance(self.placed, int) else self.placed()
+        return _placed(_Window(source), self, self.end) if self.data_offset is None else self.data_offset
 
     def data(self, source: Readable, *, checked: bool) -> ByteRange | Inflate:
         """Return the bytes of this record, inflated if they are deflated.
@@ -89,7 +94,7 @@ class Member(NamedTuple):
         `checked` is whether the record has a checksum.
         """
         crc32 = self.crc32 if checked else None
-        of, offset = (source, self.placed) if isinstance(self.placed, int) else (_Unplaced(source, self), 0)
+        of, offset = (_Unplaced(source, self), 0) if self.data_offset is None else (source, self.data_offset)
         if self.method == STORED:
             return ByteRange(of, offset, self.size, crc32)
         return Inflate(ByteRange(of, offset, self.stored_size), self.size, crc32)
@@ -104,11 +109,11 @@ class _Unplaced(Readable):
 
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes at `offset`. Raises InputError."""
-        return self._source.read(self._member.data_offset + offset, length)
+        return self._source.read(self._member.data_start(self._source) + offset, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset` on. Raises InputError."""
-        self._source.read_into(self._member.data_offset + offset, buffer)
+        self._source.read_into(self._member.data_start(self._source) + offset, buffer)
 
 
 @dataclass(frozen=True)
@@ -174,8 +179,8 @@ def read_archive(
         UnsupportedError: The archive is encrypted, split or compressed in an unknown way.
         LimitError: The archive has too many members.
     """
-    found = source.faults.found
-    count, directory, start = _read_end(source)
+    report = source.faults.found
+    count, directory, start = read_end(source)
     window = _Window(source)
     entries = _read_directory(window, count, directory, start)
     if refuse:
@@ -189,23 +194,15 @@ def read_archive(
     for i, entry in enumerate(entries):
         following = entries[i + 1].header_offset if i + 1 < len(entries) else start
         if entry.header_offset != at:
-            found(
-                _bad(
-                    source,
-                    entry.header_offset,
-                    "zip members overlap or leave a gap",
-                    f"{entry.name!r} at {at}",
-                    entry.header_offset,
-                )
-            )
+            what, expected = "zip members overlap or leave a gap", f"{entry.name!r} at {at}"
+            report(_bad(source, entry.header_offset, what, expected, entry.header_offset))
         try:
-            if is_large and source.is_far and _is_spared(source, entry, following, is_large):
-                placed: int | Callable[[], int] = partial(_placed, window, entry, following)
-            else:
-                placed = _plain_place(window, entry, following) or _placed(window, entry, following)
-            members.append(Member._make((*entry[:7], placed, following)))
+            data_offset = None
+            if not (is_large and source.is_far and _is_spared(source, entry, following, is_large)):
+                data_offset = _plain_place(window, entry, following) or _placed(window, entry, following)
+            members.append(Member._make((*entry[:7], data_offset, following)))
         except InputError as error:
-            found(error)
+            report(error)
             members.append(Member._make((*entry[:7], entry.header_offset, entry.header_offset)))
             broken.add(entry.name)
         at = following
@@ -216,22 +213,22 @@ def read_archive(
     return Archive(root, tuple(members), any(member.crc32 for member in members), frozenset(broken))
 
 
-def _is_spared(source: Readable, entry: _Entry, following: int, is_large: Callable[[str], bool]) -> bool:
+def _is_spared(source: Readable, entry: Member, following: int, is_large: Callable[[str], bool]) -> bool:
     """Return whether to read the local header and descriptor of `entry` only when its data is needed."""
     if not is_large(entry.name.partition("/")[2]):
         return False
-    places = [(entry.header_offset, _LOCAL.size + len(entry.raw_name)), (following - _DESCRIPTORS, _DESCRIPTORS)]
+    places = [(entry.header_offset, LOCAL_SIZE + len(entry.name.encode())), (following - _DESCRIPTORS, _DESCRIPTORS)]
     return any(source.spares(max(at, 0), length, "record header") for at, length in places)
 
 
 def _borders(
-    source: Readable, entries: list[_Entry], end: int, is_large: Callable[[str], bool] | None
+    source: Readable, entries: list[Member], end: int, is_large: Callable[[str], bool] | None
 ) -> Iterator[tuple[int, int]]:
     """Yield the ranges of the headers and descriptors of `entries` that are read now. The last entry ends at `end`."""
     following = [*(entry.header_offset for entry in entries[1:]), end]
     for entry, stop in zip(entries, following, strict=True):
         if not (is_large and _is_spared(source, entry, stop, is_large)):
-            yield entry.header_offset, entry.header_offset + _LOCAL.size + _HEADERS
+            yield entry.header_offset, entry.header_offset + LOCAL_SIZE + _HEADERS
             yield stop - _DESCRIPTORS, stop
 
 
@@ -248,14 +245,14 @@ def first_member(source: Readable) -> FirstMember | None:
 
     Return None if this header is truncated or damaged.
     """
-    if source.size < _LOCAL.size:
+    if source.size < LOCAL_SIZE:
         return None
-    signature, _, _, method, *_, n_name, n_extra = _LOCAL.unpack(source.read(0, _LOCAL.size))
-    data_offset = _LOCAL.size + n_name + n_extra
+    signature, _, _, method, *_, n_name, n_extra = _LOCAL.unpack(source.read(0, LOCAL_SIZE))
+    data_offset = LOCAL_SIZE + n_name + n_extra
     if signature != LOCAL or data_offset > source.size:
         return None
     try:
-        return FirstMember(source.read(_LOCAL.size, n_name).decode(), method, data_offset)
+        return FirstMember(source.read(LOCAL_SIZE, n_name).decode(), method, data_offset)
     except UnicodeDecodeError:
         return None
 
@@ -285,8 +282,11 @@ def _bad(source: Readable, offset: int, what: str, expected: object = None, got:
 # The end
 
 
-def _read_end(source: Readable) -> tuple[int, int, int]:
-    """Return the number of members, and the size and offset of the central directory."""
+def read_end(source: Readable) -> tuple[int, int, int]:
+    """Return the number of members, and the size and offset of the central directory.
+
+    Raises MalformedError, UnsupportedError, LimitError.
+    """
     tail_offset = max(0, source.size - LONGEST_END)
     tail = source.read(tail_offset, source.size - tail_offset)
     at = tail.rfind(END)  # as torch does, without regard to the comment's length
@@ -312,7 +312,7 @@ def _read_end(source: Readable) -> tuple[int, int, int]:
     if wide:
         end, *numbers = wide
         narrow = (disk, start_disk, on_disk, members, size, start)
-        for small, large, ones in zip(narrow, numbers, (_ONES16,) * 4 + (_ONES32,) * 2, strict=True):
+        for small, large, ones in zip(narrow, numbers, (_ONES16,) * 4 + (ONES32,) * 2, strict=True):
             if small not in (large, ones):
                 raise _bad(source, offset, "the two ends of the zip archive disagree", large, small)
         disk, start_disk, on_disk, members, size, start = numbers
@@ -342,131 +342,54 @@ def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
     """
     if end < ZIP64_LOCATOR_SIZE:
         return None
-    signature, disk, offset, disks = _ZIP64_LOCATOR.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
+    signature, disk, offset, disks = ZIP64_LOCATOR_FIELDS.unpack(
+        source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE)
+    )
     if signature != ZIP64_LOCATOR:
         return None
     if disk or disks != 1 or offset + ZIP64_END_SIZE + ZIP64_LOCATOR_SIZE != end:
-        raise _bad(
-            source,
-            end,
-            "the zip64 locator points to no zip64 end",
-            end - ZIP64_LOCATOR_SIZE - ZIP64_END_SIZE,
-            offset,
-        )
+        expected = end - ZIP64_LOCATOR_SIZE - ZIP64_END_SIZE
+        raise _bad(source, end, "the zip64 locator points to no zip64 end", expected, offset)
     signature, size, _, _, *numbers = ZIP64_END_FIELDS.unpack(source.read(offset, ZIP64_END_SIZE))
     if signature != ZIP64_END or size != ZIP64_END_SIZE - 12:
         raise _bad(source, offset, "the zip64 end is damaged", ZIP64_END_SIZE - 12, size)
     return [offset, *numbers]
 
 
-def archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
-    """Yield each zip archive that a reader could find from the end of `source`, whatever else the file is.
-
-    An archive is yielded as the offset from which its offsets count, and the offset of its end. Its directory is where
-    the end record says, or directly before the end record, where Python's zipfile looks. Stray signatures do not count:
-    an end, an entry and a local header would have to point to each other.
-    """
-    tail_offset = max(0, source.size - _READ_BACK)
-    tail = source.read(tail_offset, source.size - tail_offset)
-    at = tail.find(END)
-    while 0 <= at <= len(tail) - END_SIZE:
-        offset = tail_offset + at
-        *_, size, start, comment = END_FIELDS.unpack_from(tail, at)
-        for before, nbytes, said in [(offset, size, start), *_zip64_directories(source, offset)]:
-            for directory in {said, before - nbytes}:
-                if _has_member(source, directory, directory + nbytes, directory - said):
-                    yield directory - said, min(offset + END_SIZE + comment, source.size)
-        at = tail.find(END, at + 1)
-
-
-def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the offset of each zip64 end before `end`, and the size and offset of its directory."""
-    if end < ZIP64_LOCATOR_SIZE:
-        return
-    signature, _, said, _ = _ZIP64_LOCATOR.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
-    if signature != ZIP64_LOCATOR:
-        return
-    for at in {said, end - ZIP64_LOCATOR_SIZE - ZIP64_END_SIZE}:
-        if 0 <= at <= source.size - ZIP64_END_SIZE:
-            signature, *_, size, start = ZIP64_END_FIELDS.unpack(source.read(at, ZIP64_END_SIZE))
-            if signature == ZIP64_END:
-                yield at, size, start
-
-
-def _has_member(source: Readable, at: int, end: int, shift: int) -> bool:
-    """Return whether an entry of the directory from `at` to `end` points to a local header, with or without `shift`
-    added.
-
-    If the directory has more entries than are tested, the answer is yes.
-    """
-    for _ in range(_ENTRIES_ASKED):
-        if at < 0 or at + _CENTRAL.size > min(end, source.size):
-            return False
-        fields = _CENTRAL.unpack(source.read(at, _CENTRAL.size))
-        if fields[0] != CENTRAL:
-            return False
-        header = fields[-1]
-        if header == _ONES32 or any(_is_local(source, place) for place in {header, header + shift}):
-            return True
-        at += _CENTRAL.size + sum(fields[10:13])
-    return True
-
-
-def _is_local(source: Readable, at: int) -> bool:
-    return 0 <= at <= source.size - _LOCAL.size and source.read(at, len(LOCAL)) == LOCAL
-
-
 # The central directory
 
 
-class _Entry(NamedTuple):
-    """An entry of the central directory. A :class:`Member` starts with the same fields."""
-
-    name: str
-    flags: int
-    method: int
-    crc32: int
-    stored_size: int
-    size: int
-    header_offset: int
-    raw_name: bytes
-
-
-def _read_directory(window: _Window, count: int, size: int, start: int) -> list[_Entry]:
+def _read_directory(window: _Window, count: int, size: int, start: int) -> list[Member]:
     """Return the entries of the central directory of `count` entries, which has `size` bytes from `start` on."""
     source = window.source
-    if count * _CENTRAL.size > size:
-        raise _bad(
-            source, start, "the zip's directory is too small for its members", f"{count} entries", f"{size} bytes"
-        )
-    if size > count * (_CENTRAL.size + 3 * LIMITS.member_name):
-        raise _bad(
-            source, start, "the zip's directory is too large for its members", f"{count} entries", f"{size} bytes"
-        )
-    entries: list[_Entry] = []
+    is_small = count * CENTRAL_SIZE > size
+    if is_small or size > count * (CENTRAL_SIZE + 3 * LIMITS.member_name):
+        what = f"the zip's directory is too {'small' if is_small else 'large'} for its members"
+        raise _bad(source, start, what, f"{count} entries", f"{size} bytes")
+    entries: list[Member] = []
     at, end = start, start + size
     alike, left = 1, count
     while left:
-        length = CENTRAL_SIZE + len(entries[-1].raw_name) if entries else 0
+        length = CENTRAL_SIZE + len(entries[-1].name.encode()) if entries else 0
         alike = min(2 * alike, left, _ALIKE // max(length, 1))
-        if 0 < alike * length <= end - at and (found := _alike(window.read(at, alike * length), length)):
-            entries += found
+        if 0 < alike * length <= end - at and (many := _alike(window.read(at, alike * length), length)):
+            entries += many
             at += alike * length
             left -= alike
             continue
         alike = 1
         left -= 1
-        if end - at < _CENTRAL.size:
+        if end - at < CENTRAL_SIZE:
             raise _bad(source, at, "the zip's directory ends inside an entry")
-        fields = _CENTRAL.unpack(window.read(at, _CENTRAL.size))
+        fields = CENTRAL_FIELDS.unpack(window.read(at, CENTRAL_SIZE))
         variable = sum(fields[10:13])
-        if fields[0] != CENTRAL or end - at - _CENTRAL.size < variable:
+        if fields[0] != CENTRAL or end - at - CENTRAL_SIZE < variable:
             raise _bad(source, at, "no entry of the zip's directory", CENTRAL, fields[0])
         try:  # report each bad entry and go on
-            entries.append(_entry(source, at, fields, window.read(at + _CENTRAL.size, variable)))
+            entries.append(_entry(source, at, fields, window.read(at + CENTRAL_SIZE, variable)))
         except InputError as error:
             source.faults.found(error)
-        at += _CENTRAL.size + variable
+        at += CENTRAL_SIZE + variable
     if at != end:
         raise _bad(source, at, "the zip's directory has bytes behind its entries", end, at)
     return entries
@@ -478,7 +401,7 @@ def _with_name(fields: str, length: int) -> struct.Struct:
     return struct.Struct(f"{fields}{length}s")
 
 
-def _alike(data: bytes, length: int) -> list[_Entry]:
+def _alike(data: bytes, length: int) -> list[Member]:
     """Return the entries in `data`, if each has `length` bytes and is a stored file with nothing after its name.
 
     Otherwise return an empty list.
@@ -491,24 +414,23 @@ def _alike(data: bytes, length: int) -> list[_Entry]:
     variable = struct.pack("<HHHH", length - CENTRAL_SIZE, 0, 0, 0)  # no extra field, no comment, the first disk
     if (set(signatures), set(methods), set(lengths)) != ({CENTRAL}, {STORED}, {variable}) or stored != sizes:
         return []
-    if any(each & ~_KNOWN_FLAGS for each in set(flags)) or any(each & _FOLDER for each in set(attributes)):
+    if any(flag & ~_KNOWN_FLAGS for flag in set(flags)) or any(kind & _FOLDER for kind in set(attributes)):
         return []
-    if max(sizes) == _ONES32 or max(offsets) == _ONES32 or any(name.endswith(b"/") for name in raw_names):
+    if max(sizes) == ONES32 or max(offsets) == ONES32 or any(name.endswith(b"/") for name in raw_names):
         return []
     try:
         names = [name.decode() for name in raw_names]
     except UnicodeDecodeError:
         return []
-    return [*map(_Entry, names, flags, methods, sums, stored, sizes, offsets, raw_names)]
+    return [*map(Member, names, flags, methods, sums, stored, sizes, offsets)]
 
 
-def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) -> _Entry:
+def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) -> Member:
     """Return the entry at `at` whose fixed part has these `fields` and whose name, extra field and comment are
     `variable`.
     """
-    _, _, _, flags, method, _, _, crc32, stored_size, size, n_name, n_extra, _, disk, _, attributes, header_offset = (
-        fields
-    )
+    flags, method, _, _, crc32, stored_size, size, n_name, n_extra = fields[3:12]
+    disk, _, attributes, header_offset = fields[13:]
     raw_name = variable[:n_name]
     try:
         name = raw_name.decode()
@@ -533,7 +455,7 @@ def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) 
         raise _bad(source, at, f"{name!r} is stored but has two sizes", size, stored_size)
     if size and (name.endswith("/") or attributes & _FOLDER):
         raise _bad(source, at, f"the folder {name!r} has bytes of its own", 0, size)
-    return _Entry(name, flags, method, crc32, stored_size, size, header_offset, raw_name)
+    return Member(name, flags, method, crc32, stored_size, size, header_offset)
 
 
 def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
@@ -541,18 +463,18 @@ def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
 
     Return None if this field contains more or fewer numbers than that.
     """
-    ones = numbers.count(_ONES32)
+    ones = numbers.count(ONES32)
     if len(wide) != 8 * ones:
         return None
     if not ones:
         return numbers
     large = iter(struct.unpack(f"<{ones}Q", wide))
-    return tuple(next(large) if number == _ONES32 else number for number in numbers)
+    return tuple(next(large) if number == ONES32 else number for number in numbers)
 
 
 def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[int, bytes]:
     """Return the extra fields by id."""
-    found: dict[int, bytes] = {}
+    fields: dict[int, bytes] = {}
     start = 0
     while start < len(extra):
         kind = int.from_bytes(extra[start : start + 2], "little")
@@ -560,13 +482,13 @@ def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[in
         end = start + 4 + size
         if end > len(extra):
             raise _bad(source, at, "an extra field of a zip header is truncated")
-        if kind in found:
+        if kind in fields:
             raise _bad(source, at, "an extra field of a zip header stands there twice", got=kind)
-        found[kind] = extra[start + 4 : end]
+        fields[kind] = extra[start + 4 : end]
         start = end
-    if _UNICODE_NAME_EXTRA in found and found[_UNICODE_NAME_EXTRA][5:] != raw_name:
-        raise _bad(source, at, "a zip member has two names", raw_name[:80], found[_UNICODE_NAME_EXTRA][5:85])
-    return found
+    if _UNICODE_NAME_EXTRA in fields and fields[_UNICODE_NAME_EXTRA][5:] != raw_name:
+        raise _bad(source, at, "a zip member has two names", raw_name[:80], fields[_UNICODE_NAME_EXTRA][5:85])
+    return fields
 
 
 def _check_names(source: Readable, members: list[Member], root: str) -> list[Member]:
@@ -597,65 +519,69 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 # Local headers and descriptors
 
 
-def _plain_place(window: _Window, entry: _Entry, following: int) -> int:
+def _plain_place(window: _Window, entry: Member, following: int) -> int:
     """Return the position of the data of `entry` if its header and descriptor have torch's form, else 0."""
-    _, flags, method, crc32, stored_size, size, at, raw_name = entry
+    name, flags, method, crc32, stored_size, size, at = entry[:7]
+    raw_name = name.encode()
     n = len(raw_name)
     form = _with_name("<4s2xHH4x12sHH", n)
     if following - at < form.size + 4:
         return 0
     header = window.read(at, form.size + 4)
-    *fields, n_extra, name = form.unpack_from(header)
-    if fields != [LOCAL, flags, method, _UNSAID, n] or name != raw_name:
+    *fields, n_extra, local_name = form.unpack_from(header)
+    if fields != [LOCAL, flags, method, _UNSAID, n] or local_name != raw_name:
         return 0
     data_offset: int = at + form.size + n_extra
     end = data_offset + stored_size
     if n_extra < 4 or header[-4:] != _PADDING.pack(PADDING_EXTRA, n_extra - 4) or following - end != _DESCRIPTOR.size:
         return 0
-    if not flags & HAS_DESCRIPTOR or max(size, stored_size) >= _ONES32:
+    if not flags & HAS_DESCRIPTOR or max(size, stored_size) >= ONES32:
         return 0
     descriptor = _DESCRIPTOR.pack(DESCRIPTOR, crc32, stored_size, size)
     return data_offset if window.read(end, _DESCRIPTOR.size) == descriptor else 0
 
 
-def _placed(window: _Window, entry: _Entry, following: int) -> int:
+def _placed(window: _Window, entry: Member, following: int) -> int:
     """Return the position of the data of `entry`.
 
     Its local header and descriptor must agree with the entry, and the member must end at `following`. Faults are
     reported. Raises MalformedError if the position is not known.
     """
     source = window.source
-    found = source.faults.found
+    report = source.faults.found
     at = entry.header_offset
-    room = following - at
-    least = _LOCAL.size + len(entry.raw_name)
-    if room < least:
-        raise _bad(source, at, f"{entry.name!r} has no room for its header", least, room)
+    available = following - at
+    raw_name = entry.name.encode()
+    least = LOCAL_SIZE + len(raw_name)
+    if available < least:
+        raise _bad(source, at, f"{entry.name!r} has no room for its header", least, available)
     header = window.read(at, least)
     signature, _, flags, method, _, _, crc32, stored_size, size, n_name, n_extra = _LOCAL.unpack_from(header)
     if signature != LOCAL:
         raise _bad(source, at, f"{entry.name!r} has no local header", LOCAL, signature)
-    if n_name != len(entry.raw_name) or header[_LOCAL.size :] != entry.raw_name:
-        error = _bad(source, at, "a zip member has two names", repr(entry.name), header[_LOCAL.size :][:80])
-        if n_name != len(entry.raw_name):
+    if n_name != len(raw_name) or header[LOCAL_SIZE:] != raw_name:
+        error = _bad(source, at, "a zip member has two names", repr(entry.name), header[LOCAL_SIZE:][:80])
+        if n_name != len(raw_name):
             raise error
-        found(error)
+        report(error)
     if (flags, method) != (entry.flags, entry.method):
-        found(_bad(source, at, f"the headers of {entry.name!r} disagree", (entry.flags, entry.method), (flags, method)))
+        report(
+            _bad(source, at, f"the headers of {entry.name!r} disagree", (entry.flags, entry.method), (flags, method))
+        )
     data_offset: int = at + least + n_extra
     end_of_data = data_offset + entry.stored_size
     if end_of_data > following:
         raise _bad(source, at, f"{entry.name!r} reaches into what follows it", following, end_of_data)
     try:
-        extras = _extras(source, at, entry.raw_name, window.read(at + least, n_extra))
+        extras = _extras(source, at, raw_name, window.read(at + least, n_extra))
         _check_local_numbers(source, entry, (crc32, stored_size, size), extras.get(_ZIP64_EXTRA, b""))
     except MalformedError as error:
-        found(error)
+        report(error)
     _check_descriptor(source, entry, window.read(end_of_data, min(following - end_of_data, 25)), end_of_data)
     return data_offset
 
 
-def _check_local_numbers(source: Readable, entry: _Entry, local: tuple[int, int, int], wide: bytes) -> None:
+def _check_local_numbers(source: Readable, entry: Member, local: tuple[int, int, int], wide: bytes) -> None:
     """Raise MalformedError if the checksum and sizes in a local header disagree with `entry`."""
     in_descriptor = entry.flags & HAS_DESCRIPTOR
     if in_descriptor and local == (0, 0, 0):
@@ -668,21 +594,21 @@ def _check_local_numbers(source: Readable, entry: _Entry, local: tuple[int, int,
         raise _bad(source, entry.header_offset, f"the headers of {entry.name!r} disagree", expected, found)
 
 
-def _check_descriptor(source: Readable, entry: _Entry, descriptor: bytes, at: int) -> None:
+def _check_descriptor(source: Readable, entry: Member, descriptor: bytes, at: int) -> None:
     """Report a fault unless `descriptor`, the bytes between the data and the next header, is what `entry` needs.
 
     That is a data descriptor with or without its signature, or nothing.
     """
-    found = source.faults.found
+    report = source.faults.found
     if not entry.flags & HAS_DESCRIPTOR:
         if descriptor:
-            found(_bad(source, at, f"bytes behind {entry.name!r} that belong to nothing", "none", len(descriptor)))
+            report(_bad(source, at, f"bytes behind {entry.name!r} that belong to nothing", "none", len(descriptor)))
         return
     body = descriptor.removeprefix(DESCRIPTOR) if len(descriptor) in (16, 24) else descriptor
     form = {12: "<III", 20: "<IQQ"}.get(len(body))
     expected = (entry.crc32, entry.stored_size, entry.size)
     if form is None or struct.unpack(form, body) != expected:
-        found(_bad(source, at, f"the data descriptor of {entry.name!r} is damaged", expected, descriptor[:24].hex()))
+        report(_bad(source, at, f"the data descriptor of {entry.name!r} is damaged", expected, descriptor[:24].hex()))
 
 
 # Writing
@@ -694,16 +620,11 @@ def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
     `padding` is the length of the padding field in bytes: 0, or at least 4. A zip64 field is added if the size needs
     it.
     """
-    wide = b"" if size < _ONES32 else struct.pack("<HHQQ", _ZIP64_EXTRA, 16, size, size)
-    pad = b"" if not padding else struct.pack("<HH", PADDING_EXTRA, padding - 4) + b"Z" * (padding - 4)
-    shown = min(size, _ONES32)
-    version = 45 if wide else 20
-    return (
-        _LOCAL.pack(LOCAL, version, UTF8, STORED, 0, 0, crc32, shown, shown, len(name), len(wide + pad))
-        + name
-        + wide
-        + pad
-    )
+    extra = b"" if size < ONES32 else struct.pack("<HHQQ", _ZIP64_EXTRA, 16, size, size)
+    version, shown = 45 if extra else 20, min(size, ONES32)
+    if padding:
+        extra += _PADDING.pack(PADDING_EXTRA, padding - 4) + b"Z" * (padding - 4)
+    return _LOCAL.pack(LOCAL, version, UTF8, STORED, 0, 0, crc32, shown, shown, len(name), len(extra)) + name + extra
 
 
 class NewEntry(NamedTuple):
@@ -716,59 +637,6 @@ class NewEntry(NamedTuple):
     header_offset: int
 
 
-class RawEntry(NamedTuple):
-    """An unparsed entry of a central directory.
-
-    Attributes:
-        name: The member's name.
-        data: The complete entry.
-        offset: Position of the entry, in bytes from the start of the file.
-    """
-
-    name: bytes
-    data: bytes
-    offset: int
-
-    @property
-    def crc32_offset(self) -> int:
-        """The position of the checksum in the file."""
-        return self.offset + 16
-
-    def renamed(self, name: bytes) -> bytes:
-        """Return the entry with another `name`, which must have the same length."""
-        return self.data[: _CENTRAL.size] + name + self.data[_CENTRAL.size + len(name) :]
-
-
-class RawDirectory(NamedTuple):
-    """The unparsed central directory of a file that was read as an archive before.
-
-    Attributes:
-        start: Position of the directory, in bytes from the start of the file.
-        entries: The entries in its order.
-        end: Position of the end record.
-        comment: The archive's comment.
-    """
-
-    start: int
-    entries: list[RawEntry]
-    end: int
-    comment: bytes
-
-
-def raw_directory(source: Readable) -> RawDirectory:
-    """Return the unparsed central directory of `source`. Raises the same errors as :func:`read_archive`."""
-    count, _, start = _read_end(source)
-    data = source.read(start, source.size - start)
-    entries, at = [], 0
-    for _ in range(count):
-        fields = _CENTRAL.unpack_from(data, at)
-        end = at + _CENTRAL.size + sum(fields[10:13])
-        entries.append(RawEntry(data[at + _CENTRAL.size : at + _CENTRAL.size + fields[10]], data[at:end], start + at))
-        at = end
-    end = data.rfind(END)
-    return RawDirectory(start, entries, start + end, data[end + END_SIZE :])
-
-
 def central_directory(entries: list[NewEntry], start: int) -> bytes:
     """Return the directory of `entries` (all stored) at offset `start`, followed by the end of the archive."""
     out = b"".join(map(central_entry, entries))
@@ -778,19 +646,19 @@ def central_directory(entries: list[NewEntry], start: int) -> bytes:
 def central_entry(entry: NewEntry) -> bytes:
     """Return the entry of a stored member in the central directory."""
     wide = b""
-    if entry.size >= _ONES32 or entry.header_offset >= _ONES32:
-        wide = b"".join(n.to_bytes(8, "little") for n in (entry.size, entry.size, entry.header_offset) if n >= _ONES32)
+    if entry.size >= ONES32 or entry.header_offset >= ONES32:
+        wide = b"".join(n.to_bytes(8, "little") for n in (entry.size, entry.size, entry.header_offset) if n >= ONES32)
     extra = struct.pack("<HH", _ZIP64_EXTRA, len(wide)) + wide if wide else b""
-    version, shown = 45 if wide else 20, min(entry.size, _ONES32)
+    version, shown = 45 if wide else 20, min(entry.size, ONES32)
     head = (CENTRAL, 0, version, entry.flags, STORED, 0, 0, entry.crc32, shown, shown, len(entry.name), len(extra))
-    return _CENTRAL.pack(*head, 0, 0, 0, 0, min(entry.header_offset, _ONES32)) + entry.name + extra
+    return CENTRAL_FIELDS.pack(*head, 0, 0, 0, 0, min(entry.header_offset, ONES32)) + entry.name + extra
 
 
 def end_records(count: int, size: int, start: int, comment: bytes = b"") -> bytes:
     """Return the end of an archive whose directory of `count` entries has `size` bytes and begins at `start`."""
     out = b""
-    if count >= _ONES16 or size >= _ONES32 or start >= _ONES32:
+    if count >= _ONES16 or size >= ONES32 or start >= ONES32:
         out += ZIP64_END_FIELDS.pack(ZIP64_END, ZIP64_END_SIZE - 12, 45, 45, 0, 0, count, count, size, start)
-        out += _ZIP64_LOCATOR.pack(ZIP64_LOCATOR, 0, start + size, 1)
-    shown = min(count, _ONES16), min(count, _ONES16), min(size, _ONES32), min(start, _ONES32)
+        out += ZIP64_LOCATOR_FIELDS.pack(ZIP64_LOCATOR, 0, start + size, 1)
+    shown = min(count, _ONES16), min(count, _ONES16), min(size, ONES32), min(start, ONES32)
     return out + END_FIELDS.pack(END, 0, 0, *shown, len(comment)) + comment

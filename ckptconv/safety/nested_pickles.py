@@ -234,8 +234,8 @@ def is_numpy(held: Readable, member: Member) -> bool:
 def _head_of(held: Readable, member: Member) -> bytes:
     """Return the first bytes of `member` of the archive `held`. Raises InputError."""
     if member.method == STORED:
-        return held.read(member.data_offset, min(_HEAD, member.size))
-    stream = Inflate(ByteRange(held, member.data_offset, member.stored_size), member.size, None)
+        return held.read(member.data_start(held), min(_HEAD, member.size))
+    stream = Inflate(ByteRange(held, member.data_start(held), member.stored_size), member.size, None)
     return next(inflated(stream), b"")[:_HEAD]
 
 
@@ -358,8 +358,8 @@ def _opened(held: Readable, member: Member) -> Readable:
     Raises Undecidable if it is too long, and InputError.
     """
     if member.method == STORED:
-        return SliceSource(held, member.data_offset, member.size)
+        return SliceSource(held, member.data_start(held), member.size)
     if member.size > min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes):
         raise Undecidable("a pickle too long to look into")
-    stream = Inflate(ByteRange(held, member.data_offset, member.stored_size), member.size, None)
+    stream = Inflate(ByteRange(held, member.data_start(held), member.stored_size), member.size, None)
     return BytesSource(b"".join(inflated(stream)), held.path)

@@ -129,23 +129,23 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) ->
     start = file.data.offset - window.offset
     end = start + file.data.length
     members = archive.names()
-    storage = next((member for member in members.values() if member.data_offset == start and member.size), None)
+    storage = next((member for member in members.values() if member.data_start(window) == start and member.size), None)
     changing = [member for member in (storage, members.get(_ID)) if member]
-    records = tuple((member.data_offset, member.size) for member in changing)
+    records = tuple((member.data_start(window), member.size) for member in changing)
     entries = _entries(archive, window)
     # What is so damaged that the archive was read without it can stand in between.
     if any(member.name not in entries for member in changing):
         return None
     checksums, blanks = [], []
     for member in changing:
-        descriptor = member.data_offset + member.stored_size
+        descriptor = member.data_start(window) + member.stored_size
         if not member.flags & HAS_DESCRIPTOR or window.read(descriptor, 4) != DESCRIPTOR or descriptor < end:
             return None
         places = descriptor + 4 - end, entries[member.name] + _CRC_IN_ENTRY - end
         checksums.append(places)
         blanks += [slice(place, place + 4) for place in places]
         if member is not storage:
-            blanks.append(slice(member.data_offset - end, descriptor - end))
+            blanks.append(slice(member.data_start(window) - end, descriptor - end))
     if storage is None:
         return None
     behind = _blanked(window.read(end, window.size - end), tuple(blanks))
