@@ -1,17 +1,17 @@
 """The index of a sharded checkpoint, and the names of its files: a strict reader, and the bytes of a new index.
 
-Layout (huggingface_hub's ``serialization/_torch.py``, transformers' ``modeling_utils.py``),
-for each set of shards in one folder:
+Layout of each set of shards in a folder (huggingface_hub's ``serialization/_torch.py``, transformers'
+``modeling_utils.py``):
 
     STEM-00001-of-00003.safetensors      each shard is a checkpoint of its own; .bin is a file of torch.save
     STEM.safetensors.index.json          {"metadata": {"total_size": bytes, ...}, "weight_map": {NAME: SHARD, ...}}
 
-A variant is a part of the stem, and stands behind the word index: ``model.fp16-00001-of-00002.safetensors`` and
-``model.safetensors.index.fp16.json``.
+A variant is a part of the stem of the shards. In the index's name it follows the word index:
+``model.fp16-00001-of-00002.safetensors`` and ``model.safetensors.index.fp16.json``.
 
-Names of shards are checked as texts: a folder of the Hub's cache consists of links to
-``../../blobs``, which are meant. What is stricter than other readers: a key that stands twice, names
-with folders in them, shards of two formats in one set.
+Only the names of shards are checked, not their links, because a folder of the Hub's cache consists of links to
+``../../blobs``. This reader is stricter than others: it refuses duplicate keys, names with folders in them, and shards
+of two formats in one set.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NAME = "sharded"  # before the name of the format of each shard
 TOTAL_SIZE = "total_size"
 _SHOWN = 5  # shards that an error lists
 _WITHOUT = "fetch it again; or take it away: without it the shards are read as they are, if all are there"
-#: What the Hub's tools call a model in shards, by the suffix of these.
+#: The name of a model in shards by the Hub's tools, by the suffix of the shards.
 _MODELS = {writer.hub.suffix: writer.hub.model for writer in WRITERS.values() if writer.hub and writer.shards}
 _SUFFIXES = "|".join(map(re.escape, _MODELS))
 _SHARD = regex(
     rf"(?P<stem>.+)-(?P<number>\d{{5}})-of-(?P<count>\d{{5}})(?P<variant>\.[^.]+)?(?P<suffix>{_SUFFIXES})", re.ASCII
 )
 _INDEX = regex(rf"(?P<stem>.+)(?P<suffix>{_SUFFIXES})\.index(?P<variant>\.[^.]+)?\.json")
-#: The stems that transformers, diffusers and peft give to a model, and what tells its variants apart.
+#: The stems that transformers, diffusers and peft give to a model, and a variant after them.
 _ONE_NAME = ("diffusion_pytorch_model", "adapter_model")  # in all formats
 _STEMS = "|".join((*_MODELS.values(), *_ONE_NAME))
 _HUB = regex(rf"(?P<stem>{_STEMS})(?P<variant>\.[^.]+)?")
@@ -64,8 +64,12 @@ _MODEL = regex(rf"({'|'.join(_MODELS.values())})(-[0-9]{{5}}-of-[0-9]{{5}})?")
 class ShardSet:
     """One checkpoint in shards, by the names in its folder.
 
-    ``index`` is the name of its index, ``shards`` are those that are there; where there is no index, ``count`` says of
-    how many, else it is 0.
+    Attributes:
+        stem: The stem of the names, with the variant.
+        suffix: The suffix of the shards.
+        index: The name of the index, or None.
+        shards: The names of the shards that exist.
+        count: The number of shards in their names if there is no index, and otherwise 0.
     """
 
     stem: str
@@ -76,18 +80,14 @@ class ShardSet:
 
 
 def is_index(name: str) -> bool:
-    """Whether a file called `name` is the index of a sharded set, as the Hub's libraries name it."""
+    """Return whether the Hub's libraries call an index of shards `name`."""
     return name.endswith(".index.json") or (".index." in name and name.endswith(".json"))
 
 
 def is_index_file(path: Path) -> bool:
-    """Whether the file at `path` is the index of a sharded set: by its name, or a JSON file by its content.
+    """Return whether the file at `path` is an index of shards, by its name, or by its content if it is a JSON file.
 
-    Args:
-        path: A path that may be missing, or no regular file.
-
-    Returns:
-        False too where the file cannot be read: whoever opens it says why.
+    Return False if the file is missing or cannot be read. Opening it then raises the error.
     """
     if is_index(path.name):
         return True
@@ -97,21 +97,21 @@ def is_index_file(path: Path) -> bool:
         with Source(path) as source:
             data = source.read(0, source.size) if source.size <= LIMITS.foreign_index else b""
             check_nesting(data)
-            found = json.loads(data) if b'"weight_map"' in data else None
+            top = json.loads(data) if b'"weight_map"' in data else None
     except (InputError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and isinstance(found.get("weight_map"), dict)
+    return isinstance(top, dict) and isinstance(top.get("weight_map"), dict)
 
 
 def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
-    """The name of the shard `number`, from 1 on, of `count`."""
+    """Return the name of the shard `number`, counted from 1, of `count`."""
     return f"{stem}-{number:05d}-of-{count:05d}{suffix}"
 
 
 def index_name(stem: str, suffix: str) -> str:
-    """The name of the index of the shards `stem`-…`suffix`.
+    """Return the name of the index of the shards `stem`-…`suffix`.
 
-    The Hub's tools look for that of a variant under another name than its shards have.
+    In the index of a variant, the Hub's tools expect the variant after the word index.
     """
     hub = _HUB.fullmatch(stem)
     if hub and hub["variant"]:
@@ -120,68 +120,59 @@ def index_name(stem: str, suffix: str) -> str:
 
 
 def stem_for(name: str, suffix: str) -> str:
-    """The stem of shards with `suffix` that are made of a checkpoint called `name`: a file, a shard or an index.
+    """Return the stem for shards with `suffix` that are made from a file, shard or index called `name`.
 
-    One of those that the Hub's tools look for.
+    It is a stem for which the Hub's tools look.
     """
-    found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
-    stem = _family(found)[0] if found else split_suffix(name)[0]
+    match = _matched(name)
+    stem = _family(match)[0] if match else split_suffix(name)[0]
     return _stem_like(stem if _HUB.fullmatch(stem) else "model", suffix)
 
 
 def hub_name(stem: str, hub: HubName) -> str | None:
-    """What the Hub's tools call the file `stem`, a whole model or a shard, in the format of `hub`.
-
-    None where they have no name for it.
-    """
-    if found := _MODEL.fullmatch(stem):
-        return f"{hub.model}{found[2] or ''}{hub.suffix}"
+    """Return the Hub's name for the complete model or shard `stem` in the format of `hub`, or None if it has none."""
+    if match := _MODEL.fullmatch(stem):
+        return f"{hub.model}{match[2] or ''}{hub.suffix}"
     return stem + hub.suffix if stem.endswith(_ONE_NAME) else None
 
 
 def of_other_suffix(name: str, suffix: str) -> str:
-    """What the shard or index `name` is called in a set with `suffix`: ``pytorch_model-….bin`` is
-    ``model-….safetensors``.
+    """Return the name of the shard or index `name` in a set with `suffix`.
+
+    ``pytorch_model-….bin`` becomes ``model-….safetensors``.
     """
-    found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
-    if found is None:
+    match = _matched(name)
+    if match is None:
         return name if name.endswith(".json") else split_suffix(name)[0] + suffix
-    if found["suffix"] == suffix:
+    if match["suffix"] == suffix:
         return name
-    stem, start, end = found.end("stem"), found.start("suffix"), found.end("suffix")
+    stem, start, end = match.end("stem"), match.start("suffix"), match.end("suffix")
     return _stem_like(name[:stem], suffix) + name[stem:start] + suffix + name[end:]
 
 
 def renumbered(names: list[str]) -> list[str]:
-    """`names` of shards with the numbers that they have when there are no others.
-
-    As they are, where one is not numbered.
-    """
-    found = [_SHARD.fullmatch(name) for name in names]
-    return (
-        [
-            shard_name(each["stem"], number, len(names), f"{each['variant'] or ''}{each['suffix']}")
-            for number, each in enumerate(found, 1)
-            if each
-        ]
-        if all(found)
-        else names
-    )
+    """Return the names of shards, numbered as if there were no others. If a name has no number, return `names`."""
+    matches = [match for name in names if (match := _SHARD.fullmatch(name))]
+    if len(matches) < len(names):
+        return names
+    return [
+        shard_name(match["stem"], number, len(names), f"{match['variant'] or ''}{match['suffix']}")
+        for number, match in enumerate(matches, 1)
+    ]
 
 
 def family_of(name: str) -> str | None:
-    """Which model the file `name` is, or a part of: its stem with the variant, one for all formats.
+    """Return the model that the file `name` belongs to: its stem with the variant, the same for all formats.
 
-    None where the name says nothing of that.
+    Return None if the name is not one of a model on the Hub.
     """
-    found = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
-    whole = re.fullmatch(rf"({_HUB.pattern})({_SUFFIXES})", name)
-    stem = _family(found)[0] if found else whole[1] if whole else None
+    match, model = _matched(name), re.fullmatch(rf"({_HUB.pattern})({_SUFFIXES})", name)
+    stem = _family(match)[0] if match else model[1] if model else None
     return _stem_like(stem, next(iter(_MODELS))) if stem else None
 
 
 def _stem_like(stem: str, suffix: str) -> str:
-    """`stem` as the Hub's tools spell it beside `suffix`: transformers has two names for one thing."""
+    """Return `stem` as the Hub's tools spell it with `suffix`: transformers has two names for one model."""
     model, dot, variant = stem.partition(".")
     if model in _MODELS.values():
         model = _MODELS[suffix]
@@ -189,18 +180,18 @@ def _stem_like(stem: str, suffix: str) -> str:
 
 
 def sets_in(names: Iterable[str]) -> list[ShardSet]:
-    """The sets of shards that files with these `names` are: one for each index, and those that have none."""
+    """Return the sets of shards among files with these `names`: one for each index, then those without an index."""
     indexes: dict[tuple[str, str], list[str]] = defaultdict(list)
     shards: dict[tuple[str, str], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(names):
-        if found := _INDEX.fullmatch(name):
-            indexes[_family(found)].append(name)
-        elif found := _SHARD.fullmatch(name):
-            shards[_family(found)][int(found["count"])].append(name)
+        if match := _INDEX.fullmatch(name):
+            indexes[_family(match)].append(name)
+        elif match := _SHARD.fullmatch(name):
+            shards[_family(match)][int(match["count"])].append(name)
     sets = []
-    for family, called in indexes.items():
-        mine = tuple(name for part in shards.pop(family, {}).values() for name in part)
-        sets += [ShardSet(*family, name, mine, 0) for name in called]
+    for family, index_names in indexes.items():
+        members = tuple(name for part in shards.pop(family, {}).values() for name in part)
+        sets += [ShardSet(*family, name, members, 0) for name in index_names]
     return sets + [
         ShardSet(*family, None, tuple(part), number)
         for family, parts in shards.items()
@@ -208,41 +199,47 @@ def sets_in(names: Iterable[str]) -> list[ShardSet]:
     ]
 
 
-def _family(found: re.Match[str]) -> tuple[str, str]:
-    """Stem and suffix of the set of a shard or an index."""
-    return found["stem"] + (found["variant"] or ""), found["suffix"]
+def _matched(name: str) -> re.Match[str] | None:
+    """Return the parts of the name of a shard or an index, or None for another name."""
+    return _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
+
+
+def _family(match: re.Match[str]) -> tuple[str, str]:
+    """Return the stem, with the variant, and the suffix of a shard or an index."""
+    return match["stem"] + (match["variant"] or ""), match["suffix"]
 
 
 def names_in(folder: Path) -> list[str]:
-    """What is in `folder`, folders too: one with the name of a shard is said to be one. Raises InputError."""
+    """Return the names in `folder`, of folders too. Raises InputError.
+
+    Opening a folder that has the name of a shard raises an error that calls it a folder.
+    """
     folders, files = list_folder(folder)
     return [*folders, *files]
 
 
 def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
-    """The set of shards that `path` means, which is an index or a folder; None where it has none.
+    """Return the set of shards at `path`, which is an index or a folder. Return None if the folder has no shards.
 
-    Raises RefusedError where it has several models; a fault are shards without an index that are missing.
+    A missing shard is a fault if there is no index. Raises RefusedError if the folder has several models.
     """
     if not path.is_dir():
-        found = _INDEX.fullmatch(path.name)
-        return ShardSet(*(_family(found) if found else ("model", "")), path.name, (), 0)
+        match = _INDEX.fullmatch(path.name)
+        return ShardSet(*(_family(match) if match else ("model", "")), path.name, (), 0)
     names = names_in(path)
     sets = sets_in(names)
-    whole = sorted(name for name in names if _WHOLE.fullmatch(name))
-    if sets and len(sets) + len(whole) > 1:
-        raise _several(path, sets, whole)
+    models = sorted(name for name in names if _WHOLE.fullmatch(name))
+    if sets and len(sets) + len(models) > 1:
+        raise _several(path, sets, models)
     if sets and sets[0].index is None:
         _refuse_gaps(path, sets[0], faults)
     return sets[0] if sets else None
 
 
-def _several(path: Path, sets: list[ShardSet], whole: list[str]) -> RefusedError:
-    """The error for a folder in which there are `sets` of shards and files that are a `whole`
-    model, more than one of both together.
-    """
-    listed = some([each.index or f"{each.shards[0]} …" for each in sets] + whole, _SHOWN)
-    one = next((name for name in (*(each.index for each in sets), *whole) if name), None)
+def _several(path: Path, sets: list[ShardSet], models: list[str]) -> RefusedError:
+    """Return the error for a folder with several `sets` of shards and `models` in one file."""
+    listed = some([each.index or f"{each.shards[0]} …" for each in sets] + models, _SHOWN)
+    one = next((name for name in (*(each.index for each in sets), *models) if name), None)
     return RefusedError(
         f"it is not clear which checkpoint in it is meant: {listed}",
         where=path,
@@ -250,28 +247,27 @@ def _several(path: Path, sets: list[ShardSet], whole: list[str]) -> RefusedError
     )
 
 
-def _refuse_gaps(path: Path, found: ShardSet, faults: FaultSink) -> None:
-    """It is a fault unless all shards of `found` are there, which has no index."""
-    numbers = {int(match["number"]) for name in found.shards if (match := _SHARD.fullmatch(name))}
-    missing = [n for n in range(1, found.count + 1) if n not in numbers]
+def _refuse_gaps(path: Path, shards: ShardSet, faults: FaultSink) -> None:
+    """Report a fault unless all `shards`, which have no index, exist."""
+    matches = [match for name in shards.shards if (match := _SHARD.fullmatch(name))]
+    numbers = {int(match["number"]) for match in matches}
+    missing = [n for n in range(1, shards.count + 1) if n not in numbers]
     if missing:
-        first = _SHARD.fullmatch(found.shards[0])
-        assert first is not None
-        names = [f"{first['stem']}-{n:05d}-of-{first['count']}{first['variant'] or ''}{found.suffix}" for n in missing]
-        faults.found(_missing(path, names, found.count))
-    elif len(found.shards) != found.count or not found.count:
+        stem, total, end = matches[0]["stem"], matches[0]["count"], (matches[0]["variant"] or "") + shards.suffix
+        faults.found(_missing(path, [f"{stem}-{n:05d}-of-{total}{end}" for n in missing], shards.count))
+    elif len(shards.shards) != shards.count or not shards.count:
         faults.found(
             MalformedError(
-                f"the shards {found.shards[0]} … are not numbered from 1 on, each number once",
+                f"the shards {shards.shards[0]} … are not numbered from 1 on, each number once",
                 where=path,
-                expected=count(found.count, "shard"),
-                got=len(found.shards),
+                expected=count(shards.count, "shard"),
+                got=len(shards.shards),
             )
         )
 
 
 def refuse_missing(folder: SourceFolder, shards: list[str]) -> list[str]:
-    """`shards`, named by an index; it is a fault if one is not in `folder`, and who collects faults gets the others."""
+    """Return those of `shards`, which an index names, that are in `folder`. Report a fault if one is missing."""
     missing = folder.missing(shards)
     if missing:
         folder.faults.found(_missing(folder.folder, sorted(missing), len(shards)))
@@ -279,17 +275,17 @@ def refuse_missing(folder: SourceFolder, shards: list[str]) -> list[str]:
 
 
 def refuse_unnamed(folder: SourceFolder, index: Index) -> None:
-    """Find a fault where shards stand in `folder` that are numbered as those of `index` are, and that it does not name:
-    who goes by the names reads them.
+    """Report a fault if `folder` has shards that are numbered like those of `index`, but are not named in it.
+
+    A reader that goes by the names of files would read them.
     """
     named = index.shards()
-    numbered = {(_family(found), found["count"]) for name in named if (found := _SHARD.fullmatch(name))}
-    beside = [
+    numbered = {(_family(match), match["count"]) for name in named if (match := _SHARD.fullmatch(name))}
+    unnamed = sorted(
         name
-        for name in folder.names()
-        if (found := _SHARD.fullmatch(name)) and (_family(found), found["count"]) in numbered
-    ]
-    unnamed = sorted({*beside} - {*named})
+        for name in {*folder.names()} - {*named}
+        if (match := _SHARD.fullmatch(name)) and (_family(match), match["count"]) in numbered
+    )
     if unnamed:
         are = "is" if len(unnamed) == 1 else "are"
         folder.faults.found(
@@ -302,6 +298,7 @@ def refuse_unnamed(folder: SourceFolder, index: Index) -> None:
 
 
 def _missing(folder: Path, names: list[str], total: int) -> MalformedError:
+    """Return the error for the shards `names`, of `total`, that are missing."""
     are = "is" if len(names) == 1 else "are"
     return MalformedError(
         f"{len(names):,} of {count(total, 'shard')} {are} missing: {some(names, _SHOWN)}",
@@ -315,9 +312,12 @@ def _missing(folder: Path, names: list[str], total: int) -> MalformedError:
 
 @dataclass(frozen=True)
 class Index:
-    """What an index says: ``weight_map`` has the shard of each tensor, in the index's order.
+    """The content of an index.
 
-    ``others`` are keys beside these two, which nobody knows.
+    Attributes:
+        metadata: The size of all tensors, and other values.
+        weight_map: The shard of each tensor, by name, in the index's order.
+        others: Unknown keys.
     """
 
     metadata: dict[str, Any]
@@ -325,28 +325,27 @@ class Index:
     others: tuple[str, ...] = ()
 
     def shards(self) -> list[str]:
-        """The names of the shards, sorted, which is the order of their numbers."""
+        """Return the names of the shards, sorted, which is the order of their numbers."""
         return sorted(set(self.weight_map.values()))
 
 
 def read_index(source: Readable) -> Index:
-    """The index in `source`. Raises MalformedError, LimitError."""
+    """Return the index in `source`. Raises MalformedError, LimitError."""
     return _Reader(source).index()
 
 
 class _Reader:
-    """Reads one index, and says what is wrong with it."""
+    """A reader of one index."""
 
     def __init__(self, source: Readable) -> None:
         self.source = source
-        name = _INDEX.fullmatch(source.path.name)
-        self.suffix = name["suffix"] if name else None
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
+        """Raise MalformedError."""
         raise MalformedError(what, where=self.source.path, expected=expected, got=got, hint=_WITHOUT)
 
     def index(self) -> Index:
-        """All of it."""
+        """Return the checked index."""
         top = self.parsed()
         if not isinstance(top, dict):
             self.fail("the index is no JSON object", expected="{", got=type(top).__name__)
@@ -359,8 +358,14 @@ class _Reader:
             if not isinstance(shard, str):
                 self.fail(f"the index has no name of a shard for {name!r}", got=type(shard).__name__)
         shards = dict.fromkeys(weight_map.values())
+        match = _INDEX.fullmatch(self.source.path.name)
+        suffix = match["suffix"] if match else ""
         for shard in shards:
-            self.check_shard(shard)
+            if not stays_inside(shard):
+                self.fail("a shard must be named without a folder", expected="a file beside the index", got=repr(shard))
+            if not shard.endswith(suffix):
+                what = "a shard is of another format than its index"
+                self.fail(what, expected=f"a name with {suffix}", got=repr(shard))
         if len(shards) > LIMITS.shards:
             raise LimitError(
                 "the index names too many shards",
@@ -371,9 +376,9 @@ class _Reader:
         return Index(metadata, weight_map, tuple(key for key in top if key not in ("metadata", "weight_map")))
 
     def parsed(self) -> Any:
-        """The JSON, whatever it is."""
+        """Return the JSON value, of any type."""
         size = self.source.size
-        if size > LIMITS.safetensors_header:  # an index says of each tensor less than a header does
+        if size > LIMITS.safetensors_header:  # an index has less about each tensor than a header
             raise LimitError(
                 "the index is too long",
                 where=self.source.path,
@@ -401,17 +406,17 @@ class _Reader:
             raise LimitError("the index is nested too deeply", where=self.source.path) from None
 
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """A JSON object, each of whose keys stands in it once; all texts in it are texts."""
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        """Return a JSON object. Raise MalformedError if a key occurs twice or a text is not valid."""
+        if len(result := dict(pairs)) != len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)
             self.fail("a key stands twice in the index", got=repr(twice[0][0]))
         for text in (text for pair in pairs for text in pair if isinstance(text, str)):
             if not is_text(text):
                 self.fail("half of a surrogate pair in the index is no text", got=repr(text))
-        return found
+        return result
 
     def integer(self, digits: str) -> int:
+        """Return an integer. Raise MalformedError if it is too long."""
         if len(digits) > LIMITS.index_digits:
             self.fail(
                 "a number in the index is too long", expected=f"at most {LIMITS.index_digits} digits", got=len(digits)
@@ -419,32 +424,27 @@ class _Reader:
         return int(digits)
 
     def number(self, digits: str) -> float:
-        """A number that is no integer: some tools counted bits, and wrote ``13476835328.0``."""
+        """Return a number with a fraction: some tools counted bits, and wrote ``13476835328.0``."""
         value = float(digits)
         if not math.isfinite(value):
             self.fail("a number in the index is too large", got=digits)
         return value
 
-    def check_shard(self, name: str) -> None:
-        """SHARD must name a file in the index's own folder, of the format that the index's name says."""
-        if not stays_inside(name):
-            self.fail("a shard must be named without a folder", expected="a file beside the index", got=repr(name))
-        if self.suffix and not name.endswith(self.suffix):
-            self.fail(
-                "a shard is of another format than its index", expected=f"a name with {self.suffix}", got=repr(name)
-            )
-
 
 def index_bytes(metadata: dict[str, Any], weight_map: dict[str, str]) -> bytes:
-    """The index of a set, as transformers and diffusers write it."""
+    """Return the bytes of an index, as transformers and diffusers write it."""
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
     return (text + "\n").encode()
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One file of a set: its `name`, the checkpoint in it as it was read, and its `root`, which has
-    its items in common with the root of all.
+    """One file of a set.
+
+    Attributes:
+        name: The name of the file.
+        part: The checkpoint in it.
+        root: The mapping of names to tensors, which shares its items with the root of the set.
     """
 
     name: str
@@ -454,11 +454,15 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class ShardedContainer:
-    """What the reader keeps for the writer: the set as it was.
+    """A set as it was read, which the writer needs.
 
-    `index` is the name that its index has or would have, `metadata` what stands in it, `names` how many there were.
-
-    `contradictions` are texts that shards have and that differ from one to the other.
+    Attributes:
+        root: The mapping of the names in all shards.
+        shards: The shards.
+        index: The name of the index, or the name that it would have.
+        metadata: The metadata of the index, without ties.
+        names: The number of names.
+        contradictions: Texts that differ between shards.
     """
 
     root: Object

@@ -1,9 +1,9 @@
-"""Read a set of shards as one checkpoint, and compare what its index says with what the shards hold.
+"""Read a set of shards as one checkpoint, and compare its index with the shards.
 
-The shards become one graph under one root, a mapping of all names in the order of the files, so edits reach all of them
-at once. Where a tensor is missing, doubled, or in another shard than the index says, a reader that believes the index
-and one that does not would see two checkpoints: that is a fault. :mod:`ckptconv.formats.sharded.index` has the
-layout of the index.
+The shards become one graph with one root, a mapping of all names in the order of the files, so that edits reach all
+shards at once. A tensor that is missing, or in two shards, or in another shard than the index names, is a fault: a
+reader that believes the index and a reader that does not would see two checkpoints.
+:mod:`ckptconv.formats.sharded.index` has the layout of the index.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckptconv.formats.sharded.index import (
     sets_in,
 )
 from ckptconv.hints import Placeholder, command
-from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_global, set_items, strings_of
+from ckptconv.pickles.graph import Call, Dict, Object, Tuple, is_global, set_items, strings_of
 
 FORMAT_KEY = "format"
 _SHOWN = 5  # names in an error
@@ -40,20 +40,20 @@ _ITEMS = ("SETITEM", "SETITEMS")
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Whether `folder` is an index, or has shards."""
+    """Return whether `folder` is an index, or contains shards."""
     return not folder.path.is_dir() or bool(sets_in(folder.names()))
 
 
 def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
-    """The set of shards in `folder`, each of which `read_file` reads.
+    """Return the checkpoint in the shards in `folder`, each of which `read_file` reads.
 
-    Raises MalformedError, RefusedError, and what that raises.
+    Raises MalformedError, RefusedError, UnsupportedError, LimitError, and the errors of `read_file`.
     """
-    found = find_set(folder.path, folder.faults)
-    if found is None:
+    shard_set = find_set(folder.path, folder.faults)
+    if shard_set is None:
         raise folder_error(folder.path)
-    index = read_index(folder.open(found.index)) if found.index else None
-    names = index.shards() if index else [*found.shards]
+    index = read_index(folder.open(shard_set.index)) if shard_set.index else None
+    names = index.shards() if index else [*shard_set.shards]
     if index:
         refuse_unnamed(folder, index)
     names = refuse_missing(folder, names)
@@ -72,13 +72,13 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
     if index and shards[0].part.is_state_dict:
         ties |= _tied_by_index(index, in_shards)
     root = _merged([shard.root for shard in shards])
-    said = index.metadata.items() if index else ()
-    metadata = {key: value for key, value in said if value != ties.get(key)}
+    entries = index.metadata.items() if index else ()
+    metadata = {key: value for key, value in entries if value != ties.get(key)}
     texts, contradictions = _texts(shards, metadata)
     container = ShardedContainer(
         root,
         tuple(shards),
-        found.index or index_name(found.stem, found.suffix),
+        shard_set.index or index_name(shard_set.stem, shard_set.suffix),
         metadata,
         len(names_of(root)),
         contradictions,
@@ -96,15 +96,17 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
 
 
 def _root_of(part: Checkpoint, name: str) -> Object:
-    """The mapping of names that the shard `part`, called `name`, is.
+    """Return the mapping of names to tensors in the shard `part`, called `name`, and remove its attributes.
 
-    It loses its attributes, which have no place in a set.
-
-    Raises UnsupportedError, MalformedError.
+    Raises UnsupportedError if it is not such a mapping, and MalformedError if a name occurs twice.
     """
     root = part.graph.root
-    is_ordered = isinstance(root, Call) and is_global(root.callable, "collections.OrderedDict")
-    if not isinstance(root, Object) or not (isinstance(root, Dict) or (is_ordered and _is_empty(root))):
+    if isinstance(root, Call):
+        is_empty = isinstance(root.args, Tuple) and not root.args.items
+        is_mapping = is_empty and is_global(root.callable, "collections.OrderedDict")
+    else:
+        is_mapping = isinstance(root, Dict)
+    if not isinstance(root, Object) or not is_mapping:
         raise _no_shard(part, "the shard is no mapping of names to tensors")
     keys = [effect.values[i] for effect, i in root.pairs()]
     if not all(isinstance(key, str) for key in keys):
@@ -121,11 +123,8 @@ def _root_of(part: Checkpoint, name: str) -> Object:
     return root
 
 
-def _is_empty(call: Value) -> bool:
-    return isinstance(call, Call) and isinstance(call.args, Tuple) and not call.args.items
-
-
 def _no_shard(part: Checkpoint, what: str) -> UnsupportedError:
+    """Return the error `what` for the file `part`, with the command that converts only this file."""
     return UnsupportedError(
         what,
         where=part.source.path,
@@ -134,7 +133,7 @@ def _no_shard(part: Checkpoint, what: str) -> UnsupportedError:
 
 
 def _merged(roots: list[Object]) -> Object:
-    """A mapping of all that `roots` have: the effects are theirs, so that what changes in one changes in the other."""
+    """Return a mapping of the items of all `roots`. It shares their effects, so that a change reaches both."""
     first = roots[0]
     root: Object = Dict()
     if isinstance(first, Call) and all(isinstance(each, Call) for each in roots):
@@ -146,6 +145,7 @@ def _merged(roots: list[Object]) -> Object:
 
 
 def _check_formats(folder: SourceFolder, shards: list[Shard]) -> None:
+    """Report a fault if the shards have different formats."""
     formats = {shard.part.format: shard.name for shard in shards}
     if len(formats) > 1:
         listed = ", ".join(f"{name} is {format_}" for format_, name in formats.items())
@@ -155,9 +155,9 @@ def _check_formats(folder: SourceFolder, shards: list[Shard]) -> None:
 
 
 def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None) -> dict[str, Shard]:
-    """The shard of each name that stands in one, all of them where the `index`, if there is one, has them.
+    """Return the first shard of each name.
 
-    Raises MalformedError.
+    Report a fault if a name is in several shards, or if the `index`, which may be None, disagrees with the shards.
     """
     in_shards: dict[str, Shard] = {}
     doubled: dict[str, str] = {}
@@ -182,40 +182,46 @@ def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None)
     unknown = [
         f"{name!r} in {shard.name}" for name, shard in in_shards.items() if name not in places and name not in recorded
     ]
-    for what, found in (
+    for what, names in (
         ("no shard, but in the index", missing),
         ("another shard than the index says", moved),
         ("a shard, but not in the index", unknown),
     ):
-        if found:
-            folder.faults.found(_contradiction(folder, shards, what, found, may_go=True))
+        if names:
+            folder.faults.found(_contradiction(folder, shards, what, names, may_go=True))
     return in_shards
 
 
 def _contradiction(
-    folder: SourceFolder, shards: list[Shard], what: str, found: list[str], *, may_go: bool
+    folder: SourceFolder, shards: list[Shard], what: str, names: list[str], *, may_go: bool
 ) -> MalformedError:
-    """The error for tensors that stand in `what`; `found` names each and says where.
+    """Return the error for tensors that are in wrong shards.
 
-    `may_go`: without the index there would be no contradiction.
+    Args:
+        folder: The folder.
+        shards: All shards.
+        what: A description of the wrong shards.
+        names: A text for each tensor, with its name and its shards.
+        may_go: Whether the shards are consistent without the index.
     """
     alone = command("convert", folder.folder / shards[0].name, Placeholder("OUT"))
     hint = "convert the shards one by one: " + alone
     sets = sets_in(shard.name for shard in shards)
     if may_go and len(sets) == 1 and len(shards) == sets[0].count:
         hint = "if the shards are right, take the index away, and they are believed; else " + hint
-    stands = "tensor stands" if len(found) == 1 else "tensors stand"
-    return MalformedError(f"{len(found):,} {stands} in {what}: {some(found, _SHOWN)}", where=folder.path, hint=hint)
+    stands = "tensor stands" if len(names) == 1 else "tensors stand"
+    return MalformedError(f"{len(names):,} {stands} in {what}: {some(names, _SHOWN)}", where=folder.path, hint=hint)
 
 
 def names_of(root: Object) -> list[str]:
+    """Return the names in `root`, in order."""
     return [key for effect, i in root.pairs() if isinstance(key := effect.values[i], str)]
 
 
 def _tied_by_index(index: Index, in_shards: Mapping[str, Shard]) -> dict[str, str]:
-    """The names that the `index` alone records, with those of the tensors that they are tied to.
+    """Return the ties that only the `index` records: each name, and the name of its tensor.
 
-    The shards of these gain them.
+    The names are added to the shards of their tensors.
     """
     ties = {
         name: kept
@@ -232,7 +238,7 @@ def _tied_by_index(index: Index, in_shards: Mapping[str, Shard]) -> dict[str, st
 
 
 def _texts(shards: Iterable[Shard], metadata: Mapping[str, Any]) -> tuple[dict[str, str], tuple[LeftBehind, ...]]:
-    """The texts of the shards and of the index as those of one file; and those that shards have and that differ."""
+    """Return the texts of the index and the shards, merged, and the texts of shards that differ from the merged ones."""
     texts = {key: text for key, text in metadata.items() if isinstance(text, str) and key != TOTAL_SIZE}
     differ: dict[str, LeftBehind] = {}
     for shard in shards:

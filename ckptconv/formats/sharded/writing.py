@@ -1,12 +1,13 @@
-"""Lay out a checkpoint as shards and their index: the shards that it came in, or new ones by size.
+"""Lay out a checkpoint as shards and their index: the shards that it was read from, or new ones by size.
 
-A tie is recorded in its shard, as in any safetensors file, and in the index, where huggingface_hub's
-``save_torch_state_dict`` has it.
+A tie is recorded in its shard, as in any safetensors file, and in the index, as ``save_torch_state_dict`` of
+huggingface_hub does.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +47,13 @@ _EXAMPLES = "5GB, 500MB or a number of bytes"
 
 
 class _File(NamedTuple):
-    """A file to be laid out: its name, its root, the part that it stays, if it does,
-    and the texts for its own metadata.
+    """A shard to be laid out.
+
+    Attributes:
+        name: The name of the file.
+        root: The mapping of names to tensors.
+        like: The shard of the source that it is, or None for a new one.
+        metadata: The texts for its own metadata.
     """
 
     name: str
@@ -58,8 +64,14 @@ class _File(NamedTuple):
 
 @dataclass(frozen=True)
 class _Set:
-    """The files of a set, the name of its index, if it has one, what that says beside
-    sizes and places, and what to say of all.
+    """A set of shards to be laid out.
+
+    Attributes:
+        files: The shards.
+        index: The name of the index, or None if there is only one file.
+        metadata: The metadata of the index, without the size and ties.
+        left_behind: The parts of the source that the set cannot contain.
+        notes: Notes for the report.
     """
 
     files: list[_File]
@@ -77,8 +89,19 @@ def layout(
     copy_tied: bool = False,
     max_shard_size: int | str | None = None,
 ) -> Layout:
-    """The files that `checkpoint`, edited, becomes in `folder`, the index last: the shards that it has, or shards of at
-    most `max_shard_size`. Raises UsageError, RefusedError.
+    """Plan the shards of an edited `checkpoint` in `folder`, with the index last.
+
+    Args:
+        checkpoint: The checkpoint, which this may change.
+        folder: The folder of the shards.
+        writer: The format of each shard.
+        copy_tied: Whether to write a tied tensor under each of its names.
+        max_shard_size: The largest size of a new shard, as :func:`parse_size` reads it. None keeps the shards of the
+            source.
+
+    Raises:
+        UsageError: The format has no shards, the size is wrong, or there are neither shards nor a size.
+        RefusedError: The shards cannot hold the checkpoint.
     """
     if not writer.shards:
         raise UsageError(
@@ -102,40 +125,40 @@ def layout(
             where=folder,
             hint="a path with a suffix, such as out.pt, is one file",
         )
-    return _SetWriter(checkpoint, folder, writer, copy_tied).layout(planned)
+    return _laid_out(checkpoint, folder, writer, planned, copy_tied=copy_tied)
 
 
 def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, writer: Writer) -> _Set:
-    """Each shard, without what the edits took out of it; those that are empty then are left out."""
+    """Return the shards of the source without the items that edits removed. Shards without items are left out.
+
+    Raises RefusedError if two shards would have one name.
+    """
     kept = {id(effect) for effect in container.root.effects}
     for shard in container.shards:
         shard.root.effects = [effect for effect in shard.root.effects if id(effect) in kept]
     shards = [shard for shard in container.shards if any(shard.root.pairs())]
     names = [shard.name for shard in shards]
     index, metadata = container.index, dict(container.metadata)
-    if writer.objects is container.shards[0].part.is_state_dict:  # of another format than they were
+    if writer.objects is container.shards[0].part.is_state_dict:  # the format changes
         names = [of_other_suffix(name, writer.shard_suffix) for name in names]
         index = of_other_suffix(index, writer.shard_suffix)
     texts = [shard.part.metadata for shard in shards]
-    if writer.texts:  # each keeps its own
-        checkpoint.unused = [each for each in checkpoint.unused if each not in container.contradictions]
+    if writer.texts:  # each shard keeps its own texts
+        checkpoint.unused = [left for left in checkpoint.unused if left not in container.contradictions]
     else:
         texts = [{} for _ in shards]
         metadata = {key: text for key, text in checkpoint.metadata.items() if key != FORMAT_KEY} | metadata
     if len(shards) < len(container.shards):
         names = renumbered(names)
     if len({*names, index}) <= len(names):
-        raise RefusedError(
-            f"two shards would have one name: {some(names, _SHOWN)}",
-            where=checkpoint.source.path,
-        )
+        raise RefusedError(f"two shards would have one name: {some(names, _SHOWN)}", where=checkpoint.source.path)
     left = _uncounted(checkpoint, container, metadata)
     files = [_File(name, shard.root, shard.part, own) for name, shard, own in zip(names, shards, texts, strict=True)]
     return _Set(files, index, metadata, left)
 
 
 def _uncounted(checkpoint: Checkpoint, container: ShardedContainer, metadata: dict[str, Any]) -> list[LeftBehind]:
-    """Take out of `metadata` what would be false by now; what that is."""
+    """Remove the count of parameters from `metadata` if names were left out. Return what was removed."""
     root = checkpoint.graph.root
     if _TOTAL_PARAMETERS not in metadata or (isinstance(root, Object) and len(names_of(root)) == container.names):
         return []
@@ -151,13 +174,12 @@ def _dealt(
     *,
     copy_tied: bool,
 ) -> _Set:
-    """The names of `checkpoint` dealt anew, by size."""
+    """Return new shards for the items of `checkpoint`, of at most `max_shard_size`. Raises UsageError, RefusedError."""
     items, left = _items_of(checkpoint)
-    weights: dict[str, Weight]
     if writer.views:
-        weights = weights_of_storages(checkpoint, items)
+        weights = _weights_of_storages(checkpoint, items)
     else:
-        weights = weights_of_tensors(checkpoint, items, copy_tied=copy_tied)
+        weights = _weights_of_tensors(checkpoint, items, copy_tied=copy_tied)
     if not weights:
         raise RefusedError("there is no tensor to put into shards", where=checkpoint.source.path)
     stem = stem_for(container.index if container else checkpoint.source.path.name, writer.shard_suffix)
@@ -184,18 +206,19 @@ def _dealt(
 
 
 def _about_size(too_large: int, max_shard_size: int | str) -> str:
+    """Return a note on `too_large` tensors that are larger than `max_shard_size`."""
     are, have = ("is", "has") if too_large == 1 else ("are", "have")
     larger = f"{count(too_large, 'tensor')} {are} larger than "
     return larger + option("max_shard_size", max_shard_size) + f" and {have} a shard each"
 
 
 def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind]]:
-    """The items of `checkpoint`'s root by name, and what else stands in it, which no shard will have.
+    """Return the items of the root by name, and its attributes, which shards cannot contain.
 
-    Raises RefusedError.
+    Raises RefusedError if an item has no name of its own.
     """
     root = checkpoint.graph.root
-    assert isinstance(root, Object)  # a state dict was taken
+    assert isinstance(root, Object)  # it is a state dict
     places = checkpoint.index.places_in_root()
     odd = [
         place.path
@@ -212,65 +235,47 @@ def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind
     return items, left_behind_at(others, checkpoint.index.storage_of, kept, "shards have no place for attributes")
 
 
-class _SetWriter:
-    """Lays out the files of a set, and gathers what they say of themselves."""
-
-    def __init__(self, checkpoint: Checkpoint, folder: Path, writer: Writer, copy_tied: bool) -> None:
-        self.checkpoint = checkpoint
-        self.folder = folder
-        self.writer = writer
-        self.copy_tied = copy_tied
-        self.weight_map: dict[str, str] = {}
-        self.total_size = 0
-        self.ties: dict[str, str] = {}
-
-    def layout(self, planned: _Set) -> Layout:
-        """All files, the index last."""
-        files: list[OutFile] = []
-        left: dict[tuple[str, str], LeftBehind] = {(each.path, each.why): each for each in planned.left_behind}
-        notes: dict[str, None] = dict.fromkeys(planned.notes)
-        parts = split(self.checkpoint, [(file.root, file.like) for file in planned.files])
-        for file, part in zip(planned.files, parts, strict=True):
-            laid = self.part(part, file)
-            files += laid.files
-            left |= {(each.path, each.why): each for each in laid.left_behind}
-            notes |= dict.fromkeys(laid.notes)
-            self.ties |= dict(laid.ties)
-        if planned.index:
-            metadata = self.metadata(planned, left)
-            data = index_bytes({**metadata, TOTAL_SIZE: self.total_size}, self.weight_map)
-            files.append(OutFile(self.folder / planned.index, (Literal(data),), len(data)))
-        return Layout(tuple(files), tuple(left.values()), tuple(notes), tuple(self.ties.items()))
-
-    def metadata(self, planned: _Set, left: dict[tuple[str, str], LeftBehind]) -> dict[str, Any]:
-        """What the index says beside sizes and places, ties among it; `left` gains what cannot stand there."""
-        if self.writer.ties:
-            return planned.metadata
-        metadata: dict[str, Any] = dict(self.ties)
-        for key, value in planned.metadata.items():
-            if isinstance(value, str) and value in self.weight_map and key not in self.weight_map:
-                each = LeftBehind(f"{planned.index}/metadata/{key}", len(value.encode()), "it would be read as a tie")
-                left[each.path, each.why] = each
-            else:
-                metadata[key] = value
-        return metadata
-
-    def part(self, part: Checkpoint, file: _File) -> Layout:
-        """One shard."""
-        names = names_of(file.root)
-        mine = {*names}
-        part.ties = {name: kept for name, kept in part.ties.items() if name in mine and kept in mine}
+def _laid_out(checkpoint: Checkpoint, folder: Path, writer: Writer, planned: _Set, *, copy_tied: bool) -> Layout:
+    """Return the files of a `planned` set in `folder`, with the index last. Raises RefusedError."""
+    files: list[OutFile] = []
+    left = {(each.path, each.why): each for each in planned.left_behind}
+    notes = dict.fromkeys(planned.notes)
+    ties: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    parts = split(checkpoint, [(file.root, file.like) for file in planned.files])
+    for file, part in zip(planned.files, parts, strict=True):
+        names = dict.fromkeys(names_of(file.root), file.name)
+        part.ties = {name: kept for name, kept in part.ties.items() if name in names and kept in names}
         part.metadata = file.metadata
-        laid = self.writer.lay_out(part, self.folder / file.name, copy_tied=self.copy_tied)
-        if self.writer.views:
-            self.total_size += sum(storage.nbytes for storage in part.storages.values())
-            self.weight_map |= dict.fromkeys(names, file.name)
-            return laid
-        mine.difference_update(dict(laid.ties))
-        written = [info for info in part.tensors.values() if info.name in mine]
-        self.total_size += sum(info.nbytes for info in written)
-        self.weight_map |= {info.name: file.name for info in written if info.name is not None}
-        return laid
+        laid = writer.lay_out(part, folder / file.name, copy_tied=copy_tied)
+        if writer.views:
+            total_size += sum(storage.nbytes for storage in part.storages.values())
+            weight_map |= names
+        else:
+            tied = dict(laid.ties)
+            written = [info for info in part.tensors.values() if info.name in names and info.name not in tied]
+            total_size += sum(info.nbytes for info in written)
+            weight_map |= {info.name: file.name for info in written if info.name is not None}
+        files += laid.files
+        left |= {(each.path, each.why): each for each in laid.left_behind}
+        notes |= dict.fromkeys(laid.notes)
+        ties |= laid.ties
+    if planned.index:
+        metadata = planned.metadata
+        if not writer.ties:
+            false = {
+                key: text
+                for key, text in metadata.items()
+                if key not in weight_map and isinstance(text, str) and text in weight_map
+            }
+            for key, text in false.items():
+                lost = LeftBehind(f"{planned.index}/metadata/{key}", len(text.encode()), "it would be read as a tie")
+                left[lost.path, lost.why] = lost
+            metadata = ties | {key: value for key, value in metadata.items() if key not in false}
+        data = index_bytes({**metadata, TOTAL_SIZE: total_size}, weight_map)
+        files.append(OutFile(folder / planned.index, (Literal(data),), len(data)))
+    return Layout(tuple(files), tuple(left.values()), tuple(notes), tuple(ties.items()))
 
 
 # Dealing tensors into shards by size. The planner is huggingface_hub's, so that a set has the shards that the Hub's own
@@ -278,7 +283,7 @@ class _SetWriter:
 
 
 class Weight(NamedTuple):
-    """What a tensor adds to its shard: `nbytes`, and once for all that have the same `group`, which stay together."""
+    """The size of a tensor. Tensors of one `group` stay in one shard, and take their `nbytes` there once."""
 
     nbytes: int
     group: Hashable
@@ -286,10 +291,12 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """`files` with the names of the tensors in each, in the order of the state dict.
+    """A set of shards by name.
 
-    The name of the `index`, None for one file; and how many tensors are `too_large`, so that their shards are, tied
-    ones counted once.
+    Attributes:
+        files: The name of each file, and the names of its tensors in the order of the state dict.
+        index: The name of the index, or None if there is one file.
+        too_large: The number of groups that are larger than a shard may be.
     """
 
     files: tuple[tuple[str, tuple[str, ...]], ...]
@@ -298,15 +305,15 @@ class Deal:
 
 
 def parse_size(size: int | str) -> int:
-    """`size` in bytes: an integer, or a text such as ``5GB``, in which units are decimal.
+    """Return `size` in bytes. It is an integer, or a text such as ``5GB``, whose units are decimal.
 
-    Raises UsageError, TypeError.
+    Raises UsageError if the text is not a size, or 0, and TypeError for other types.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise ArgumentTypeError(f"max_shard_size must be a text such as '5GB' or a number of bytes, not {size!r}")
-    found = _SIZE.fullmatch(str(size))
-    unit = found["unit"] if found else None
-    if found is None or (unit is None and "." in found["number"]):
+    match = _SIZE.fullmatch(str(size))
+    unit = match["unit"] if match else None
+    if match is None or (unit is None and "." in match["number"]):
         near = re.match(r"\s*([0-9]{1,18})\s*([KMGT])", str(size), re.IGNORECASE)
         raise UsageError(
             option("max_shard_size", None) + " is not a size",
@@ -314,19 +321,27 @@ def parse_size(size: int | str) -> int:
             got=size,
             hint="is this meant: " + option("max_shard_size", f"{near[1]}{near[2].upper()}B") if near else None,
         )
-    nbytes = int(float(found["number"]) * _UNITS[unit.upper()]) if unit else int(found["number"])
+    nbytes = int(float(match["number"]) * _UNITS[unit.upper()]) if unit else int(match["number"])
     if nbytes == 0:
         raise UsageError(option("max_shard_size", None) + " is no size of a file", expected=_EXAMPLES, got=size)
     return nbytes
 
 
 def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, suffix: str) -> Deal:
-    """The shards for tensors of these `weights`, by name, none larger than `max_shard_size` unless one group is.
+    """Return the shards for tensors, each of at most `max_shard_size` unless it has only one group.
 
-    Raises UsageError, also where there are several groups and each is: that is a typo.
+    Args:
+        weights: The size of each tensor, by name.
+        max_shard_size: The largest size, as :func:`parse_size` reads it.
+        stem: The start of the shards' names.
+        suffix: The suffix of the shards.
+
+    Raises:
+        UsageError: The size is wrong, there would be too many shards, huggingface_hub is missing, or there are several
+            groups and all are larger, which is a typing error.
     """
     most = parse_size(max_shard_size)
-    sizes = [nbytes for nbytes in {each.group: each.nbytes for each in weights.values()}.values() if nbytes]
+    sizes = [nbytes for nbytes in {weight.group: weight.nbytes for weight in weights.values()}.values() if nbytes]
     too_large = sum(nbytes > most for nbytes in sizes)
     if too_large == len(sizes) > 1:
         raise UsageError(
@@ -356,20 +371,17 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
             expected=f"at most {LIMITS.shards:,}",
             hint="say a larger one",
         )
-    place = {name: i for i, name in enumerate(weights)}  # the planner puts what is tied last
+    place = {name: i for i, name in enumerate(weights)}  # the planner puts tied tensors last
     files = tuple(
         (file, tuple(sorted(names, key=place.__getitem__))) for file, names in split.filename_to_tensors.items()
     )
     return Deal(files, index_name(stem, suffix) if len(files) > 1 else None, too_large)
 
 
-# What a tensor weighs
+def _weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, copy_tied: bool) -> dict[str, Weight]:
+    """Return the sizes of the tensors among `items` for a format that stores each tensor by itself.
 
-
-def weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, copy_tied: bool) -> dict[str, Weight]:
-    """The tensors among `items` of `checkpoint`, each written out by itself.
-
-    What is tied stays together, unless it is copied.
+    Tied tensors have one group, unless `copy_tied` is set.
     """
     weights: dict[str, Weight] = {}
     for name, value in items.items():
@@ -380,56 +392,44 @@ def weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, co
     return weights
 
 
-def weights_of_storages(checkpoint: Checkpoint, items: Mapping[str, Value]) -> dict[str, Weight]:
-    """Those of `items` of `checkpoint` that are tensors or hold some, with the bytes of their storages.
+def _weights_of_storages(checkpoint: Checkpoint, items: Mapping[str, Value]) -> dict[str, Weight]:
+    """Return the sizes of the `items` that are tensors or contain some, by the bytes of their storages.
 
-    What shares a storage or an object stays together.
+    Items that share a storage or an object have one group, which is called by the name of one of them.
     """
-    groups = _Groups(checkpoint, items)
-    weights: dict[str, Weight] = {}
-    for name, value in items.items():
-        group = groups.of(name)
-        if groups.nbytes.get(group) or id(value) in checkpoint.tensor_nodes:
-            weights[name] = Weight(groups.nbytes.get(group, 0), group)
-    return weights
+    above = {name: name for name in items}  # a forest: the names of one group lead to one root
+    owner: dict[int, str] = {}  # the id of a node or storage → the name that led to it first
 
-
-class _Groups:
-    """Which of `items` lead to one node or storage.
-
-    A group is called by the name of one of its members; NBYTES are those of its storages.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, items: Mapping[str, Value]) -> None:
-        self.above = {name: name for name in items}
-        self.owner: dict[int, str] = {}  # the id of a node or storage → the name that led to it first
-        storages = checkpoint.index.storage_of
-        for name, value in items.items():
-            todo = [value]
-            while todo:
-                node = todo.pop()
-                if not isinstance(node, Node) or isinstance(node, Global) or is_word(node):
-                    continue  # texts, classes, devices: what is shared and means nothing
-                if self.meet(name, node):
-                    todo += children(node)
-                if id(node) in storages:
-                    self.meet(name, storages[id(node)])
-        self.nbytes: dict[str, int] = {}
-        for storage in checkpoint.storages.values():
-            if id(storage) in self.owner:
-                group = self.of(self.owner[id(storage)])
-                self.nbytes[group] = self.nbytes.get(group, 0) + storage.nbytes
-
-    def meet(self, name: str, thing: object) -> bool:
-        """Whether `thing`, to which `name` leads, is new; if not, `name` and the first that led to it are one group."""
-        if id(thing) not in self.owner:
-            self.owner[id(thing)] = name
-            return True
-        self.above[self.of(name)] = self.of(self.owner[id(thing)])
-        return False
-
-    def of(self, name: str) -> str:
-        """The group of `name`."""
-        while self.above[name] != name:
-            self.above[name] = name = self.above[self.above[name]]
+    def group_of(name: str) -> str:
+        while above[name] != name:
+            above[name] = name = above[above[name]]
         return name
+
+    def is_new(name: str, thing: object) -> bool:
+        if id(thing) in owner:
+            above[group_of(name)] = group_of(owner[id(thing)])
+            return False
+        owner[id(thing)] = name
+        return True
+
+    storages = checkpoint.index.storage_of
+    for name, value in items.items():
+        todo = [value]
+        while todo:
+            node = todo.pop()
+            if not isinstance(node, Node) or isinstance(node, Global) or is_word(node):
+                continue  # texts, classes and devices: sharing them means nothing
+            if is_new(name, node):
+                todo += children(node)
+            if id(node) in storages:
+                is_new(name, storages[id(node)])
+    nbytes: Counter[str] = Counter()
+    for storage in checkpoint.storages.values():
+        if id(storage) in owner:
+            nbytes[group_of(owner[id(storage)])] += storage.nbytes
+    groups = {name: group_of(name) for name in items}
+    return {
+        name: Weight(nbytes[groups[name]], groups[name])
+        for name, value in items.items()
+        if nbytes[groups[name]] or id(value) in checkpoint.tensor_nodes
+    }
