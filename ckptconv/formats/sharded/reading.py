@@ -238,7 +238,7 @@ def _tied_by_index(index: Index, in_shards: Mapping[str, Shard]) -> dict[str, st
 
 
 def _texts(shards: Iterable[Shard], metadata: Mapping[str, Any]) -> tuple[dict[str, str], tuple[LeftBehind, ...]]:
-    """Return the texts of the index and the shards, merged, and the texts of shards that differ from the merged ones."""
+    """Return the texts of the index and the shards, merged, and texts of shards that differ from the merged ones."""
     texts = {key: text for key, text in metadata.items() if isinstance(text, str) and key != TOTAL_SIZE}
     differ: dict[str, LeftBehind] = {}
     for shard in shards:
