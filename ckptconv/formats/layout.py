@@ -47,36 +47,37 @@ def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> Out
     """
     # ranges that the copy reads completely
     read_anyway = {id(piece.checked_range()) for piece in pieces}
-    spans = {id(span): span for each in storages for span in each.data.with_checksums()}
+    spans = {id(span): span for storage in storages for span in storage.data.with_checksums()}
     sums = [span for key, span in spans.items() if key not in read_anyway]
     return OutFile(path, joined(pieces), sum(piece.length for piece in pieces), tuple(sums))
 
 
 def check_growth(files: Iterable[OutFile], checkpoint: Checkpoint, hint: str) -> None:
-    """Raise LimitError with this `hint` if `files` are too large for what they are made of: views of one storage, each
-    of which is written out, can make terabytes of a small file.
+    """Raise LimitError with this `hint` if `files` are too large for the bytes that they are made from.
+
+    Views of one storage, each written out, could make terabytes from a small file.
     """
     files = list(files)
-    written, held = sum(file.size for file in files), checkpoint.source.size
-    if written > LIMITS.written(held):
-        held = max(held, _read_once(piece for file in files for piece in file.pieces))
-    if written > LIMITS.written(held):
+    written, source_size = sum(file.size for file in files), checkpoint.source.size
+    if written > LIMITS.written(source_size):
+        source_size = max(source_size, _read_once(piece for file in files for piece in file.pieces))
+    if written > LIMITS.written(source_size):
         raise LimitError(
             "the tensors repeat the same bytes, and the output would be too large",
             where=checkpoint.source.path,
-            expected=f"at most {size(LIMITS.written(held))}",
-            got=f"{size(written)} of {size(held)}",
+            expected=f"at most {size(LIMITS.written(source_size))}",
+            got=f"{size(written)} of {size(source_size)}",
             hint=hint,
         )
 
 
 def _read_once(pieces: Iterable[Piece]) -> int:
-    """Return how many bytes `pieces` are made of, inflated, each byte of a source counted once."""
+    """Return the number of bytes that `pieces` are made from, after inflating. Each byte of a source counts once."""
     spans: set[tuple[int, int, int]] = set()
     inflated: dict[tuple[int, int], int] = {}
     for piece in pieces:
-        of = piece.uncast()
-        deflated = of if isinstance(of, Inflate) else of.spooled()
+        data = piece.uncast()
+        deflated = data if isinstance(data, Inflate) else data.spooled()
         if deflated:
             inflated[id(deflated.of.source), deflated.of.offset] = deflated.length
         else:
@@ -90,8 +91,12 @@ def _read_once(pieces: Iterable[Piece]) -> int:
 
 
 def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
-    """The error for a target, `what`, that cannot hold some tensors: where each stands, its
-    trouble, and how to leave all of them out.
+    """Return the error for a target that cannot hold some tensors, with the option that leaves them out.
+
+    Args:
+        checkpoint: The edited checkpoint.
+        what: The target.
+        troubles: The place of each tensor, and the reason.
     """
     of_source: dict[int, list[Place]] = {}
     for place in checkpoint.source_places:
@@ -100,7 +105,7 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
     once = [p for place, _ in troubles if not is_repeated(place) for p in of_source.get(id(place.node), [])]
     droppable = all(is_item(p) and p.parent and isinstance(p.parent.node, (Dict, Call)) for p in once)
     if not droppable or len({id(place.node) for place in once}) == len(checkpoint.tensor_nodes):
-        once = []  # what has no key cannot be left out, or nothing would be left
+        once = []  # a tensor without a key cannot be left out, or no tensor would remain
     globs = _globs(checkpoint, once)
     hint = "to leave them out: " + option("exclude", globs) if globs else None
     if len(globs) > _LISTED:
@@ -111,25 +116,26 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
 
 
 def _globs(checkpoint: Checkpoint, places: list[Place]) -> tuple[str, ...]:
-    """The globs that mean the tensors at `places`: names in state dicts, elsewhere paths, which need a slash. None if
-    one of them would mean another tensor too.
-    """
-    named = {id(found.node) for found in checkpoint.detected.state_dicts} if places else set()
+    """Return globs for the tensors at `places`: names in state dicts, and otherwise paths, which need a slash.
 
-    def said(place: Place) -> tuple[str, str | None]:
-        if place.parent and id(place.parent.node) in named:
+    Return an empty tuple if one of the globs would match another tensor too.
+    """
+    state_dicts = {id(detected.node) for detected in checkpoint.detected.state_dicts} if places else set()
+
+    def path_and_name(place: Place) -> tuple[str, str | None]:
+        if place.parent and id(place.parent.node) in state_dicts:
             return place.path, place.key
         return (place.path if "/" in place.path else f"./{place.path}"), None
 
-    globs = tuple(glob_of(*said(place)) for place in places)
-    meant = {id(place.node) for place in places}
+    globs = tuple(glob_of(*path_and_name(place)) for place in places)
+    wanted = {id(place.node) for place in places}
     loose = [glob for glob, place in zip(globs, places, strict=True) if not f"{place.path}{place.key}".isprintable()]
-    others = [said(place) for place in checkpoint.source_places if loose and id(place.node) not in meant]
+    others = [path_and_name(place) for place in checkpoint.source_places if loose and id(place.node) not in wanted]
     return () if any(matches(glob, *other) for glob in loose for other in others) else globs
 
 
 def renumber(checkpoint: Checkpoint) -> dict[str, str]:
-    """Give storages keys from 0 on, in the order of first use, in the graph too; old key → new key."""
+    """Number the storages in the graph from 0, in the order of first use. Return the new key of each old key."""
     keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
     for reference in checkpoint.references:
         change_id(reference.node, key=keys[reference.storage.key])
@@ -140,26 +146,27 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
 def pickle_pieces(
     checkpoint: Checkpoint, graph: Graph | None = None, *, short: bool = False
 ) -> list[Literal | ByteRange]:
-    """The pickle of `checkpoint`, or of another `graph` in it, its blobs as ranges of what they stand in.
+    """Return the pickle of `checkpoint`, or of another `graph` in it. Blobs are ranges of the source.
 
-    `short`: with as little in the memo as will do.
+    If `short` is set, only values that are read again are put into the memo.
     """
-    from ckptconv.pickles.emitter import emit  # which reading does without
+    from ckptconv.pickles.emitter import emit  # lazily, for start-up
 
     graph = graph or checkpoint.graph
-    splice = not short and not checkpoint.source.is_far  # from where it would have to be read once more
+    splice = not short and not checkpoint.source.is_far  # splicing reads the source again
     parts = emit(graph, loadable=can_be_made_loadable(graph), short=short, splice=splice)
     return [Literal(part) if isinstance(part, bytes) else blob_bytes(checkpoint, part) for part in parts]
 
 
 def blob_bytes(checkpoint: Checkpoint, blob: Blob) -> ByteRange:
-    """Where the bytes of `blob`, which the source's pickle has, stand."""
+    """Return the bytes of `blob`, which is in the source's pickle."""
     return ByteRange(checkpoint.blobs or checkpoint.source, blob.offset, blob.length)
 
 
 def say_for_older_loaders(checkpoint: Checkpoint) -> None:
-    """Name what torch's zip loader alone finds under its old name (``load_module_mapping`` in
-    ``torch/serialization.py``) by the new one.
+    """Rename the module ``torch.tensor`` to ``torch._tensor`` in the graph.
+
+    Only torch's zip loader knows the old name (``load_module_mapping`` in ``torch/serialization.py``).
     """
     for node in checkpoint.graph.globals:
         if node.module == "torch.tensor":
@@ -168,7 +175,7 @@ def say_for_older_loaders(checkpoint: Checkpoint) -> None:
 
 
 def texts_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:
-    """The texts of a container that has some, for which torch's formats have no place."""
+    """Return the texts next to the tensors, which torch's formats cannot contain."""
     return [
         LeftBehind(f"__metadata__/{key}", len(text.encode()), "torch's format has no place for it")
         for key, text in checkpoint.metadata.items()
@@ -177,23 +184,23 @@ def texts_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:
 
 
 def sources_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:
-    """The source code of classes, for which torch's older format alone has a place."""
-    found: dict[str, LeftBehind] = {}
-    for cls, named in checkpoint.class_ids.items():
-        text = named.id.items[3] if isinstance(named.id, Tuple) else None
+    """Return the source code of classes, which only torch's older format can contain."""
+    sources: dict[str, LeftBehind] = {}
+    for cls, reference in checkpoint.class_ids.items():
+        text = reference.id.items[3] if isinstance(reference.id, Tuple) else None
         if isinstance(text, str):
             size = len(text.encode("utf-8", "surrogatepass"))
         else:
             size = text.length if isinstance(text, Blob) else len(text.data) if isinstance(text, Py2String) else 0
         if size:
             why = "torch's older format alone has a place for it"
-            found[str(cls)] = LeftBehind(f"the source code of {cls}", size, why)
-    return list(found.values())
+            sources[str(cls)] = LeftBehind(f"the source code of {cls}", size, why)
+    return list(sources.values())
 
 
 def refuse_unknown_dtypes(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError where a tensor has a dtype that torch has not, of which it can have no storages."""
-    if not any(storage_id(each.node).dtype is UNTYPED for each in checkpoint.references):
+    """Raise RefusedError if a tensor has a dtype that torch does not have."""
+    if not any(storage_id(reference.node).dtype is UNTYPED for reference in checkpoint.references):
         return
     troubles = _dtypes(checkpoint, lambda info: info.dtype not in BY_NAME)
     if troubles:
@@ -201,20 +208,17 @@ def refuse_unknown_dtypes(checkpoint: Checkpoint) -> None:
 
 
 def _dtypes(checkpoint: Checkpoint, is_trouble: Callable[[TensorInfo], bool]) -> list[tuple[Place, str]]:
-    """Where tensors stand that are trouble, and their dtypes."""
+    """Return the places and dtypes of the tensors for which `is_trouble` is true."""
     nodes = checkpoint.tensor_nodes
-    found = [(place, nodes[id(place.node)]) for place in checkpoint.places if id(place.node) in nodes]
-    return [(place, info.dtype) for place, info in found if is_trouble(info)]
-
-
-# For formats that know one class for each storage
+    tensors = [(place, nodes[id(place.node)]) for place in checkpoint.places if id(place.node) in nodes]
+    return [(place, info.dtype) for place, info in tensors if is_trouble(info)]
 
 
 def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
-    """The class of each storage.
+    """Return the class of each storage, for a format that has one class for each storage.
 
-    Raises RefusedError, in which `what` is the target, where torch could not read it back: it knows one class for each,
-    and none that counts bytes.
+    Raises RefusedError, which calls the target `what`, if a storage has no class but the one that counts bytes: torch
+    could not read it back.
     """
     classes: dict[Storage, str] = {}
     refused: set[Storage] = set()
@@ -239,7 +243,10 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
 
 
 def little_endian(storage: Storage, cls: str, byteorder: str) -> Data:
-    """The bytes of `storage`, of class `cls`, the numbers turned round where they come from a big-endian zip."""
+    """Return the bytes of `storage`, of class `cls`, as little-endian numbers.
+
+    `byteorder` is the byte order of the source, ``little`` or ``big``.
+    """
     dtype = BY_STORAGE_CLASS[cls]
     data = storage.data
     if byteorder == "little" or dtype.itemsize == 1:

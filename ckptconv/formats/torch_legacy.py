@@ -1,27 +1,26 @@
 """torch's format from before 1.6: reader and writer.
 
-Layout: five pickles one behind another, then the storages, in the order of their keys:
+Layout: five pickles, one after another, then the storages in the order of their keys:
 
     magic number          0x1950a86a20f9469cfc6c
     version               1001
     sys_info              {'protocol_version': 1001, 'little_endian': True, 'type_sizes': {...}}; no reader needs it
-    object                storages in it are persistent ids ('storage', class, key, location, elements, view), the first
-                          mention of a module's class is ('module', class, the file that defines it, its source text)
+    object                storages in it are persistent ids ('storage', class, key, location, elements, view); the first
+                          reference to a module's class is ('module', class, the file that defines it, its source text)
     keys                  a list of the storages' keys
     for each key          the number of elements (8 bytes, little-endian), and the storage's bytes, little-endian
                           on every machine
 
-VIEW is None, or (key, offset, elements) where torch before 0.4 stored a part of a storage under a key of its own. There
-is no checksum, and no alignment.
+VIEW is None, or (key, offset, elements) for a view of a storage: before 0.4, torch stored it under a key of its own.
+The format has no checksums and no alignment.
 
-Source: ``_legacy_save`` and ``_legacy_load`` in ``torch/serialization.py`` of torch 2.13. What it writes and cannot
-read back is read here: the persistent ids as texts that protocol 0 makes, and ``UntypedStorage``, under which it stores
-dtypes that have no storage class of their own.
+Source: ``_legacy_save`` and ``_legacy_load`` in ``torch/serialization.py`` of torch 2.13. Some files that torch writes
+and cannot read back are read here: persistent ids as the texts of protocol 0, and ``UntypedStorage``, under which torch
+stores dtypes without a storage class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -53,7 +52,6 @@ from ckptconv.formats.torch_files import MAGIC, LegacyFile, looks_like_legacy
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import option
 from ckptconv.lazy_regex import regex
-from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import (
@@ -77,35 +75,144 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.parser import parse
 
-#: What protocol 0 makes of a persistent id: its repr.
+NAME = WRITERS["legacy"].name
+looks_like = looks_like_legacy
+_KIND = "a checkpoint in torch's format from before 1.6"
+_WHAT = "a file in torch's format from before 1.6"
+_VERSION = 1001
+_PICKLES = 5
+_WORDS = frozenset(["protocol_version", "little_endian", "type_sizes", "short", "int", "long"])  # in sys_info
+_SIZE = 8  # bytes of the number of elements before each storage
+_SHOWN = 5  # paths in an error
+#: A persistent id in protocol 0, which writes its repr.
 _ID_TEXT = regex(
     r"\('storage', <class 'torch\.(?:storage\.)?(\w+)'>, '([^'\\]+)', '([^'\\]+)', (0|[1-9][0-9]{0,18}), None\)"
 )
+#: Calls that read a tensor's values. Packed weights of quantized modules are objects of torch's C++, or convolutions
+#: that pack them.
+_EARLY_READERS = regex(
+    r"torch\._utils\._rebuild_(nested_tensor|device_tensor_from_cpu_tensor)|torch\._C\.Generator"
+    r"|torch\.(_C\.)?ScriptObject"
+    r"|torch\.(ao\.)?nn\.(intrinsic\.)?quantized\.(\w+\.)*\w*Conv\w*"
+)
+
+
+# Reading
+
+
+def read(source: Readable) -> Checkpoint:
+    """Return the checkpoint in `source`. Raises MalformedError, UnsupportedError, LimitError."""
+    parsed = parse_file(source, 0, source.size, str(source.path))
+    checkpoint = checkpoint_of(NAME, source, parsed.graph, parsed, parsed.spans.get, str(source.path))
+    checkpoint.class_ids = parsed.class_ids
+    checkpoint.notes += parsed.notes
+    for text in parsed.warnings:
+        checkpoint.warn(text)
+    return checkpoint
+
+
+def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile:
+    """Return the file in bytes `start` to `end` of `source`, with its graph as in torch's zip format.
+
+    `where` is the place for errors. Raises MalformedError, UnsupportedError, LimitError.
+    """
+    source.faults.pickles(PickleSequence(where, SliceSource(source, start, end - start), _PICKLES))
+    try:
+        head, notes, before, at = _read_head(source, start, end, where)
+        graph, end_of_object = parse(source.read, end, where=where, offset=at)
+        keys, end_of_keys = parse(source.read, end, where=where, offset=end_of_object)
+    except MalformedError as error:
+        error.what = f"{_KIND} that was truncated, or damaged, inside its pickles: " + error.what
+        error.hint = DOWNLOAD_AGAIN
+        raise
+    _refuse_code(keys, where)
+    ids, class_ids = _read_ids(graph, where)
+    modernize(graph)
+    listed = [text_of(key) for key in keys.root.elements()] if isinstance(keys.root, List) else [None]
+    known = [key for key in listed if key is not None]
+    if len({*known}) != len(listed):
+        raise MalformedError("the storages' keys are no list of different texts", where=where)
+    spans = _read_sizes(source, end_of_keys, end, known, ids, where)
+    warnings = _flatten_views(graph, ids, spans, where)
+    return LegacyFile(
+        head=head,
+        graph=graph,
+        keys=frozenset(known),
+        spans=spans,
+        class_ids=class_ids,
+        notes=notes,
+        warnings=warnings,
+        around=[*before, keys],
+        pickle_offset=at,
+        pickle_length=end_of_object - at,
+    )
+
+
+def _read_head(
+    source: Readable, start: int, end: int, where: str
+) -> tuple[ByteRange | None, list[str], list[Graph], int]:
+    """Read the three pickles before the object.
+
+    Return:
+    - their bytes, or None if torch's safe loader refuses them, or if they contain other texts than torch's;
+    - notes;
+    - their graphs, or an empty list if they are as torch writes them;
+    - the position of the object.
+    """
+    usual = _head()
+    if source.read(start, min(len(usual), end - start)) == usual:
+        return ByteRange(source, start, len(usual)), [], [], start + len(usual)
+    graphs, at = [], start
+    for _ in range(3):
+        graph, at = parse(source.read, end, where=where, offset=at)
+        _refuse_code(graph, where)
+        graphs.append(graph)
+    magic, version, sys_info = (graph.root for graph in graphs)
+    if magic != MAGIC:
+        raise MalformedError("the magic number is another", where=where, expected=f"{MAGIC:#x}")
+    if version != _VERSION:
+        raise UnsupportedError(f"{_KIND}, of an unknown version", where=where, expected=_VERSION)
+    is_usual = not any(
+        refused_opcodes(graph) or not _WORDS.issuperset(map(text_of, graph.byte_strings)) for graph in graphs
+    )
+    items = [(e.values[i], e.values[i + 1]) for e, i in sys_info.pairs()] if isinstance(sys_info, Dict) else []
+    notes = []
+    if any(text_of(key) == "little_endian" and value is False for key, value in items):
+        notes = ["it says that it is big-endian; torch writes this format little-endian everywhere, and so it was read"]
+    return ByteRange(source, start, at - start) if is_usual else None, notes, graphs, at
+
+
+def _refuse_code(graph: Graph, where: str) -> None:
+    """Raise MalformedError if the pickle `graph`, which should contain only numbers and texts, contains code."""
+    if graph.calls or graph.globals or graph.references or graph.extensions:
+        raise MalformedError(
+            "there is code in the pickles around the object, which hold numbers and texts", where=where
+        )
 
 
 class _View(NamedTuple):
-    """A part of a storage: its own key, where it starts, and how many elements it has."""
+    """A view of a storage: its own key, and its first element and number of elements."""
 
     key: str
     offset: int
     elements: int
 
 
-@dataclass(eq=False)
-class LegacyId:
-    """What one persistent id says: a storage, and which part of it is meant, where that is not the whole."""
+class _Id(NamedTuple):
+    """A reference to a storage, or to a view of it."""
 
     node: PersistentId
-    whole: StorageId
+    storage: StorageId
     view: _View | None
 
 
-def read_ids(graph: Graph, where: str) -> tuple[list[LegacyId], dict[Global, PersistentId]]:
-    """Rewrite the persistent ids of `graph`. Gives those of storages, now of five parts, and those of classes.
+def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, PersistentId]]:
+    """Rewrite the persistent ids of `graph` as torch's zip format has them.
 
-    The id of a class is replaced by the class itself.
+    Return the ids of storages, which now have five parts, and the ids of classes, which are replaced by the classes.
+    Raises MalformedError, UnsupportedError.
     """
-    ids: list[LegacyId] = []
+    ids: list[_Id] = []
     classes: dict[Node, Node] = {}
     class_ids: dict[Global, PersistentId] = {}
     named: set[Node] = set()
@@ -131,14 +238,19 @@ def read_ids(graph: Graph, where: str) -> tuple[list[LegacyId], dict[Global, Per
         replace_nodes(graph, classes)
         in_use = set(walk([graph.root, *graph.discarded]))
         graph.globals = [node for node in graph.globals if node in in_use or node not in named] + [*class_ids]
-    graph.references = [each.node for each in ids]
+    graph.references = [id_.node for id_ in ids]
     return ids, class_ids
 
 
-def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], where: str) -> LegacyId:
+def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], where: str) -> _Id:
+    """Give `node`, whose id has the six parts `items`, an id of five parts, and return what it refers to.
+
+    `texts` are the texts of string nodes, so that each becomes one object. Raises MalformedError.
+    """
+
     def text(value: Value) -> str | None:
-        said = text_of(value)
-        return said if said is None or not isinstance(value, Node) else texts.setdefault(value, said)
+        string = text_of(value)
+        return string if string is None or not isinstance(value, Node) else texts.setdefault(value, string)
 
     kind, cls, key, tag, numel, view = items
     if not isinstance(cls, Global) or cls.name not in BY_STORAGE_CLASS:
@@ -147,96 +259,88 @@ def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], whe
     if key_text is None or tag_text is None or not is_count(numel):
         raise MalformedError("a persistent id has parts of wrong types", where=where)
     node.id = Tuple([text(kind), cls, key_text, tag_text, numel])
-    return LegacyId(node, storage_id(node), _view(view, numel, where))
-
-
-def _view(view: Value, numel: int, where: str) -> _View | None:
     if view is None:
-        return None
+        return _Id(node, storage_id(node), None)
     key, offset, size = view.items if isinstance(view, Tuple) and len(view.items) == 3 else (None, None, None)
-    text = text_of(key)
-    if text is None or not is_count(offset) or not is_count(size) or offset + size > numel:
+    view_key = text_of(key)
+    if view_key is None or not is_count(offset) or not is_count(size) or offset + size > numel:
         raise MalformedError(
             "the view of a storage is none", where=where, expected=f"(key, offset, size) within {numel} elements"
         )
-    return _View(text, offset, size)
+    return _Id(node, storage_id(node), _View(view_key, offset, size))
 
 
 def _from_text(text: str, where: str) -> Tuple:
-    """The id of the storage that `text`, a persistent id of protocol 0, names."""
-    found = _ID_TEXT.fullmatch(text)
-    if not found or max(map(len, found.group(2, 3))) > LIMITS.id_text:
+    """Return the id of the storage that `text`, a persistent id of protocol 0, names. Raises UnsupportedError."""
+    match = _ID_TEXT.fullmatch(text)
+    if not match or max(map(len, match.group(2, 3))) > LIMITS.id_text:
         raise UnsupportedError(
             "a persistent id of protocol 0 names no storage; torch reads none of these", where=where, got=text[:80]
         )
-    cls, key, tag, numel = found.groups()
+    cls, key, tag, numel = match.groups()
     module = "torch.storage" if cls == "UntypedStorage" else "torch"
-    return as_a_whole(new_id(Global(module, cls), key, tag, int(numel)))
+    return _in_six(new_id(Global(module, cls), key, tag, int(numel)))
 
 
-def as_a_whole(five: Value) -> Tuple:
-    """The id of a whole storage in six parts, from one in `five`; the sixth, for a view, is None."""
+def _in_six(five: Value) -> Tuple:
+    """Return the id of a storage in six parts, of which the last one, for a view, is None, from one in `five`."""
     assert isinstance(five, Tuple)
     return Tuple([*five.items, None])
 
 
-# Parts of storages
+def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], where: str) -> list[str]:
+    """Move tensors from views to their storages, at an offset, as in torch's later formats. Return warnings.
 
-
-def flatten_views(graph: Graph, ids: list[LegacyId], spans: dict[str, ByteRange], where: str) -> list[str]:
-    """Move tensors from a part of a storage to the whole storage, at an offset, as torch's later formats have it.
-
-    A part that is used in another way becomes a storage of its own. Gives warnings.
+    A view that is not only the first argument of calls that rebuild tensors becomes a storage of its own. This adds the
+    bytes of such views to `spans`, the bytes of the storages by key. Raises MalformedError.
     """
-    views = {each.node: each for each in ids if each.view}
+    views = {id_.node: id_ for id_ in ids if id_.view}
     if not views:
         return []
     _check_keys(ids, where)
-    calls = [c for c in graph.calls if str(c.callable) in STRIDED and _storage_of(c) in views and is_count(_offset(c))]
-    alone = _used_alone(graph, views, {id(call.args) for call in calls})
+    calls: list[tuple[Call, PersistentId, int]] = []
+    for call in graph.calls:
+        storage, offset = (*args_of(call), None, None)[:2]
+        if (
+            isinstance(storage, PersistentId)
+            and storage in views
+            and str(call.callable) in STRIDED
+            and is_count(offset)
+        ):
+            calls.append((call, storage, offset))
+    rebuilt = {id(call.args) for call, _, _ in calls}
+    nodes = walk([graph.root, *graph.discarded])
+    used = [graph.root, *(child for node in nodes if id(node) not in rebuilt for child in children(node))]
+    alone = {node for node in used if isinstance(node, PersistentId) and node in views}
     for node in alone:
-        _stand_alone(views[node], spans)
-    for call in calls:
-        storage, offset, *sizes = args_of(call)
-        assert isinstance(storage, PersistentId) and is_count(offset)
+        _, storage_id_, view = views[node]
+        assert view
+        whole, itemsize = spans[storage_id_.key], storage_id_.dtype.itemsize
+        node.id = changed_id(node, key=view.key, numel=view.elements)
+        spans[view.key] = ByteRange(whole.source, whole.offset + view.offset * itemsize, view.elements * itemsize)
+    for call, storage, offset in calls:
         view = views[storage].view
         if view and storage not in alone:
+            sizes = args_of(call)[2:]
             _check_within(view, offset, sizes, where)
             call.args = Tuple([storage, offset + view.offset, *sizes])
     what = f"parts of storages, as torch before 0.4 stored them, are taken for storages of their own: {len(alone):,}"
     return [what + " that share no bytes with others any more"] if alone else []
 
 
-def _check_keys(ids: list[LegacyId], where: str) -> None:
-    """Raise MalformedError if a part has the key of a storage (torch has one table for both) or two descriptions."""
-    storages = {each.whole.key for each in ids}
+def _check_keys(ids: list[_Id], where: str) -> None:
+    """Raise MalformedError if a view has the key of a storage (torch has one table for both) or two descriptions."""
+    storages = {id_.storage.key for id_ in ids}
     known: dict[str, tuple[str, _View]] = {}
-    for each in ids:
-        view = each.view
+    for _, storage, view in ids:
         if view and view.key in storages:
             raise MalformedError(f"{view.key} is the key of a storage and of a part of one", where=where)
-        if view and known.setdefault(view.key, (each.whole.key, view)) != (each.whole.key, view):
+        if view and known.setdefault(view.key, (storage.key, view)) != (storage.key, view):
             raise MalformedError(f"the part {view.key} of a storage is described in two ways", where=where)
 
 
-def _used_alone(graph: Graph, views: Container[Node], tensors: set[int]) -> set[PersistentId]:
-    """Those of `views` that stand elsewhere than in the arguments of `tensors` (by id)."""
-    nodes = walk([graph.root, *graph.discarded])
-    used = [graph.root, *(child for node in nodes if id(node) not in tensors for child in children(node))]
-    return {node for node in used if isinstance(node, PersistentId) and node in views}
-
-
-def _stand_alone(part: LegacyId, spans: dict[str, ByteRange]) -> None:
-    """Make a storage of `part`."""
-    assert part.view
-    key, offset, elements = part.view
-    whole, itemsize = spans[part.whole.key], part.whole.dtype.itemsize
-    part.node.id = changed_id(part.node, key=key, numel=elements)
-    spans[key] = ByteRange(whole.source, whole.offset + offset * itemsize, elements * itemsize)
-
-
 def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> None:
-    """Raise MalformedError if a tensor at `offset` with these `sizes`, shape and stride, reaches outside `view`."""
+    """Raise MalformedError if a tensor at `offset` reaches outside of `view`. `sizes` are its shape and stride."""
     shape, stride = [ints_of(size) or () for size in (*sizes, None, None)[:2]]
     end = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=False)) + 1
     if 0 not in shape and end > view.elements:
@@ -248,128 +352,19 @@ def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> N
         )
 
 
-def _storage_of(call: Call) -> Node | None:
-    args = args_of(call)
-    return args[0] if args and isinstance(args[0], PersistentId) else None
-
-
-def _offset(call: Call) -> Value:
-    args = args_of(call)
-    return args[1] if len(args) > 1 else None
-
-
-NAME = WRITERS["legacy"].name
-looks_like = looks_like_legacy
-_KIND = "a checkpoint in torch's format from before 1.6"
-_VERSION = 1001
-_PICKLES = 5
-_WORDS = frozenset(["protocol_version", "little_endian", "type_sizes", "short", "int", "long"])  # in sys_info
-_SIZE = 8  # bytes of the number of elements before each storage
-
-
-# Reading
-
-
-def read(source: Readable) -> Checkpoint:
-    """The checkpoint in `source`. Raises MalformedError, UnsupportedError, LimitError."""
-    parsed = parse_file(source, 0, source.size, str(source.path))
-    checkpoint = checkpoint_of(NAME, source, parsed.graph, parsed, parsed.spans.get, str(source.path))
-    checkpoint.class_ids = parsed.class_ids
-    checkpoint.notes += parsed.notes
-    for text in parsed.warnings:
-        checkpoint.warn(text)
-    return checkpoint
-
-
-def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile:
-    """The file that stands in bytes `start` to `end` of `source`, its graph in the words of torch's zip format.
-
-    Raises MalformedError, UnsupportedError, LimitError.
-    """
-    source.faults.pickles(PickleSequence(where, SliceSource(source, start, end - start), _PICKLES))
-    try:
-        head, notes, before, at = _read_head(source, start, end, where)
-        graph, end_of_object = parse(source.read, end, where=where, offset=at)
-        keys, end_of_keys = parse(source.read, end, where=where, offset=end_of_object)
-    except MalformedError as error:
-        error.what = f"{_KIND} that was truncated, or damaged, inside its pickles: " + error.what
-        error.hint = DOWNLOAD_AGAIN
-        raise
-    _refuse_code(keys, where)
-    ids, class_ids = read_ids(graph, where)
-    modernize(graph)
-    listed = _keys(keys.root, where)
-    spans = _read_sizes(source, end_of_keys, end, listed, ids, where)
-    warnings = flatten_views(graph, ids, spans, where)
-    around, length = [*before, keys], end_of_object - at
-    return LegacyFile(head, graph, frozenset(listed), spans, class_ids, notes, warnings, around, at, length)
-
-
-def _read_head(
-    source: Readable, start: int, end: int, where: str
-) -> tuple[ByteRange | None, list[str], list[Graph], int]:
-    """The pickles before the object, if torch's safe loader takes them and no byte strings are in them but torch's own
-    words; notes; their graphs; and where the object starts.
-    """
-    usual = _head()
-    if source.read(start, min(len(usual), end - start)) == usual:
-        return ByteRange(source, start, len(usual)), [], [], start + len(usual)
-    graphs, at = [], start
-    for _ in range(3):
-        graph, at = parse(source.read, end, where=where, offset=at)
-        _refuse_code(graph, where)
-        graphs.append(graph)
-    magic, version, sys_info = graphs
-    if magic.root != MAGIC:
-        raise MalformedError("the magic number is another", where=where, expected=f"{MAGIC:#x}")
-    if version.root != _VERSION:
-        raise UnsupportedError(f"{_KIND}, of an unknown version", where=where, expected=_VERSION)
-    note = "it says that it is big-endian; torch writes this format little-endian everywhere, and so it was read"
-    is_usual = not any(refused_opcodes(each) or not _WORDS.issuperset(_texts(each)) for each in graphs)
-    head = ByteRange(source, start, at - start) if is_usual else None
-    return head, [note] if _says_big_endian(sys_info.root) else [], graphs, at
-
-
-def _texts(graph: Graph) -> list[str | None]:
-    """The byte strings in `graph`, those that are no texts as None."""
-    return [text_of(value) for value in graph.byte_strings]
-
-
-def _refuse_code(graph: Graph, where: str) -> None:
-    if graph.calls or graph.globals or graph.references or graph.extensions:
-        raise MalformedError(
-            "there is code in the pickles around the object, which hold numbers and texts", where=where
-        )
-
-
-def _says_big_endian(sys_info: Value) -> bool:
-    items = [(e.values[i], e.values[i + 1]) for e, i in sys_info.pairs()] if isinstance(sys_info, Dict) else []
-    return any(text_of(key) == "little_endian" and value is False for key, value in items)
-
-
-def _keys(root: Value, where: str) -> list[str]:
-    keys = [text_of(key) for key in root.elements()] if isinstance(root, List) else [None]
-    if None in keys or len(set(keys)) != len(keys):
-        raise MalformedError("the storages' keys are no list of different texts", where=where)
-    return [key for key in keys if key is not None]
-
-
-# Storages
-
-
 def _read_sizes(
-    source: Readable, at: int, end: int, keys: list[str], ids: list[LegacyId], where: str
+    source: Readable, at: int, end: int, keys: list[str], ids: list[_Id], where: str
 ) -> dict[str, ByteRange]:
-    """The bytes of the storages, which must fill the file from `at` to `end`."""
+    """Return the bytes of the storages by key. They must fill the file from `at` to `end`.
+
+    Raises MalformedError, and reports faults after which the storages can still be read.
+    """
     first: dict[str, StorageId] = {}
-    for each in (id_.whole for id_ in ids):
-        other = first.setdefault(each.key, each)
-        if other.dtype.name != each.dtype.name and each.numel:
-            source.faults.found(
-                MalformedError(
-                    f"storage {each.key} is described in two ways", where=where, expected=other.cls, got=each.cls
-                )
-            )
+    for _, storage, _ in ids:
+        other = first.setdefault(storage.key, storage)
+        if other.dtype.name != storage.dtype.name and storage.numel:
+            what = f"storage {storage.key} is described in two ways"
+            source.faults.found(MalformedError(what, where=where, expected=other.cls, got=storage.cls))
     if first.keys() != set(keys):
         missing, extra = first.keys() - set(keys), set(keys) - first.keys()
         raise MalformedError(
@@ -378,37 +373,36 @@ def _read_sizes(
             expected=f"{len(first)} keys",
             got=f"{len(missing)} missing, {len(extra)} of nothing",
         )
-    whole = at + sum(_SIZE + first[key].numel * first[key].dtype.itemsize for key in keys)
+    sizes = {key: first[key].numel * first[key].dtype.itemsize for key in keys}
+    *starts, whole = accumulate((_SIZE + sizes[key] for key in keys), initial=at)
     if whole > end:
         raise MalformedError(
             f"{_KIND} that was truncated: {whole - end:,} of {whole:,} bytes missing",
             where=where,
             hint=DOWNLOAD_AGAIN,
         )
-    sizes = {key: first[key].numel * first[key].dtype.itemsize for key in keys}
-    starts = [*accumulate((_SIZE + sizes[key] for key in keys), initial=at)]
-    unread = {start for start in starts[:-1] if source.spares(start, _SIZE, "storage length")}
-    source.prefetch((start, start + _SIZE) for start in starts[:-1] if start not in unread)
+    unread = {start for start in starts if source.spares(start, _SIZE, "storage length")}
+    source.prefetch((start, start + _SIZE) for start in starts if start not in unread)
     spans = {}
-    for key in keys:
-        said = first[key].numel.to_bytes(_SIZE, "little") if at in unread else source.read(at, _SIZE)
-        numel = int.from_bytes(said, "little", signed=True)
+    for key, start in zip(keys, starts, strict=True):
+        numel = first[key].numel
+        if start not in unread:
+            numel = int.from_bytes(source.read(start, _SIZE), "little", signed=True)
         if numel != first[key].numel:
             raise MalformedError(
                 f"storage {key} has another size than its persistent id says",
-                where=f"{where} at byte {at}",
+                where=f"{where} at byte {start}",
                 expected=f"{first[key].numel:,} elements",
                 got=f"{numel:,}",
             )
-        spans[key] = ByteRange(source, at + _SIZE, numel * first[key].dtype.itemsize)
-        at += _SIZE + spans[key].length
-    if at != end:
+        spans[key] = ByteRange(source, start + _SIZE, sizes[key])
+    if whole != end:
         source.faults.found(
             MalformedError(
                 "bytes behind the last storage",
-                where=f"{where} at byte {at}",
+                where=f"{where} at byte {whole}",
                 expected="the end of the file",
-                got=f"{end - at:,} bytes",
+                got=f"{end - whole:,} bytes",
                 hint="several checkpoints in one file must be taken apart with torch.load, one after another",
             )
         )
@@ -417,19 +411,9 @@ def _read_sizes(
 
 # Writing
 
-_WHAT = "a file in torch's format from before 1.6"
-_SHOWN = 5  # paths in an error
-#: Calls that read a tensor's values. Packed weights of quantized modules are objects of torch's C++, or convolutions
-#: that pack them.
-_EARLY_READERS = regex(
-    r"torch\._utils\._rebuild_(nested_tensor|device_tensor_from_cpu_tensor)|torch\._C\.Generator"
-    r"|torch\.(_C\.)?ScriptObject"
-    r"|torch\.(ao\.)?nn\.(intrinsic\.)?quantized\.(\w+\.)*\w*Conv\w*"
-)
-
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """The file that `checkpoint`, edited, becomes at `path`. Raises RefusedError for what torch could not read back."""
+    """Plan the file at `path` for an edited `checkpoint`. Raises RefusedError if torch could not read it back."""
     refuse_unknown_dtypes(checkpoint)
     say_for_older_loaders(checkpoint)
     _refuse_early_readers(checkpoint)
@@ -446,7 +430,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
     pieces: list[Piece] = [head, *pickle_pieces(checkpoint), keys]
     for key, storage in storages.items():
         itemsize = BY_STORAGE_CLASS[classes[storage]].itemsize
-        if own is not None and key in own.keys and isinstance(storage.data, ByteRange):  # the number before it stays
+        if own is not None and key in own.keys and isinstance(storage.data, ByteRange):  # with the number before it
             pieces.append(ByteRange(storage.data.source, storage.data.offset - _SIZE, storage.data.length + _SIZE))
             continue
         pieces.append(Literal((storage.nbytes // itemsize).to_bytes(_SIZE, "little")))
@@ -457,51 +441,49 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 
 
 def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
-    """All that stands before the bytes of the one storage that a file holds and nothing else, as
-    :func:`torch.storage._load_from_bytes` takes it.
-    """
-    reference = PersistentId(as_a_whole(new_id(cls, key, tag, numel)))
+    """Return the bytes before the storage in a file of one storage, for ``torch.storage._load_from_bytes``."""
+    reference = PersistentId(_in_six(new_id(cls, key, tag, numel)))
     return _head() + _pickled(reference) + _pickled(_list([key])) + numel.to_bytes(_SIZE, "little")
 
 
 def retagged(file: LegacyFile, tag: str) -> Graph:
-    """The object of a file that holds one storage and nothing else, with another `tag`, as this format says it."""
+    """Return the object of a `file` of one storage with another `tag`, as this format spells it."""
     reference = file.graph.root
     assert isinstance(reference, PersistentId)
-    return replace(file.graph, root=PersistentId(as_a_whole(changed_id(reference, tag=tag)), reference.order))
+    return replace(file.graph, root=PersistentId(_in_six(changed_id(reference, tag=tag)), reference.order))
 
 
 def unreadable(checkpoint: Checkpoint) -> str | None:
-    """What of `checkpoint` torch cannot read back from this format, in words."""
+    """Return a description of the tensors that torch cannot read back from this format, or None."""
     if _early_readers(checkpoint):
         return "nested tensors, generators and packed weights of quantized modules"
-    untyped = {each.storage for each in checkpoint.references if storage_id(each.node).dtype is UNTYPED}
+    untyped = {ref.storage for ref in checkpoint.references if storage_id(ref.node).dtype is UNTYPED}
     dtypes = {info.dtype for info in checkpoint.tensors.values() if info.storage in untyped}
     return some(sorted(dtypes), _SHOWN) or "storages without a dtype" if untyped else None
 
 
 def _early_readers(checkpoint: Checkpoint) -> set[int]:
-    """The ids of calls that need values while the pickle is read, before those of the storages are there."""
+    """Return the ids of calls that need the values of storages while the pickle is read, which is before them."""
     return {id(call) for call in checkpoint.graph.calls if _EARLY_READERS.fullmatch(str(call.callable))}
 
 
 def _refuse_early_readers(checkpoint: Checkpoint) -> None:
-    early = _early_readers(checkpoint)
-    found = [place.path for place in checkpoint.source_places if id(place.node) in early]
-    if early:
+    """Raise RefusedError if `checkpoint` has calls that need values too early."""
+    if early := _early_readers(checkpoint):
+        paths = [place.path for place in checkpoint.source_places if id(place.node) in early]
         raise RefusedError(
             f"{_WHAT} cannot hold what needs its values while it is loaded (nested tensors, generators, packed weights"
             " of quantized modules): torch finds whatever memory held",
             where=checkpoint.source.path,
-            got=some(found, _SHOWN) if found else f"{len(early):,} inside of tensors",
+            got=some(paths, _SHOWN) if paths else f"{len(early):,} inside of tensors",
             hint=option("format", "pt") + " writes it",
         )
 
 
 def respell(checkpoint: Checkpoint) -> None:
-    """Say ids and classes as this format does, in the graph of `checkpoint`."""
+    """Change the ids of storages and classes in the graph of `checkpoint` to the spelling of this format."""
     for reference in checkpoint.references:
-        reference.node.id = as_a_whole(reference.node.id)
+        reference.node.id = _in_six(reference.node.id)
     if checkpoint.class_ids:
         replace_nodes(checkpoint.graph, cast("dict[Node, Node]", checkpoint.class_ids))
     checkpoint.changed()
@@ -509,24 +491,27 @@ def respell(checkpoint: Checkpoint) -> None:
 
 @cache
 def _head() -> bytes:
-    """The three pickles before the object."""
+    """Return the three pickles before the object."""
     sizes = _dict([("short", 2), ("int", 4), ("long", 4)])
     sys_info = _dict([("protocol_version", _VERSION), ("little_endian", True), ("type_sizes", sizes)])
     return _pickled(MAGIC) + _pickled(_VERSION) + _pickled(sys_info)
 
 
 def _pickled(value: Value) -> bytes:
+    """Return `value` as a pickle."""
     graph = Graph(value, 2, 0, frozenset(), [], [], [], [], set())
     return b"".join(piece for piece in emit(graph, loadable=True) if isinstance(piece, bytes))
 
 
 def _dict(items: list[tuple[str, Value]]) -> Dict:
+    """Return a dict of `items`."""
     return set_items(Dict(), [part for item in items for part in item])
 
 
 def _list(items: list[str]) -> List:
-    made = List()
+    """Return a list of `items`."""
+    result = List()
     for at in range(0, len(items), AT_ONCE):
         values: list[Value] = [*items[at : at + AT_ONCE]]
-        made.add(Effect("APPEND" if len(values) == 1 else "APPENDS", values, None))
-    return made
+        result.add(Effect("APPEND" if len(values) == 1 else "APPENDS", values, None))
+    return result
