@@ -1,12 +1,11 @@
-"""Cast tensors to other dtypes: which tensors the rules match, and what shares a storage with them.
+"""Cast tensors to other dtypes: choose the tensors by the rules, and split storages that they share with others.
 
-Ties stay ties: what is one tensor under several names gets one dtype, by the most
-particular rule that names it under any of them.
+Ties stay ties: a tensor with several names gets one dtype, by the most specific rule for any of its names.
 
-A weight that was quantized (float8, or packed integers) means nothing without its scales, which are other tensors of
-the same module, often in more precision: ``weight_scale_inv`` (DeepSeek), ``weight_scale`` (compressed-tensors,
-ModelOpt), ``scale_weight`` (ComfyUI), ``scales`` (GPTQ, AWQ). So scales keep their dtype, and a float8 weight that has
-scales is not cast.
+A quantized weight (float8, or packed integers) is useless without its scales. These are other tensors of the same
+module, often with a higher precision: ``weight_scale_inv`` (DeepSeek), ``weight_scale`` (compressed-tensors, ModelOpt),
+``scale_weight`` (ComfyUI), ``scales`` (GPTQ, AWQ). So scales keep their dtype, and a float8 weight with scales is not
+cast.
 """
 
 from __future__ import annotations
@@ -32,22 +31,30 @@ from ckptconv.pickles.paths import Place
 _SHOWN = 3  # paths in a note
 _NO_WEIGHTS = "there are no floating-point weights"
 _COMPLEX = frozenset({"complex32", "complex64", "complex128"})
-#: Of these a glob, or a bare dtype, means those that can be cast; the others are named.
+#: The dtypes that a glob, or a dtype without a glob, is for. Those of them that cannot be cast are reported.
 _MEANT = FLOATS | _COMPLEX | {name for name in BY_NAME if name.startswith("q")}
 _FROM = FLOATS | INTEGERS | {"bool"}
-_WEIGHTS, _GLOB, _EXACT = 1, 2, 3  # how particular a rule is
+_WEIGHTS, _GLOB, _EXACT = 1, 2, 3  # how specific a rule is
 _PACKED = ("int8", "uint8", "int32", "float4_e2m1fn_x2")
-#: Names that are given to nothing else; the weight may be in another file of the set.
+#: Names that only scales have. Their weight may be in another shard.
 _SCALE = regex(r".*(weight_scale(_inv|_2)?|_scale_inv|scale_weight)")
 _SHARD = regex(r".*-\d{5}-of-\d{5}\..*")
 
 
 @dataclass(eq=False)
 class _Tie:
-    """What is one tensor: `info`, whether it `counts` an optimizer's steps, whether it `is_scale` of quantized
-    weights, the `scale` that is its own, where it stands, what is `offered` for it (a rule,
-    how particular that is, and the path that it means); then the `rule`, its `rank`, and those of the paths that it
-    means.
+    """One tensor with all its places.
+
+    Attributes:
+        info: The tensor.
+        counts: Whether it counts the steps of an optimizer.
+        is_scale: Whether it is a scale of a quantized weight.
+        scale: The path of its own scale, or None.
+        places: Its places.
+        offered: The rules that match one of its places: the rule, how specific it is, and the path.
+        rule: The rule that is used, or None.
+        rank: How specific this rule is, or 0.
+        named: The paths that this rule matches.
     """
 
     info: TensorInfo
@@ -62,11 +69,11 @@ class _Tie:
 
     @property
     def paths(self) -> list[str]:
-        """Its paths."""
+        """The paths of its places."""
         return [place.path for place in self.places]
 
     def decide(self) -> None:
-        """Take the most particular rule. Raises UsageError where two that are so particular say different things."""
+        """Choose the most specific rule. Raise UsageError if two such rules ask for different dtypes."""
         self.rank = max((rank for _, rank, _ in self.offered), default=0)
         rules = {rule for rule, rank, _ in self.offered if rank == self.rank}
         for rule, rank, path in self.offered:
@@ -87,9 +94,18 @@ class _Tie:
 
 
 def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected, changes: Changes) -> None:
-    """Let the tensors that `rules` mean have their dtypes.
+    """Cast the tensors that `rules` match.
 
-    Raises UsageError where rules contradict each other, NoMatchError where one means nothing.
+    Args:
+        checkpoint: The checkpoint, which is changed in place.
+        rules: The rules.
+        detected: The state dicts, optimizers and modules in the checkpoint.
+        changes: The changes, to which these are added.
+
+    Raises:
+        UsageError: Rules contradict each other, or ask for integers where there are none.
+        NoMatchError: A rule matches nothing.
+        RefusedError: A float8 weight with a scale would be cast.
     """
     ties = _Chooser(checkpoint, rules, detected, changes).choose()
     views = Views(checkpoint)
@@ -97,23 +113,21 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
     new: dict[Storage, dict[View, str]] = {}
     paths: dict[View, list[str]] = {}
     for tie in ties:
-        found = [
-            (view, place.path)
-            for place in tie.places
-            if isinstance(place.node, Node) and (view := views.at(place.node))
-        ]
-        for view, path in found:
-            paths.setdefault(view, []).append(path)
+        tied: list[View] = []
+        for place in tie.places:
+            if isinstance(place.node, Node) and (view := views.at(place.node)):
+                tied.append(view)
+                paths.setdefault(view, []).append(place.path)
         if tie.rule is None or tie.rule.dtype == tie.info.dtype:
             continue
         is_part = tie.info.kind == "strided" and tie.info.view in jagged
-        why = "part of a jagged tensor" if is_part else _obstacle(tie, [view for view, _ in found], views)
+        why = "part of a jagged tensor" if is_part else _obstacle(tie, tie.rule, tied, views)
         if tie.scale and not why:
             raise _scaled(checkpoint, tie)
         if why:
             changes.not_cast.setdefault(why, []).extend(tie.paths)
         else:
-            new.setdefault(found[0][0].storage, {}).update((view, tie.rule.dtype) for view, _ in found)
+            new.setdefault(tied[0].storage, {}).update(dict.fromkeys(tied, tie.rule.dtype))
     for storage, dtypes in new.items():
         _cast_storage(storage, views, dtypes, paths, changes)
     views.conclude()
@@ -126,7 +140,7 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
 
 
 def _scaled(checkpoint: Checkpoint, tie: _Tie) -> RefusedError:
-    """Return the error for a float8 weight, which is cast without the scale that the checkpoint has for it."""
+    """Return the error for a float8 weight whose scale the cast would not apply."""
     return RefusedError(
         f"{tie.named[0]} is {tie.info.dtype}, and a cast does not multiply it by its scale, {tie.scale}",
         where=checkpoint.source.path,
@@ -138,10 +152,17 @@ def _scaled(checkpoint: Checkpoint, tie: _Tie) -> RefusedError:
     )
 
 
-def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
-    """Why the tensor `tie`, which is the views `found`, keeps its dtype whatever the rule says."""
+def _obstacle(tie: _Tie, rule: DTypeRule, tied: list[View], views: Views) -> str | None:
+    """Return the reason why a tensor keeps its dtype although `rule` is for it, or None.
+
+    Args:
+        tie: The tensor.
+        rule: Its rule.
+        tied: Its views.
+        views: The views of the checkpoint.
+    """
     dtype = tie.info.dtype
-    if tie.info.kind != "strided" or not found:
+    if tie.info.kind != "strided" or not tied:
         return tie.info.kind
     if dtype in _COMPLEX:
         return "complex"
@@ -155,34 +176,31 @@ def _obstacle(tie: _Tie, found: list[View], views: Views) -> str | None:
         return "scales of quantized weights: they are cast only by their full names"
     if tie.counts and tie.rank < _EXACT:
         return "an optimizer's steps, of which fewer bits lose count: only the whole path casts them"
-    storage = found[0].storage
+    storage = tied[0].storage
     if storage in views.used_otherwise:
         return "something else refers to the storage"
     if len(views.dtypes_of[storage]) > 1:
         return "the storage is shared under two dtypes"
     if storage.nbytes % BY_NAME[dtype].itemsize:
         return "the storage ends within an element"
-    return _obstacle_in_torch(tie, found, big_endian=views.byteorder == "big")
-
-
-def _obstacle_in_torch(tie: _Tie, found: list[View], *, big_endian: bool) -> str | None:
-    """What torch could not load of `tie` with its new dtype, if that is so."""
-    assert tie.rule is not None
-    old, new = BY_NAME[tie.info.dtype], BY_NAME[tie.rule.dtype]
-    if new.storage_class is None and any(view.info.requires_grad for view in found):
+    old, new = BY_NAME[dtype], BY_NAME[rule.dtype]
+    if new.storage_class is None and any(view.info.requires_grad for view in tied):
         return f"torch loads no {new.name} that requires grad and is no Parameter"
-    if new.name.startswith("float8") and any(view.info.neg for view in found):
+    if new.name.startswith("float8") and any(view.info.neg for view in tied):
         return f"torch cannot negate {new.name}, which is still to be done"
-    for dtype in (old, new):
-        if big_endian and dtype.storage_class is None and dtype.itemsize > 1:
-            return f"torch reads {dtype.name} the wrong way round in a big-endian file"
+    for each in (old, new):
+        if views.byteorder == "big" and each.storage_class is None and each.itemsize > 1:
+            return f"torch reads {each.name} the wrong way round in a big-endian file"
     return None
 
 
 def _cast_storage(
     storage: Storage, views: Views, new: dict[View, str], paths: dict[View, list[str]], changes: Changes
 ) -> None:
-    """Cast the views of `storage` that have `new` dtypes. What goes different ways is taken apart."""
+    """Cast the views of `storage` that are in `new` to their dtypes there.
+
+    If not all views get the same dtype, the storage is split: each dtype gets a storage of its own.
+    """
     every = views.of_storage[storage]
     old = every[0].info.dtype
     by_dtype: dict[str, list[View]] = {}
@@ -200,13 +218,15 @@ def _cast_storage(
         changes.count_casts(old, dtype, CastCount(tensors[dtype], was, nbytes))
 
 
-def _scale_names(weight: str) -> tuple[str, ...]:
-    """Return what the scale of a module's tensor `weight` is called."""
-    return f"{weight}_scale_inv", f"{weight}_scale", f"scale_{weight}", "scale", "scales", "scale_inv"
-
-
 class _Chooser:
-    """Finds the rule for each tensor, by its path and names after all edits of those."""
+    """Finds the rule for each tensor, by its path and its names after the edits of names.
+
+    Attributes:
+        bare: The rule without a glob, or None.
+        globs: The rules with a glob.
+        useful: The globs that match a tensor with a dtype to change.
+        names: The names of tensors in pickled modules, by the id of the tensor's node.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected, changes: Changes
@@ -215,15 +235,15 @@ class _Chooser:
         self.nodes = checkpoint.tensor_nodes
         self.bare = next((rule for rule in rules if rule.glob is None), None)
         self.globs = [rule for rule in rules if rule.glob is not None]
-        self.useful: set[DTypeRule] = set()  # those that mean something that has a dtype to change
+        self.useful: set[DTypeRule] = set()
         self.state_dicts = {id(found.node) for found in detected.state_dicts}
-        self.names: dict[int, list[str]] = {}  # in whole modules, by the id of the tensor
+        self.names: dict[int, list[str]] = {}
         for module in detected.modules:
             for name, node in module.tensors.items():
                 self.names.setdefault(id(node), []).append(name)
 
     def choose(self) -> list[_Tie]:
-        """All tensors, each with its rule."""
+        """Return all tensors, each with its rule."""
         ties: dict[tuple[object, ...], _Tie] = {}
         places = [place for place in self.checkpoint.places if id(place.node) in self.nodes]
         has_weights = any(self.names_at(place) for place in places)
@@ -234,7 +254,13 @@ class _Chooser:
             tie.places.append(place)
             tie.counts = tie.counts or (place.key == "step" and self.is_in_optimizer(place))
             for rule in self.globs:
-                self.offer(rule, self.rank(rule, place), tie, place.path)
+                rank = self.rank(rule, place)
+                if rank == _EXACT and rule.dtype in INTEGERS and info.dtype in FLOATS | _COMPLEX:
+                    text = f"{place.path} is {info.dtype}, whose numbers do not become integers here"
+                    raise UsageError(text, got=str(rule))
+                if rank == _EXACT or (rank and info.dtype in _MEANT):
+                    self.useful.add(rule)
+                    tie.offered.append((rule, rank, place.path))
             if self.bare and info.dtype in _MEANT:
                 if self.names_at(place) or not (has_weights or self.is_in_optimizer(place)):
                     tie.offered.append((self.bare, _WEIGHTS, place.path))
@@ -251,7 +277,7 @@ class _Chooser:
 
     def find_scales(self, ties: Iterable[_Tie]) -> None:
         """Find the scales among `ties`, and the quantized weights that have one."""
-        named: dict[tuple[int, str], dict[str, _Tie]] = {}  # what each module has, by the last part of the name
+        named: dict[tuple[int, str], dict[str, _Tie]] = {}  # the tensors of each module, by the last part of the name
         for tie in ties:
             for place in tie.places:
                 for name in self.names_at(place):
@@ -269,22 +295,15 @@ class _Chooser:
                     continue
                 tie.is_scale = True
                 for weight, other in quantized.items():
-                    if other is not tie and last in _scale_names(weight) and other.info.dtype in FLOATS:
+                    names = f"{weight}_scale_inv", f"{weight}_scale", f"scale_{weight}", "scale", "scales", "scale_inv"
+                    if other is not tie and last in names and other.info.dtype in FLOATS:
                         other.scale = tie.paths[0]
 
-    def offer(self, rule: DTypeRule, rank: int, tie: _Tie, path: str) -> None:
-        """`rule`, which has a glob, means `tie` at `path` if `rank` says so."""
-        old = tie.info.dtype
-        if rank == _EXACT and rule.dtype in INTEGERS and old in FLOATS | _COMPLEX:
-            raise UsageError(f"{path} is {old}, whose numbers do not become integers here", got=str(rule))
-        if rank == _EXACT or (rank and old in _MEANT):
-            self.useful.add(rule)
-            tie.offered.append((rule, rank, path))
-
     def rank(self, rule: DTypeRule, place: Place) -> int:
-        """How particular `rule` is about the tensor at `place`: by its path if the glob has a slash, else
-        by its names in state dicts and modules. What is written as it stands there is no glob,
-        whatever brackets it has; 0: it means another one.
+        """Return how specifically `rule` is for the tensor at `place`: _EXACT, _GLOB, or 0 if it is not.
+
+        A glob with a slash is for paths, and one without for names in state dicts and modules. A glob that is equal to
+        a path or name is exact, whatever brackets it contains.
         """
         glob = rule.glob or ""
         known = self.paths_of(place) if "/" in glob else self.names_at(place)
@@ -294,43 +313,41 @@ class _Chooser:
         return _GLOB if is_meant else 0
 
     def paths_of(self, place: Place) -> list[str]:
-        """The paths of `place`: in the source, and in what was taken of it."""
+        """Return the paths of `place`, in the source and below the root that was selected."""
         root, path = self.checkpoint.root.path, place.path
         own = path.removeprefix(root).removeprefix("/") if path.startswith(root) else path
         return [path, f"./{path}", own, f"./{own}"]
 
     def names_at(self, place: Place) -> list[str]:
-        """The names of what stands at `place`, in the state dict or the modules that it is in."""
+        """Return the names of the node at `place` in its state dict or its modules."""
         if place.key is not None and place.parent is not None and id(place.parent.node) in self.state_dicts:
             return [place.key]
         return self.names.get(id(place.node), [])
 
     def is_in_optimizer(self, place: Place) -> bool:
+        """Return whether `place` is inside an optimizer's state."""
         return any(id(above.node) in self.detected.optimizer_nodes for above in place.upwards())
 
     def unmatched(self, rule: DTypeRule, places: list[Place]) -> NoMatchError:
-        """The error for a `rule` that changes nothing."""
+        """Return the error for a `rule` that changes nothing."""
         where = self.checkpoint.source.path
-        found = next((place for place in places if self.rank(rule, place)), None)
-        if found is not None:
+        match = next((place for place in places if self.rank(rule, place)), None)
+        if match is not None:
             return NoMatchError(
                 f"{rule.glob!r} means no floating-point tensor",
                 where=where,
-                got=f"{self.nodes[id(found.node)].dtype} at {found.path}",
+                got=f"{self.nodes[id(match.node)].dtype} at {match.path}",
                 hint="integers are cast where the whole path of a tensor names them, without a wildcard",
                 unmatched=("dtypes", rule),
             )
         glob = rule.glob or ""
         slash = "/" in glob
         known = [place for place in places if slash or self.names_at(place)]
-        as_path = next(
-            (
-                each
-                for each in (f"./{glob}", glob.replace(".", "/"), f"{glob}/*")
-                if any(self.rank(replace(rule, glob=each), place) for place in places)
-            ),
-            None,
-        )
+        hint = None
+        for as_path in () if slash else (f"./{glob}", glob.replace(".", "/"), f"{glob}/*"):
+            if any(self.rank(replace(rule, glob=as_path), place) for place in places):
+                hint = "a path has a slash: " + option("dtype", f"{as_path}={rule.dtype}")
+                break
         return NoMatchError(
             f"no {'tensor' if slash else 'name in a state dict'} matches {glob!r}",
             where=where,
@@ -339,14 +356,17 @@ class _Chooser:
                 if known
                 else "a path, with a slash"
             ),
-            hint=(
-                "a path has a slash: " + option("dtype", f"{as_path}={rule.dtype}") if as_path and not slash else None
-            ),
+            hint=hint,
             unmatched=("dtypes", rule),
         )
 
     def say(self, ties: list[_Tie], left: list[str]) -> None:
-        """Note what the rules did not name and goes all the same, and what of floating point they `left`."""
+        """Report the tensors that are cast although no rule names them, and the floating-point tensors that stay.
+
+        Args:
+            ties: All tensors.
+            left: The paths of the floating-point tensors that stay.
+        """
         along = []
         for tie in ties:
             if tie.rule and len(tie.named) < len(tie.places):

@@ -1,7 +1,7 @@
 """The grammar of ``--dtype`` and ``dtype=``.
 
-``bf16`` is for the weights, ``GLOB=bf16`` for what GLOB names. Words are torch's,
-safetensors', and those that people use.
+``bf16`` is for the weights, ``GLOB=bf16`` for the tensors that GLOB matches. Dtypes may be written with torch's names,
+safetensors' words, and other usual words.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
 
 DTypeLike: TypeAlias = "str | torch.dtype | Mapping[str, str | torch.dtype] | Iterable[str | torch.dtype]"
 
-#: Numbers with a floating point that torch casts from; float8_e8m0fnu has none to cast
-#: to (it holds scales, not weights).
+#: The floating-point dtypes that torch casts from. float8_e8m0fnu is for scales, and nothing is cast to it.
 FLOATS = frozenset(name for name in BY_NAME if re.fullmatch(r"b?float(8_\w+|16|32|64)", name))
 _TARGETS = FLOATS - {"float8_e8m0fnu"}
 INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"})
-#: What people write beside torch's names and safetensors' words.
+#: Other usual words.
 _CALLED = {
     "double": "float64", "float": "float32", "half": "float16", "bfloat": "bfloat16", "fp64": "float64",
     "fp32": "float32", "fp16": "float16", "long": "int64", "int": "int32", "short": "int16",
     "f8_e4m3fn": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e4m3fn": "float8_e4m3fn",
     "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
 }  # a table  # fmt: skip
-#: What people write that is not exact enough to be taken without a question.
+#: Words that are too vague to be accepted. They are only suggested.
 _LOOSELY = {
     "16": "fp16",
     "32": "fp32",
@@ -52,14 +51,15 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class DTypeRule:
-    """`dtype`, by torch's name, for the tensors that `glob` names; None: for all weights."""
+    """A rule: `dtype`, torch's name, for the tensors that `glob` matches, or for all weights if `glob` is None."""
 
     glob: str | None
     dtype: str
 
     def is_within(self, other: DTypeRule) -> bool:
-        """Whether this glob means less than `other`'s, as far as their texts tell: `other`'s fits
-        this one's, and not the other way round.
+        """Return whether this glob is more specific than the glob of `other`.
+
+        That is so if the other glob matches the text of this one, and not the other way round.
         """
         return (
             self.glob is not None
@@ -89,43 +89,48 @@ def _digits(word: str) -> list[str]:
 
 
 def to_dtypes(dtype: DTypeLike | None) -> tuple[DTypeRule, ...]:
-    """The rules that `dtype` says.
+    """Return the rules that `dtype` asks for.
 
-    Raises UsageError for what is no dtype or contradicts itself, TypeError for what is no word.
+    Args:
+        dtype: A dtype, a rule ``GLOB=DTYPE``, a mapping from globs to dtypes, or several dtypes and rules. None asks
+            for nothing.
+
+    Raises:
+        UsageError: A word is not a dtype, or two dtypes are given for one glob.
+        ArgumentTypeError: A dtype is not a string or a ``torch.dtype``, or a glob is not a string.
     """
     if dtype is None:
         return ()
     if isinstance(dtype, Mapping):
         if not all(isinstance(glob, str) for glob in dtype):
             raise ArgumentTypeError(f"dtype must map globs to dtypes, not {dtype!r}")
-        said: list[tuple[str | None, str]] = [(glob, _word(word)) for glob, word in dtype.items()]
-    elif isinstance(dtype, str) or not isinstance(dtype, Iterable):
-        said = [_split(_word(dtype))]
+        pairs: list[tuple[str | None, str]] = [(glob, _word(word)) for glob, word in dtype.items()]
     else:
-        said = [_split(_word(each)) for each in dtype]
+        words = [dtype] if isinstance(dtype, str) or not isinstance(dtype, Iterable) else dtype
+        pairs = [_split(_word(word)) for word in words]
     rules: dict[str | None, DTypeRule] = {}
-    for glob, word in said:
+    for glob, word in pairs:
         rule = _rule(glob, word)
         if rules.setdefault(glob, rule) != rule:
             raise UsageError(f"two dtypes for {glob or 'all weights'}", got=f"{rules[glob].dtype} and {rule.dtype}")
     return tuple(rules.values())
 
 
-def _word(said: object) -> str:
-    """What somebody `said`, without what torch puts before the names of its dtypes."""
-    text = said if isinstance(said, str) else str(said) if type(said).__name__ == "dtype" else None
-    if text is None:
-        raise ArgumentTypeError(f"dtype must be a dtype, its name, or a mapping from globs to such, not {said!r}")
-    return text.removeprefix("torch.")
+def _word(dtype: object) -> str:
+    """Return the text of `dtype` without ``torch.``. Raise ArgumentTypeError if it is not a string or dtype."""
+    if not isinstance(dtype, str) and type(dtype).__name__ != "dtype":
+        raise ArgumentTypeError(f"dtype must be a dtype, its name, or a mapping from globs to such, not {dtype!r}")
+    return str(dtype).removeprefix("torch.")
 
 
 def _split(text: str) -> tuple[str | None, str]:
-    """``GLOB=DTYPE`` at its last equals sign, which names can have too."""
+    """Split ``GLOB=DTYPE`` at the last equals sign, because names may contain one. The glob may be None."""
     glob, equals, word = text.rpartition("=")
     return (glob if equals else None), word
 
 
 def _rule(glob: str | None, word: str) -> DTypeRule:
+    """Return the rule for `glob` and the dtype `word`. Raise UsageError if one of them makes no sense."""
     name = _NAMES.get(word.strip().removeprefix("torch.").lower())
     if name is None or glob == "":
         expected = "a dtype like fp32, fp16, bf16, float8_e4m3fn, float8_e5m2" + (
@@ -138,7 +143,7 @@ def _rule(glob: str | None, word: str) -> DTypeRule:
             hint="is this meant: " + option("dtype", near if glob is None else f"{glob}={near}") if near else None,
         )
     rule = DTypeRule(glob, name)
-    if name in INTEGERS and (glob is None or re.search("[*?]", glob)):  # a path can have a bracket
+    if name in INTEGERS and (glob is None or re.search("[*?]", glob)):  # a path may contain a bracket
         raise UsageError(
             f"{name} is no dtype for weights: rounded to integers they need scales, which no cast can find",
             expected=f"the whole path of a tensor of integers: 'PATH={name}'",

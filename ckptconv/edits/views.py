@@ -7,7 +7,7 @@ Source: ``torch/_utils.py`` of 2.13. ``_rebuild_tensor_v2`` has its dtype from t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, count
 
@@ -16,7 +16,6 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import (
     FROM_CPU_TENSOR,
     PARAMETER,
-    StridedPart,
     TensorReader,
     cpu_tensor_in,
     strided_part,
@@ -29,18 +28,21 @@ from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, Node, PersistentId, Tuple, Value, args_of, children
 
-_Range = tuple[int, int]  # of bytes: the first, and the one behind the last
+_Range = tuple[int, int]  # the first byte, and the byte after the last one
 
 
 @dataclass(eq=False, slots=True)
 class View:
-    """A strided tensor: the `call` that makes it, `nested` in one that gives it a class.
+    """A strided tensor.
 
-    What it says, with the storage that it is on; the `reference` in it, as the source has it.
+    Attributes:
+        call: The call that makes it.
+        reference: The reference to its storage in the source.
+        info: The tensor as the call describes it now.
+        storage: Its storage now.
     """
 
     call: Call
-    nested: bool
     reference: PersistentId
     info: TensorInfo
     storage: Storage
@@ -48,9 +50,12 @@ class View:
 
 @dataclass(frozen=True)
 class Group:
-    """`views` of one storage that share its bytes.
+    """Views that are to share one storage.
 
-    `dtype` is what they become, None: they keep theirs. `paths` are where they stand.
+    Attributes:
+        views: Views of one storage.
+        dtype: Their new dtype, or None if they keep theirs.
+        paths: Their paths.
     """
 
     views: list[View]
@@ -59,50 +64,58 @@ class Group:
 
 
 class Views:
-    """The strided tensors of `checkpoint`, wherever they stand, inside of other tensors too.
+    """The strided tensors of a checkpoint, including those inside other tensors.
 
-    What :meth:`restate` changes, :meth:`conclude` makes the checkpoint's.
+    :meth:`restate` changes the calls, and :meth:`conclude` must be called after all changes.
+
+    Attributes:
+        byteorder: The byte order of the checkpoint.
+        of_storage: The views of each storage.
+        dtypes_of: The dtypes of these views.
+        used_otherwise: The storages to which anything but a view refers.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        index = checkpoint.index
         self._checkpoint = checkpoint
         self.byteorder = checkpoint.byteorder
         self._of_call: dict[int, View] = {}
+        self._copies: list[tuple[Call, Call]] = []  # a call that copies a CPU tensor to a device, and the tensor's call
         self._words: dict[str, Global] = {}
-        self._nodes: dict[int, dict[Storage, PersistentId]] = {}  # what a reference becomes on each storage
+        self._nodes: dict[int, dict[Storage, PersistentId]] = {}  # by the id of the old reference: the new ones
         self._keys = {*checkpoint.storages}
         self.of_storage: dict[Storage, list[View]] = {}
         self.dtypes_of: dict[Storage, set[str]] = {}
-        #: Storages that something else refers to.
-        self.used_otherwise: set[Storage] = set()
-        self._read()
-
-    def _read(self) -> None:
-        index = self._checkpoint.index
-        reader = TensorReader(index.storage_of, str(self._checkpoint.source.path))
-        parts: dict[int, StridedPart] = {}  # by the id of the call
+        reader = TensorReader(index.storage_of, str(checkpoint.source.path))
+        edges: set[tuple[int, int]] = set()  # from each view's call to its arguments, and from these to its reference
+        ends: list[tuple[Storage, tuple[int, ...]]] = []  # of these edges, with the storage
         for node in index.nodes:
-            part = strided_part(node) if isinstance(node, Call) else None
-            info = index.tensor_nodes.get(id(node)) if part else None  # read already
-            if part and info is None:
-                info = reader.strided_or_none(part.function, part.args.items)
-            if part is None or info is None or info.storage is None or not isinstance(node, Call):
+            if not isinstance(node, Call):
+                continue
+            part = strided_part(node)
+            if part is None:
+                if (inner := cpu_tensor_in(node)) is not None:
+                    self._copies.append((node, inner))
+                continue
+            info = index.tensor_nodes.get(id(node)) or reader.strided_or_none(part.function, part.args.items)
+            if info is None or info.storage is None:
                 continue
             reference = part.args.items[0]
             assert isinstance(reference, PersistentId)
-            parts[id(node)] = part
-            view = self._of_call[id(node)] = View(node, part.nested, reference, info, info.storage)
+            view = self._of_call[id(node)] = View(node, reference, info, info.storage)
             self.of_storage.setdefault(info.storage, []).append(view)
             self.dtypes_of.setdefault(info.storage, set()).add(info.dtype)
-        #: Calls that copy a CPU tensor to a device, each with the call that makes this tensor.
-        self._copies = [(found.call, cpu_tensor_in(found.call)) for found in index.device_arguments]
-        roots = [*index.graph.discarded, index.graph.root]
-        self.used_otherwise = {
-            index.storage_of[id(node)] for node in _others(roots, index.nodes, parts) if id(node) in index.storage_of
-        }
+            chain = (id(node.args), *([id(part.args)] if part.nested else []), id(reference))
+            edges.update(zip((id(node), *chain), chain, strict=False))
+            ends.append((info.storage, chain))
+        uses = Counter(id(child) for node in index.nodes for child in children(node))
+        uses.update(map(id, (*index.graph.discarded, index.graph.root)))
+        uses.subtract(end for _, end in edges)
+        self.used_otherwise = {storage for id_, storage in index.storage_of.items() if uses[id_] > 0}
+        self.used_otherwise.update(storage for storage, chain in ends if any(uses[end] > 0 for end in chain))
 
     def at(self, node: Node) -> View | None:
-        """The view that the tensor `node` is, is a parameter of, or copies to a device."""
+        """Return the view that the tensor `node` is, wraps as a parameter, or copies to a device, or None."""
         around = (*PARAMETER, FROM_CPU_TENSOR)
         while isinstance(node, Call) and id(node) not in self._of_call and str(node.callable) in around:
             inner = args_of(node)[0] if args_of(node) else None
@@ -112,9 +125,12 @@ class Views:
         return self._of_call.get(id(node))
 
     def restate(self, storage: Storage, groups: list[Group], *, pack: bool) -> None:
-        """Let each of `groups`, which have all views of `storage`, have a storage of its own, the first the old one.
+        """Give each group a storage of its own. The first one keeps `storage`.
 
-        `pack`: it holds no more than they show.
+        Args:
+            storage: The storage.
+            groups: All views of the storage, in groups.
+            pack: Whether a storage loses the bytes that none of its views uses.
         """
         whole = storage.data
         for i, group in enumerate(groups):
@@ -126,7 +142,11 @@ class Views:
             if group.dtype and group.dtype != old:
                 shown = _reach(group.views, whole.length) if ranges == [(0, whole.length)] else ranges
                 data = _cast(data, old, group, self._checkpoint.byteorder, shown if shown != ranges else [])
-            own = storage if i == 0 else Storage(self._new_key(storage.key), storage.device, 0, data)
+            own = storage
+            if i > 0:
+                key = next(key for n in count(1) if (key := f"{storage.key}.{n}") not in self._keys)
+                self._keys.add(key)
+                own = Storage(key, storage.device, 0, data)
             own.data, own.nbytes = data, data.length
             for view in group.views:
                 before = view.info
@@ -135,18 +155,15 @@ class Views:
                 view.info, view.storage = _moved(before, own, group.dtype or before.dtype, gone), own
                 self._say(view, before)
 
-    def _new_key(self, key: str) -> str:
-        """A key that no storage has, for one that was part of `key`'s."""
-        new = next(new for i in count(1) if (new := f"{key}.{i}") not in self._keys)
-        self._keys.add(new)
-        return new
-
     def _say(self, view: View, before: TensorInfo) -> None:
-        """Let `view`'s call, which says `before`, say what it is now, and its reference what its storage is."""
+        """Change the call of `view`, which describes `before`, and its reference to describe what they are now."""
         dtype, changed = get_dtype(view.info.dtype), view.info.dtype != before.dtype
         known = self._nodes.setdefault(id(view.reference), {})
         if view.storage not in known:
-            cls = self._storage_class(dtype) if changed else storage_id(view.reference).cls
+            cls = storage_id(view.reference).cls
+            if changed:
+                name = dtype.storage_class
+                cls = self._word("torch", name) if name else self._word("torch.storage", UNTYPED.storage_class or "")
             numel = view.storage.nbytes // BY_STORAGE_CLASS[cls.name].itemsize
             id_ = changed_id(view.reference, cls=cls, key=view.storage.key, numel=numel)
             known[view.storage] = PersistentId(id_, view.reference.order)
@@ -158,14 +175,14 @@ class Views:
         function = part.callable
         if changed:
             function, args = self._of_dtype(part.function, args, dtype)
-        if view.nested:
+        if part.nested:
             _, kept, _, *rest = args_of(view.call)
             view.call.args = Tuple([function, kept, Tuple(args), *rest])
         else:
             view.call.callable, view.call.args = function, Tuple(args)
 
     def _of_dtype(self, function: str, args: list[Value], dtype: DType) -> tuple[Value, list[Value]]:
-        """The function that makes a tensor of `dtype`, and its arguments, instead of `function` with `args`."""
+        """Return the function that makes a tensor of `dtype`, and its arguments, for `function` with `args`."""
         if function.endswith("_v3"):
             del args[6]
         if dtype.storage_class is not None:
@@ -175,12 +192,8 @@ class Views:
             args += [False, Call("REDUCE", self._word("collections", "OrderedDict"), Tuple([]))]
         return self._word("torch._utils", "_rebuild_tensor_v3"), [*args[:6], self._word("torch", dtype.name), *args[6:]]
 
-    def _storage_class(self, dtype: DType) -> Global:
-        name = dtype.storage_class
-        return self._word("torch", name) if name else self._word("torch.storage", UNTYPED.storage_class or "")
-
     def _word(self, module: str, name: str) -> Global:
-        """A global, the same for all that say it, also in the source."""
+        """Return the global ``module.name``. All users share one node, and the source's own node if it has one."""
         if name not in self._words:
             graph = self._checkpoint.graph
             known = (node for node in graph.globals if (node.module, node.name) == (module, name))
@@ -191,14 +204,14 @@ class Views:
         return self._words[name]
 
     def conclude(self) -> None:
-        """Let the checkpoint's references say what its graph says now."""
+        """Bring the references of the checkpoint, and the calls that copy its tensors, up to date."""
         checkpoint = self._checkpoint
         for call, inner in self._copies:
-            if view := self._of_call.get(id(inner)):  # such a call says the dtype as well
+            if view := self._of_call.get(id(inner)):  # such a call contains the dtype too
                 data, _, *others = args_of(call)
                 call.args = Tuple([data, self._word("torch", view.info.dtype), *others])
         for nodes in self._nodes.values():
-            for node in nodes.values() if len(nodes) > 1 else ():  # each is made where it is needed first
+            for node in nodes.values() if len(nodes) > 1 else ():  # each is written at its first use
                 node.order = None
         checkpoint.references = [
             Reference(node, storage)
@@ -208,43 +221,15 @@ class Views:
         checkpoint.changed()
 
 
-def _others(roots: list[Value], nodes: list[Node], parts: Mapping[int, StridedPart]) -> Iterator[Value]:
-    """What stands elsewhere than where the tensors' calls, whose `parts` are given, have their storages: anything that
-    `nodes`, reached from `roots`, have in them.
-
-    A storage belongs where ``_rebuild_tensor_v2(STORAGE, ...)`` has it, or ``_rebuild_from_type_v2(function, class,
-    (STORAGE, ...), state)``. Arguments are tuples, which others can have as well: then it stands elsewhere too.
-    """
-    arguments = {id(part.args): part.args for part in parts.values()}
-    outer = {
-        id(node.args): part.args
-        for node in nodes
-        if isinstance(node, Call) and (part := parts.get(id(node))) and part.nested
-    }
-    yield from roots
-    for node in nodes:
-        for i, child in enumerate(children(node)):
-            if id(node) in parts and isinstance(node, Call) and child is node.args:
-                continue
-            if id(node) in outer and child is outer[id(node)] and i == 2:
-                continue
-            if id(node) in arguments and i == 0 and id(node) not in outer:
-                continue
-            yield child
-            inner = outer.get(id(child)) or arguments.get(id(child))
-            if inner is not None:  # somebody else's arguments too
-                yield inner.items[0]
-
-
 def _packed_ranges(data: Data, views: list[View]) -> list[_Range]:
-    """The bytes of `data` that `views` reach over; all of them where they cannot be taken apart."""
+    """Return the ranges of `data` that `views` use, or one complete range if `data` cannot be split."""
     if isinstance(data.uncast(), Inflate) or any(get_dtype(view.info.dtype).packed != 1 for view in views):
         return [(0, data.length)]
     return _reach(views, data.length)
 
 
 def _reach(views: list[View], length: int) -> list[_Range]:
-    """The bytes that `views` reach over of a storage of this `length`, in whole elements of the widest dtype."""
+    """Return the ranges that `views` use of a storage of `length` bytes, in complete elements of the widest dtype."""
     unit = max(max(get_dtype(view.info.dtype).itemsize, storage_id(view.reference).dtype.itemsize) for view in views)
     ranges: list[_Range] = []
     for start, stop in sorted(extent(view.info) for view in views if 0 not in view.info.shape):
@@ -257,7 +242,7 @@ def _reach(views: list[View], length: int) -> list[_Range]:
 
 
 def _packed(data: Data, ranges: list[_Range]) -> Data:
-    """`ranges` of `data`, one behind another."""
+    """Return the `ranges` of `data`, one after another."""
     if ranges == [(0, data.length)]:
         return data
     if isinstance(data, Cast):
@@ -268,15 +253,15 @@ def _packed(data: Data, ranges: list[_Range]) -> Data:
 
 
 def _chain(data: Piece, ranges: list[_Range]) -> Concat:
-    """These ranges of what is made of ranges of the source."""
+    """Return the `ranges` of a piece that consists of ranges of the source, one after another."""
     spans = tuple(span for start, stop in ranges for span in data.slice(start, stop - start).ranges())
     return Concat(spans, data.stored(), sum(stop - start for start, stop in ranges))
 
 
 def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[_Range]) -> Cast:
-    """`data`, whose elements are of the dtype `old`, as `group`'s, in the same order of bytes.
+    """Return `data`, elements of the dtype `old`, cast to the dtype of `group`, in the same byte order.
 
-    `shown` are the bytes that matter, none: all.
+    `shown` are the ranges of bytes that views use. Empty means all.
     """
     assert not isinstance(data, Cast)
     new = group.dtype or old
@@ -295,7 +280,7 @@ def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[_Range
 
 
 def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorInfo:
-    """`info` as `dtype` on `storage`, in which so many bytes before it are `gone` of the one that it was on."""
+    """Return `info` with `dtype` on `storage`, which lacks `gone` bytes of the old storage before the tensor."""
     old, new = get_dtype(info.dtype), get_dtype(dtype)
     offset = info.offset
     if 0 in info.shape:
@@ -307,9 +292,9 @@ def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorI
 
 
 def compact(checkpoint: Checkpoint, changes: Changes) -> None:
-    """Let each storage of `checkpoint` hold no more than its views reach over.
+    """Remove the bytes that no view uses from each storage of `checkpoint`.
 
-    One that something else refers to, or that is deflated, stays whole.
+    A storage that is deflated, or to which something other than a view refers, stays complete.
     """
     views = Views(checkpoint)
     storages = dropped = 0
