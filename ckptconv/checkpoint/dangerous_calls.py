@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import islice
-from typing import Literal, NamedTuple, TypeAlias, TypeGuard
+from itertools import chain, islice
+from typing import Literal, NamedTuple, TypeAlias
 
 from ckptconv.checkpoint.dangerous_globals import (
     INNARDS,
@@ -169,9 +169,9 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unk
     meanings = _Meanings()
     calls = (node for node in nodes if isinstance(node, Call)) if look_ups or classes else ()
     used = {id(each) for each in walk([child for node in calls for child in children(node)])}
-    yield from ((what, node, "dangerous") for what, node in _fetched(nodes, look_ups, used, meanings))
-    yield from ((what, node, "dangerous") for what, node in _used(nodes, meanings))
-    yield from ((what, node, "dangerous") for what, node in _handed_on(nodes, look_ups, classes, used))
+    harm = (_fetched(nodes, look_ups, used, meanings), _used(nodes, meanings))
+    for what, node in chain(*harm, _handed_on(nodes, look_ups, classes, used)):
+        yield what, node, "dangerous"
     yield from ((what, node, "unknown") for what, node in _undecided(nodes, meanings))
 
 
@@ -295,7 +295,8 @@ class _Meanings:
             yield _Getter(name in _CALLERS, tuple(text for text in texts if text is not None))
         elif name in _BY_NAME:
             texts = [_name_in(each) for each in args[:_MOST_MEANINGS]]
-            yield _Ref(*_module_and_name(".".join(text or "" for text in texts)))
+            module, _, attribute = ".".join(text or "" for text in texts).partition(".")
+            yield _Ref(module, attribute) if attribute else _Ref("", module)
         elif name == _MAKES_CLASS:
             yield _Ref("sympy.core.function", "AppliedUndef")
         elif name in _PARTIALS:
@@ -318,11 +319,6 @@ def _name_in(value: Value) -> str | None:
 
 def _is_class(name: str) -> bool:
     return name.rpartition(".")[2].lstrip("_")[:1].isupper()
-
-
-def _module_and_name(full: str) -> tuple[str, str]:
-    module, _, name = full.partition(".")
-    return (module, name) if name else ("", module)
 
 
 def _attribute(of: _Meaning, name: str) -> _Meaning:
@@ -357,7 +353,12 @@ def _used(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
     seen: set[int] = set()
     called: set[int] = set()
     for node in nodes:
-        todo = _given_to(node, called) if isinstance(node, Call) and _is_used_by(node, meanings) else []
+        todo: list[Value] = []
+        if isinstance(node, Call) and _is_used_by(node, meanings):
+            if isinstance(node.callable, Call) and id(node.callable) not in called:
+                todo += children(node.callable)
+            called.add(id(node.callable))
+            todo += [node.args, node.kwargs]
         while todo:
             each = todo.pop()
             if not isinstance(each, Node) or id(each) in seen:
@@ -368,13 +369,6 @@ def _used(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
             elif _is_used_by(each, meanings, allowed=True):
                 yield from ((what, each) for what in _harm_of_use(each, meanings))
                 todo += children(each)
-
-
-def _given_to(call: Call, called: set[int]) -> list[Value]:
-    """The arguments of `call`, and what its callable was given if that is the result of a call, not yet in `called`."""
-    made = children(call.callable) if isinstance(call.callable, Call) and id(call.callable) not in called else []
-    called.add(id(call.callable))
-    return [*made, call.args, call.kwargs]
 
 
 def _is_used_by(call: Call, meanings: _Meanings, *, allowed: bool = False) -> bool:
@@ -403,7 +397,10 @@ def _names_or_texts(call: Call, look_ups: set[int], meanings: _Meanings, *, is_u
         if id(called) in look_ups and call.kind not in _WITHOUT_INIT:
             yield from (f"{name} of {what}" for what in _names_looked_up(call, name, meanings, is_used=is_used))
     for each in meanings.of(called):
-        if isinstance(each, _Ref) and _evaluates(call, each, meanings):
+        if not isinstance(each, _Ref) or not _evaluates_texts(each.module):
+            continue
+        is_naming = each.name.removesuffix(".__new__") in _NAMING
+        if not is_naming and (not isinstance(call.args, Tuple) or meanings.has_text(call.args)):
             yield f"{each} of a text"
 
 
@@ -414,8 +411,10 @@ def _evaluates_texts(module: str) -> bool:
 def _given(call: Call, meanings: _Meanings) -> Iterator[str]:
     """What is dangerous about what `call` calls and gives, but for attributes of what is named, which were judged."""
     for meaning in meanings.of(call.callable) if not isinstance(call.callable, Global) else ():
-        if _is_called_by_name(meaning):
-            yield f"a call of {meaning.name[:_LONGEST_SHOWN]!r}"
+        if isinstance(meaning, _Method):
+            is_of_class = meaning.of is not None and meaning.of.of_class
+            if not meaning.is_known and not is_of_class and is_method(meaning.name):
+                yield f"a call of {meaning.name[:_LONGEST_SHOWN]!r}"
         elif isinstance(meaning, _Made) and _has(meaning.by, "__call__"):
             yield f"{meaning.by}.__call__"
         elif isinstance(meaning, _Getter) and meaning.calls and args_of(call):
@@ -426,14 +425,8 @@ def _given(call: Call, meanings: _Meanings) -> Iterator[str]:
         if not (is_judged and isinstance(meaning, _Ref)) and (what := _danger_of(meaning)) is not None:
             yield what
         if isinstance(meaning, _Made):
-            yield from _by_opcodes(call, meaning)
-
-
-def _is_called_by_name(meaning: _Meaning) -> TypeGuard[_Method]:
-    """Whether `meaning`, which is called, is a method of what a function gives that nobody knows."""
-    if not isinstance(meaning, _Method) or meaning.is_known or not is_method(meaning.name):
-        return False
-    return meaning.of is None or not meaning.of.of_class
+            called = [_METHODS_OF.get(opcode, ()) for opcode in dict.fromkeys(effect.opcode for effect in call.effects)]
+            yield from (f"{meaning.by}.{method}" for method in chain(*called) if _has(meaning.by, method))
 
 
 @lru_cache(maxsize=4096)
@@ -457,14 +450,6 @@ def _danger_of(meaning: _Meaning) -> str | None:
     return None
 
 
-def _by_opcodes(call: Call, made: _Made) -> Iterator[str]:
-    """Methods of what `call` gives that its effects call, and that do harm."""
-    for opcode in dict.fromkeys(effect.opcode for effect in call.effects):
-        for method in _METHODS_OF.get(opcode, ()):
-            if _has(made.by, method):
-                yield f"{made.by}.{method}"
-
-
 def _harm_unnamed(made: _Ref) -> Iterator[str]:
     """The methods of what `made` makes that do harm and that nobody names: what only looks names up does none."""
     for method in _UNNAMED:
@@ -475,13 +460,6 @@ def _harm_unnamed(made: _Ref) -> Iterator[str]:
 def _has(ref: _Ref, method: str) -> bool:
     """Whether `method` of what `ref` makes does harm, where naming `ref` does not."""
     return listed(ref.module, f"{ref.name}.{method}") is not None and not leads_to_danger(*ref)
-
-
-def _evaluates(call: Call, called: _Ref, meanings: _Meanings) -> bool:
-    """Whether `call` gives `called`, if that is of a package that evaluates texts, a text that only names nothing."""
-    if not _evaluates_texts(called.module) or called.name.removesuffix(".__new__") in _NAMING:
-        return False
-    return not isinstance(call.args, Tuple) or meanings.has_text(call.args)
 
 
 def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used: bool) -> Iterator[str]:
@@ -501,16 +479,14 @@ def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used:
         words = text.split(".") if text is not None else []
         if text is None:
             yield "what is computed"
-        elif not (is_getattr or is_used) and INNARDS.isdisjoint(words):
             continue
-        elif is_way_out(words) or (is_getattr and _leads_to(meanings.of(args[0]), text)):
+        if not (is_getattr or is_used) and INNARDS.isdisjoint(words):
+            continue
+        if is_way_out(words) or any(
+            isinstance(of, _Ref) and leads_to_danger(of.module, f"{of.name}.{text}")
+            for of in (meanings.of(args[0]) if is_getattr else ())
+        ):
             yield repr(text[:_LONGEST_SHOWN])
-
-
-def _leads_to(meanings: Iterable[_Meaning], text: str) -> bool:
-    """Whether the attribute `text` of one of `meanings` is dangerous, where that is something named."""
-    named = (each for each in meanings if isinstance(each, _Ref))
-    return any(leads_to_danger(each.module, f"{each.name}.{text}") for each in named)
 
 
 def _handed_on(

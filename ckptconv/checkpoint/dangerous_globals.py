@@ -331,6 +331,8 @@ _HARMLESS = frozenset(
     ]
 )  # a table  # fmt: skip
 
+#: Methods of torch's storages that read and write files.
+_STORAGES_OF_FILES = frozenset(["from_file", "write_file"])
 #: Attributes that lead from anything to everything: to the module that something was made
 #: in, to all classes, to what runs code.
 INNARDS = frozenset([
@@ -379,24 +381,18 @@ def _is_lent(module: str, package: list[str], name: str, attributes: list[str]) 
     """Whether `name` in `module`, of a package that the table tells of, is in the table, or what no table has: the
     reduction of a list by a function, storages in files, pytest with options, modules that are programs or tests.
     """
-    if attributes[-1] == "reduce" or _is_file(package, attributes) or (package[0] == "numpy" and name == "test"):
+    if attributes[-1] == "reduce" or (package[0] == "numpy" and name == "test"):
+        return True
+    if package[0] == "torch" and not _STORAGES_OF_FILES.isdisjoint(word.lstrip("_") for word in attributes):
         return True
     if package[1:] and (package[-1] == "__main__" or "tests" in package):
         return True
-    if listed(module, name) in ("name", "table") or _is_behind_alias(attributes):
+    rest = ((word, ".".join(attributes[i:])) for i, word in enumerate(attributes[:-1][:_MOST_PARTS], 1))
+    if listed(module, name) in ("name", "table") or any(
+        is_on_lists(other, words) for alias, words in rest for other in modules_called(alias)
+    ):
         return True
     return len(attributes) > 1 and not attributes[-2].lstrip("_")[:1].isupper() and is_method(attributes[-1])
-
-
-def _is_behind_alias(attributes: list[str]) -> bool:
-    """Whether one of them is a name under which others have a module, and what follows is on the lists there."""
-    rest = ((word, ".".join(attributes[i:])) for i, word in enumerate(attributes[:-1][:_MOST_PARTS], 1))
-    return any(is_on_lists(module, name) for word, name in rest for module in modules_called(word))
-
-
-def _is_file(package: list[str], attributes: list[str]) -> bool:
-    """Whether they name a storage of torch's that is made of a file, or written to one."""
-    return package[0] == "torch" and any(word.lstrip("_") in ("from_file", "write_file") for word in attributes)
 
 
 def _is_listed(words: list[str], package: int) -> bool:

@@ -18,22 +18,20 @@ def drop_effect_order(checkpoint: Checkpoint) -> None:
     if index.graph.discarded or index.obstacles:
         return
     latest = _latest(index.graph.root)
-    if latest is None or not all(_is_settled(node, latest) for node in index.nodes):
+    if latest is None:
         return
+    for node in index.nodes:
+        if isinstance(node, Call) and not _before([node.callable, node.args, node.kwargs], node.order, latest):
+            return
+        for effect in node.effects if isinstance(node, Object) else ():
+            if effect.opcode == "BUILD" and not _before(effect.values, effect.order, latest):
+                return
     for node in index.nodes:
         if isinstance(node, (Call, PersistentId, FrozenSet)):
             node.order = None
         if isinstance(node, Object):
             for effect in node.effects:
                 effect.order = None
-
-
-def _is_settled(node: Node, latest: dict[int, int]) -> bool:
-    """Whether what `node` is called with, and the states it is given, were complete by then."""
-    if isinstance(node, Call) and not _before([node.callable, node.args, node.kwargs], node.order, latest):
-        return False
-    effects = node.effects if isinstance(node, Object) else []
-    return all(_before(effect.values, effect.order, latest) for effect in effects if effect.opcode == "BUILD")
 
 
 def _before(values: list[Value], order: int | None, latest: dict[int, int]) -> bool:

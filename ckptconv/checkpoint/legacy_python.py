@@ -45,13 +45,14 @@ def modernize(graph: Graph) -> None:
         for call in graph.calls:
             if is_global(call.callable, "collections.OrderedDict"):
                 _set_items(call, graph)
-        _modernize_keys(graph)
+        for node in walk([graph.root, *graph.discarded]):
+            for effect, i in node.pairs() if isinstance(node, Object) else ():
+                key = effect.values[i]
+                if isinstance(key, Py2String) and key.text is not None:
+                    effect.values[i] = key.text
     names = {str(node) for node in graph.globals}
-    if not names.isdisjoint(_PARAMETERS) or any(map(_TENSOR_CLASS.fullmatch, names)):
-        _modernize_tensors(graph)
-
-
-def _modernize_tensors(graph: Graph) -> None:
+    if names.isdisjoint(_PARAMETERS) and not any(map(_TENSOR_CLASS.fullmatch, names)):
+        return
     rebuild_tensor = Global("torch._utils", "_rebuild_tensor")
     rebuild_parameter = Global("torch._utils", "_rebuild_parameter")
     for call in graph.calls:
@@ -63,15 +64,6 @@ def _modernize_tensors(graph: Graph) -> None:
             state = _state(call)
             if state and len(state.items) == 4:
                 _become(call, rebuild_tensor, state, graph)
-
-
-def _modernize_keys(graph: Graph) -> None:
-    """Make text of mappings' keys."""
-    for node in walk([graph.root, *graph.discarded]):
-        for effect, i in node.pairs() if isinstance(node, Object) else ():
-            key = effect.values[i]
-            if isinstance(key, Py2String) and key.text is not None:
-                effect.values[i] = key.text
 
 
 def _set_items(call: Call, graph: Graph) -> None:

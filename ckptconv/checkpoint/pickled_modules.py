@@ -113,17 +113,14 @@ def read_modules(index: Index, scripts: Mapping[str, tuple[list[str], list[str]]
     nodes = {id(place.node) for place in places if reader.is_module(place.node)}
     outermost: dict[int, Place] = {}
     for place in places if nodes else ():
-        if id(place.node) in nodes and not _stands_in(place, nodes):
+        if id(place.node) in nodes and not any(id(above.node) in nodes for above in [*place.upwards()][1:]):
             known = outermost.setdefault(id(place.node), place)
             if place.depth < known.depth:
                 outermost[id(place.node)] = place
-    if outermost:
-        reader.find_tensors()
+    for place in index.places if outermost else ():
+        if id(place.node) in reader.tensors and place.parent is not None:
+            reader.standing.setdefault((id(place.parent.node), place.key, id(place.node)), place)
     return [reader.module_at(place) for place in outermost.values()]
-
-
-def _stands_in(place: Place, nodes: set[int]) -> bool:
-    return any(id(above.node) in nodes for above in place.upwards() if above is not place)
 
 
 @dataclass(eq=False)
@@ -142,7 +139,6 @@ class _Reader:
     """Reads each module once, however often it stands in others."""
 
     def __init__(self, index: Index, scripts: Mapping[str, tuple[list[str], list[str]]]) -> None:
-        self.index = index
         self.tensors = index.tensor_nodes
         self.scripts = scripts
         self.room = _ROOM + _ROOM_EACH * index.graph.opcodes
@@ -151,13 +147,8 @@ class _Reader:
         self.sets: dict[int, frozenset[str]] = {}
         self.levels: dict[int, _Level] = {}
         self.packed: dict[int, tuple[list[tuple[Node, Node]], list[Node]]] = {}
+        #: The places of tensors, by the node that contains them, their key there, and the tensor.
         self.standing: dict[tuple[int, str | None, int], Place] = {}
-
-    def find_tensors(self) -> None:
-        """Remember where each tensor stands, by what it stands in and its key there."""
-        for place in self.index.places:
-            if id(place.node) in self.tensors and place.parent is not None:
-                self.standing.setdefault((id(place.parent.node), place.key, id(place.node)), place)
 
     # What is a module
 
@@ -315,7 +306,9 @@ class _Reader:
             if inner is None:
                 above.discard(id(way.pop()))
                 continue
-            trouble = _trouble(id(inner) in above, prefix, self.room)
+            trouble = f"a module stands in itself, at {prefix[:-1]}" if id(inner) in above else None
+            if trouble is None and self.room < 0:
+                trouble = "its modules stand in one another so often that the names are too many"
             if trouble:
                 return PickledModule(module.path, place, module.cls, opened={id(node)}, trouble=trouble)
             level = self.level(inner)
@@ -324,27 +317,17 @@ class _Reader:
             above.add(id(inner))
             way.append(inner)
             module.modules.add(id(inner))
-            self.take(module, prefix, level)
+            module.opened.update(map(id, level.opened))
+            for name, holder, key, tensor in level.tensors:
+                module.tensors[prefix + name] = tensor
+                module.holders.add(id(holder))
+                standing = self.standing.get((id(holder), key, id(tensor)))
+                if standing is not None:
+                    module.places[prefix + name] = standing
+            module.unknown.update((prefix + name, value) for name, value in level.unknown)
             todo.append((prefix, None))
             todo += [(f"{prefix}{name}.", each) for name, each in reversed(level.modules)]
         return module
-
-    def take(self, module: PickledModule, prefix: str, level: _Level) -> None:
-        """Add the names of `level`, behind `prefix`."""
-        module.opened.update(map(id, level.opened))
-        for name, holder, key, node in level.tensors:
-            module.tensors[prefix + name] = node
-            module.holders.add(id(holder))
-            standing = self.standing.get((id(holder), key, id(node)))
-            if standing is not None:
-                module.places[prefix + name] = standing
-        module.unknown.update((prefix + name, value) for name, value in level.unknown)
-
-
-def _trouble(again: bool, prefix: str, room: int) -> str | None:
-    if again:
-        return f"a module stands in itself, at {prefix[:-1]}"
-    return "its modules stand in one another so often that the names are too many" if room < 0 else None
 
 
 def _states(node: Call) -> list[Dict]:

@@ -31,6 +31,7 @@ from ckptconv.pickles.graph import (
     args_of,
     is_count,
     is_global,
+    type_of,
 )
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowCall, RowForm
@@ -328,7 +329,10 @@ class TensorReader:
         dtype, metadata = storage_dtype(node), _at(args, 6)
         if function.endswith("_v3"):
             dtype, metadata = _dtype(_at(args, 6)), _at(args, 7)
-        offset = _count(_at(args, 1))
+        offset = _at(args, 1)
+        if not is_count(offset):
+            got = offset if type(offset) is int else type_of(offset).__name__
+            raise _Bad("a tensor's offset is no count of elements", got=got)
         shape, stride = _sizes(_at(args, 2), _at(args, 3))
         quantized = function.endswith("_rebuild_qtensor")
         elements, reach, is_contiguous = _layout(shape, stride)
@@ -452,7 +456,7 @@ def _dtype(node: Value) -> DType:
         return BY_WORD[node.name]
     if isinstance(node, Global) and node.module == "torch":
         raise _Bad("a tensor has a dtype that is not known to this version", got=node, kind=UnsupportedError)
-    raise _Bad("a tensor has no dtype", got=node if isinstance(node, Global) else type(node).__name__)
+    raise _Bad("a tensor has no dtype", got=node if isinstance(node, Global) else type_of(node).__name__)
 
 
 def _has_bit(metadata: Value, name: str) -> bool:
@@ -489,12 +493,6 @@ def _item(mapping: Value, key: str) -> Value:
     """
     entries = islice(mapping.entries(), 8) if isinstance(mapping, Dict) else ()
     return next((value for found, value in entries if found == key), None)
-
-
-def _count(value: Value) -> int:
-    if is_count(value):
-        return value
-    raise _Bad("a tensor's offset is no count of elements", got=value if type(value) is int else type(value).__name__)
 
 
 def ints_of(node: Value) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.dtypes import BY_STORAGE_CLASS, DType
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
-from ckptconv.pickles.graph import Global, Graph, PersistentId, Tuple, Value, is_count
+from ckptconv.pickles.graph import Global, Graph, PersistentId, Tuple, Value, is_count, type_of
 from ckptconv.pickles.rows import RowId
 
 STORAGE = "storage"
@@ -102,7 +102,7 @@ def checked_storage_id(node: PersistentId, where: str) -> StorageId:
 
 def no_class(named: Value, where: str) -> InputError:
     """Return the error for a persistent id whose class is `named`: unsupported if torch may have such a class."""
-    got = named if isinstance(named, Global) else type(named).__name__
+    got = named if isinstance(named, Global) else type_of(named).__name__
     if isinstance(named, Global) and named.module in _MODULES and named.name.endswith("Storage"):
         return UnsupportedError("a storage class that is not known to this version", where=where, got=got)
     return MalformedError("a persistent id names no storage class", where=where, got=got)

@@ -17,7 +17,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import IS_AVERAGE, StateDict
 from ckptconv.checkpoint.tensor_info import TensorInfo
-from ckptconv.checkpoint.weights_only.values import Answer
+from ckptconv.checkpoint.weights_only.objects import Answer
 from ckptconv.edits.devices import user_devices
 from ckptconv.edits.names import prefixes_of
 from ckptconv.formats import opening

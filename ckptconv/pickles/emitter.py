@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from operator import is_
 from typing import TypeAlias
@@ -68,27 +69,9 @@ def emit(graph: Graph, *, loadable: bool, short: bool = False, splice: bool = Fa
         splice: Also return a blob for items of mappings that the source contains in the same bytes.
     """
     if not graph.discarded:
-        try:
-            return _written(_Splicing if splice else _Plain, graph, loadable, short)
-        except _OutOfOrder:
-            pass
-    return _written(_Replayed, graph, False, short)
-
-
-def _written(way: type[_Plain | _Replayed], graph: Graph, loadable: bool, short: bool) -> list[bytes | Blob]:
-    """Return the pieces of the pickle that `way` writes.
-
-    If `short` is set, write the pickle twice. The first run only finds the memo slots that are read.
-    """
-    if not short:
-        return way(graph, loadable).pickle()
-    noting = type("_Noting", (_NotesReads, way), {})(graph, loadable)
-    noting.pickle()
-    shortened = type("_Short", (_PutsWhatIsRead, way), {})(graph, loadable)
-    shortened.read = noting.read
-    shortened.short_texts = not loadable and graph.protocol >= _SHORT_TEXTS
-    pieces: list[bytes | Blob] = shortened.pickle()
-    return pieces
+        with suppress(_OutOfOrder):
+            return _ShortPlain(graph, loadable).pickle() if short else _Plain(graph, loadable, splice).pickle()
+    return (_ShortReplayed if short else _Replayed)(graph, False).pickle()
 
 
 class _OutOfOrder(Exception):
@@ -126,6 +109,10 @@ class _Writer:
         self.memo: dict[int, int] = {}
         self.slots = 0
         self.kept: list[object] = []  # keeps alive the objects whose ids are in the memo
+
+    def pickle(self) -> list[bytes | Blob]:
+        """Return the pieces of the pickle."""
+        raise NotImplementedError
 
     def finish(self) -> list[bytes | Blob]:
         """Write STOP and return the pieces."""
@@ -172,10 +159,14 @@ class _Writer:
 
 
 class _Plain(_Writer):
-    """The plain way, depth first. Raises _OutOfOrder if the result would not do the same as the source."""
+    """The plain way, depth first. Raises _OutOfOrder if the result would not do the same as the source.
 
-    def __init__(self, graph: Graph, loadable: bool) -> None:
+    If `splice` is set, items of rows are left in the source if the same bytes would be written.
+    """
+
+    def __init__(self, graph: Graph, loadable: bool, splice: bool = False) -> None:
         super().__init__(graph, loadable)
+        self.splice = splice
         self.todo: list[_Step] = [graph.root]
         self.open: set[int] = set()  # ids of nodes that are started and not complete
         self.order = 0
@@ -187,11 +178,14 @@ class _Plain(_Writer):
         while todo:
             step = todo.pop()
             if isinstance(step, _Do):
-                self.do(step)
+                if step.made is not None:
+                    self.open.discard(id(step.made))
+                self.done(step.code, step.order, step.made)
             elif (slot := self.memo.get(id(step))) is not None:
                 self.get(slot)
             elif type(step) is RowCall and self.row(step):
-                self.leave_items_behind(step)
+                if self.splice:
+                    self.leave_items(step)
             elif not self.atom(step):
                 self.start(step)
         return self.finish()
@@ -234,9 +228,6 @@ class _Plain(_Writer):
         self.kept += (key, tag, call)
         return True
 
-    def leave_items_behind(self, row: RowCall) -> None:
-        """Leave the items after `row`, which was just written, in the source. This class leaves no items."""
-
     def row_pieces(self, form: RowForm, tag: str) -> tuple[bytes, Callable[..., bytes], list[bytes | int]]:
         """Return the pieces of rows of this `form` with this `tag`.
 
@@ -246,7 +237,7 @@ class _Plain(_Writer):
         """
         pieces = _Pieces(self.graph, self.loadable)
         pieces.memo = self.memo
-        key = "".join(("a", " key"))  # an object that nothing else refers to
+        key = b"key".decode()  # a new object, which is not in the memo
         reference = PersistentId(Tuple([form.word, form.cls, key, tag, form.numel]))
         pieces.write(Call("REDUCE", form.functions[0], form.arguments(reference, None)))
         first, *parts = pieces.parts
@@ -255,12 +246,6 @@ class _Plain(_Writer):
         parts = [_LONG_BINPUT, *parts]
         sizes = (f"{len(each)}sI" for each in parts[::2] if isinstance(each, bytes))
         return start, struct.Struct("<" + "".join(sizes)).pack, parts
-
-    def do(self, step: _Do) -> None:
-        """Execute `step`."""
-        if step.made is not None:
-            self.open.discard(id(step.made))
-        self.done(step.code, step.order, step.made)
 
     def done(self, code: bytes, order: int | None, made: Node | None) -> None:
         """Write `code` after its operands, and plan the effects on the node that it `made`."""
@@ -347,25 +332,8 @@ class _Plain(_Writer):
             steps += _doing(effect)
         self.todo += steps[::-1]
 
-
-class _Pieces(_Plain):
-    """A writer that splits its output after each put into the memo, without changing the memo."""
-
-    def __init__(self, graph: Graph, loadable: bool) -> None:
-        super().__init__(graph, loadable)
-        self.out.clear()
-        self.parts: list[bytes | int] = []
-
-    def put(self, value: Value) -> None:  # noqa: ARG002 - a row reads nothing from the memo that it has put there
-        self.parts += (bytes(self.out) + _LONG_BINPUT, 0)
-        self.out.clear()
-
-
-class _Splicing(_Plain):
-    """The plain way, with items of rows left in the source if the same bytes would be written."""
-
-    def leave_items_behind(self, row: RowCall) -> None:
-        """Leave in the source the items after `row`, if they come next and have not changed."""
+    def leave_items(self, row: RowCall) -> None:
+        """Leave in the source the items after `row`, which was just written, if they come next and are unchanged."""
         while (items := row.next_items) and self.follow(items):
             self.pieces += (bytes(self.out), Blob("str", items.offset, items.length))
             self.out = bytearray()
@@ -403,6 +371,19 @@ class _Splicing(_Plain):
         self.slots, self.order = starts[-1], rows[-1].order or 0
         del self.todo[-n:]
         return True
+
+
+class _Pieces(_Plain):
+    """A writer that splits its output after each put into the memo, without changing the memo."""
+
+    def __init__(self, graph: Graph, loadable: bool) -> None:
+        super().__init__(graph, loadable)
+        self.out.clear()
+        self.parts: list[bytes | int] = []
+
+    def put(self, value: Value) -> None:  # noqa: ARG002 - a row reads nothing from the memo that it has put there
+        self.parts += (bytes(self.out) + _LONG_BINPUT, 0)
+        self.out.clear()
 
 
 class _Replayed(_Writer):
@@ -456,40 +437,51 @@ def _edited(made: Node) -> list[_Step]:
     return [step for effect in made.effects if effect.order is None for step in _doing(effect)][::-1]
 
 
-class _NotesReads(_Writer):
-    """A writer that records in ``read`` which memo slots are read."""
+class _Short(_Writer):
+    """A writer that leaves out the puts of values that nothing reads again.
 
-    def __init__(self, graph: Graph, loadable: bool) -> None:
+    It writes the pickle twice. The first run finds the puts that are needed.
+
+    Args:
+        graph: The graph to write.
+        loadable: Whether to use only the opcodes of torch's unpickler.
+        needed: The numbers of the puts that are needed, counted from 0, or None for the first run.
+    """
+
+    def __init__(self, graph: Graph, loadable: bool, needed: set[int] | None = None) -> None:
         super().__init__(graph, loadable)
+        self.needed = needed
+        self.short_texts = not loadable and graph.protocol >= _SHORT_TEXTS
         self.read: set[int] = set()
+        self.puts = 0
 
-    def row(self, call: RowCall) -> bool:  # noqa: ARG002 - only the steps of a row show what is read
+    def pickle(self) -> list[bytes | Blob]:
+        """Return the pieces of the pickle."""
+        pieces = super().pickle()
+        return pieces if self.needed is not None else type(self)(self.graph, self.loadable, self.read).pickle()
+
+    def row(self, call: RowCall) -> bool:  # noqa: ARG002 - only the steps of a row show what is read again
         return False
 
     def get(self, slot: int) -> None:
         self.read.add(slot)
         super().get(slot)
 
-
-class _PutsWhatIsRead(_Writer):
-    """A writer that leaves out the puts of values that nothing reads again.
-
-    ``read`` contains the numbers of the puts that an earlier run over the same graph needed, counted from 0.
-    """
-
-    read: set[int]
-    puts = 0
-
-    def row(self, call: RowCall) -> bool:  # noqa: ARG002 - the steps of a row know what is read again
-        return False
-
     def put(self, value: Value) -> None:
         number = self.puts
         self.puts += 1
-        if number in self.read:
+        if self.needed is None or number in self.needed:
             super().put(value)
         else:
             self.kept.append(value)
+
+
+class _ShortPlain(_Short, _Plain):
+    """The plain way with as few puts as possible."""
+
+
+class _ShortReplayed(_Short, _Replayed):
+    """The replayed way with as few puts as possible."""
 
 
 _EMPTY: dict[type, bytes] = {List: CODES["EMPTY_LIST"], Dict: CODES["EMPTY_DICT"], Set: CODES["EMPTY_SET"]}

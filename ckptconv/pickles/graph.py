@@ -311,6 +311,16 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
+def type_of(value: Value) -> type:
+    """Return the type of `value`. For a node of a row it is the type that the node has outside of rows."""
+    return Call if isinstance(value, Call) else PersistentId if isinstance(value, PersistentId) else type(value)
+
+
+def kind_of(value: Value) -> str:
+    """Return the name of the type of `value` for errors."""
+    return type_of(value).__name__.lower()
+
+
 def children(node: Value) -> list[Value]:
     """Return the values that `node` consists of, in the order of the pickle. An atom has none."""
     if isinstance(node, (Tuple, FrozenSet)):

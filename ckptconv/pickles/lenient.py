@@ -81,7 +81,7 @@ def scan_lenient(
     """Scan the pickle from `start` to `end`.
 
     Args:
-        read: Return LENGTH bytes at OFFSET, called as ``read(offset, length)``.
+        read: A function ``read(offset, length)`` that returns so many bytes at an offset.
         start: Offset of the pickle's first byte.
         end: Offset at which the bytes end.
         most: The largest number of opcodes to execute.
@@ -120,7 +120,7 @@ class _Lenient(PickleMachine):
         """Stop the scan."""
         raise _Broken
 
-    def frame(self) -> None:
+    def start_frame(self) -> None:
         """Start a frame of any length, or continue the current one."""
         end = int.from_bytes(self.take(8), "little") + self.tell()
         if self.frame_end is not None:
@@ -152,19 +152,7 @@ class _Lenient(PickleMachine):
             self.fail("STOP of nothing stops every reader")
         left = [value for stack in (*self.metastack, self.stack) for value in stack]
         root = left.pop() if left else None
-        return Graph(
-            root,
-            self.protocol,
-            opcodes,
-            frozenset(),
-            [*self.named.values()],
-            self.calls,
-            self.references,
-            [*self.popped, *left, *self.calls],
-            self.shared,
-            self.byte_strings,
-            [*self.codes.values()],
-        )
+        return self.graph(root, opcodes, [*self.popped, *left, *self.calls])
 
     def line(self) -> bytes:
         """Read a line as Python's unpickler does: a last line without an end loses its last byte."""
@@ -199,11 +187,6 @@ def _proto(m: PickleMachine) -> None:
     m.protocol = m.byte()
     if m.protocol > _HIGHEST_PROTOCOL:
         m.fail("no such pickle protocol")
-
-
-def _frame(m: PickleMachine) -> None:
-    assert isinstance(m, _Lenient)
-    m.frame()
 
 
 def _number(m: PickleMachine) -> None:
@@ -293,7 +276,6 @@ _DISPATCH = in_dispatch(
     OPERATIONS
     | {
         "PROTO": _proto,
-        "FRAME": _frame,
         "INT": _number,
         "LONG": _number,
         "LONG1": lambda m: _long_bytes(m, m.byte()),

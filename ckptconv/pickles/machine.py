@@ -27,9 +27,11 @@ from ckptconv.pickles.graph import (
     PersistentId,
     Tuple,
     Value,
+    kind_of,
     walk,
 )
 
+#: The opcodes of pickle protocols 0 to 5 by name. A test compares them with ``pickletools``.
 CODES: dict[str, bytes] = {
     "INT": b"I", "BININT": b"J", "BININT1": b"K", "BININT2": b"M", "LONG": b"L", "LONG1": b"\x8a", "LONG4": b"\x8b",
     "STRING": b"S", "BINSTRING": b"T", "SHORT_BINSTRING": b"U", "BINBYTES": b"B", "SHORT_BINBYTES": b"C",
@@ -45,12 +47,9 @@ CODES: dict[str, bytes] = {
     "FRAME": b"\x95", "PERSID": b"P", "BINPERSID": b"Q",
 }  # a table  # fmt: skip
 
-
 _WINDOW = 1 << 20  # bytes read at a time, at most
 _UINT32 = struct.Struct("<I").unpack_from
 _FIRST = 4096  # bytes read at first and after skipped bytes: the next skip may be near
-
-
 #: Slots from here on are stored as texts. Python's hash of an integer is its remainder by 2^61 - 1, so a pickle could
 #: name many larger slots with the same hash.
 HASHED_AS_IT_IS = 1 << 60
@@ -63,7 +62,7 @@ class PickleMachine:
     MARK.
 
     Args:
-        read: Return LENGTH bytes at OFFSET, called as ``read(offset, length)``.
+        read: A function ``read(offset, length)`` that returns so many bytes at an offset.
         size: Number of bytes that `read` can return.
         where: Name of the pickle in errors.
         offset: Offset of the pickle's first byte.
@@ -146,13 +145,15 @@ class PickleMachine:
             left = len(self.stack) + sum(map(len, self.metastack))
             self.fail("the pickle must end with one value on its stack", got=f"{left} and {len(self.metastack)} marks")
         root = self.stack[0]
-        discarded = _lost(root, self.popped) if self.popped else []
-        used = frozenset(compress(range(256), self.used))
+        return self.graph(root, opcodes, _lost(root, self.popped) if self.popped else [])
+
+    def graph(self, root: Value, opcodes: int, discarded: list[Value]) -> Graph:
+        """Return the graph of all that was read, with this `root`."""
         return Graph(
             root,
             self.protocol,
             opcodes,
-            used,
+            frozenset(compress(range(256), self.used)),
             [*self.named.values()],
             self.calls,
             self.references,
@@ -279,6 +280,13 @@ class PickleMachine:
             self.fail("a text is not UTF-8", got=error.reason)
         return offset
 
+    def start_frame(self) -> None:
+        """Read the length of a frame and start the frame. Raise MalformedError if another frame has not ended."""
+        if self.frame_end is not None:
+            self.fail("a frame inside a frame")
+        length = self.length(8)
+        self.frame_end = self.tell() + length
+
     def check_frame(self) -> None:
         """End the frame if the next byte is after it. Raise MalformedError if an opcode crosses its end."""
         assert self.frame_end is not None
@@ -393,11 +401,6 @@ class PickleMachine:
 
 #: The operation of one opcode. It takes its operands from the machine and leaves its result there.
 Operation: TypeAlias = Callable[[PickleMachine], None]
-
-
-def kind_of(value: Value) -> str:
-    """Return the name of the type of `value` for errors."""
-    return type(value).__name__.lower()
 
 
 def _lost(root: Value, popped: list[Value]) -> list[Value]:

@@ -27,8 +27,9 @@ from ckptconv.pickles.graph import (
     Set,
     Tuple,
     Value,
+    kind_of,
 )
-from ckptconv.pickles.machine import CODES, Operation, PickleMachine, kind_of
+from ckptconv.pickles.machine import CODES, Operation, PickleMachine
 from ckptconv.pickles.rows import RowMachine
 
 _HIGHEST_PROTOCOL = 5
@@ -73,13 +74,6 @@ def _proto(m: PickleMachine) -> None:
     if protocol > _HIGHEST_PROTOCOL:
         m.fail("no such pickle protocol", expected=f"0 to {_HIGHEST_PROTOCOL}", got=protocol)
     m.protocol = protocol
-
-
-def _frame(m: PickleMachine) -> None:
-    if m.frame_end is not None:
-        m.fail("a frame inside a frame")
-    n = m.length(8)
-    m.frame_end = m.tell() + n
 
 
 def _mark(m: PickleMachine) -> None:
@@ -220,14 +214,12 @@ def _long_binput(m: PickleMachine) -> None:  # without put(), for speed: the mos
     m.memo[m.number()] = m.stack[-1]
 
 
-def _reduce(m: PickleMachine) -> None:
-    args, callable_ = m.stack.pop(), m.stack.pop()
-    m.call("REDUCE", callable_, args)
+def _call(kind: str) -> Operation:
+    def operation(m: PickleMachine) -> None:
+        args, callable_ = m.stack.pop(), m.stack.pop()
+        m.call(kind, callable_, args)
 
-
-def _newobj(m: PickleMachine) -> None:
-    args, cls = m.stack.pop(), m.stack.pop()
-    m.call("NEWOBJ", cls, args)
+    return operation
 
 
 def _newobj_ex(m: PickleMachine) -> None:
@@ -254,20 +246,19 @@ def _build(m: PickleMachine) -> None:
     m.effect("BUILD", [state])
 
 
-def _filled(make: type[Object], opcode: str) -> Operation:
+def _many(opcode: str, kind: type[Object], *, is_new: bool = False) -> Operation:
+    """Return an operation that adds the values after MARK to an object of this `kind`, which it makes if `is_new`."""
+
     def operation(m: PickleMachine) -> None:
         values = m.pop_mark()
-        m.stack.append(make())
-        if values:
-            _even(m, opcode, values)
-            m.effect(opcode, values, make)
+        if is_new:
+            m.stack.append(kind())
+        if opcode == "SETITEMS" and len(values) % 2:
+            m.fail("a key without a value")
+        if values or not is_new:
+            m.effect(opcode, values, kind)
 
     return operation
-
-
-def _even(m: PickleMachine, opcode: str, values: list[Value]) -> None:
-    if opcode == "SETITEMS" and len(values) % 2:
-        m.fail("a key without a value")
 
 
 def _append(m: PickleMachine) -> None:
@@ -278,15 +269,6 @@ def _append(m: PickleMachine) -> None:
 def _setitem(m: PickleMachine) -> None:
     value, key = m.stack.pop(), m.stack.pop()
     m.effect("SETITEM", [key, value], Dict)
-
-
-def _many(opcode: str, kind: type[Object]) -> Operation:
-    def operation(m: PickleMachine) -> None:
-        values = m.pop_mark()
-        _even(m, opcode, values)
-        m.effect(opcode, values, kind)
-
-    return operation
 
 
 def _tuple(n: int) -> Operation:
@@ -328,7 +310,7 @@ def _buffer(m: PickleMachine) -> None:
 #: The operation of each opcode, by the opcode's name.
 OPERATIONS: dict[str, Operation] = {
     "PROTO": _proto,
-    "FRAME": _frame,
+    "FRAME": lambda m: m.start_frame(),
     "MARK": _mark,
     "POP": _pop,
     "POP_MARK": _pop_mark,
@@ -362,8 +344,8 @@ OPERATIONS: dict[str, Operation] = {
     "EMPTY_TUPLE": lambda m: m.stack.append(Tuple([])),
     "EMPTY_DICT": lambda m: m.stack.append(Dict()),
     "EMPTY_SET": lambda m: m.stack.append(Set()),
-    "LIST": _filled(List, "APPENDS"),
-    "DICT": _filled(Dict, "SETITEMS"),
+    "LIST": _many("APPENDS", List, is_new=True),
+    "DICT": _many("SETITEMS", Dict, is_new=True),
     "TUPLE": _marked_tuple,
     "TUPLE1": _tuple(1),
     "TUPLE2": _tuple(2),
@@ -386,8 +368,8 @@ OPERATIONS: dict[str, Operation] = {
     "EXT4": _extension(4),
     "GLOBAL": _push(_names),
     "STACK_GLOBAL": _stack_global,
-    "REDUCE": _reduce,
-    "NEWOBJ": _newobj,
+    "REDUCE": _call("REDUCE"),
+    "NEWOBJ": _call("NEWOBJ"),
     "NEWOBJ_EX": _newobj_ex,
     "OBJ": _obj,
     "INST": _inst,

@@ -262,15 +262,6 @@ def _paths(value: Value, path: _Path = ()) -> Iterator[tuple[int, _Path]]:
     yield id(value), path
 
 
-def type_of(value: Value) -> type:
-    """Return the type of `value`. For a node of a row it is the type that the node has outside of rows."""
-    return Call if isinstance(value, RowCall) else PersistentId if isinstance(value, RowId) else type(value)
-
-
-# Errors name the type of a node, and users know only these two.
-RowId.__name__, RowCall.__name__ = PersistentId.__name__, Call.__name__
-
-
 class RowItems:
     """Items of a mapping that were read at once, and their position in the source.
 

@@ -35,7 +35,7 @@ from ckptconv.formats.zip_archive import STORED, Member, read_archive
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Blob, ByteArray, Graph, Py2String, Value, args_of, imported_name
-from ckptconv.pickles.lenient import NAMING, STARTS, LenientScan, scan_lenient
+from ckptconv.pickles.lenient import NAMING, STARTS, scan_lenient
 
 _HEAD = 64
 _FIRST = frozenset(bytes([code]) for code in STARTS)
@@ -94,8 +94,12 @@ def byte_strings(graph: Graph) -> Iterator[tuple[Value | Encoded, Value]]:
             text, codec, errors = _encoding(args_of(call), known)
             if (id(text), codec, errors) not in seen:
                 seen.add((id(text), codec, errors))
-                data = _as_bytes(text, codec, errors)
-                if data is not None and _may_hold(data):
+                data: Value | Encoded = None
+                if isinstance(text, Blob) and text.kind == "str":
+                    data = Encoded(text, codec, errors)
+                elif isinstance(text, str):
+                    data = _encoded(text, codec, errors)
+                if _may_hold(data):
                     yield data, call
 
 
@@ -113,13 +117,6 @@ def _encoding(args: list[Value], known: dict[str, str]) -> tuple[Value, str, str
         known[said] = word if word in _CODECS else "latin_1"
     how = text_of(errors)
     return text, known[said], how if how in _ERRORS else "strict"
-
-
-def _as_bytes(text: Value, codec: str, errors: str) -> bytes | Encoded | None:
-    """Return `text` encoded, or None if that is not possible or `text` is not a text."""
-    if isinstance(text, Blob) and text.kind == "str":
-        return Encoded(text, codec, errors)
-    return _encoded(text, codec, errors) if isinstance(text, str) else None
 
 
 def _encoded(text: str, codec: str, errors: str) -> bytes | None:
@@ -175,9 +172,12 @@ def pickles_in_member(
     Nothing is yielded unless `name` is the name of a pickle or the member starts like a file of torch or NumPy.
     Archives in archives are searched up to `depth` levels. Raises Undecidable and InputError.
     """
-    if _is_pickle(name) or _is_looked_into(_head_of(held, member)):
-        yield -member.size  # more bytes to search
-        yield from _pickles_in_file(_opened(held, member), name, most, depth)
+    if not _is_pickle(name):
+        head = _head_of(held, member)
+        if not (torch_zip.looks_like(head) or looks_like_legacy(head) or head.startswith(_NUMPY)):
+            return
+    yield -member.size  # more bytes to search
+    yield from _pickles_in_file(_opened(held, member), name, most, depth)
 
 
 def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) -> Iterator[Inner | int]:
@@ -186,7 +186,8 @@ def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) ->
     """
     head = held.read(0, min(_HEAD, held.size))
     if head.startswith(_NUMPY):
-        at = min(_behind_header(head), held.size)
+        wide = 2 if head[6:7] == b"\1" else 4  # bytes of the length of the header, which the major version decides
+        at = min(8 + wide + int.from_bytes(head[8 : 8 + wide], "little"), held.size)
         yield from pickles_from(SliceSource(held, at, held.size - at), name or "NumPy file", 1, most)
         return
     if head[:1] not in _FIRST:
@@ -210,20 +211,6 @@ def _member(held: Readable, member: Member, name: str, most: int, depth: int) ->
         raise
     except InputError:
         raise Undecidable("an archive that cannot be read") from None
-
-
-def _is_looked_into(head: bytes) -> bool:
-    """Return whether a file that starts with `head` is a file of torch or NumPy."""
-    return torch_zip.looks_like(head) or looks_like_legacy(head) or head.startswith(_NUMPY)
-
-
-def _behind_header(head: bytes) -> int:
-    """Return the offset after the header of a NumPy file that starts with `head`.
-
-    The first of the two bytes of the version decides how many bytes the length of the header has.
-    """
-    wide = 2 if head[6:7] == b"\1" else 4
-    return 8 + wide + int.from_bytes(head[8 : 8 + wide], "little")
 
 
 def is_numpy(held: Readable, member: Member) -> bool:
@@ -287,14 +274,17 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
             return
         seen = scan_lenient(held.read, at, held.size, most=left)
         yield seen.end - at
-        if _is_looked_at(seen):
-            yield Inner(name, seen.graph, held)
+        graph = seen.graph
+        # Bytes can start like a pickle by chance, so an incomplete one must have called or named something dangerous.
+        is_whole = seen.is_whole and bool(graph.globals or graph.extensions or graph.byte_strings)
+        if is_whole or (not seen.is_whole and (graph.outer_calls or any(map(is_dangerous, graph.globals)))):
+            yield Inner(name, graph, held)
         if seen.doubt:
             raise Undecidable(seen.doubt)
         if not seen.is_whole:
             return
         at = seen.end
-        left -= seen.graph.opcodes
+        left -= graph.opcodes
     if count == LIMITS.pickles_inside:
         raise Undecidable("more pickles inside than are looked into")
 
@@ -308,18 +298,6 @@ def _next_name(held: Readable, at: int) -> int:
         if found:
             return start + found.start()
     return -1
-
-
-def _is_looked_at(seen: LenientScan) -> bool:
-    """Return whether the pickle of this scan names or contains something.
-
-    Bytes can start like a pickle by chance. So an incomplete pickle counts only if it has called something or named
-    something dangerous.
-    """
-    graph = seen.graph
-    if seen.is_whole:
-        return bool(graph.globals or graph.extensions or graph.byte_strings)
-    return bool(graph.outer_calls) or any(map(is_dangerous, graph.globals))
 
 
 def _members(held: Readable) -> tuple[Member, ...]:

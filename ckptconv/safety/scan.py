@@ -20,7 +20,7 @@ from ckptconv.checkpoint.dangerous_globals import is_dangerous
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import is_torchs
-from ckptconv.checkpoint.weights_only.values import Answer
+from ckptconv.checkpoint.weights_only.objects import Answer
 from ckptconv.errors import InputChangedError, InputError, LimitError
 from ckptconv.formats import torch_zip
 from ckptconv.formats.foreign.zips_and_pickles import LOADER
@@ -45,7 +45,6 @@ from ckptconv.pickles.graph import (
 from ckptconv.pickles.paths import Place, Referrers, find_places
 from ckptconv.safety.nested_pickles import (
     Encoded,
-    Inner,
     Undecidable,
     byte_strings,
     is_numpy,
@@ -111,9 +110,10 @@ def concerns(checkpoint: Checkpoint, *, storages: bool = False) -> list[Concern]
         for name, other in part.beside.items():
             search.checkpoint(other, f"{name}: ")
         search.members(part)
-    for graph in _around(checkpoint):
-        search.left = _left_for(graph)
-        search.graph(graph, _Where(graph, "around the object: "), checkpoint.source, 0)
+    for part in _parts(checkpoint):
+        for graph in part.container.around if isinstance(part.container, LegacyFile) else ():
+            search.left = _left_for(graph)
+            search.graph(graph, _Where(graph, "around the object: "), checkpoint.source, 0)
     return search.listed()
 
 
@@ -170,12 +170,6 @@ _BY_ANSWER: dict[Answer, Level] = {
     "not known": "not known to load with weights_only=True, needs no code",
     "refused": "refused by weights_only=True, needs no code",
 }
-
-
-def _around(checkpoint: Checkpoint) -> list[Graph]:
-    """Return the pickles of files in torch's format before 1.6 that are not the pickle of the object."""
-    containers = [part.container for part in _parts(checkpoint)]
-    return [graph for each in containers if isinstance(each, LegacyFile) for graph in each.around]
 
 
 def _parts(checkpoint: Checkpoint) -> list[Checkpoint]:
@@ -268,20 +262,16 @@ class _Search:
                 continue
             self.left = LIMITS.nested_pickles * member.size
             try:
-                self.member(pickles_in_member(checkpoint.source, member, name, self.left))
+                for inner in pickles_in_member(checkpoint.source, member, name, self.left):
+                    if not isinstance(inner, int):
+                        self.inside += 1
+                        self.graph(inner.graph, _Where(inner.graph, f"{inner.name}: "), inner.of, 1)
             except Undecidable as why:
                 self.add(str(why), _Where(checkpoint, f"{name}: "), checkpoint.graph.root, "unknown", inside=True)
             except InputChangedError:
                 raise
             except InputError:  # a fault of the archive, which its checksums show
                 continue
-
-    def member(self, pickles: Iterable[Inner | int]) -> None:
-        """Search `pickles`, which are in a member of an archive."""
-        for inner in pickles:
-            if not isinstance(inner, int):
-                self.inside += 1
-                self.graph(inner.graph, _Where(inner.graph, f"{inner.name}: "), inner.of, 1)
 
     def graph(self, graph: Graph, where: _Where, blobs: Readable, depth: int) -> None:
         """Search the globals and byte strings of `graph`.

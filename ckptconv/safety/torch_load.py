@@ -10,16 +10,15 @@ has enough memory for the content of the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ckptconv.byteranges.reading import inflated
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Inflate
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.storage_ids import storage_id
-from ckptconv.checkpoint.weights_only.objects import Contents
+from ckptconv.checkpoint.weights_only.objects import TORCH, Answer, Contents, Reason
 from ckptconv.checkpoint.weights_only.unpickler import reasons
-from ckptconv.checkpoint.weights_only.values import TORCH, Answer, Reason
 from ckptconv.dtypes import BY_NAME, UNTYPED
 from ckptconv.errors import InputError, MalformedError
 from ckptconv.formats.sharded.index import ShardedContainer
@@ -76,21 +75,11 @@ def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True) -> Loading:
         The answer about :data:`CALL` on a machine without accelerators.
     """
     if not is_sound:
-        return Loading("not known", (_not_known("something is wrong with the file"),))
+        return Loading("not known", (Reason("not known", "something is wrong with the file"),))
     blobs = checkpoint.blobs or checkpoint.source
     found = list(_reasons(checkpoint, blobs))
     found.sort(key=lambda each: each.known != "refused")
     return Loading(found[0].known if found else "loads", tuple(found))
-
-
-def _refused(text: str, *, is_spelling: bool = False) -> Reason:
-    """Return a reason for a refusal. `is_spelling` is passed on to the reason."""
-    return Reason("refused", text, is_spelling=is_spelling)
-
-
-def _not_known(text: str) -> Reason:
-    """Return a reason why the answer is not known."""
-    return Reason("not known", text)
 
 
 def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
@@ -102,11 +91,24 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
         return
     is_named_safetensors = checkpoint.source.path.name.endswith(".safetensors")
     if is_named_safetensors and checkpoint.format != _SAFETENSORS:
-        yield _refused("torch.load takes a file of this name for safetensors, and it is none")
+        yield Reason("refused", "torch.load takes a file of this name for safetensors, and it is none")
     if checkpoint.script_classes is not None:
-        yield _refused("it is a TorchScript archive, which torch.jit.load loads and torch.load does not")
+        yield Reason("refused", "it is a TorchScript archive, which torch.jit.load loads and torch.load does not")
         return
-    yield from _BY_FORMAT.get(checkpoint.format, _of_folder)(checkpoint, blobs)
+    if checkpoint.format == WRITERS["pt"].name:
+        yield from _of_zip(checkpoint, blobs)
+    elif checkpoint.format == WRITERS["legacy"].name:
+        yield from _of_legacy(checkpoint, blobs)
+    elif checkpoint.format == WRITERS["pickle"].name:
+        yield Reason(
+            "refused", "it is a plain pickle: torch.load finds no magic number, and reads none", is_spelling=True
+        )
+    elif checkpoint.format == _SAFETENSORS:
+        yield from _of_safetensors(checkpoint)
+    else:
+        yield Reason(
+            "refused", "torch.load reads files, and these are several, with parts of the same tensors", is_spelling=True
+        )
 
 
 # torch's zip
@@ -127,24 +129,26 @@ def _of_records(checkpoint: Checkpoint, archive: Archive) -> Iterator[Reason]:
     names = archive.names()
     root = archive.root.encode()
     if len(root) >= _LONGEST_NAME:
-        yield _refused(f"the name of the archive's folder has {len(root):,} bytes, and torch keeps {_LONGEST_NAME}")
+        yield Reason(
+            "refused", f"the name of the archive's folder has {len(root):,} bytes, and torch keeps {_LONGEST_NAME}"
+        )
     for member in archive.members:
         yield from _of_name(member.name.encode(), root)
     read = {name.lower(): member for name, member in names.items() if name.lower() in _RECORDS}
     try:
         said = {name: _said(checkpoint, member) for name, member in read.items()}
     except InputError as error:
-        yield _not_known(f"a record that torch reads: {error.what}")
+        yield Reason("not known", f"a record that torch reads: {error.what}")
         return
     yield from _of_version(said.get(_OTHER_VERSION, said.get("version")))
     try:
         int(said.get(_ALIGNMENT, b"64"))
     except ValueError:
-        yield _refused(f"the record {_ALIGNMENT} is no number", is_spelling=True)
+        yield Reason("refused", f"the record {_ALIGNMENT} is no number", is_spelling=True)
     try:
         said.get(_SERIALIZATION_ID, b"").decode()
     except UnicodeDecodeError:
-        yield _refused(f"the record {_SERIALIZATION_ID} is no UTF-8", is_spelling=True)
+        yield Reason("refused", f"the record {_SERIALIZATION_ID} is no UTF-8", is_spelling=True)
 
 
 def _of_name(name: bytes, root: bytes) -> Iterator[Reason]:
@@ -155,9 +159,9 @@ def _of_name(name: bytes, root: bytes) -> Iterator[Reason]:
     try:
         kept.decode()
     except UnicodeDecodeError:
-        yield _refused(f"a record's name has {len(name):,} bytes, and torch cuts a character of it in two")
+        yield Reason("refused", f"a record's name has {len(name):,} bytes, and torch cuts a character of it in two")
     if kept == root + b"/" + CONSTANTS.encode():
-        yield _refused(f"a record's name begins with {CONSTANTS}, and torch sees no more of it")
+        yield Reason("refused", f"a record's name begins with {CONSTANTS}, and torch sees no more of it")
 
 
 def _of_version(note: bytes | None) -> Iterator[Reason]:
@@ -166,11 +170,13 @@ def _of_version(note: bytes | None) -> Iterator[Reason]:
     """
     found = _NUMBER.match(note) if note is not None else None
     if note is None:  # the record is damaged, or its case differs as only Unicode defines it
-        yield _refused("there is no record that says the archive's version")
+        yield Reason("refused", "there is no record that says the archive's version")
     elif found is None:
-        yield _refused("the record that says the archive's version is no number")
+        yield Reason("refused", "the record that says the archive's version is no number")
     elif int(found[1]) not in _VERSIONS:
-        yield _refused(f"the archive has version {int(found[1])}, and torch reads {_VERSIONS[0]} to {_VERSIONS[-1]}")
+        yield Reason(
+            "refused", f"the archive has version {int(found[1])}, and torch reads {_VERSIONS[0]} to {_VERSIONS[-1]}"
+        )
 
 
 def _said(checkpoint: Checkpoint, member: Member) -> bytes:
@@ -187,14 +193,14 @@ def _of_deflated(checkpoint: Checkpoint) -> Iterator[Reason]:
     """
     deflated = [each.data for each in checkpoint.storages.values() if isinstance(each.data, Inflate)]
     if sum(each.length for each in deflated) > LIMITS.inflated_to_prove:
-        yield _not_known("its storages are deflated, and too long to be inflated for this")
+        yield Reason("not known", "its storages are deflated, and too long to be inflated for this")
         return
     try:
         for each in deflated:
             for _ in inflated(each):
                 pass
     except InputError as error:
-        yield _not_known(f"a deflated storage cannot be inflated: {error.what}")
+        yield Reason("not known", f"a deflated storage cannot be inflated: {error.what}")
 
 
 # torch's format before 1.6
@@ -205,49 +211,24 @@ def _of_legacy(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     container = checkpoint.container
     assert isinstance(container, LegacyFile)
     if is_tar(checkpoint.source):
-        yield _refused("torch takes it for a tar archive, which Python's tarfile does")
+        yield Reason("refused", "torch takes it for a tar archive, which Python's tarfile does")
     for graph in container.around:
         yield from reasons(graph)
     if container.class_ids:
-        yield _refused("it names the classes of modules, with their source")
+        yield Reason("refused", "it names the classes of modules, with their source")
     for each in checkpoint.references:
         if storage_id(each.node).dtype is UNTYPED:
-            yield _refused("torch cannot read a storage without a dtype from this format", is_spelling=True)
+            yield Reason("refused", "torch cannot read a storage without a dtype from this format", is_spelling=True)
     yield from reasons(checkpoint.graph, Contents(blobs=blobs, are_there=False))
 
 
-# Formats that torch.load never reads, or passes on
-
-
-def _of_pickle(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
-    """Yield the reason for a plain pickle."""
-    del checkpoint, blobs
-    yield _refused("it is a plain pickle: torch.load finds no magic number, and reads none", is_spelling=True)
-
-
-def _of_safetensors(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
+def _of_safetensors(checkpoint: Checkpoint) -> Iterator[Reason]:
     """Yield the reasons for a safetensors file.
 
     torch.load passes a file with that suffix to the safetensors package, which is modelled as of version 0.8.
     """
-    del blobs
     if not checkpoint.source.path.name.endswith(".safetensors"):
-        yield _refused("torch.load reads safetensors only under a name that ends in .safetensors")
+        yield Reason("refused", "torch.load reads safetensors only under a name that ends in .safetensors")
     without = {info.dtype for info in checkpoint.tensors.values()} - BY_NAME.keys()
     if without:
-        yield _not_known(f"what safetensors makes of {', '.join(sorted(without))}, which torch has not")
-
-
-def _of_folder(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
-    """Yield the reason for a folder of files."""
-    del checkpoint, blobs
-    yield _refused("torch.load reads files, and these are several, with parts of the same tensors", is_spelling=True)
-
-
-#: All other formats are folders.
-_BY_FORMAT: dict[str, Callable[[Checkpoint, Readable], Iterator[Reason]]] = {
-    WRITERS["pt"].name: _of_zip,
-    WRITERS["legacy"].name: _of_legacy,
-    WRITERS["pickle"].name: _of_pickle,
-    _SAFETENSORS: _of_safetensors,
-}
+        yield Reason("not known", f"what safetensors makes of {', '.join(sorted(without))}, which torch has not")

@@ -43,10 +43,10 @@ from ckptconv.pickles.graph import (
     Tuple,
     Value,
     children,
+    type_of,
 )
 from ckptconv.pickles.parser import parse
 from ckptconv.pickles.paths import key_segment
-from ckptconv.pickles.rows import type_of
 from tests.support.conversions import read
 from tests.support.judge import assert_same, refusal, tags_of
 

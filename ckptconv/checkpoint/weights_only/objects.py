@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
 from math import prod
+from typing import Literal, TypeAlias
 
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate
 from ckptconv.checkpoint.safe_globals import ALLOWED
 from ckptconv.checkpoint.tensor_info import Storage
-from ckptconv.checkpoint.weights_only.values import (
-    COUNTER,
-    ORDERED_DICT,
-    UNKNOWN,
-    AfterUnknown,
-    Held,
-    Made,
-    NotKnown,
-    Refused,
-    SizeValue,
-    StorageValue,
-    TensorValue,
-    said,
-)
-from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS
+from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     Blob,
@@ -44,12 +33,170 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.rows import RowCall, RowId
 
+
+class Made:
+    """An object of the class `cls`, of which nothing else matters.
+
+    Attributes:
+        cls: Python's name for the class.
+        is_hashable: Whether it can be a key.
+    """
+
+    __slots__ = ("cls", "is_hashable")
+
+    def __init__(self, cls: str, *, is_hashable: bool = True) -> None:
+        self.cls = cls
+        self.is_hashable = is_hashable
+
+
+class SizeValue(Made):
+    """A ``torch.Size`` of `sizes`."""
+
+    __slots__ = ("sizes",)
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__("torch.Size")
+        self.sizes = sizes
+
+
+class LayoutValue(Made):
+    """The ``torch.layout`` called `name`."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__("torch.layout")
+        self.name = name
+
+
+class StorageValue:
+    """A storage: its dtype and its size in bytes, and the node that refers to it."""
+
+    __slots__ = ("dtype", "nbytes", "node")
+
+    def __init__(self, dtype: DType, nbytes: int, node: PersistentId) -> None:
+        self.dtype = dtype
+        self.nbytes = nbytes
+        self.node = node
+
+
+@dataclass(slots=True, eq=False)
+class TensorValue:
+    """A tensor. Shape, stride and offset count elements; those of a layout that is not strided are not held.
+
+    Attributes:
+        dtype: torch's name for it.
+        shape: The sizes.
+        stride: The strides.
+        offset: Where it starts in its storage.
+        storage: What it shows; None where it has none of its own.
+        kind: ``strided``, ``quantized``, ``sparse`` or ``nested``.
+        device: ``cpu`` or ``meta``.
+        is_parameter: Whether its class is ``torch.nn.Parameter`` and not ``torch.Tensor``.
+        requires_grad: Whether it does.
+        is_plain: Whether it has no attributes and no lazy bits.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    storage: StorageValue | None = None
+    kind: str = "strided"
+    device: str = "cpu"
+    is_parameter: bool = False
+    requires_grad: bool = False
+    is_plain: bool = True
+
+
+class _Unknown:
+    """What nobody here knows."""
+
+    __slots__ = ()
+
+
+UNKNOWN = _Unknown()
+Held: TypeAlias = "Value | Made | StorageValue | TensorValue | _Unknown"
+
+ORDERED_DICT = Made("collections.OrderedDict", is_hashable=False)
+COUNTER = Made("collections.Counter", is_hashable=False)
+SET = Made("builtins.set", is_hashable=False)
+BYTEARRAY = Made("builtins.bytearray", is_hashable=False)
+BYTES = Made("builtins.bytes")
+COMPLEX = Made("builtins.complex")
+DEVICE = Made("torch.device")
+
+_WORDS: dict[type, str] = {
+    type(None): "None",
+    bool: "a truth value",
+    int: "an integer",
+    float: "a float",
+    str: "a text",
+    bytes: "a byte string",
+    Blob: "a text",
+    Tuple: "a tuple",
+    List: "a list",
+    Dict: "a dict",
+    Set: "a set",
+    StorageValue: "a storage",
+    TensorValue: "a tensor",
+}
+
+
+def said(held: Held) -> str:
+    """What `held` is, for a reason."""
+    if isinstance(held, Made):
+        return f"a {held.cls.removeprefix('builtins.')}"
+    if isinstance(held, Global):
+        return str(held)
+    return _WORDS.get(type(held), "an object")
+
+
+#: The version of torch that is modelled.
+TORCH = "2.13"
+
+Answer: TypeAlias = Literal["loads", "refused", "not known"]
+Known: TypeAlias = Literal["refused", "not known"]
+
+
+class Refused(Exception):
+    """torch raises an exception here; the text says why, in torch's terms."""
+
+
+class NotKnown(Exception):
+    """What torch does here is not modelled; the text says what."""
+
+
+class AfterUnknown(NotKnown):
+    """It depends on a value of which was already said that it is not known, or refused."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reason:
+    """Why a graph does not load, or why that is not known.
+
+    Attributes:
+        known: Which of the two.
+        text: The reason, in words; of a global, its name.
+        node: The node at which it happens; None where it is the file as a whole.
+        needs: The module of torch or torchao that makes the unpickler take it once it is imported.
+        is_spelling: Whether the same, written in another way, would be taken.
+    """
+
+    known: Known
+    text: str
+    node: Value = None
+    needs: str | None = None
+    is_spelling: bool = False
+
+
 _WINDOW = 1 << 20
 _BEYOND_LATIN_1 = regex(rb"[\xc4-\xf4]")  # what starts a character of UTF-8 above U+00FF
 _MUTABLE = (List, Dict, Set)
 _MADE = frozenset((Call, RowCall, PersistentId, RowId))
 
 
+@dataclass(eq=False)
 class Contents:
     """The bytes that a graph refers to and does not hold.
 
@@ -60,18 +207,10 @@ class Contents:
         are_there: Whether the storages are filled while the pickle is read; in torch's older format they follow it.
     """
 
-    def __init__(
-        self,
-        storages: Mapping[int, Storage] | None = None,
-        blobs: Readable | None = None,
-        byteorder: str = "little",
-        *,
-        are_there: bool = True,
-    ) -> None:
-        self.storages = storages or {}
-        self.blobs = blobs
-        self.byteorder = byteorder
-        self.are_there = are_there
+    storages: Mapping[int, Storage] = field(default_factory=dict)
+    blobs: Readable | None = None
+    byteorder: str = "little"
+    are_there: bool = True
 
 
 def before(order: int | None, now: int | None) -> bool:
@@ -322,8 +461,8 @@ class Arguments:
     def dtype(self, i: int) -> str:
         """Argument `i`, a dtype."""
         held = self.held(i)
-        name = dtype_name(held)
-        if name is None:
+        module, _, name = imported_name(held, 2).rpartition(".") if isinstance(held, Global) else ("", "", "")
+        if module != "torch" or name not in BY_NAME:
             raise Refused(f"its dtype must be a torch.dtype, and is {said(held)}")
         return name
 
@@ -346,15 +485,6 @@ class Arguments:
                 raise Refused(f"its {what} must be a tuple, and is {said(held)}")
             raise NotKnown(f"its {what} is {said(held)}")
         return Arguments(items, self.objects, self.now)
-
-
-def dtype_name(held: Held) -> str | None:
-    """The name of the dtype that `held` is, without ``torch.``."""
-    if isinstance(held, Global):
-        module, _, name = imported_name(held, 2).rpartition(".")
-        if module == "torch" and name in BY_NAME:
-            return name
-    return None
 
 
 def _integer(held: Held, what: str) -> int:

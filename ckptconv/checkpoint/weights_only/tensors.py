@@ -11,8 +11,7 @@ from dataclasses import replace
 from math import prod
 from typing import TypeAlias
 
-from ckptconv.checkpoint.weights_only.objects import Arguments
-from ckptconv.checkpoint.weights_only.values import (
+from ckptconv.checkpoint.weights_only.objects import (
     BYTEARRAY,
     BYTES,
     COMPLEX,
@@ -22,6 +21,7 @@ from ckptconv.checkpoint.weights_only.values import (
     SET,
     UNKNOWN,
     AfterUnknown,
+    Arguments,
     Held,
     LayoutValue,
     Made,
@@ -347,8 +347,9 @@ def _nested(args: Arguments) -> TensorValue:
         raise Refused(f"its sizes have the shape {sizes.shape}, and its strides {strides.shape}")
     if offsets.shape != sizes.shape[:1]:
         raise Refused(f"it has {sizes.shape[0]} parts, and offsets of the shape {offsets.shape}")
-    number = args.objects.numbers
-    _check_parts(buffer, sizes.shape[1], number(sizes), number(strides), number(offsets))
+    n, (shapes, steps, starts) = sizes.shape[1], map(args.objects.numbers, (sizes, strides, offsets))
+    for i, start in enumerate(starts):
+        _view(buffer.storage, start, shapes[n * i : n * i + n], steps[n * i : n * i + n], buffer.dtype)
     return TensorValue(buffer.dtype, (), kind="nested")
 
 
@@ -359,13 +360,6 @@ def _nested_part(args: Arguments, i: int, what: str) -> TensorValue:
     if held.dtype != "int64":
         raise Refused(f"its {what} are {held.dtype} and not int64")
     return held
-
-
-def _check_parts(buffer: TensorValue, rank: int, sizes: list[int], strides: list[int], offsets: list[int]) -> None:
-    assert buffer.storage is not None
-    for i, offset in enumerate(offsets):
-        shape, stride = sizes[rank * i : rank * i + rank], strides[rank * i : rank * i + rank]
-        _view(buffer.storage, offset, shape, stride, buffer.dtype)
 
 
 # Other devices, and wrappers
@@ -408,23 +402,16 @@ def _wrapper(args: Arguments) -> Held:
 
 def parameter(args: Arguments) -> TensorValue:
     """``torch.nn.Parameter(data, requires_grad)``."""
-    n = args.check_count(0, 2)
+    return _parameter_of(args, args.check_count(0, 2))
+
+
+def _parameter_of(args: Arguments, n: int) -> TensorValue:
     requires_grad = args.flag(1, "requires_grad") if n > 1 else True
     if not n or args.items[0] is None:
         return TensorValue("float32", (0,), (1,), is_parameter=True, requires_grad=requires_grad)
     data = args.tensor(0, "data")
     check_gradient(requires_grad, data.dtype)
     return replace(data, is_parameter=True, requires_grad=requires_grad, is_plain=data.is_plain)
-
-
-def _parameter(args: Arguments) -> TensorValue:
-    args.check_count(3)
-    return parameter(Arguments(args.items[:2], args.objects, args.now))
-
-
-def _parameter_with_state(args: Arguments) -> TensorValue:
-    args.check_count(4)
-    return with_attributes(parameter(Arguments(args.items[:2], args.objects, args.now)), args, 3)
 
 
 def from_type(args: Arguments) -> Held:
@@ -449,29 +436,20 @@ def from_type(args: Arguments) -> Held:
 def with_attributes(tensor: TensorValue, args: Arguments, i: int) -> TensorValue:
     """`tensor` with the attributes in argument `i`: a mapping, or that and one for slots."""
     state = args.items[i]
-    if isinstance(state, Tuple):
-        if len(state.items) != 2:
-            raise Refused(f"its state is a tuple of {len(state.items)}")
-        for part in state.items:
-            _set_attributes(tensor, args, part)
-    else:
-        _set_attributes(tensor, args, state)
+    if isinstance(state, Tuple) and len(state.items) != 2:
+        raise Refused(f"its state is a tuple of {len(state.items)}")
+    for part in state.items if isinstance(state, Tuple) else [state]:
+        keys = args.objects.keys(part, args.now)
+        if keys is None and not args.objects.is_empty(part, args.now):
+            raise Refused(f"its state must be a dict, and is {said(args.objects.held(part))}")
+        for key in keys or ():
+            name = args.objects.held(key)
+            if not isinstance(name, str):
+                raise Refused("an attribute's name is no text")
+            if name in ATTRIBUTES or name.startswith("__"):
+                raise NotKnown(f"the attribute {name[:40]!r}, which torch sets in a way of its own")
+            tensor.is_plain = False
     return tensor
-
-
-def _set_attributes(tensor: TensorValue, args: Arguments, state: Value) -> None:
-    keys = args.objects.keys(state, args.now)
-    if keys is None:
-        if not args.objects.is_empty(state, args.now):
-            raise Refused(f"its state must be a dict, and is {said(args.objects.held(state))}")
-        return
-    for key in keys:
-        name = args.objects.held(key)
-        if not isinstance(name, str):
-            raise Refused("an attribute's name is no text")
-        if name in ATTRIBUTES or name.startswith("__"):
-            raise NotKnown(f"the attribute {name[:40]!r}, which torch sets in a way of its own")
-        tensor.is_plain = False
 
 
 REBUILD: dict[str, Maker] = {
@@ -485,8 +463,10 @@ REBUILD: dict[str, Maker] = {
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
     "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu_tensor,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
+    "torch._utils._rebuild_parameter": lambda args: _parameter_of(args, args.check_count(3)),
+    "torch._utils._rebuild_parameter_with_state": lambda args: with_attributes(
+        _parameter_of(args, args.check_count(4)), args, 3
+    ),
 }
 
 
@@ -515,15 +495,11 @@ def ordered_dict(args: Arguments) -> Made:
         value = args.items[0]
         if not args.objects.is_mapping(value):
             for pair in _elements(args, value):
-                _check_pair(args, pair)
+                parts = _elements(args, pair)
+                if len(parts) != 2:
+                    raise Refused("its items must be pairs")
+                args.objects.check_hashable(parts[0])
     return ORDERED_DICT
-
-
-def _check_pair(args: Arguments, pair: Value) -> None:
-    parts = args.objects.elements(pair, args.now) if isinstance(pair, Tuple) else _elements(args, pair)
-    if parts is None or len(parts) != 2:
-        raise Refused("its items must be pairs")
-    args.objects.check_hashable(parts[0])
 
 
 def counter(args: Arguments) -> Made:
@@ -596,21 +572,17 @@ def encode(args: Arguments) -> Made:
 def _check_encodable(args: Arguments, text: str | Blob, encoding: str) -> None:
     if encoding not in _LATIN_1 and (encoding not in _UTF_8 or isinstance(text, Blob)):
         raise NotKnown(f"the encoding {encoding[:40]!r}")
+    fits = True
     if isinstance(text, Blob):
         fits = args.objects.is_latin_1(text)
     else:
         args.objects.charge(len(text) // _AT_ONCE)
-        fits = text.isascii() or _has(encoding, text)
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError:
+            fits = False
     if not fits:
         raise Refused(f"a text has characters that {encoding} has not")
-
-
-def _has(encoding: str, text: str) -> bool:
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def bytearray_(args: Arguments) -> Made:
@@ -631,17 +603,13 @@ def bytearray_(args: Arguments) -> Made:
             raise NotKnown(f"it takes {held:,} bytes of memory")
         args.objects.copy(held, 1)
     elif held is not BYTES and held is not BYTEARRAY:
-        _check_bytes(args, _elements(args, args.items[0]))
+        for item in _elements(args, args.items[0]):
+            held = args.objects.held(item)
+            if not isinstance(held, int):
+                raise NotKnown(f"what a bytearray makes of {said(held)}")
+            if not 0 <= held < 256:
+                raise Refused("a byte must be in range(0, 256)")
     return BYTEARRAY
-
-
-def _check_bytes(args: Arguments, items: list[Value]) -> None:
-    for item in items:
-        held = args.objects.held(item)
-        if not isinstance(held, int):
-            raise NotKnown(f"what a bytearray makes of {said(held)}")
-        if not 0 <= held < 256:
-            raise Refused("a byte must be in range(0, 256)")
 
 
 def size(args: Arguments) -> Made:

@@ -19,7 +19,26 @@ from ckptconv.checkpoint.safe_globals import (
     needed_import,
     refused_opcodes,
 )
-from ckptconv.checkpoint.weights_only.objects import Arguments, Contents, Objects
+from ckptconv.checkpoint.weights_only.objects import (
+    BYTEARRAY,
+    COUNTER,
+    ORDERED_DICT,
+    SET,
+    UNKNOWN,
+    AfterUnknown,
+    Arguments,
+    Contents,
+    Held,
+    Made,
+    NotKnown,
+    Objects,
+    Reason,
+    Refused,
+    SizeValue,
+    StorageValue,
+    TensorValue,
+    said,
+)
 from ckptconv.checkpoint.weights_only.tensors import (
     REBUILD,
     Maker,
@@ -38,23 +57,6 @@ from ckptconv.checkpoint.weights_only.tensors import (
     set_view,
     size,
     sparse_of_class,
-)
-from ckptconv.checkpoint.weights_only.values import (
-    BYTEARRAY,
-    COUNTER,
-    ORDERED_DICT,
-    SET,
-    UNKNOWN,
-    AfterUnknown,
-    Held,
-    Made,
-    NotKnown,
-    Reason,
-    Refused,
-    SizeValue,
-    StorageValue,
-    TensorValue,
-    said,
 )
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
@@ -207,7 +209,7 @@ def reasons(graph: Graph, contents: Contents | None = None) -> Iterator[Reason]:
     for name in refused_opcodes(graph):
         yield Reason("refused", f"opcode {name}", is_spelling=True)
     for value in graph.byte_strings:
-        if isinstance(value, Py2String) and not _is_utf8(value.data):
+        if isinstance(value, Py2String) and value.text is None:
             yield Reason("refused", _NO_UTF8, value)
     run = _Run(graph, contents or Contents(), graph.written)
     yield from run.globals(graph.globals)
@@ -279,18 +281,10 @@ def _spelling(node: Node) -> Iterator[str]:
         yield "an extension code"
     elif (isinstance(node, Py2String) and len(node.data) > 255) or (isinstance(node, Blob) and node.kind != "str"):
         yield "a long byte string"
-    elif isinstance(node, Py2String) and not _is_utf8(node.data):
+    elif isinstance(node, Py2String) and node.text is None:
         yield _NO_UTF8
     if isinstance(node, (Object, Tuple)) and any(_is_long(value) for value in children(node)):
         yield _LONG
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _is_long(value: Value) -> bool:
@@ -384,7 +378,8 @@ class _Run:
         try:
             made[id(call)] = self.value_of(self.form(call))
         except (Refused, NotKnown) as why:
-            self.add(why, call, _before_colon(self.form(call)))
+            function = self.form(call).callable
+            self.add(why, call, f"{imported_name(function, 2)}: " if isinstance(function, Global) else "")
         self.depth -= 1
         return made[id(call)]
 
@@ -438,8 +433,3 @@ class _Run:
             self.is_unknown = True
         else:
             self.found.append(Reason("refused" if isinstance(why, Refused) else "not known", f"{name}{why}", node))
-
-
-def _before_colon(call: Call) -> str:
-    """What `call` calls, before what is wrong with it."""
-    return f"{imported_name(call.callable, 2)}: " if isinstance(call.callable, Global) else ""

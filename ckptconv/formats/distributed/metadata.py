@@ -44,6 +44,7 @@ from ckptconv.pickles.graph import (
     imported_name,
     is_count,
     is_global,
+    type_of,
 )
 from ckptconv.pickles.parser import parse
 from ckptconv.stores import stays_inside
@@ -207,7 +208,7 @@ class _Reader:
             self.refuse(
                 "a version of the format that is not known",
                 expected=f"{_VERSION}x",
-                got=version if isinstance(version, str) else type(version).__name__,
+                got=version if isinstance(version, str) else type_of(version).__name__,
             )
         items = {}
         nodes = dict(self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata"))
@@ -249,7 +250,7 @@ class _Reader:
         call = self.made(properties, *_PROPERTIES)
         state = self.state(call, _PROPERTIES[0])
         if not isinstance(state, Tuple) or len(state.items) > _STATE[-1]:
-            got = f"{len(state.items)} items" if isinstance(state, Tuple) else type(state).__name__
+            got = f"{len(state.items)} items" if isinstance(state, Tuple) else type_of(state).__name__
             self.refuse(
                 f"the properties of {name!r} have a state that is not known to this version",
                 expected=f"{_STATE[0]} or {_STATE[1]} items",
@@ -334,7 +335,7 @@ class _Reader:
             self.fail(
                 f"{name!r} has no sound offset and length",
                 got=next(
-                    each if isinstance(each, int) else type(each).__name__
+                    each if isinstance(each, int) else type_of(each).__name__
                     for each in (offset, length)
                     if not is_count(each)
                 ),
@@ -384,7 +385,7 @@ class _Reader:
     def made(self, node: Value, *classes: str) -> Call:
         """`node`, which must be an object of one of `classes`, made without arguments."""
         if not isinstance(node, Call) or not is_global(node.callable, *classes):
-            got = node.callable if isinstance(node, Call) else type(node).__name__
+            got = node.callable if isinstance(node, Call) else type_of(node).__name__
             self.fail("an object of another class", expected=classes[0], got=got)
         if node.kind != "NEWOBJ" or args_of(node) or node.kwargs is not None or not isinstance(node.args, Tuple):
             self.refuse(f"a {classes[0]} is made in a way that is not known to this version", got=node.kind)
@@ -402,7 +403,7 @@ class _Reader:
         if state is None:
             return {}
         if not isinstance(state, Dict):
-            self.refuse(f"a {cls} has a state that is not known to this version", got=type(state).__name__)
+            self.refuse(f"a {cls} has a state that is not known to this version", got=type_of(state).__name__)
         if sum(1 + len(effect.values) for effect in state.effects) > LIMITS.metadata_state:
             self.fail(f"a {cls} has too many fields")
         return dict(self.mapping(state, cls))
@@ -412,7 +413,7 @@ class _Reader:
         seen = set()
         for key, value in self.pairs(node, what):
             if not isinstance(key, str):
-                self.fail(f"a key of {what} is no text", got=type(key).__name__)
+                self.fail(f"a key of {what} is no text", got=type_of(key).__name__)
             if key in seen:
                 self.fail(f"a key stands twice in {what}", got=repr(key))
             seen.add(key)
@@ -421,7 +422,7 @@ class _Reader:
     def pairs(self, node: Value, what: str) -> Iterator[tuple[Value, Value]]:
         """The items of `node`, a dict."""
         if not isinstance(node, Dict):
-            self.fail(f"{what} is no dict", got=type(node).__name__)
+            self.fail(f"{what} is no dict", got=type_of(node).__name__)
         for effect, i in node.pairs():
             yield effect.values[i], effect.values[i + 1]
 

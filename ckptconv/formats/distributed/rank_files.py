@@ -41,9 +41,9 @@ from ckptconv.pickles.graph import (
     Tuple,
     Value,
     replace_nodes,
+    type_of,
 )
 from ckptconv.pickles.paths import Place, child_places
-from ckptconv.pickles.rows import type_of
 from ckptconv.stores import list_folder
 
 NAME = "rank files"

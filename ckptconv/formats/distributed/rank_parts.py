@@ -21,7 +21,7 @@ from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed.chunks import Chunk, Cut, Strip, held_sizes, steps_of, strips_of
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Call, Dict, Global, List, Tuple, Value, args_of, is_count
+from ckptconv.pickles.graph import Call, Dict, Global, List, Tuple, Value, args_of, is_count, type_of
 from ckptconv.pickles.paths import Place
 
 _HERE = "torch.distributed."
@@ -364,7 +364,7 @@ def _said(cut: Cut) -> str:
 
 
 def _plain(value: Value) -> object:
-    return value if isinstance(value, (int, str, float)) else type(value).__name__
+    return value if isinstance(value, (int, str, float)) else type_of(value).__name__
 
 
 def _device(info: TensorInfo) -> str | None:

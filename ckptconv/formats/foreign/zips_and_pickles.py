@@ -47,7 +47,7 @@ from ckptconv.formats.zip_archive import (
 from ckptconv.hints import TRUSTED, literal, python_command, saved_by_torch, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Blob, Call, Dict, Global, Graph, Object, Tuple, Value, gc_paused, is_global
+from ckptconv.pickles.graph import Blob, Call, Dict, Global, Graph, Object, Tuple, Value, gc_paused, is_global, kind_of
 from ckptconv.pickles.parser import parse
 
 _PICKLE = "data.pkl"
@@ -386,8 +386,8 @@ def _root(root: Value) -> str:
             name = str(next((item for item in root.args.items if isinstance(item, Global)), name))[:80]
         return f"an object of {name}"
     if isinstance(root, Object):
-        return f"a {type(root).__name__.lower()} of {count(sum(1 for _ in root.elements()), 'item')}"
+        return f"a {kind_of(root)} of {count(sum(1 for _ in root.elements()), 'item')}"
     if isinstance(root, Tuple):
         return f"a tuple of {count(len(root.items), 'item')}"
-    kind = root.kind if isinstance(root, Blob) else "None" if root is None else type(root).__name__.lower()
+    kind = root.kind if isinstance(root, Blob) else "None" if root is None else kind_of(root)
     return kind if root is None else f"one {kind}"

@@ -48,6 +48,7 @@ from ckptconv.pickles.graph import (
     children,
     imported_name,
     members_of,
+    type_of,
 )
 from ckptconv.pickles.machine import HASHED_AS_IT_IS
 from ckptconv.pickles.paths import Place, child_places, key_segment, parts_listed
@@ -108,7 +109,7 @@ class Side:
             return data.kind if data else _SETS.get(name) or name or "object"
         if isinstance(node, Blob):
             return node.kind
-        return _KINDS.get(type(node)) or type(node).__name__
+        return _KINDS.get(type(node)) or type_of(node).__name__
 
     def data(self, node: Value) -> _Data | None:
         """`node` as text or bytes, if it is."""

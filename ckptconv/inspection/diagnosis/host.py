@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from ckptconv.checkpoint.weights_only.values import TORCH
+from ckptconv.checkpoint.weights_only.objects import TORCH
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 

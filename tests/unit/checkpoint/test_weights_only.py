@@ -12,9 +12,8 @@ from torch import _weights_only_unpickler as safe
 
 from ckptconv.checkpoint.safe_globals import ALLOWED, TENSOR_CLASSES
 from ckptconv.checkpoint.weights_only import tensors
-from ckptconv.checkpoint.weights_only.objects import Contents
+from ckptconv.checkpoint.weights_only.objects import Contents, Reason
 from ckptconv.checkpoint.weights_only.unpickler import MAKERS, may_have_obstacles, obstacles, reasons
-from ckptconv.checkpoint.weights_only.values import Reason
 from ckptconv.dtypes import BY_NAME
 from ckptconv.pickles.graph import Graph
 from ckptconv.pickles.parser import parse

@@ -236,7 +236,7 @@ _NEEDED = {
     "checkpoint": "dangerous_calls dangerous_globals describe index legacy_python model"
     " pickled_modules rebuild_functions safe_globals state_dicts storage_ids "
     " tensor_info weights_only",
-    "checkpoint.weights_only": "objects tensors unpickler values",
+    "checkpoint.weights_only": "objects tensors unpickler",
     "cli": "commands inspect main terminal",
     "conversion": "target_names",
     "edits": "devices names",

@@ -10,8 +10,8 @@ import pytest
 
 from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.pickles.emitter import emit
-from ckptconv.pickles.graph import Call, Graph, PersistentId, Tuple, args_of
-from ckptconv.pickles.rows import RowCall, type_of
+from ckptconv.pickles.graph import Call, Graph, PersistentId, Tuple, args_of, type_of
+from ckptconv.pickles.rows import RowCall
 from tests.support.row_pickles import described, edit, emitted, made, mapping, read
 
 _COUNT = 100_000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 1_500

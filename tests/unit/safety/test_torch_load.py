@@ -24,7 +24,7 @@ from torch import nn
 
 from ckptconv import convert, inspect, verify
 from ckptconv.checkpoint.weights_only import objects
-from ckptconv.checkpoint.weights_only.values import TORCH
+from ckptconv.checkpoint.weights_only.objects import TORCH
 from ckptconv.errors import CkptconvError
 from ckptconv.formats import opening
 from ckptconv.limits import LIMITS
