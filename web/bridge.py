@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptconv.conversion.discovery import find_in
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.parts import PlannedFile, plan_files
-from ckptconv.conversion.targets import find_item
+from ckptconv.conversion.targets import find_request
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits, edits_from
 from ckptconv.errors import CkptconvError, MissingTorchError, UsageError, printable, some
@@ -97,23 +96,22 @@ class Bridge:
         if is_url(dst):
             raise UsageError("a browser saves files on this machine", where=dst, expected="a name")
         line = command("convert", Path(self.path), Path(dst), *_typed(maps), *_typed_others(said))
-        item = find_item(self.path, dst, output)
+        request = find_request(self.path, dst, edits, output)
         try:
-            planned = plan_files(item.src, item.dst, edits, output, is_folder=item.is_folder)
+            planned = plan_files(request.src, request)
         except MissingTorchError as error:
             error.hint = f"a browser has no torch; the command line does it: {line}"
             raise
         self.planned = planned
         self._opened.enter_context(planned[0])
         report = planned[0].report
-        report = replace(report, notes=(*report.notes, *item.notes))
         return {
             "command": str(line),
             "report": "\n".join(report_lines(report, Style())),
-            "folder": item.dst.name if item.is_folder else "",
+            "folder": request.dst.name if request.is_folder else "",
             "files": [
                 {
-                    "name": file.path.relative_to(item.dst).as_posix() if item.is_folder else file.path.name,
+                    "name": file.path.relative_to(request.dst).as_posix() if request.is_folder else file.path.name,
                     "size": file.size,
                     "reads": file.nbytes_read,
                 }

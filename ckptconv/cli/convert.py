@@ -29,13 +29,12 @@ from ckptconv.cli.commands import (
     take_options,
 )
 from ckptconv.cli.terminal import PROGRESS_FROM, open_bar, progress_bar, show_error, show_report, style_of
-from ckptconv.conversion.batches import job_of, processes, run_jobs
+from ckptconv.conversion.batches import processes, run_jobs
 from ckptconv.conversion.convert import run
-from ckptconv.conversion.in_place import change_in_place, check_edits
-from ckptconv.conversion.jobs import Outcome
+from ckptconv.conversion.in_place import check_edits
+from ckptconv.conversion.jobs import Outcome, job_of
 from ckptconv.conversion.options import ConvertOptions, JobOptions, OutputOptions
-from ckptconv.conversion.plan import Report
-from ckptconv.conversion.targets import Listing, is_there, list_in_place, list_items, size_of
+from ckptconv.conversion.targets import Listing, is_there, list_in_place, list_requests, size_of
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import edits_from
@@ -53,8 +52,8 @@ def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, qui
     started = time.monotonic()
     quiet = as_json or (quiet and not flags["dry_run"])
     style = style_of(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
-    options = {name: flags[name] for name in JobOptions.__annotations__ if name in flags and name != "jobs"}
-    jobs = [job_of(item, options) for item in listing.items]
+    options = {name: flags[name] for name in JobOptions.__annotations__ if name != "jobs"}
+    jobs = [job_of(request, options) for request in listing.requests]
     why: dict[str, list[str]] = {}
     n = 0
     with (
@@ -99,9 +98,9 @@ def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
-        in_place = any(os.path.realpath(item.src) == os.path.realpath(item.dst) for item in listing.items)
+        in_place = any(os.path.realpath(request.src) == os.path.realpath(request.dst) for request in listing.requests)
         go_on = "" if in_place else f"; to continue, repeat the command with {option('skip_existing')}"
-        click.echo(f"ckptconv: {done():,} of {len(listing.items):,} are done{go_on}", err=True)
+        click.echo(f"ckptconv: {done():,} of {len(listing.requests):,} are done{go_on}", err=True)
         raise
 
 
@@ -114,7 +113,7 @@ def _brief(outcome: Outcome) -> Outcome:
 def _show_outcome(
     outcome: Outcome, style: Style, why: dict[str, list[str]], *, quiet: bool, verbose: bool, debug: bool
 ) -> None:
-    """Say what became of one item.
+    """Say what became of one request.
 
     `why` gains the inputs that failed, by what went wrong; what went wrong before is said in the
     end alone, unless nothing is said then.
@@ -164,7 +163,7 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
     """
     sizes: dict[str, int] = {}
     if not quiet and sys.stderr.isatty():
-        sizes = {str(item.src): size_of(item) for item in listing.items}
+        sizes = {str(request.src): size_of(request) for request in listing.requests}
     total = sum(sizes.values())
     if total < max(1, PROGRESS_FROM):
         yield None, lambda outcome: None
@@ -305,45 +304,24 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     generators stay on the CPU, where torch needs them.
     """
     flags["map_location"] = _devices(flags)
-    output = OutputOptions.of(flags)
+    output = replace(OutputOptions.of(flags), jobs=1)  # -j are processes if there are several checkpoints, else threads
     if output.in_place:
-        if not paths:
-            raise UsageError(
-                "no input given",
-                expected=command("convert", Placeholder("SRC..."), Option("map_location", "cpu"), Option("in_place")),
-            )
-        check_edits(edits := edits_from(**flags), output)
-        listing = _listed_in_place(paths)
-        if listing.is_batch:
-            return convert_batch(listing, flags, as_json=as_json, quiet=quiet, verbose=verbose)
-        return _say(change_in_place(listing.items[0].src, edits, output), as_json=as_json, quiet=quiet, verbose=verbose)
-    if output.no_undo:
-        raise UsageError(option("no_undo") + " goes with " + option("in_place"))
-    srcs, dst = _sources_and_target(paths)
-    listing = list_items(srcs, dst, output)
+        listing = _listed_in_place(paths, flags, output)
+    else:
+        if output.no_undo:
+            raise UsageError(option("no_undo") + " goes with " + option("in_place"))
+        srcs, dst = _sources_and_target(paths)
+        listing = list_requests(srcs, dst, edits_from(**flags), output)
     if listing.is_batch:
         return convert_batch(listing, flags, as_json=as_json, quiet=quiet, verbose=verbose)
-    (item,) = listing.items
-    if flags["skip_existing"] and is_there(item):
+    request = replace(listing.requests[0], output=replace(output, jobs=flags["jobs"]))
+    if output.skip_existing and not output.in_place and is_there(request):
         if as_json:
-            click.echo(json.dumps(skipped_as_dict(str(item.src), str(item.dst))))
+            click.echo(json.dumps(skipped_as_dict(str(request.src), str(request.dst))))
         elif not quiet:
-            click.echo(skipped_line(str(item.dst), style_of(sys.stderr)), err=True)
+            click.echo(skipped_line(str(request.dst), style_of(sys.stderr)), err=True)
         return 0
-    report = run(
-        item.src,
-        item.dst,
-        edits_from(**flags),
-        output,
-        is_folder=item.is_folder,
-        progress=partial(progress_bar, quiet=quiet),
-    )
-    report = replace(report, notes=(*report.notes, *item.notes))
-    return _say(report, as_json=as_json, quiet=quiet, verbose=verbose)
-
-
-def _say(report: Report, *, as_json: bool, quiet: bool, verbose: bool) -> int:
-    """Show `report`; the exit status."""
+    report = run(request, partial(progress_bar, quiet=quiet))
     if as_json:
         click.echo(json.dumps(report.as_dict()))
     elif not report.written or not quiet:
@@ -353,16 +331,22 @@ def _say(report: Report, *, as_json: bool, quiet: bool, verbose: bool) -> int:
     return 3 if report.failed else 0
 
 
-def _listed_in_place(paths: tuple[str, ...]) -> Listing:
-    """List the checkpoints to change in place. If the last of several `paths` alone is missing, the error has both
+def _listed_in_place(paths: tuple[str, ...], flags: dict[str, Any], output: OutputOptions) -> Listing:
+    """List the checkpoints to change in place. If only the last of several `paths` is missing, the error has both
     commands that may be meant, with the options that were given.
     """
+    if not paths:
+        raise UsageError(
+            "no input given",
+            expected=command("convert", Placeholder("SRC..."), Option("map_location", "cpu"), Option("in_place")),
+        )
+    check_edits(edits := edits_from(**flags), output)
     try:
-        return list_in_place(paths)
+        return list_in_place(paths, edits, output)
     except MissingInputError as error:
-        *there, last = map(Path, paths)
+        *others, last = map(Path, paths)
         if error.hint:
-            in_place, to_last = _again(there), _again([*there, last], "in_place", "no_undo")
+            in_place, to_last = _again(others), _again([*others, last], "in_place", "no_undo")
             error.hint = joined("is this meant: " + in_place, to_last, separator="; or this: ")
         raise
 

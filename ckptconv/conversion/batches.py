@@ -17,14 +17,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Progress
 from ckptconv.byteranges.threads import Threads
-from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, stamp_of, work, working
+from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, job_of, stamp_of, work, working
 from ckptconv.conversion.options import JobOptions, OutputOptions, takes
-from ckptconv.conversion.targets import Item, list_in_place, list_items
+from ckptconv.conversion.targets import list_in_place, list_requests
+from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError, MissingInputError, OutputError, RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading, writing
@@ -174,7 +175,8 @@ def _paths_and_size(task: Task) -> tuple[set[str], int]:
     """
     src, dst = task.job.src, task.job.dst
     paths = {os.path.abspath(src), os.path.abspath(dst)}
-    is_index = not task.job.edits.get("copy") and os.fspath(src).lower().endswith(".json")
+    is_copy = task.job.request is not None and task.job.request.kind == "other"
+    is_index = not is_copy and os.fspath(src).lower().endswith(".json")
     if task.stamp or is_url(src) or is_index:
         return paths, _WAITING
     try:
@@ -269,11 +271,11 @@ def jobs_in(
         ArgumentTypeError: A keyword has a wrong type, or there is none of that name.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
-    output = OutputOptions.of(options)
+    edits, output = edits_from(**options), OutputOptions.of(options)
     if output.in_place and not any(Path(src) == Path(dst) for src in srcs):
         raise UsageError("an in-place change has no output", got=os.fspath(dst))
-    listing = list_in_place(srcs) if output.in_place else list_items(srcs, dst, output)
-    return [job_of(item, options) for item in listing.items]
+    listing = list_in_place(srcs, edits, output) if output.in_place else list_requests(srcs, dst, edits, output)
+    return [job_of(request, options) for request in listing.requests]
 
 
 @for_python
@@ -303,18 +305,6 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
         index = writing.layout(checkpoint, source.path, writer_for(objects=not checkpoint.is_state_dict)).files[-1]
         output_files.write(index, source, replace=False, verify=False)
     return index.path
-
-
-def job_of(item: Item, edits: Mapping[str, Any]) -> Job:
-    """The job that converts `item` with `edits`."""
-    src = item.src if is_url(item.src) else str(item.src)  # a URL has more in it than it shows
-    dst = f"{item.dst}".rstrip("/") + os.sep if item.is_folder else str(item.dst)
-    if item.kind == "other":
-        edits = {name: edits[name] for name in ("force", "dry_run", "verify", "skip_existing") if name in edits}
-        return Job(src, dst, {**edits, "copy": True, "within": str(item.within)})
-    if item.kind != "shards":  # a set's own folder can have others in it
-        edits = {name: value for name, value in edits.items() if name != "copy_others"}
-    return Job(src, dst, edits)
 
 
 # All jobs
@@ -398,17 +388,16 @@ def _missing(folder: Path) -> Iterator[Path]:
 
 def _matched(outcome: Outcome) -> set[tuple[str, object]]:
     """The edits of which `outcome` says that they mean something."""
-    if not (outcome.report or outcome.unmatched):
+    if outcome.is_copy or not (outcome.report or outcome.unmatched):
         return set()
-    return set(outcome.job.as_edits().several()).difference(outcome.unmatched)
+    return set(outcome.job.parsed()[0].several()).difference(outcome.unmatched)
 
 
 def _matched_in(jobs: Iterable[Job], executor: JobExecutor) -> set[tuple[str, object]]:
     """The edits that mean something in one of the inputs of `jobs`, which were done
     before, so that nothing of them is known.
     """
-    look = {"dry_run": True, "force": True, "skip_existing": False}
-    tasks = {i: Task(replace(job, edits={**job.edits, **look})) for i, job in enumerate(jobs)}
+    tasks = {i: Task(job, is_rehearsal=True) for i, job in enumerate(jobs)}
     with closing(_each(tasks, executor, None)) as each:
         return {pair for _, outcome in each for pair in _matched(outcome)}
 

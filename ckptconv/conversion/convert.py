@@ -1,4 +1,4 @@
-"""Convert one checkpoint: open, edit, plan, write."""
+"""Convert one checkpoint: locate, open, edit, plan, write, report."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from ckptconv.byteranges.fault_sink import RAISED
 from ckptconv.byteranges.record_checks import CheckingSink
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Meter, OutFile, Overflow, Progress
-from ckptconv.conversion.folder_plans import FolderPlan, plan_item
+from ckptconv.conversion.folder_plans import plan_source
 from ckptconv.conversion.in_place import change_in_place
-from ckptconv.conversion.options import USUAL, ConvertOptions, OutputOptions, takes
-from ckptconv.conversion.plan import Report, Verified, report_of
-from ckptconv.conversion.targets import find_item, format_of, through_link
-from ckptconv.edits.options import Edits, edits_from
+from ckptconv.conversion.options import ConvertOptions, OutputOptions, takes
+from ckptconv.conversion.plan import Plan, Report, Verified, report_of
+from ckptconv.conversion.targets import Request, find_request, through_link
+from ckptconv.edits.changes import Changes
+from ckptconv.edits.options import edits_from
 from ckptconv.errors import ArgumentTypeError, RefusedError, TargetExistsError, UsageError, count, size
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, option
@@ -28,7 +29,7 @@ from ckptconv.output import files as output_files
 from ckptconv.output.direct_writes import planned_directly
 from ckptconv.output.far_folders import old_set
 from ckptconv.output.folders import NewFolder, write_folder
-from ckptconv.output.other_files import OtherFile
+from ckptconv.output.other_files import OtherFile, check_inside, open_other
 from ckptconv.output.steps import Steps, waited_for
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.stores import is_url
@@ -47,179 +48,182 @@ def convert(
     Args:
         src: A file; a sharded set as the Hub has them, by its folder or index; a folder of
             ``torch.distributed.checkpoint``; or the rank files of an FSDP run, by their folder or their name with ``*``
-            for the rank. A folder of many checkpoints is for :func:`convert_many`.
-        dst: A file, which sets become too where it has a suffix; or a folder, where a set stays a set, with the
-            checkpoints that stand beside it. Nothing with ``in_place=True``.
+            for the rank. For a folder of many checkpoints, call :func:`convert_many`.
+        dst: A file, which a set becomes too if `dst` has a suffix; or a folder, in which a set stays a set, with the
+            other checkpoints of its folder. Omit it with ``in_place=True``.
         **options: The keys of :class:`~ckptconv.conversion.options.ConvertOptions`.
 
     Returns:
-        A report of what was done, or would be.
+        A report of what was done, or with ``dry_run`` of what would be done.
 
     Raises:
-        CkptconvError: One of its subclasses; `dst` is then as it was.
-        ArgumentTypeError: An option has a wrong type, or there is none of that name.
+        CkptconvError: One of its subclasses. `dst` is then unchanged.
+        ArgumentTypeError: An option has a wrong type, or there is no option of that name.
     """
     output = OutputOptions.of(options)
     edits = edits_from(**options)
-    if output.in_place:
-        if dst is not None:
-            raise UsageError("an in-place change has no output", got=os.fspath(dst))
-        return change_in_place(src, edits, output)
+    if output.in_place and dst is not None:
+        raise UsageError("an in-place change has no output", got=os.fspath(dst))
     if dst is None:
-        raise ArgumentTypeError("convert() needs dst, the output, unless in_place is True")
-    return run(src, dst, edits, output)
+        if not output.in_place:
+            raise ArgumentTypeError("convert() needs dst, the output, unless in_place is True")
+        dst = src
+    return run(find_request(src, dst, edits, output))
 
 
-def running(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    edits: Edits,
-    output: OutputOptions = USUAL,
-    *,
-    is_folder: bool | None = None,
-    progress: Meter | None = None,
-) -> Steps[Report]:
-    """The steps of :func:`convert`, with its options as data.
+def running(request: Request, progress: Meter | None = None) -> Steps[Report]:
+    """Convert what `request` asks for, in steps that wait for the disk, and return the report.
 
     Args:
-        src: As for :func:`convert`.
-        dst: As for :func:`convert`.
-        edits: What to change in the checkpoint.
-        output: What to write, and how.
-        is_folder: `dst` is the very file, or the very folder, to be written; None: that is still to be found out.
-        progress: Called with how many bytes there will be: those written, and those of far files read to compare. What
-            it gives is called with each number of them.
+        request: The conversion.
+        progress: A context manager that is called with the number of bytes to be written, and of bytes of remote files
+            to be read for ``verify``. Its value is called with each number of bytes done.
+
+    Raises:
+        CkptconvError: The conversion failed, and the target is unchanged.
     """
+    if request.output.in_place:
+        return change_in_place(request)
+    if request.kind == "other":
+        return (yield from _copying(request, progress))
     started = time.monotonic()
-    path, is_folder, output, about = _target(src, dst, output, is_folder)
+    output = request.output
+    path, link = _path_of(request)
     with ExitStack() as opened:
         faults = CheckingSink(keep=_folder_for(path)) if output.verify else None
-        if output.download and not is_folder:
+        if output.download and not request.is_folder:
             _check_target(None, path, force=output.force)
         download = output.download and _folder_for(path)
-        source = open_input(src, faults or RAISED, download=download, progress=progress)
-        opened.enter_context(source)
-        if not is_folder:
+        source = opened.enter_context(open_input(request.src, faults or RAISED, download=download, progress=progress))
+        if not request.is_folder:
             _check_target(source, path, force=output.force)
         with gc_paused():
-            whole = plan_item(source, path, edits, output, is_folder=is_folder, opened=opened)
-        about += _placed(whole, path, output)
-        if about:
-            whole.plan = replace(whole.plan, notes=(*whole.plan.notes, *about))
-        overflowed: Overflow = {}
-        verified = None
+            plan = plan_source(source, path, request.edits, output, is_folder=request.is_folder, opened=opened)
+        plan = _placed(plan, output, link)
+        verified = overflowed = None
         if not output.dry_run:
-            read = faults.waiting if faults and source.is_far else 0  # here it takes no time to speak of
-            with progress(read + _work(whole, output)) if progress else nullcontext() as tick:
+            read = faults.waiting if faults and source.is_far else 0  # a local file is compared in no time
+            with progress(read + _work(plan, output)) if progress else nullcontext() as tick:
                 if faults:
                     faults.check(tick if read else None)
                     verified = Verified(faults.checked, faults.nbytes, output=True)
-                overflowed = yield from _writing(whole, source, output, tick)
+                overflowed = yield from _writing(plan, source, output, tick)
         return report_of(
-            whole.plan,
+            plan,
             source,
             seconds=time.monotonic() - started,
             written=not output.dry_run,
             overflowed=overflowed,
-            failed=whole.failed,
             verified=verified,
+            notes=request.notes,
         )
 
 
-#: :func:`running` with all its waits.
+#: :func:`running` to its end.
 run = waited_for(running)
 
 
-def _work(whole: FolderPlan, output: OutputOptions) -> int:
-    """How many bytes are written to carry out the plan `whole`, or read back from a store."""
-    if not is_url(whole.plan.target):
-        return whole.plan.size
-    others = sum(other.size for other in whole.plan.others) * (1 + output.verify)
-    return others + int(far_targets.far_writer(whole.plan.target).work_of(whole.plan.files, verify=output.verify))
-
-
-def _target(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], output: OutputOptions, is_folder: bool | None
-) -> tuple[Path, bool, OutputOptions, tuple[str, ...]]:
-    """The path that is written, whether it is a folder, `output` with the format that its name means, and notes."""
-    about: tuple[str, ...] = ()
-    if is_folder is None:
-        item = find_item(src, dst, output)
-        dst, is_folder, about = item.dst, item.is_folder, item.notes
-    path = dst if isinstance(dst, Path) else Path(dst)
-    if not is_folder:
-        if (format_ := format_of(path, output.format)) != output.format:
-            output = replace(output, format=format_)
-        if output.force:
-            path, link = through_link(src, path)
-            about += link
-    elif path.name in ("", "..") or os.path.islink(os.path.abspath(path)):  # a link to a folder is that folder
+def _path_of(request: Request) -> tuple[Path, tuple[str, ...]]:
+    """Return the path that is written for `request` when links are followed, and a note about a link."""
+    path = request.dst
+    if not request.is_folder:
+        return through_link(request.src, path) if request.output.force else (path, ())
+    if path.name in ("", "..") or os.path.islink(os.path.abspath(path)):  # a link to a folder is that folder
         path = Path(os.path.realpath(path))
-    return path, is_folder, output, about
-
-
-def _placed(whole: FolderPlan, path: Path, output: OutputOptions) -> tuple[str, ...]:
-    """Plan how the files of `whole` get to `path`: around the page cache here, in the place of an old set in a store.
-    Notes about it.
-    """
-    if not is_url(path):
-        if (files := planned_directly(whole.plan.files, path)) is not whole.plan.files:
-            whole.plan = replace(whole.plan, files=files)
-        return ()
-    about: tuple[str, ...] = ()
-    if whole.plan.is_folder:
-        new: list[OutFile | OtherFile] = [*whole.plan.files, *whole.plan.others]
-        whole.old = old_set(path, new, whole.may_go, replace=output.force)
-        if others := [other for other in whole.plan.others if other.kind != "folder"]:
-            nbytes = size(sum(other.size for other in others))
-            about = (f"{count(len(others), 'other file')} ({nbytes}) copied first, one after another",)
-    upload: tuple[str, ...] = far_targets.far_writer(path).about_upload(whole.plan.files, verify=output.verify)
-    return about + upload + whole.old.about
-
-
-def _writing(
-    whole: FolderPlan, source: Readable, output: OutputOptions, progress: Progress | None = None
-) -> Steps[Overflow]:
-    """The steps of carrying out the plan `whole` on `source`; what overflowed.
-
-    Raises what :func:`ckptconv.output.files.write` raises. `progress` is called with each number of bytes written.
-    """
-    plan = whole.plan
-    if is_url(plan.target):
-        how: dict[str, Any] = {"replace": output.force, "verify": output.verify, "progress": progress}
-        with far_targets.others_uploaded(plan.others, **how):
-            overflowed: Overflow = far_targets.far_writer(plan.target).upload(plan.files, source, old=whole.old, **how)
-        return overflowed
-    if not plan.is_folder:
-        file, force, verify = plan.files[0], output.force, output.verify
-        return (yield from output_files.writing(file, source, replace=force, verify=verify, progress=progress))
-    new = NewFolder(plan.target, plan.files, plan.others, whole.may_go, whole.like)
-    return write_folder(new, source, replace=output.force, verify=output.verify, jobs=output.jobs, progress=progress)
-
-
-#: :func:`_writing` with all its waits.
-write = waited_for(_writing)
+    return path, ()
 
 
 def _folder_for(path: Path) -> Path:
-    """Where files can stand for a while that are needed to write `path`."""
+    """Return a folder for temporary files that are needed to write `path`."""
     if is_url(path):
-        import tempfile  # which costs every other conversion a megabyte
+        import tempfile
 
         return Path(tempfile.gettempdir())
     return path if path.is_dir() else path.parent
 
 
 def _check_target(source: Readable | None, path: Path, *, force: bool) -> None:
-    """Raise where `path` can hold no file."""
+    """Raise an error if the file `path` cannot be written, and RefusedError if it is `source`."""
     if is_url(path):
         far_targets.check_object(path, replace=force)
         return
     try:
         output_files.check_target(path, replace=force)
     except TargetExistsError:
-        with contextlib.suppress(OSError):  # a link to nowhere, or it is gone by now
+        with contextlib.suppress(OSError):  # the file may be gone by now
             if source is not None and source.is_same_file(os.stat(path)):
                 hint = option("force") + " converts it in place, safely"
                 raise RefusedError("the output is the input", where=path, hint=hint) from None
         raise
+
+
+def _placed(plan: Plan, output: OutputOptions, notes: tuple[str, ...]) -> Plan:
+    """Return `plan` with `notes` and with how its files get to their target.
+
+    A local file may be written around the page cache. In a store, the files replace those of an old set.
+    """
+    path = plan.target
+    if not is_url(path):
+        return replace(plan, files=planned_directly(plan.files, path), notes=plan.notes + notes)
+    old = plan.old
+    if plan.is_folder:
+        new: list[OutFile | OtherFile] = [*plan.files, *plan.others]
+        old = old_set(path, new, plan.may_go, replace=output.force)
+        if others := [other for other in plan.others if other.kind != "folder"]:
+            nbytes = size(sum(other.size for other in others))
+            notes += (f"{count(len(others), 'other file')} ({nbytes}) copied first, one after another",)
+    notes += far_targets.far_writer(path).about_upload(plan.files, verify=output.verify)
+    return replace(plan, old=old, notes=plan.notes + notes + old.about)
+
+
+def _work(plan: Plan, output: OutputOptions) -> int:
+    """Return how many bytes are written to carry out `plan`, or read back from a store."""
+    if not is_url(plan.target):
+        return plan.size
+    others = sum(other.size for other in plan.others) * (1 + output.verify)
+    return others + int(far_targets.far_writer(plan.target).work_of(plan.files, verify=output.verify))
+
+
+def _writing(plan: Plan, source: Readable, output: OutputOptions, progress: Progress | None = None) -> Steps[Overflow]:
+    """Carry out `plan` on `source`, in steps, and return how many numbers overflowed.
+
+    Raises the errors of :func:`ckptconv.output.files.write`. `progress` is called with each number of bytes written.
+    """
+    how: dict[str, Any] = {"replace": output.force, "verify": output.verify, "progress": progress}
+    if is_url(plan.target):
+        with far_targets.others_uploaded(plan.others, **how):
+            overflowed: Overflow = far_targets.far_writer(plan.target).upload(plan.files, source, old=plan.old, **how)
+        return overflowed
+    if not plan.is_folder:
+        return (yield from output_files.writing(plan.files[0], source, **how))
+    new = NewFolder(plan.target, plan.files, plan.others, plan.may_go, plan.like)
+    return write_folder(new, source, jobs=output.jobs, **how)
+
+
+#: :func:`_writing` to its end.
+write = waited_for(_writing)
+
+
+def _copying(request: Request, progress: Meter | None) -> Steps[Report]:
+    """Copy ``request.src``, which is not a checkpoint, as it is, in steps, and return the report."""
+    src, dst, output = request.src, request.dst, request.output
+    if request.within and not is_url(src):
+        check_inside(src, request.within)
+    with open_other(src) as source:
+        check = far_targets.check_object if is_url(dst) else output_files.check_target
+        check(dst, replace=output.force)
+        if not output.dry_run:
+            with progress(source.size) if progress else nullcontext() as tick:
+                how: dict[str, Any] = {"replace": output.force, "verify": output.verify, "progress": tick}
+                if is_url(dst):
+                    far_targets.far_writer(dst).upload([OutFile.copy_of(source, dst)], source, **how)
+                else:
+                    yield from output_files.writing(OutFile.copy_of(source, dst), source, **how)
+        return Report(
+            src=str(src),
+            dst=str(dst),
+            formats=("", ""),
+            size=source.size,
+            changes=Changes(),
+            written=not output.dry_run,
+        )

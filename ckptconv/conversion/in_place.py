@@ -35,6 +35,7 @@ from ckptconv.byteranges.undo_journal import (
 from ckptconv.conversion.discovery import is_hub_blob
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import InPlace, Report, Verified, refuse_dangers
+from ckptconv.conversion.targets import Request
 from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.names import is_wrapped
@@ -77,30 +78,28 @@ class _File:
         return self.patches is not None and bool(self.patches.patches)
 
 
-def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOptions) -> Report:
-    """Change the checkpoint `src` in its own file, or the set of shards in its own files, under an undo journal.
+def change_in_place(request: Request) -> Report:
+    """Change the file or the set of shards ``request.src`` in place, under an undo journal, and return the report.
 
-    Args:
-        src: A file, of which a link is followed; or a sharded set, by its folder or its index.
-        edits: Of devices and names alone.
-        output: Of it ``dry_run``, ``verify``, ``no_undo``, ``allow_unsafe``, and ``force``: hard links are no obstacle.
+    A link to a file is followed. With ``force``, a file may have other hard links.
 
     Raises:
         UsageError: An edit would move tensor bytes.
-        RefusedError: The file cannot be changed in place, or not now.
-        DangerousError: It carries what no checkpoint needs.
-        OutputError: Writing failed; the journal has the old bytes.
+        RefusedError: The file cannot be changed in place, or cannot be changed now.
+        DangerousError: The file contains what no checkpoint needs.
+        OutputError: Writing failed. The journal contains the old bytes.
     """
+    src, edits, output = request.src, request.edits, request.output
     refuse_url(src)
     check_edits(edits, output)
     started = time.monotonic()
-    index, paths = _files_of(Path(os.fsdecode(src)))
+    index, paths = _files_of(src)
     with ExitStack() as opened, gc_paused():
         notes: list[str] = []
         files = []
         for path in paths:
             target, about = resolved(path)
-            if path != Path(os.fsdecode(src)) or len(paths) > 1:
+            if path != src or len(paths) > 1:
                 _check_inside(path, target)
             notes += about
             files.append(_File(target, opened.enter_context(open_locked(target))))
@@ -108,30 +107,24 @@ def change_in_place(src: str | os.PathLike[str], edits: Edits, output: OutputOpt
         faults = CheckingSink()
         changes, format_ = _plan(files, index, edits, output, faults)
         changed = [file for file in files if file.changes]
-        if not output.dry_run:
-            written = _write(changed, keep_journal=not output.no_undo)
+        written = 0 if output.dry_run else _write(changed, keep_journal=not output.no_undo)
     planned = [file.patches for file in files if file.patches]
-    done = InPlace(
-        "appended" if any(each.way == "appended" for each in planned) else "same size" if changed else "nothing",
-        sum(each.nbytes for each in planned) if output.dry_run else written,
-        str(journal_path(changed[0].path)) if changed and not output.no_undo else None,
-    )
-    name = os.fspath(src)
+    verified = Verified(faults.checked, faults.nbytes, output=False)
     return Report(
-        name,
-        name,
-        (format_, format_),
-        sum(each.new_size for each in planned),
-        changes,
-        (),
-        (),
-        (*notes, *dict.fromkeys(changes.notes)),
-        time.monotonic() - started,
-        not output.dry_run,
-        in_place=done,
-        verified=Verified(faults.checked, faults.nbytes, output=False)
-        if output.verify and not output.dry_run
-        else None,
+        src=str(src),
+        dst=str(src),
+        formats=(format_, format_),
+        size=sum(each.new_size for each in planned),
+        changes=changes,
+        notes=(*notes, *dict.fromkeys(changes.notes), *request.notes),
+        seconds=time.monotonic() - started,
+        written=not output.dry_run,
+        in_place=InPlace(
+            "appended" if any(each.way == "appended" for each in planned) else "same size" if changed else "nothing",
+            sum(each.nbytes for each in planned) if output.dry_run else written,
+            str(journal_path(changed[0].path)) if changed and not output.no_undo else None,
+        ),
+        verified=verified if output.verify and not output.dry_run else None,
     )
 
 
@@ -206,13 +199,7 @@ def _plan_file(
         if output.verify and not output.dry_run:
             faults.check()
         source.check_unchanged()
-    for key, (tensors, nbytes) in changes.devices.items():
-        before = total.devices.get(key, (0, 0))
-        total.devices[key] = before[0] + tensors, before[1] + nbytes
-    total.names += changes.names
-    total.unprefixed += changes.unprefixed
-    total.rng_states += changes.rng_states
-    total.notes += changes.notes
+    total.add(changes)
     return format_
 
 

@@ -79,8 +79,6 @@ class JobOptions(ConvertOptions, total=False):
     """The keywords of :class:`ckptconv.Job`."""
 
     skip_existing: Annotated[bool, "Leave what is there already as it is, whatever `force` says."]
-    copy: Annotated[bool, "The input is no checkpoint: copy it as it is."]
-    within: Annotated[str, "With `copy`: the folder out of which no link is followed."]
 
 
 class FromKeywords:
@@ -109,15 +107,11 @@ class OutputOptions(FromKeywords):
     in_place: bool = False
     no_undo: bool = False
     download: bool = False
+    skip_existing: bool = False
 
     def __post_init__(self) -> None:
         """Raise TypeError where a flag is neither True nor False."""
         check_flags(self)
-
-    @property
-    def in_shards(self) -> bool:
-        """Whether the output is dealt into shards."""
-        return self.max_shard_size is not None
 
 
 #: What is written where nobody asks for anything.

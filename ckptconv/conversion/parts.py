@@ -16,10 +16,11 @@ from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import announce, located
 from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Deferred, Literal, OutFile, Piece, Progress
-from ckptconv.conversion.options import USUAL, OutputOptions, PlanOptions, takes
+from ckptconv.conversion.folder_plans import plan_source
+from ckptconv.conversion.options import OutputOptions, PlanOptions, takes
 from ckptconv.conversion.plan import Report, read_and_plan, report_of
-from ckptconv.conversion.targets import format_of
-from ckptconv.edits.options import Edits, edits_from
+from ckptconv.conversion.targets import Request, format_of
+from ckptconv.edits.options import edits_from
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python
 from ckptconv.pickles.graph import gc_paused
@@ -123,34 +124,22 @@ def _files_of(source: Readable) -> Iterator[Readable]:
         yield source
 
 
-def plan_files(
-    src: Input,
-    path: Path,
-    edits: Edits,
-    output: OutputOptions = USUAL,
-    *,
-    is_folder: bool = False,
-    download: bool = False,
-) -> tuple[PlannedFile, ...]:
-    """The files that a conversion of `src` to `path`, a file or a folder, would write, an index last; each has the
-    report of all. Closing one closes the source.
+def plan_files(src: Input, request: Request) -> tuple[PlannedFile, ...]:
+    """Plan the conversion of `src` that `request` asks for, and return the files that it would write, an index last.
 
-    Raises as :func:`plan` does.
+    Each file has the report of all. Closing one closes the source. Raises the errors of :func:`plan`.
     """
     started = time.monotonic()
-    output = output if is_folder else replace(output, format=format_of(path, output.format))
+    path, edits, output = request.dst, request.edits, request.output
     with ExitStack() as opened:
-        source = opened.enter_context(open_input(src, download=download))
+        source = opened.enter_context(open_input(src, download=output.download))
         with gc_paused():
-            if is_folder:
-                from ckptconv.conversion.folder_plans import plan_item  # which no plan of a file needs
-
-                whole = plan_item(source, path, edits, output, is_folder=True, opened=opened)
-                planned, failed = whole.plan, whole.failed
+            if request.is_folder:
+                planned = plan_source(source, path, edits, output, is_folder=True, opened=opened)
             else:
-                planned, failed = read_and_plan(source, path, edits, output), ()
+                planned = read_and_plan(source, path, edits, output)
         seconds = time.monotonic() - started
-        report = report_of(planned, source, seconds=seconds, written=False, overflowed={}, failed=failed)
+        report = report_of(planned, source, seconds=seconds, written=False, notes=request.notes)
         kept = opened.pop_all()
     return tuple(PlannedFile(source, file, report, kept) for file in planned.files)
 
@@ -178,7 +167,9 @@ def plan(
         CkptconvError: One of its subclasses.
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
-    (planned,) = plan_files(src, Path(dst), edits_from(**options), OutputOptions.of(options), download=download)
+    output = OutputOptions.of({**options, "download": download})
+    format_of(Path(dst), output.format)  # raises an error if the suffix contradicts it
+    (planned,) = plan_files(src, Request(Path(), Path(dst), "file", edits_from(**options), output))
     return planned
 
 

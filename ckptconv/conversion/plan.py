@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import field, replace
 from pathlib import Path
 from typing import cast
@@ -27,6 +28,8 @@ from ckptconv.formats.sharded.writing import layout as shards_layout
 from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual_format, words, writer_for
 from ckptconv.hints import Placeholder, option
 from ckptconv.light_dataclass import dataclass
+from ckptconv.output.far_folders import NO_OLD_SET, OldSet
+from ckptconv.output.folders import no_name
 from ckptconv.output.other_files import OtherFile
 from ckptconv.output.transfer import VirtualFile
 from ckptconv.pickles.graph import Global
@@ -71,8 +74,20 @@ _COMPUTED: dict[type[Piece], str] = {Cast: "a cast", Gather: "writing out views"
 class Plan:
     """Everything that is decided before the first byte is written.
 
-    ``formats`` are the source's and the target's; `is_folder`: `target` is a folder, and `files` stand in it, with
-    `others`, which are copied as they are; else it is the one file.
+    Attributes:
+        formats: The formats of the source and of the target.
+        target: The file to write, or the folder if `is_folder`.
+        is_folder: Whether the target is a folder.
+        files: The files to write.
+        changes: What the edits changed.
+        ties: The names that the target contains only as texts, each with the name that it is tied to.
+        left_behind: What the source contains and the target does not.
+        notes: What else the report says.
+        others: The files of a folder that are copied as they are.
+        failed: The checkpoints of a folder that cannot be converted, with their errors.
+        may_go: Whether a file of an old target folder, given by its relative path, may be deleted.
+        like: The folder whose attributes a new folder gets.
+        old: The files of an old set in a store that are deleted.
     """
 
     formats: tuple[str, str]
@@ -84,6 +99,10 @@ class Plan:
     left_behind: tuple[LeftBehind, ...]
     notes: tuple[str, ...]
     others: tuple[OtherFile, ...] = ()
+    failed: tuple[tuple[Path, CkptconvError], ...] = ()
+    may_go: Callable[[str], bool] = no_name
+    like: Path | None = None
+    old: OldSet = NO_OLD_SET
 
     @property
     def size(self) -> int:
@@ -151,11 +170,11 @@ class Report(Result):
     formats: tuple[str, str]
     size: int
     changes: Changes
-    ties: tuple[tuple[str, str], ...]
-    left_behind: tuple[LeftBehind, ...]
-    notes: tuple[str, ...]
-    seconds: float
-    written: bool
+    ties: tuple[tuple[str, str], ...] = ()
+    left_behind: tuple[LeftBehind, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    written: bool = False
     overflowed: Overflow = field(default_factory=dict)
     files: tuple[tuple[str, int], ...] = ()
     failed: tuple[tuple[str, CkptconvError], ...] = ()
@@ -202,7 +221,7 @@ def make_plan(
         )
     torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
     notes = _about_edits(checkpoint, edits, writer)
-    edits = _edits_for(writer, edits, in_shards=is_folder and output.in_shards)
+    edits = _edits_for(writer, edits, in_shards=is_folder and output.max_shard_size is not None)
     changes = apply(checkpoint, edits, is_emitted=writer.objects)
     if writer.objects and not output.allow_unsafe:
         refuse_dangers(checkpoint, as_archive=writer.records)
@@ -228,14 +247,14 @@ def make_plan(
             prove_that_it_loads(file, checkpoint.source.path)
     name = f"{sharded.NAME} {writer.name}" if len(layout.files) > 1 else writer.name
     return Plan(
-        (checkpoint.format, name),
-        path,
-        is_folder,
-        tuple(replace(file, mode=checkpoint.source.mode) for file in layout.files),
-        changes,
-        layout.ties,
-        (*changes.left_behind, *layout.left_behind, *checkpoint.unused),
-        (*checkpoint.notes, *changes.notes, *layout.notes, *notes),
+        formats=(checkpoint.format, name),
+        target=path,
+        is_folder=is_folder,
+        files=tuple(replace(file, mode=checkpoint.source.mode) for file in layout.files),
+        changes=changes,
+        ties=layout.ties,
+        left_behind=(*changes.left_behind, *layout.left_behind, *checkpoint.unused),
+        notes=(*checkpoint.notes, *changes.notes, *layout.notes, *notes),
     )
 
 
@@ -261,37 +280,44 @@ def report_of(
     *,
     seconds: float,
     written: bool,
-    overflowed: Overflow,
-    failed: tuple[tuple[Path, CkptconvError], ...] = (),
+    overflowed: Overflow | None = None,
     verified: Verified | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Report:
-    """What was done, or would be, by `plan` on `source`.
+    """Return the report about `plan` on `source`, which was carried out if `written`.
 
-    Writing found out what `overflowed` and was `verified`, planning what `failed`.
+    Args:
+        plan: The complete plan.
+        source: The input.
+        seconds: How long the conversion took.
+        written: Whether the plan was carried out.
+        overflowed: The numbers that were too large for their new dtype, which writing found out.
+        verified: What was compared.
+        notes: More notes.
     """
-    others = [other for other in plan.others if other.kind == "file"]
-    inside: list[OutFile | OtherFile] = [*plan.files, *others] if plan.is_folder else []
-    files = tuple((str(file.path.relative_to(plan.target)), file.size) for file in inside)
+    inside: list[OutFile | OtherFile] = []
+    if plan.is_folder:
+        inside = [*plan.files, *(other for other in plan.others if other.kind == "file")]
     return Report(
-        str(source.path),
-        str(plan.target),
-        plan.formats,
-        plan.size,
-        plan.changes,
-        plan.ties,
-        plan.left_behind,
-        (*plan.notes, *_about_rounding(plan.changes, overflowed)),
-        seconds,
-        written,
-        overflowed,
-        files,
-        tuple((str(path), error) for path, error in failed),
+        src=str(source.path),
+        dst=str(plan.target),
+        formats=plan.formats,
+        size=plan.size,
+        changes=plan.changes,
+        ties=plan.ties,
+        left_behind=plan.left_behind,
+        notes=(*plan.notes, *_about_rounding(plan.changes, overflowed), *notes),
+        seconds=seconds,
+        written=written,
+        overflowed=overflowed or {},
+        files=tuple((str(file.path.relative_to(plan.target)), file.size) for file in inside),
+        failed=tuple((str(path), error) for path, error in plan.failed),
         verified=verified,
         direct=any(file.direct for file in plan.files),
     )
 
 
-def _about_rounding(changes: Changes, overflowed: Overflow) -> list[str]:
+def _about_rounding(changes: Changes, overflowed: Overflow | None) -> list[str]:
     """Return a note that names the torch that cast, if versions of torch differ in what they made."""
     torch = sys.modules.get("torch")
     if torch is None or not overflowed or all(new != "float8_e4m3fn" for _, new in changes.dtypes):

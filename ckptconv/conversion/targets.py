@@ -1,4 +1,4 @@
-"""Pair inputs with outputs: the path and the format of each target."""
+"""Find out what a command converts: each input, and the path and the kind of its output."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from ckptconv.conversion.discovery import find, find_in, is_hub_blob, is_part
 from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.conversion.target_names import Found, Kind, name_in_folder
+from ckptconv.edits.options import NO_EDITS, Edits
 from ckptconv.errors import InputError, MissingInputError, RefusedError, UsageError, count, some
 from ckptconv.formats.distributed import rank_names
 from ckptconv.formats.foreign.paths import folder_error, no_path_error, odd_suffix_error
@@ -21,133 +22,109 @@ from ckptconv.output import far_targets
 from ckptconv.stores import is_folder, is_url, list_folder, locate
 
 
-def refuse_inside(path: Path, folder: Path) -> None:
-    """Raise UsageError where `path`, a folder to be made, stands in `folder`, which is read."""
-    if _is_inside(path, folder):
-        raise UsageError(
-            "the output is a folder within the input",
-            where=path,
-            hint="give one that stands elsewhere, or the input itself",
-        )
-
-
-def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether `path`, which need not exist, stands in `folder`, wherever links lead."""
-    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
-
-
-def refuse_among_parts(listing: Listing) -> None:
-    """Raise UsageError where an item of `listing` would be one of the parts that it is made of, or a folder among them:
-    nobody could tell them apart afterwards. A file that is asked for by its own name may stand beside them.
-    """
-    for item in listing.items:
-        if item.kind not in ("dcp", "shards", "ranks"):
-            continue
-        folder = item.src if item.src.is_dir() else item.src.parent
-        if not (_is_inside(item.dst, folder) or _is_same(item.dst, folder)):
-            continue
-        is_file = not (listing.is_batch or item.is_folder)
-        is_beside = is_file and _is_same(item.dst.parent, folder)
-        if is_part(folder / item.dst.name, item.kind) if is_beside else item.kind == "dcp" and not is_file:
-            src = item.src if item.src.name.strip(".") else Path(os.path.abspath(item.src))
-            raise UsageError(
-                "the output would stand among the parts of the input",
-                where=item.dst,
-                expected="a path outside of it",
-                hint=None if item.is_folder else command("convert", src, src.with_name(f"{src.name}.pt")),
-            )
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    return os.path.realpath(path) == os.path.realpath(other)
-
-
-def refuse_one_name(items: Sequence[Item]) -> None:
-    """Raise RefusedError where two of `items` would be written to one place, or one within the folder of another."""
-    refuse_one_place((item.dst, item.src) for item in items)
-    folders = {item.dst: item for item in items if item.is_folder}
-    for item in items if folders else ():
-        above = next((folders[parent] for parent in item.dst.parents if parent in folders), None)
-        if above is not None:
-            raise RefusedError(
-                f"{item.src} would go into the folder that {above.src} becomes",
-                where=item.dst,
-                hint="convert them to folders of their own",
-            )
-
-
-def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
-    """Raise RefusedError where two of `targets`, each a path and what becomes it, have one path."""
-    origin: dict[Path, Path] = {}
-    for path, src in targets:
-        if path in origin:
-            raise RefusedError(
-                f"{origin[path]} and {src} would both become it",
-                where=path,
-                hint="convert them to folders of their own",
-            )
-        origin[path] = src
-
-
 @dataclass(frozen=True)
-class Item:
-    """One conversion: of the file, sharded set or DCP folder `src`, to the file `dst`, or to the folder `dst` if it
-    `is_folder`. ``other`` is no checkpoint, and copied, but for a link out of the folder `within`. `notes`: what
-    else to know.
+class Request:
+    """One conversion, with everything that was asked for.
+
+    Attributes:
+        src: The input: a file, a sharded set (its folder or index), a folder of torch.distributed.checkpoint, or the
+            rank files of a run (their folder or pattern).
+        dst: The file to write, or the folder if `is_folder`. With ``output.in_place`` it is `src`.
+        kind: What `src` is. ``other`` is not a checkpoint, and is copied.
+        edits: What changes in the checkpoint.
+        output: What is written, and how.
+        is_folder: Whether `dst` becomes a folder of files.
+        within: For ``other``, the folder that a link may not leave.
+        notes: What the report says in addition.
     """
 
     src: Path
     dst: Path
     kind: Kind
+    edits: Edits = NO_EDITS
+    output: OutputOptions = USUAL
     is_folder: bool = False
+    within: Path | None = None
     notes: tuple[str, ...] = ()
-    within: Path = Path()
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a command means: its `items`, and, of folders, what is `other` and is left (where one checkpoint becomes a
-    file, all else in its folder), and what was `unentered` (links to folders, hidden ones). `is_batch`: there could be
-    any number of them. `notes`: what else to know.
+    """All conversions that a command asks for.
+
+    Attributes:
+        requests: The conversions.
+        is_batch: Whether the command could have meant any number of them.
+        other: The files in the input folders that are not converted.
+        unentered: The hidden folders and the links to folders, which are not searched.
+        notes: What to say about all of them.
     """
 
-    items: tuple[Item, ...]
+    requests: tuple[Request, ...]
     is_batch: bool = False
     other: tuple[Path, ...] = ()
     unentered: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def is_there(item: Item) -> bool:
-    """Whether the output of `item` exists; an empty folder does not count as one."""
-    if is_url(item.dst):
-        return far_targets.is_there(item.dst, is_folder=item.is_folder)
-    if item.is_folder and item.dst.is_dir():
-        return any(list_folder(item.dst))
-    return os.path.lexists(item.dst)
+def is_there(request: Request) -> bool:
+    """Return whether the output of `request` exists. An empty folder does not count."""
+    if is_url(request.dst):
+        return far_targets.is_there(request.dst, is_folder=request.is_folder)
+    if request.is_folder and request.dst.is_dir():
+        return any(list_folder(request.dst))
+    return os.path.lexists(request.dst)
 
 
-def size_of(item: Item) -> int:
-    """The bytes of what `item` is made of, as far as they can be told without reading it.
-
-    What stands below a folder counts.
-    """
+def size_of(request: Request) -> int:
+    """Return the bytes of the input of `request`, with everything below a folder. Return 0 if it cannot be listed."""
     try:
-        if not is_folder(item.src):
-            return item.src.stat().st_size
-        return sum(os.path.getsize(part) for each in find(item.src) for part in each.parts)
-    except (OSError, InputError):  # whoever reads it will say so
+        if not is_folder(request.src):
+            return request.src.stat().st_size
+        return sum(os.path.getsize(part) for each in find(request.src) for part in each.parts)
+    except (OSError, InputError):  # reading the input raises this error again
         return 0
 
 
+# One request
+
+
+def find_request(
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], edits: Edits = NO_EDITS, output: OutputOptions = USUAL
+) -> Request:
+    """Return the one conversion that `src` and `dst` mean.
+
+    With ``output.in_place``, `dst` is ignored and nothing is looked up.
+
+    Raises:
+        UsageError: `src` contains several checkpoints.
+        CkptconvError: One of the errors of :func:`list_requests`.
+    """
+    if output.in_place:
+        path = Path(os.fsdecode(src))
+        return Request(path, path, "file", edits, output)
+    listing = list_requests([src], dst, edits, output)
+    if len(listing.requests) != 1:
+        raise UsageError(
+            f"{len(listing.requests):,} checkpoints are in it",
+            where=src,
+            expected="one",
+            hint=command("convert_many", src, dst) + " converts all of them",
+        )
+    return listing.requests[0]
+
+
 def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str | None]:
-    """The file that is meant by `dst` for the file `src`, and its format: `format`, else what its suffix says.
+    """Return the file that `dst` means for the file `src`, and its format.
 
-    None where it leaves that open.
+    In a folder, the file keeps the name of `src`. If the suffix of that name does not allow `format`, the file has the
+    Hub's name for it (``pytorch_model.bin`` becomes ``model.safetensors``), or another suffix.
 
-    To a folder it keeps the name of `src`, or gets a suffix for `format` where its own does not admit that;
-    the Hub's names for one thing (``pytorch_model.bin``, ``model.safetensors``) follow. Raises UsageError
-    where format and suffix contradict each other.
+    Returns:
+        The path, and `format`, or the format that the suffix of the path stands for, or None if that is ambiguous.
+
+    Raises:
+        UsageError: The format and the suffix contradict each other, or `dst` cannot be a path.
     """
     path = _checked(dst, format)
     if not _is_folder(dst):
@@ -158,9 +135,9 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
 
 
 def format_of(path: Path, format: str | None) -> str | None:
-    """The format of the file `path`: `format`, else what its suffix says; None where it leaves that open.
+    """Return `format`, or the format that the suffix of `path` stands for, or None if that is ambiguous.
 
-    Raises UsageError where the two contradict each other.
+    Raises UsageError if the format and the suffix contradict each other.
     """
     words = [writer.word for writer in admitted(path.name)]
     if format and format not in words:
@@ -172,122 +149,8 @@ def format_of(path: Path, format: str | None) -> str | None:
     return format or (words[0] if len(words) == 1 else None)
 
 
-def list_items(
-    srcs: Sequence[str | os.PathLike[str]],
-    dst: str | os.PathLike[str],
-    output: OutputOptions = USUAL,
-) -> Listing:
-    """What `srcs` and `dst` mean, each path of the output once; nothing is read but folders.
-
-    Raises UsageError for what makes no sense, RefusedError where two outputs would have one name, InputError where a
-    folder holds no checkpoint.
-    """
-    dst = locate(dst) if is_url(dst) else dst
-    path = _checked(dst, output.format)
-    if output.max_shard_size is not None:
-        from ckptconv.formats.sharded.writing import parse_size  # for shards alone
-
-        parse_size(output.max_shard_size)
-    if not all(map(os.fspath, srcs)):  # pathlib takes it for the folder that we are in
-        raise InputError("no path given: it is empty")
-    paths: Sequence[Path] = [locate(each) for each in srcs]
-    if not _is_folder(dst):
-        _refuse_odd_suffix(path, output.format, paths)
-    if output.copy_others and (web := next((src for src in paths if os.fspath(src).startswith("http")), None)):
-        raise UsageError(option("copy_others") + " looks into a folder, and web servers list none", where=web)
-    if output.copy_others and all(_is_file(src) and not is_index_file(src) for src in paths):
-        raise UsageError(option("copy_others") + " is for folders, and the input is none", where=paths[0])
-    if len(paths) > 1 and not _will_be_folder(path, dst):
-        paths = _as_pattern(paths)
-    if len(paths) == 1:
-        listing = _of_one(paths[0], path, dst, output)
-    elif not _will_be_folder(path, dst):
-        raise UsageError(
-            "several inputs need a folder to go to",
-            where=path,
-            expected="a folder, or a path without a suffix",
-            hint=_merging(paths, path),
-        )
-    else:
-        parts = [_of_several(src, path, output) for src in paths]
-        listing = Listing(
-            tuple(item for part in parts for item in part.items),
-            True,
-            tuple(other for part in parts for other in part.other),
-            tuple(each for part in parts for each in part.unentered),
-            _about_shards(paths),
-        )
-    refuse_one_name(listing.items)
-    refuse_among_parts(listing)
-    return listing
-
-
-def _merging(srcs: Sequence[Path], path: Path) -> str | None:
-    """What to type to merge `srcs` into `path`, where they lie in one folder with their index."""
-    folder, *others = {src.parent for src in srcs}
-    is_set = not others and any(map(is_index_file, folder.glob("*.index.json")))
-    return "to merge a sharded set: " + command("convert", folder, path) if is_set else None
-
-
-def list_in_place(srcs: Sequence[str | os.PathLike[str]]) -> Listing:
-    """The checkpoints that `srcs` mean, each to be changed in its own files; of folders, all in them and below.
-
-    Raises InputError where a folder holds none.
-    """
-    items: list[Item] = []
-    unentered: list[Path] = []
-    for src in map(Path, srcs if len(srcs) > 1 else ()):
-        if not os.path.lexists(src):  # before another one is changed: the last may be meant as the output
-            last = "without " + option("in_place") + " the last path is the output"
-            hint = last if src == Path(srcs[-1]) else None
-            raise MissingInputError("no such file, so nothing was changed", where=src, hint=hint)
-    for src in map(Path, srcs):
-        found = find(src) if os.path.isdir(src) else [Found(src, "file", (src,))]
-        unentered += [each.path for each in found if each.kind == "unentered"]
-        here = [each for each in found if each.kind not in ("unentered", "other")]
-        if not here:
-            raise folder_error(src)
-        is_set = len(here) == 1 and here[0].kind != "file" and here[0].parts[0].parent == src
-        paths = [src] if is_set else [each.path for each in here]
-        items += [Item(path, path, each.kind) for path, each in zip(paths, here, strict=True)]
-    return Listing(tuple(items), len(items) > 1, unentered=tuple(unentered))
-
-
-def find_item(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    output: OutputOptions = USUAL,
-) -> Item:
-    """The one conversion that `src` and `dst` mean.
-
-    Raises as :func:`list_items` does, and UsageError where they mean several.
-    """
-    listing = list_items([src], dst, output)
-    if len(listing.items) != 1:
-        raise UsageError(
-            f"{len(listing.items):,} checkpoints are in it",
-            where=src,
-            expected="one",
-            hint=command("convert_many", src, dst) + " converts all of them",
-        )
-    return listing.items[0]
-
-
-def through_link(src: str | os.PathLike[str], dst: Path) -> tuple[Path, tuple[str, ...]]:
-    """The file to be replaced where `dst` is `src` by name, and what to say of it.
-
-    A link stays, and what it leads to is converted; in the Hub's cache the link is replaced, because that file's name
-    is its checksum. Any other `dst` is what it is.
-    """
-    if not os.path.islink(dst) or os.path.abspath(src) != os.path.abspath(dst):
-        return dst, ()
-    real = Path(os.path.realpath(dst))
-    if is_hub_blob(real):
-        return dst, (f"{dst} was a link into the Hub's cache, where {real.name[:12]} stays as it was",)
-    return real, (f"{dst} is a link, which stays: {real} is what is converted",)
-
-
 def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
+    """Return `dst` as a path. Raise an error if no output can have it, and UsageError if `format` is unknown."""
     path = dst if isinstance(dst, Path) else Path(dst)
     if not os.fspath(dst):
         raise UsageError("no output given: its path is empty")
@@ -302,57 +165,158 @@ def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
 
 
 def _refuse_odd_suffix(path: Path, format: str | None, sources: Iterable[Path]) -> None:
-    """Raise UsageError where the name `path` promises what nobody said, and it would not be."""
-    error = odd_suffix_error(path, SUFFIXES, sources) if format is None else None
-    if error:
+    """Raise UsageError if no `format` is chosen and the suffix of `path` is that of a file that would not be made."""
+    if format is None and (error := odd_suffix_error(path, SUFFIXES, sources)):
         raise error
 
 
 def _is_folder(dst: str | os.PathLike[str]) -> bool:
-    """Whether `dst` is a folder, or is said to be one."""
+    """Return whether `dst` is a folder or ends in a slash."""
     return os.path.isdir(dst) or os.fspath(dst).endswith(os.sep)
 
 
+# Several requests
+
+
+def list_requests(
+    srcs: Sequence[str | os.PathLike[str]],
+    dst: str | os.PathLike[str],
+    edits: Edits = NO_EDITS,
+    output: OutputOptions = USUAL,
+) -> Listing:
+    """Return all conversions that `srcs` and `dst` mean. Folders are listed, and no file is read.
+
+    Raises:
+        UsageError: The arguments contradict each other.
+        RefusedError: Two outputs would have one name.
+        InputError: A folder contains no checkpoint.
+    """
+    dst = locate(dst) if is_url(dst) else dst
+    path = _checked(dst, output.format)
+    if output.max_shard_size is not None:
+        from ckptconv.formats.sharded.writing import parse_size  # for shards alone
+
+        parse_size(output.max_shard_size)
+    if not all(map(os.fspath, srcs)):  # pathlib takes it for the current folder
+        raise InputError("no path given: it is empty")
+    paths: Sequence[Path] = [locate(src) for src in srcs]
+    # If another process makes the folder between these two look-ups, the output still is a folder.
+    to_folder = not (suffix_of(path.name) or os.path.lexists(path)) or _is_folder(dst)
+    if not _is_folder(dst):
+        _refuse_odd_suffix(path, output.format, paths)
+    if output.copy_others and (web := next((src for src in paths if os.fspath(src).startswith("http")), None)):
+        raise UsageError(option("copy_others") + " looks into a folder, and web servers list none", where=web)
+    if output.copy_others and all(_is_file(src) and not is_index_file(src) for src in paths):
+        raise UsageError(option("copy_others") + " is for folders, and the input is none", where=paths[0])
+    if len(paths) > 1 and not to_folder:
+        paths = _as_pattern(paths)
+    asked = Request(Path(), path, "file", edits, output)
+    if len(paths) == 1:
+        listing = _of_one(paths[0], dst, asked, to_folder=to_folder)
+    elif not to_folder:
+        raise UsageError(
+            "several inputs need a folder to go to",
+            where=path,
+            expected="a folder, or a path without a suffix",
+            hint=_merging(paths, path),
+        )
+    else:
+        parts = [_of_several(src, asked) for src in paths]
+        listing = Listing(
+            tuple(request for part in parts for request in part.requests),
+            True,
+            tuple(other for part in parts for other in part.other),
+            tuple(folder for part in parts for folder in part.unentered),
+            _about_shards(paths),
+        )
+    _refuse_one_name(listing.requests)
+    _refuse_among_parts(listing)
+    return listing
+
+
+def list_in_place(
+    srcs: Sequence[str | os.PathLike[str]], edits: Edits = NO_EDITS, output: OutputOptions = USUAL
+) -> Listing:
+    """Return the changes in place of all checkpoints that `srcs` mean, those in and below folders included.
+
+    Raises:
+        MissingInputError: One of several `srcs` does not exist. If it is the last one, the hint says that it may be
+            meant as the output.
+        InputError: A folder contains no checkpoint.
+    """
+    requests: list[Request] = []
+    unentered: list[Path] = []
+    for src in map(Path, srcs if len(srcs) > 1 else ()):
+        if not os.path.lexists(src):  # looked up before the first one changes
+            last = "without " + option("in_place") + " the last path is the output"
+            hint = last if src == Path(srcs[-1]) else None
+            raise MissingInputError("no such file, so nothing was changed", where=src, hint=hint)
+    for src in map(Path, srcs):
+        found = find(src) if os.path.isdir(src) else [Found(src, "file", (src,))]
+        unentered += [each.path for each in found if each.kind == "unentered"]
+        checkpoints = [each for each in found if each.kind not in ("unentered", "other")]
+        if not checkpoints:
+            raise folder_error(src)
+        is_set = len(checkpoints) == 1 and checkpoints[0].kind != "file" and checkpoints[0].parts[0].parent == src
+        for each in checkpoints:
+            path = src if is_set else each.path
+            requests.append(Request(path, path, each.kind, edits, output))
+    return Listing(tuple(requests), len(requests) > 1, unentered=tuple(unentered))
+
+
 def _is_file(path: Path) -> bool:
-    """Whether there is a file at `path`, and no folder; of a URL that is no folder this is so."""
+    """Return whether `path` is a file. A URL is one unless it is a folder."""
     return not is_folder(path) if is_url(path) else path.is_file()
 
 
-def _will_be_folder(path: Path, dst: str | os.PathLike[str]) -> bool:
-    """Whether `path`, as `dst` says it, is a folder, or is not there and has no suffix.
+def _merging(srcs: Sequence[Path], path: Path) -> str | None:
+    """Return a hint how to merge `srcs` into `path` if they are in one folder with an index, else None."""
+    folder, *others = {src.parent for src in srcs}
+    is_set = not others and any(map(is_index_file, folder.glob("*.index.json")))
+    return "to merge a sharded set: " + command("convert", folder, path) if is_set else None
 
-    Asked in this order, a folder that somebody else makes meanwhile is one either way.
+
+def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder: bool) -> Listing:
+    """Return what `src` means as the only input.
+
+    Args:
+        src: The input.
+        dst: The output as it was given.
+        asked: The request without its input. Its ``dst`` is the path of the output.
+        to_folder: Whether that path is a folder, or becomes one.
     """
-    return not (suffix_of(path.name) or os.path.lexists(path)) or _is_folder(dst)
-
-
-def _of_one(src: Path, path: Path, dst: str | os.PathLike[str], output: OutputOptions) -> Listing:
-    """What `src` alone means, which goes to `path`, as `dst` says it."""
-    to_folder = _will_be_folder(path, dst)
+    path, output = asked.dst, asked.output
+    in_shards = output.max_shard_size is not None
     is_dir = is_folder(src)
     kind: Kind | None = _kind_of(src) if is_dir else "shards" if is_index_file(src) else "file"
-    if not to_folder and (output.in_shards or output.copy_others):
-        asked = option("max_shard_size", None) if output.in_shards else option("copy_others")
-        raise UsageError(asked + " writes a folder", where=path, expected="a folder, or a path without a suffix")
-    if rank_names.is_pattern(src) or (not kind and (output.in_shards or not to_folder) and rank_names.are_in(src)):
-        return _of_ranks(src, path, output, to_folder=to_folder)
-    if kind == "file" and not output.in_shards:
-        return Listing((Item(src, find_target(src, dst, output.format)[0], kind),))
+    if not to_folder and (in_shards or output.copy_others):
+        said = option("max_shard_size", None) if in_shards else option("copy_others")
+        raise UsageError(said + " writes a folder", where=path, expected="a folder, or a path without a suffix")
+    if rank_names.is_pattern(src) or (not kind and (in_shards or not to_folder) and rank_names.are_in(src)):
+        return _of_ranks(src, asked, to_folder=to_folder)
+    if kind == "file" and not in_shards:
+        return Listing((replace(asked, src=src, dst=find_target(src, dst, output.format)[0]),))
     if not to_folder:
         if kind is None:
             raise folder_error(src)
         format_of(path, output.format)
         other = _beside(src, kind) if is_dir else ()
-        return Listing((Item(src, path, kind, notes=_about_others(src, other)),), other=other)
+        return Listing((replace(asked, src=src, kind=kind, notes=_about_others(src, other)),), other=other)
     if is_dir:
-        refuse_inside(path, src)
-    if kind == "shards" or (kind and output.in_shards):
-        return Listing((Item(src, path, kind, is_folder=True),))
-    return _of_tree(src, path, path, output)
+        _refuse_inside(path, src)
+    if kind == "shards" or (kind and in_shards):
+        return Listing((replace(asked, src=src, kind=kind, is_folder=True),))
+    return _of_tree(src, path, asked)
+
+
+def _kind_of(folder: Path) -> Kind | None:
+    """Return what the files directly in `folder` are together, or None unless they are one checkpoint."""
+    kinds = {each.kind for each in find_in(folder)}
+    return "shards" if "shards" in kinds else "dcp" if "dcp" in kinds else None
 
 
 def _beside(folder: Path, kind: Kind) -> tuple[Path, ...]:
-    """What is in `folder` and below and is no part of the checkpoint of this `kind` that `folder` is."""
+    """Return the files in and below `folder` that are not part of the checkpoint of this `kind` in it."""
     return tuple(
         each.path
         for each in find(folder)
@@ -360,20 +324,17 @@ def _beside(folder: Path, kind: Kind) -> tuple[Path, ...]:
     )
 
 
-def _about_others(folder: Path, other: tuple[Path, ...]) -> tuple[str, ...]:
-    """What to say of what is `other` in `folder` than the checkpoint that becomes one file."""
+def _about_others(folder: Path, other: Sequence[Path], *, hint: bool = True) -> tuple[str, ...]:
+    """Return a note about the `other` files in `folder`, which becomes one file. Without any, return no note."""
     if not other:
         return ()
-    names = some([str(path.relative_to(folder)) for path in other])
+    left = f"{count(len(other), 'other file')} left: {some([str(path.relative_to(folder)) for path in other])}"
     them = "it" if len(other) == 1 else "them"
-    left = f"{count(len(other), 'other file')} left: {names}; to a folder, "
-    return (left + option("copy_others") + f" takes {them} along",)
+    return (left + "; to a folder, " + option("copy_others") + f" takes {them} along" if hint else left,)
 
 
 def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
-    """What to say where some of `srcs` are shards by themselves, as ``model-*.safetensors``
-    gives them: their index stays behind.
-    """
+    """Return a note if some of `srcs` are single shards, whose index is not converted."""
     shards = [src for src in srcs if sets_in([src.name]) and not is_index_file(src)]
     if not shards:
         return ()
@@ -381,21 +342,22 @@ def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
     return (f"{count(len(shards), 'shard')} by themselves get no index: " + whole + " converts the set",)
 
 
-def _of_several(src: Path, path: Path, output: OutputOptions) -> Listing:
-    """What `src` means among several inputs: it goes to the folder `path` under its own name, as ``cp -r`` has it."""
+def _of_several(src: Path, asked: Request) -> Listing:
+    """Return what `src` means as one of several inputs. Its output has its name in ``asked.dst``, as with ``cp -r``."""
     if not is_folder(src):
-        return Listing((_item(Found(src, "shards" if is_index_file(src) else "file", (src,)), path, output),))
-    target = path / os.path.basename(os.path.abspath(src))
-    refuse_inside(target, src)
+        kind: Kind = "shards" if is_index_file(src) else "file"
+        return Listing((_in_folder(Found(src, kind, (src,)), asked.dst, asked),))
+    target = asked.dst / os.path.basename(os.path.abspath(src))
+    _refuse_inside(target, src)
     if _kind_of(src) == "shards":
-        return Listing((Item(src, target, "shards", is_folder=True),))
-    return _of_tree(src, target, path, output)
+        return Listing((replace(asked, src=src, dst=target, kind="shards", is_folder=True),))
+    return _of_tree(src, target, asked)
 
 
 def _as_pattern(srcs: Sequence[Path]) -> Sequence[Path]:
-    """The pattern of the rank files that `srcs` are, all of one run; `srcs` where they are others.
+    """Return the pattern of `srcs` if they are rank files of one run, else `srcs`.
 
-    Raises UsageError where some of the run's files that are there are not among them.
+    Raises UsageError if `srcs` lack some rank files of the run that are in the folder.
     """
     found, folder = rank_names.set_of(srcs[0]), srcs[0].parent
     if found is None or any(src.parent != folder or rank_names.pattern_of(src.name) != found.pattern for src in srcs):
@@ -411,54 +373,140 @@ def _as_pattern(srcs: Sequence[Path]) -> Sequence[Path]:
     return [pattern]
 
 
-def _of_ranks(src: Path, path: Path, output: OutputOptions, *, to_folder: bool) -> Listing:
-    """What the rank files become that `src` means, a folder or a pattern: one checkpoint at `path`."""
+def _of_ranks(src: Path, asked: Request, *, to_folder: bool) -> Listing:
+    """Return the request that makes one checkpoint of the rank files `src`, a folder or a pattern."""
+    path, output = asked.dst, asked.output
+    is_set = to_folder and output.max_shard_size is not None
     if not to_folder:
         format_of(path, output.format)
-    elif not output.in_shards:
+    elif not is_set:
         path = path / name_in_folder(Found(src, "ranks", ()), output.format)
-    other = [each.path for each in find(src) if each.kind != "unentered"] if src.is_dir() else []
-    other = [each for each in other if each.parent != src or not rank_names.pattern_of(each.name)]
-    left = f"{count(len(other), 'other file')} left: {some([str(each.relative_to(src)) for each in other])}"
-    item = Item(src, path, "ranks", is_folder=to_folder and output.in_shards, notes=(left,) if other else ())
-    return Listing((item,), other=tuple(other))
+    found = [each.path for each in find(src) if each.kind != "unentered"] if src.is_dir() else []
+    other = [each for each in found if each.parent != src or not rank_names.pattern_of(each.name)]
+    notes = _about_others(src, other, hint=False)
+    request = replace(asked, src=src, dst=path, kind="ranks", is_folder=is_set, notes=notes)
+    return Listing((request,), other=tuple(other))
 
 
-def _kind_of(folder: Path) -> Kind | None:
-    """What the files that stand directly in `folder` are, if they are one checkpoint together."""
-    kinds = {each.kind for each in find_in(folder)}
-    return "shards" if "shards" in kinds else "dcp" if "dcp" in kinds else None
+def _of_tree(src: Path, path: Path, asked: Request) -> Listing:
+    """Return the requests for everything in the folder `src`, whose files go to the folder `path`.
 
-
-def _of_tree(src: Path, path: Path, beside: Path, output: OutputOptions) -> Listing:
-    """Everything in the folder `src`, to the folder `path`.
-
-    What `src` itself is, if it is a checkpoint, to the folder `beside`. A folder that directly holds a sharded set is
-    one item, with all that is below it.
+    A checkpoint that `src` itself is goes to the folder ``asked.dst``. A folder that directly contains a sharded set is
+    one request, with everything below it.
     """
     found = find(src)
     sets = {each.parts[0].parent for each in found if each.kind == "shards" and each.parts}
-    whole = {folder for folder in sets if not any(above in sets for above in folder.parents)}
-    items = [Item(folder, path / folder.relative_to(src), "shards", is_folder=True) for folder in whole]
+    outermost = {folder for folder in sets if not any(above in sets for above in folder.parents)}
+    requests = [
+        replace(asked, src=folder, dst=path / folder.relative_to(src), kind="shards", is_folder=True)
+        for folder in outermost
+    ]
     other, unentered = [], []
     for each in found:
         if each.kind == "unentered":
             unentered.append(each.path)
-        elif whole and not whole.isdisjoint((each.path, *each.path.parents)):
+        elif outermost and not outermost.isdisjoint((each.path, *each.path.parents)):
             continue
-        elif each.kind == "other" and not output.copy_others:
+        elif each.kind == "other" and not asked.output.copy_others:
             other.append(each.path)
         else:
-            place = beside if each.path == src else path / each.path.parent.relative_to(src)
-            items.append(replace(_item(each, place, output), within=src))
-    if all(item.kind == "other" for item in items):
+            folder = asked.dst if each.path == src else path / each.path.parent.relative_to(src)
+            requests.append(replace(_in_folder(each, folder, asked), within=src))
+    if all(request.kind == "other" for request in requests):
         raise folder_error(src)
-    items.sort(key=lambda item: item.src.parts)
-    return Listing(tuple(items), True, tuple(other), tuple(unentered))
+    requests.sort(key=lambda request: request.src.parts)
+    return Listing(tuple(requests), True, tuple(other), tuple(unentered))
 
 
-def _item(found: Found, folder: Path, output: OutputOptions) -> Item:
-    """What becomes of `found`, in `folder`."""
-    is_folder = found.kind == "shards" or (output.in_shards and found.kind != "other")
-    name = name_in_folder(found, output.format, is_folder=is_folder)
-    return Item(found.path, folder / name, found.kind, is_folder=is_folder)
+def _in_folder(found: Found, folder: Path, asked: Request) -> Request:
+    """Return the request that converts or copies `found` to a path in `folder`."""
+    is_set = found.kind == "shards" or (asked.output.max_shard_size is not None and found.kind != "other")
+    dst = folder / name_in_folder(found, asked.output.format, is_folder=is_set)
+    notes = _about_others(found.path, _beside(found.path, "dcp")) if found.kind == "dcp" and not is_set else ()
+    return replace(asked, src=found.path, dst=dst, kind=found.kind, is_folder=is_set, notes=notes)
+
+
+# Conflicts
+
+
+def _refuse_inside(path: Path, folder: Path) -> None:
+    """Raise UsageError if the output folder `path` is inside the input `folder`."""
+    if _is_inside(path, folder):
+        raise UsageError(
+            "the output is a folder within the input",
+            where=path,
+            hint="give one that stands elsewhere, or the input itself",
+        )
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Return whether `path`, which need not exist, is below `folder` after all links are followed."""
+    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+
+
+def _refuse_among_parts(listing: Listing) -> None:
+    """Raise UsageError if an output would be among the parts of its input, where nobody could tell them apart.
+
+    A file with a name of its own may be next to them.
+    """
+    for request in listing.requests:
+        if request.kind not in ("dcp", "shards", "ranks"):
+            continue
+        folder = request.src if request.src.is_dir() else request.src.parent
+        if not (_is_inside(request.dst, folder) or _is_same(request.dst, folder)):
+            continue
+        is_file = not (listing.is_batch or request.is_folder)
+        is_beside = is_file and _is_same(request.dst.parent, folder)
+        if is_part(folder / request.dst.name, request.kind) if is_beside else request.kind == "dcp" and not is_file:
+            src = request.src if request.src.name.strip(".") else Path(os.path.abspath(request.src))
+            raise UsageError(
+                "the output would stand among the parts of the input",
+                where=request.dst,
+                expected="a path outside of it",
+                hint=None if request.is_folder else command("convert", src, src.with_name(f"{src.name}.pt")),
+            )
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _refuse_one_name(requests: Sequence[Request]) -> None:
+    """Raise RefusedError if two of `requests` have one output, or one output is inside the output folder of another."""
+    refuse_one_place((request.dst, request.src) for request in requests)
+    folders = {request.dst: request for request in requests if request.is_folder}
+    for request in requests if folders else ():
+        above = next((folders[parent] for parent in request.dst.parents if parent in folders), None)
+        if above is not None:
+            raise RefusedError(
+                f"{request.src} would go into the folder that {above.src} becomes",
+                where=request.dst,
+                hint="convert them to folders of their own",
+            )
+
+
+def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
+    """Raise RefusedError if two of `targets`, which are pairs of an output and its input, have the same output."""
+    origin: dict[Path, Path] = {}
+    for path, src in targets:
+        if path in origin:
+            raise RefusedError(
+                f"{origin[path]} and {src} would both become it",
+                where=path,
+                hint="convert them to folders of their own",
+            )
+        origin[path] = src
+
+
+def through_link(src: Path, dst: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the file to replace if `dst` is the same path as `src`, and a note if that path is a link.
+
+    The link stays, and the file to which it leads is converted. In the Hub's cache the link itself is replaced, because
+    the name of that file is its checksum. Any other `dst` is returned without a note.
+    """
+    if not os.path.islink(dst) or os.path.abspath(src) != os.path.abspath(dst):
+        return dst, ()
+    real = Path(os.path.realpath(dst))
+    if is_hub_blob(real):
+        return dst, (f"{dst} was a link into the Hub's cache, where {real.name[:12]} stays as it was",)
+    return real, (f"{dst} is a link, which stays: {real} is what is converted",)

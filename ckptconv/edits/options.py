@@ -176,3 +176,5 @@ _READ: dict[str, Callable[[Any], Any]] = {
 }
 #: The fields of those that are called otherwise.
 _FIELDS = {"map_location": "devices", "dtype": "dtypes"}
+#: No edits at all.
+NO_EDITS = Edits()

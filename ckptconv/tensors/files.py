@@ -19,7 +19,6 @@ from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.conversion.convert import write
-from ckptconv.conversion.folder_plans import FolderPlan
 from ckptconv.conversion.options import OutputOptions, SaveOptions, takes
 from ckptconv.conversion.plan import Report, Verified, make_plan, report_of
 from ckptconv.conversion.targets import find_target
@@ -269,7 +268,7 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
     if out:
         overflowed = output_files.write_to_object(plan.files[0], out, verify=output.verify)
     else:
-        overflowed = write(FolderPlan(plan), checkpoint.source, output)
+        overflowed = write(plan, checkpoint.source, output)
     seconds = time.monotonic() - started
     verified = Verified(0, 0, output=True) if output.verify else None
     return report_of(plan, checkpoint.source, seconds=seconds, written=True, overflowed=overflowed, verified=verified)

@@ -26,6 +26,7 @@ from ckptconv.checkpoint.rebuild_functions import STRIDED
 from ckptconv.cli.main import main
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.options import OutputOptions
+from ckptconv.conversion.targets import find_request
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import CkptconvError, RefusedError, UnsupportedError
 from ckptconv.formats import opening
@@ -293,7 +294,7 @@ def test_what_is_only_data_loads(everything: list[dict[str, str]], tmp_path: Pat
         src = Path(row["path"])
         before = "refused" if refusal(src) else "loads"
         try:
-            run(src, out, edits_from(loadable=True), OutputOptions(format="pt", force=True))
+            run(find_request(src, out, edits_from(loadable=True), OutputOptions(format="pt", force=True)))
         except UnsupportedError:
             counts[before, "not read"] += 1
         except RefusedError as error:

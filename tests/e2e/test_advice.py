@@ -617,7 +617,7 @@ CASES: dict[str, Case] = {
     ),
     "no input": Case(
         saved(weights, ("cuda:0",)), "convert --in-place", r"(ckptconv convert .*--in-place)", "loads", same(weights),
-        "cli/convert.py:convert_command:command convert", {r"SRC\.\.\.": "{m}.pt"},
+        "cli/convert.py:_listed_in_place:command convert", {r"SRC\.\.\.": "{m}.pt"},
     ),
     "--no-undo alone": Case(
         saved(weights, ("cuda:0",)), "convert {m}.pt --to cpu --no-undo", r"goes with (--in-place)", "loads",
@@ -690,7 +690,7 @@ CASES: dict[str, Case] = {
     ),
     "a folder of several, in Python": Case(
         lambda m: _folder(m), "python ckptconv.convert({m!r}, 'all')", r"(ckptconv\.convert_many\(.*\)) converts",
-        "all are there", is_there("all/b.pt"), "conversion/targets.py:find_item:command convert_many",
+        "all are there", is_there("all/b.pt"), "conversion/targets.py:find_request:command convert_many",
     ),
     "a folder of several, to diff": Case(
         lambda m: (_folder(m), torch.save({}, "b.pt")), "convert {m} o.pt", r"or convert all of them: (ckptconv .*)",
@@ -855,7 +855,7 @@ CASES: dict[str, Case] = {
     "a part as the output": Case(
         lambda m: _sharded(m), "convert {m} {m}/model-00001-of-00002.safetensors --to cpu",
         r"(ckptconv convert .*)", "loads", same(weights),
-        "conversion/targets.py:refuse_among_parts:command convert",
+        "conversion/targets.py:_refuse_among_parts:command convert",
     ),
     "several models in one folder": Case(
         lambda m: (_sharded(m), torch.save(weights(), Path(m, "pytorch_model.bin"))), "convert {m} out.pt",
@@ -1209,7 +1209,7 @@ NOT_TYPED: dict[Site, str] = {
     "conversion/targets.py:_of_one:option max_shard_size": _NAMED,
     "conversion/targets.py:format_of:option format": _NAMED,
     "conversion/targets.py:list_in_place:option in_place": _NAMED,
-    "conversion/targets.py:list_items:option copy_others": _NAMED,
+    "conversion/targets.py:list_requests:option copy_others": _NAMED,
     "formats/sharded/writing.py:deal:option max_shard_size": _NAMED,
     "formats/sharded/writing.py:layout:option format": _NAMED,
     "formats/sharded/writing.py:_about_size:option max_shard_size": _NAMED,

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeAlias
 from ckptconv.byteranges.spans import Assemble, Cast, Gather
 from ckptconv.checkpoint.weights_only.unpickler import can_be_made_loadable
 from ckptconv.conversion.convert import write
-from ckptconv.conversion.folder_plans import FolderPlan
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan, make_plan
 from ckptconv.edits.options import Edits, edits_from
@@ -278,7 +277,7 @@ def _converted(given: Given, target: Path, edits: Edits, format: str, *, copy_ti
         if _needs_torch(plan):
             return None
         if isinstance(given, Path):
-            write(FolderPlan(plan), source, output)
+            write(plan, source, output)
             return target
         memory = Memory(target)
         write_to_object(plan.files[0], FileObjectDestination(memory), verify=False)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ckptconv import convert
-from ckptconv.conversion.targets import find_item
+from ckptconv.conversion.targets import find_request
 from tests.support.injection import OLD, OLD_SET, Conversion
 from tests.support.limited import ckptconv_with_small_files
 from tests.support.writers import sharded
@@ -189,7 +189,7 @@ def test_a_folder_that_appears_while_it_is_looked_for(
         return found
 
     monkeypatch.setattr(os.path, first, look)
-    item = find_item(shards, target)
+    item = find_request(shards, target)
     assert item.is_folder
     assert item.dst == target
 

@@ -18,6 +18,7 @@ import torch
 
 from ckptconv import convert
 from ckptconv.conversion.convert import run
+from ckptconv.conversion.targets import find_request
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits
 from ckptconv.errors import OutputError
@@ -171,7 +172,7 @@ def test_nothing_is_written_where_there_is_too_little_space(src: Path, tmp_path:
     with disk_of(tmp_path, 64 * PAGE) as disk:
         counts: list[int] = []
         with pytest.raises(OutputError, match="too little free space"):
-            run(src, disk / "dst.pt", TO_CPU, progress=lambda size: nullcontext(counts.append))
+            run(find_request(src, disk / "dst.pt", TO_CPU), progress=lambda size: nullcontext(counts.append))
         assert counts == []
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import ckptconv
 from ckptconv.cli.main import main
-from ckptconv.edits.options import Edits, option_of
+from ckptconv.edits.options import Edits, edits_from, option_of
 from ckptconv.hints import (
     Command,
     Message,
@@ -213,10 +213,10 @@ def test_every_suggestion_is_an_option() -> None:
 
 def test_every_edit_is_an_option() -> None:
     """Edits are data, and what says them is found by the names of their fields."""
-    edits = ckptconv.Job("a", "b", {
-        "state_dict": True, "select": "x", "include": "i", "exclude": ["e", "f"], "unwrap": True,
-        "strip_prefix": "s", "add_prefix": "p", "rename": [("o", "n")], "dtype": ["bf16", "*.w=fp32"],
-    }).as_edits()  # fmt: skip
+    edits = edits_from(
+        state_dict=True, select="x", include="i", exclude=["e", "f"], unwrap=True,
+        strip_prefix="s", add_prefix="p", rename=[("o", "n")], dtype=["bf16", "*.w=fp32"],
+    )  # fmt: skip
     said = " ".join(Message(each) for each in options_of(edits))
     parts, names = "--state-dict --select x --include i --exclude e --exclude f", "--rename o n --strip-prefix s"
     assert said == f"{parts} --unwrap {names} --add-prefix p"

@@ -27,6 +27,7 @@ from ckptconv import Job, Outcome, convert_many, jobs_in
 from ckptconv.cli import convert as convert_module
 from ckptconv.conversion import jobs
 from ckptconv.conversion.batches import processes, run_jobs
+from ckptconv.conversion.targets import Request
 from ckptconv.errors import TargetExistsError
 from tests.support.command import Command
 from tests.support.deadly_maps import die, stall
@@ -341,10 +342,10 @@ def test_bad_files_stop_none(run_folder: Path, jobs: int, convert: Command) -> N
 def test_a_bug_is_an_outcome(run_folder: Path, monkeypatch: pytest.MonkeyPatch, convert: Command) -> None:
     """What nobody has foreseen ends one job with its name, and its traceback is there with --debug."""
 
-    def fail(src: Path, *args: Any, **keywords: Any) -> Any:
-        if "step-1/model" in str(src):
+    def fail(request: Request, *args: Any) -> Any:
+        if "step-1/model" in str(request.src):
             raise ZeroDivisionError("oh")
-        return running(src, *args, **keywords)
+        return running(request, *args)
 
     running = jobs.running
     monkeypatch.setattr(jobs, "running", fail)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from ckptconv import convert
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Report
-from ckptconv.conversion.targets import list_items
+from ckptconv.conversion.targets import list_requests
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError
 from ckptconv.output import folders
 from tests.support.command import Command
@@ -460,6 +460,6 @@ def test_a_dcp_folder_has_one_name_beside_a_set_and_without_one(
             shutil.copytree(ranks / name, folder / name)
     report = convert(model, tmp_path / "out", format=format, dry_run=True)  # type: ignore[arg-type]
     beside = {name for name, _ in report.files if name.split(".")[0] in ("mesh", "hf")}
-    listing = list_items([alone], tmp_path / "out", OutputOptions(format=format))
-    assert beside == {item.dst.name for item in listing.items}
+    listing = list_requests([alone], tmp_path / "out", output=OutputOptions(format=format))
+    assert beside == {item.dst.name for item in listing.requests}
     assert len(beside) == 2

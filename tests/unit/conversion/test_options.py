@@ -22,7 +22,7 @@ def test_each_keyword_is_an_edit_or_about_the_output() -> None:
     """And has a type and a text."""
     output = {each.name for each in fields(OutputOptions)}
     assert output.isdisjoint(EditOptions.__annotations__)
-    assert ConvertOptions.__annotations__.keys() == output | EditOptions.__annotations__.keys()
+    assert JobOptions.__annotations__.keys() == output | EditOptions.__annotations__.keys()
     for name, declared in JobOptions.__annotations__.items():
         (text,) = declared.__metadata__
         assert text.endswith(".") and len(text) > 10, name
@@ -111,9 +111,9 @@ def test_what_nobody_knows_is_refused_without_advice() -> None:
 @pytest.mark.parametrize("flag", [each.name for each in fields(OutputOptions) if each.type is bool] + ["unwrap"])
 def test_flags_are_true_or_false(flag: str) -> None:
     """Wherever they are given."""
-    functions: list[Any] = [ckptconv.convert]
-    if flag in JobOptions.__annotations__:
-        functions.append(lambda src, dst, **options: ckptconv.Job(src, dst, options))
+    functions: list[Any] = [lambda src, dst, **options: ckptconv.Job(src, dst, options)]
+    if flag in ConvertOptions.__annotations__:
+        functions.append(ckptconv.convert)
     for function in functions:
         with pytest.raises(TypeError, match=f"^{flag} must be True or False, not 'no'$"):
             function("a.pt", "b.pt", **{flag: "no"})

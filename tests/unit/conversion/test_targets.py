@@ -11,7 +11,7 @@ import torch
 
 import ckptconv
 from ckptconv.conversion.options import OutputOptions
-from ckptconv.conversion.targets import find_item, find_target, list_items
+from ckptconv.conversion.targets import find_request, find_target, list_requests
 from ckptconv.errors import InputError, RefusedError, UsageError
 from ckptconv.formats.writers import usual_format
 from ckptconv.hints import Message, python_words
@@ -154,7 +154,7 @@ def test_a_name_that_promises_another_file(tmp_path: Path, name: str, words: str
     """
     for src in ("in.pt", str(tmp_path)):
         with pytest.raises(UsageError, match=words):
-            list_items([src], tmp_path / name)
+            list_requests([src], tmp_path / name)
     assert find_target(Path(f"in{Path(name).suffix}"), tmp_path / f"a{Path(name).suffix}", None)
 
 
@@ -169,7 +169,7 @@ def test_a_name_that_promises_another_file(tmp_path: Path, name: str, words: str
 def test_what_is_no_path_is_no_output(path: str | Path, words: str) -> None:
     """A stream takes no name when it is whole."""
     with pytest.raises(UsageError, match=words):
-        list_items(["in.pt"], path)
+        list_requests(["in.pt"], path)
 
 
 def test_an_empty_path_is_no_output() -> None:
@@ -211,7 +211,7 @@ def listed(srcs: str, dst: str, **keywords: Any) -> list[str]:
     """The items as ``src kind dst``; the slash says that it is a folder of shards."""
     return [
         f"{item.src} {item.kind} {item.dst}{'/' if item.is_folder else ''}"
-        for item in list_items(srcs.split(), dst, OutputOptions(**keywords)).items
+        for item in list_requests(srcs.split(), dst, output=OutputOptions(**keywords)).requests
     ]
 
 
@@ -334,7 +334,7 @@ def test_what_makes_no_sense(
 ) -> None:
     """Said before anything is written."""
     with pytest.raises(error, match=words):
-        list_items(srcs.split(), dst, OutputOptions(**keywords))
+        list_requests(srcs.split(), dst, output=OutputOptions(**keywords))
 
 
 def test_two_outputs_of_one_place(tree: Path) -> None:
@@ -344,42 +344,42 @@ def test_two_outputs_of_one_place(tree: Path) -> None:
     """
     (tree / "run" / "x.bin").touch()
     with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both become it") as caught:
-        list_items(["run"], "new", OutputOptions(format="safetensors"))
+        list_requests(["run"], "new", output=OutputOptions(format="safetensors"))
     assert str(caught.value).startswith("new/x.safetensors: ")
     (tree / "run" / "x").mkdir()
     (tree / "run" / "x" / "y.pth").touch()
     with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both become it"):
-        list_items(["run"], "new", OutputOptions(max_shard_size=1))
+        list_requests(["run"], "new", output=OutputOptions(max_shard_size=1))
     (tree / "run" / "x.bin").unlink()
     with pytest.raises(RefusedError, match=r"run/x/y\.pth would go into the folder that run/x\.pt becomes"):
-        list_items(["run"], "new", OutputOptions(max_shard_size=1))
+        list_requests(["run"], "new", output=OutputOptions(max_shard_size=1))
 
 
 def test_what_is_left_is_named(tree: Path) -> None:
     """What is no checkpoint and what was not entered; not what is copied."""
-    listing = list_items(["run"], "new")
+    listing = list_requests(["run"], "new")
     assert listing.is_batch
     assert [str(path) for path in listing.other] == ["run/config.json"]
     assert [str(path) for path in listing.unentered] == ["run/.git"]
-    assert list_items(["run"], "new", OutputOptions(copy_others=True)).other == ()
+    assert list_requests(["run"], "new", output=OutputOptions(copy_others=True)).other == ()
 
 
 def test_what_a_merged_file_leaves_is_named(tree: Path) -> None:
     """All that stands in the folder beside the shards or chunks, checkpoints among it."""
     (tree / "dcp" / "meta.pt").touch()
     for src, names in (("hub", ["hub/config.json", "hub/optimizer.pt"]), ("dcp", ["dcp/meta.pt"])):
-        listing, notes = list_items([src], "b.pt"), find_item(src, "b.pt").notes
+        listing, notes = list_requests([src], "b.pt"), find_request(src, "b.pt").notes
         assert not listing.is_batch
         assert [str(path) for path in listing.other] == names
     assert notes == ("1 other file left: meta.pt; to a folder, --copy-others takes it along",)
-    assert find_item(f"hub/{SHARDS[2]}", "b.pt").notes == find_item("hub", "b").notes == ()
+    assert find_request(f"hub/{SHARDS[2]}", "b.pt").notes == find_request("hub", "b").notes == ()
 
 
 def test_shards_by_themselves_get_no_index(tree: Path) -> None:
     """As a shell's pattern gives them; where the set comes as its folder or index, there is nothing to say."""
-    listing = list_items([f"hub/{name}" for name in SHARDS[:2]], "new")
+    listing = list_requests([f"hub/{name}" for name in SHARDS[:2]], "new")
     assert listing.notes == ("2 shards by themselves get no index: ckptconv convert hub OUT_FOLDER converts the set",)
-    assert list_items(["hub", "a.pt"], "new").notes == list_items(["a.pt", f"hub/{SHARDS[2]}"], "new").notes == ()
+    assert list_requests(["hub", "a.pt"], "new").notes == list_requests(["a.pt", f"hub/{SHARDS[2]}"], "new").notes == ()
 
 
 def test_shards_to_one_file_are_merged_by_their_folder(tree: Path) -> None:
@@ -390,7 +390,7 @@ def test_shards_to_one_file_are_merged_by_their_folder(tree: Path) -> None:
         (["a.pt", "a.pt"], None),
     ):
         with pytest.raises(UsageError, match="several inputs need a folder") as caught:
-            list_items(srcs, "b.pt")
+            list_requests(srcs, "b.pt")
         assert caught.value.hint == hint
 
 
@@ -399,15 +399,15 @@ def test_dcp_folders_in_place(tree: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert listed("all", "all")[0] == "all/dcp dcp all/dcp.pt"
     monkeypatch.chdir(tree / "dcp")
     with pytest.raises(UsageError, match="among the parts") as caught:
-        list_items(["."], ".")
+        list_requests(["."], ".")
     assert caught.value.hint == f"ckptconv convert {tree / 'dcp'} {tree / 'dcp.pt'}"
 
 
 def test_one_item_is_what_the_function_converts(tree: Path) -> None:
     """``convert`` takes what is one; a folder with several is refused towards the function that takes them."""
-    assert find_item("a.pt", "there").dst == Path("there/a.pt")
+    assert find_request("a.pt", "there").dst == Path("there/a.pt")
     with pytest.raises(UsageError, match="2 checkpoints are in it") as caught:
-        find_item("run", "new")
+        find_request("run", "new")
     assert caught.value.hint == "ckptconv convert run new converts all of them"
     call = "ckptconv.convert_many(ckptconv.jobs_in('run', 'new'))"
     assert isinstance(caught.value.hint, Message)
@@ -418,26 +418,26 @@ def test_one_item_is_what_the_function_converts(tree: Path) -> None:
 def test_dots_have_names(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among several inputs, ``.`` goes under the name of the folder that we are in; a chunked folder as well."""
     monkeypatch.chdir(tree / "run")
-    assert [str(item.dst) for item in list_items([".", "../a.pt"], "../new").items] == [
+    assert [str(item.dst) for item in list_requests([".", "../a.pt"], "../new").requests] == [
         "../new/run/deep/model.safetensors",
         "../new/run/x.pt",
         "../new/a.pt",
     ]
     monkeypatch.chdir(tree / "dcp")
-    assert [str(item.dst) for item in list_items(["."], "../new").items] == ["../new/dcp.pt"]
+    assert [str(item.dst) for item in list_requests(["."], "../new").requests] == ["../new/dcp.pt"]
 
 
 def test_a_link_within_the_input_is_within_it(tree: Path) -> None:
     """Wherever links lead, nothing is written into the tree that is read."""
     os.symlink("run", tree / "link")
     with pytest.raises(UsageError, match="within the input"):
-        list_items(["run"], "link/out")
+        list_requests(["run"], "link/out")
 
 
 def test_a_file_beside_the_parts_that_it_is_made_of(tree: Path) -> None:
     """As torch's own tests have it: what is asked for by its own name, and replaces none of them."""
     for src, dst in (("dcp", "dcp/b.pt"), ("dcp", "dcp/deeper/b.pt"), ("hub", "hub/whole.safetensors")):
-        assert [(item.dst, item.is_folder) for item in list_items([src], dst).items] == [(Path(dst), False)]
+        assert [(item.dst, item.is_folder) for item in list_requests([src], dst).requests] == [(Path(dst), False)]
 
 
 # Links

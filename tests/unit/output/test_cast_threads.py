@@ -26,6 +26,7 @@ from ckptconv.byteranges.checksums import combined
 from ckptconv.byteranges.kernels.casting import CastBuffer
 from ckptconv.byteranges.sources import Source
 from ckptconv.conversion.convert import run
+from ckptconv.conversion.targets import find_request
 from ckptconv.edits.options import edits_from
 from ckptconv.output import transfer
 from tests.support.archives import flip_bit
@@ -110,7 +111,7 @@ def test_progress_reaches_the_size(src: Path, tmp_path: Path) -> None:
         planned.append(size)
         yield moved.append
 
-    run(src, tmp_path / "dst.pt", edits_from(dtype=RULES), progress=progress)
+    run(find_request(src, tmp_path / "dst.pt", edits_from(dtype=RULES)), progress)
     assert [sum(moved)] == planned == [(tmp_path / "dst.pt").stat().st_size]
 
 

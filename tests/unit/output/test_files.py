@@ -457,12 +457,13 @@ KILLED = """
 import os, signal, sys
 from contextlib import nullcontext
 from ckptconv.conversion.convert import run
+from ckptconv.conversion.targets import find_request
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits
 kill = lambda written: os.kill(os.getpid(), signal.SIGKILL)
 edits, output = Edits(to_devices("cpu")), OutputOptions(force=True)
-run(*sys.argv[1:], edits, output, progress=lambda size: nullcontext(kill))
+run(find_request(*sys.argv[1:], edits, output), progress=lambda size: nullcontext(kill))
 """
 
 

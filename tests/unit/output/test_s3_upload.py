@@ -14,6 +14,7 @@ import pytest
 import ckptconv
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.options import OutputOptions
+from ckptconv.conversion.targets import find_request
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import OutputError, TargetExistsError
 from ckptconv.output import read_back, s3_upload
@@ -72,7 +73,8 @@ def test_targets(is_far: bool, name: str, store: Store, folder: Path, tmp_path: 
 def test_how_far_it_is(edits: dict[str, str], store: Store) -> None:
     """What is read of a far file to compare it, made here, sent or copied, and read back: as much as was promised."""
     meter = Counted()
-    run(url("zip.pt"), url("meter.pt"), edits_from(**edits), OutputOptions(verify=True, force=True), progress=meter)
+    output = OutputOptions(verify=True, force=True)
+    run(find_request(url("zip.pt"), url("meter.pt"), edits_from(**edits), output), meter)
     assert meter.done == meter.promised
     assert meter.promised[0] > 2 * 15 * MIB
 

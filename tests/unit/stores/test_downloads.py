@@ -17,6 +17,7 @@ import torch
 import ckptconv
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.options import OutputOptions
+from ckptconv.conversion.targets import find_request
 from ckptconv.edits.options import Edits
 from ckptconv.errors import (
     InputChangedError,
@@ -123,7 +124,9 @@ def test_how_far_it_is(server: FileServer, tmp_path: Path) -> None:
         lambda meter: summary_of(server.url("a.pt"), download=True, progress=meter),
         lambda meter: verdict_on(server.url("a.pt"), download=True, progress=meter),
         lambda meter: compare(server.url("a.pt"), server.url("a.pt"), Edits(), Compared(download=True), progress=meter),
-        lambda meter: run(server.url("a.pt"), tmp_path / "b.pt", Edits(), OutputOptions(download=True), progress=meter),
+        lambda meter: run(
+            find_request(server.url("a.pt"), tmp_path / "b.pt", Edits(), OutputOptions(download=True)), meter
+        ),
     ):
         meter = Counted()
         inspected(meter)

@@ -17,6 +17,7 @@ from numpy._core.multiarray import _reconstruct, scalar
 
 import ckptconv
 from ckptconv.conversion.convert import run
+from ckptconv.conversion.targets import find_request
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import DangerousError, LimitError, RefusedError, UsageError
 from ckptconv.hints import command_in
@@ -51,7 +52,7 @@ def typed(src: Path, dst: Path, **options: Any) -> Any:
 def suggested(src: Path, dst: Path, **options: Any) -> Any:
     """The command that the error suggests; nothing is written."""
     with pytest.raises(RefusedError, match="cannot become plain") as caught:
-        run(src, dst, edits_from(loadable=True, **options))
+        run(find_request(src, dst, edits_from(loadable=True, **options)))
     assert not dst.exists()
     return command_in(caught.value.hint)
 

@@ -25,6 +25,7 @@ from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.conversion import convert as conversion
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Report
+from ckptconv.conversion.targets import Request
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import (
     CollisionError,
@@ -61,7 +62,7 @@ def convert(
 ) -> Report:
     """To a file where `dst` has a suffix, else to a folder."""
     output = OutputOptions(format=format, max_shard_size=max_shard_size, copy_tied=copy_tied, force=force)
-    return conversion.run(src, dst, edits_from(**edits), output, is_folder=not dst.suffix)
+    return conversion.run(Request(src, dst, "file", edits_from(**edits), output, is_folder=not dst.suffix))
 
 
 def some_state() -> State:
