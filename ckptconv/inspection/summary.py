@@ -313,12 +313,8 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
     diagnosis = replace(diagnose(checkpoint, host, loading, concerned), other_torch=host.other_torch)
     refusals = Counter(reason.text for reason in loading.reasons if reason.known == "refused") if has_pickle else {}
     globals_ = Counter(map(str, graph.globals))
-    in_modules = {
-        place.path: (name, found.path) for found in detected.modules for name, place in reversed(found.places.items())
-    }
     places = checkpoint.index.every_place
     others = dict(_others(checkpoint, places))
-    numbers = {id(storage): i for i, storage in enumerate(checkpoint.storages.values())}
     return Summary(
         path=str(checkpoint.source.path),
         format=checkpoint.format,
@@ -330,12 +326,14 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         nbytes=sum(info.nbytes for info in untied),
         stored_nbytes=sum(storage.nbytes for storage in checkpoint.storages.values()),
         storages=len(checkpoint.storages),
-        dtypes=_dtypes(untied),
+        dtypes=_shares((info.dtype, 1, info.nbytes) for info in untied),
         devices=_devices(checkpoint, untied) if has_pickle else {},
         state_dicts=tuple(_state_dict(found, checkpoint) for found in detected.state_dicts),
         modules=tuple(_module(found, checkpoint) for found in detected.modules),
         ties=_ties(tensors),
-        views=_views(untied),
+        views=tuple(
+            info.path for info in untied if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
+        ),
         rng_states=tuple(info.path for info in detected.rng_states),
         weights_only=loading.loads or not has_pickle,
         obstacles=dict(refusals),
@@ -350,24 +348,37 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         journals=_journals(checkpoint.source),
         superseded=tuple(RecordSummary(each.path, each.nbytes) for each in checkpoint.unused if each.why == SUPERSEDED),
         notes=tuple(checkpoint.notes),
-        tensors=tuple(
-            _tensor(
-                info,
-                *in_modules.get(info.path, (info.name, None)),
-                stores_device=has_pickle,
-                storage=numbers.get(id(info.storage)),
-            )
-            for info in tensors
-        ),
+        tensors=tuple(_rows(checkpoint)),
         parts=_parts(checkpoint),
     )
 
 
-def _views(infos: list[TensorInfo]) -> tuple[str, ...]:
-    """The paths of `infos` that show a part of their storage, or not in its order."""
-    return tuple(
-        info.path for info in infos if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
-    )
+def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
+    """Yield a row for each tensor of `checkpoint`, in the file's order."""
+    in_modules = {
+        place.path: (name, module.path)
+        for module in checkpoint.detected.modules
+        for name, place in reversed(module.places.items())
+    }
+    numbers = {id(storage): i for i, storage in enumerate(checkpoint.storages.values())}
+    for info in checkpoint.tensors.values():
+        name, module_path = in_modules.get(info.path, (info.name, None))
+        yield TensorSummary(
+            path=info.path,
+            name=name,
+            module=module_path,
+            kind=info.kind,
+            dtype=info.dtype,
+            shape=info.shape,
+            stride=info.stride,
+            offset=info.offset,
+            device=None if checkpoint.is_state_dict else info.device,
+            nbytes=info.nbytes,
+            storage_nbytes=info.storage.nbytes if info.storage else None,
+            requires_grad=info.requires_grad,
+            tied_to=info.tied_to,
+            storage=numbers.get(id(info.storage)),
+        )
 
 
 def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
@@ -426,10 +437,6 @@ def _journals(source: Readable) -> tuple[JournalSummary, ...]:
         for target, state in journals_of(folder)
         if os.path.lexists(path := journal_path(target))
     )
-
-
-def _dtypes(tensors: list[TensorInfo]) -> dict[str, Share]:
-    return _shares((info.dtype, 1, info.nbytes) for info in tensors)
 
 
 def _devices(checkpoint: Checkpoint, tensors: list[TensorInfo]) -> dict[str, Share]:
@@ -493,27 +500,6 @@ def _ties(tensors: list[TensorInfo]) -> tuple[tuple[str, ...], ...]:
         if info.tied_to is not None:
             groups.setdefault(info.tied_to, [info.tied_to]).append(info.path)
     return tuple(map(tuple, groups.values()))
-
-
-def _tensor(
-    info: TensorInfo, name: str | None, module: str | None, *, stores_device: bool, storage: int | None
-) -> TensorSummary:
-    return TensorSummary(
-        path=info.path,
-        name=name,
-        module=module,
-        kind=info.kind,
-        dtype=info.dtype,
-        shape=info.shape,
-        stride=info.stride,
-        offset=info.offset,
-        device=info.device if stores_device else None,
-        nbytes=info.nbytes,
-        storage_nbytes=info.storage.nbytes if info.storage else None,
-        requires_grad=info.requires_grad,
-        tied_to=info.tied_to,
-        storage=storage,
-    )
 
 
 # What is no tensor

@@ -14,7 +14,6 @@ from ckptconv.render.values import bars, short_number
 if TYPE_CHECKING:
     from ckptconv.inspection.comparison.differences import (
         Difference,
-        OnlyIn,
         TensorDifference,
         ValueDifference,
     )
@@ -55,9 +54,13 @@ def difference_lines(
         for label, path, format_ in zip("AB", (difference.a, difference.b), difference.formats, strict=True):
             yield from fact(style, label, f"{path} ({format_})")
     most = None if everything or style.width is None else _SHOWN
-    for label, missing in (("only in A", difference.only_in_a), ("only in B", difference.only_in_b)):
-        yield from _group(style, label, count(len(missing), "name"), [_missing(each) for each in missing], most)
     rows: list[list[str]]
+    for label, missing in (("only in A", difference.only_in_a), ("only in B", difference.only_in_b)):
+        rows = [
+            [each.path, f"{each.dtype} {list(each.shape)}", f"tied to {each.tied_to}" if each.tied_to else ""]
+            for each in missing
+        ]
+        yield from _group(style, label, count(len(missing), "name"), rows, most)
     for attribute, label in FACTS:
         pairs = [(each, pair) for each in difference.differing if (pair := getattr(each, attribute)) is not None]
         rows = [[each.path, f"{_said(pair[0])} → {_said(pair[1])}", _about_values(each)] for each, pair in pairs]
@@ -184,11 +187,6 @@ def _about_values(found: TensorDifference) -> str:
     if found.values.differing:
         return "values differ"
     return "values within the tolerance" if found.values.largest else "values equal"
-
-
-def _missing(found: OnlyIn) -> list[str]:
-    tied = f"tied to {found.tied_to}" if found.tied_to else ""
-    return [found.path, f"{found.dtype} {list(found.shape)}", tied]
 
 
 def _said(value: object) -> str:

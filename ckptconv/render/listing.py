@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptconv.errors import count, size, some
@@ -182,19 +181,17 @@ def sum_lines(
         yield from fact(
             style,
             "left",
-            f"{count(len(listing.other), 'other file')}: {_names(listing.other)}; {option('copy_others')} takes {them}"
-            " along",
+            f"{count(len(listing.other), 'other file')}: {some([path.name for path in listing.other])};"
+            f" {option('copy_others')} takes {them} along",
         )
     if listing.unentered:
-        yield from fact(style, "not entered", f"{_names(listing.unentered)}: hidden, or a link to a folder")
+        yield from fact(
+            style, "not entered", f"{some([path.name for path in listing.unentered])}: hidden, or a link to a folder"
+        )
     for note in listing.notes:
         yield from fact(style, "note", note)
     if not in_full and any(report.notes or report.left_behind for report in done):
         yield from fact(style, "note", "-v tells all of each")
-
-
-def _names(paths: Sequence[Path]) -> str:
-    return some([path.name for path in paths])
 
 
 def _some(things: Iterable[str]) -> str:

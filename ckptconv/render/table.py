@@ -165,12 +165,12 @@ def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int
     if not devices:
         del columns[3]
     bar = 0 if width < _NARROW else max(8, min(24, 8 + (width - 80) // 8))
-    for spare in (None, 1, 3, 2):
-        columns.pop(spare or len(widths), None)
+    for spare in (1, 3, 2, None):
         room = width - sum(columns.values()) + columns[0] - len(_GAP) * (len(columns) - 1) - (bar and bar + len(_GAP))
-        if room >= min(_LEAST_NAME, columns[0]):
+        if room >= min(_LEAST_NAME, columns[0]) or spare is None:
             break
         bar = 0
+        columns.pop(spare, None)
     columns[0] = min(columns[0], room)
     return columns, bar
 
@@ -263,21 +263,18 @@ def _rows(
         name = _label(name, branch)
         tensor = branch.tensor
         nbytes = branch.times * tensor.nbytes if tensor is not None else branch.nbytes
-        said = size(nbytes) + (_share(nbytes, whole) if whole and not (tensor and tensor.tied_to) else "")
+        text = size(nbytes)
+        if whole and not (tensor and tensor.tied_to):
+            share = 100 * nbytes / whole
+            text += f"{'<1' if 0 < share < 0.5 else f'{share:.0f}':>4}%"
         if tensor is not None:
-            yield Row((style.text(named(name, tensor)), *fields(tensor, style), said), nbytes, branch.times, indent)
+            yield Row((style.text(named(name, tensor)), *fields(tensor, style), text), nbytes, branch.times, indent)
         else:
             counted = branch.tensors if depth == 1 else 0
-            yield Row((style.text(name), "", count(branch.tensors, "tensor"), "", said), nbytes, counted, indent)
+            yield Row((style.text(name), "", count(branch.tensors, "tensor"), "", text), nbytes, counted, indent)
         if depth != 1:
             less = depth and depth - 1
             yield from _rows(branch.below, style, by_size=by_size, whole=whole, depth=less, indent=indent + 2)
-
-
-def _share(nbytes: int, whole: int) -> str:
-    """What part of the `whole` these bytes are, in per cent."""
-    share = 100 * nbytes / whole
-    return f"{'<1' if 0 < share < 0.5 else f'{share:.0f}':>4}%"
 
 
 def _label(prefix: str, branch: Branch) -> str:

@@ -56,18 +56,28 @@ def values_lines(
 ) -> Iterator[str]:
     """The table of `tensors` and their values, `limit` rows of it and no more than fit `height` lines."""
     if style.width is None:
-        last = [bars] if _has_histogram(tensors) else []
+        has_histogram = any(map(_histogram, tensors))
         if tensors[:limit]:
-            yield "\t".join(("tensor", "dtype", "shape", "device", "nbytes", *_NUMBERS, *_HEADINGS[-1:] * len(last)))
+            last = _HEADINGS[-1:] if has_histogram else ()
+            yield "\t".join(("tensor", "dtype", "shape", "device", "nbytes", *_NUMBERS, *last))
         for tensor in tensors[:limit]:
-            numbers = [_exact(getattr(tensor.values, name, None)) for name in _NUMBERS]
+            exact = (getattr(tensor.values, name, None) for name in _NUMBERS)
+            numbers = ["-" if number is None else str(number) for number in exact]
             words = (style.text(named(tensor.path, tensor)), *fields(tensor, style), str(tensor.nbytes), *numbers)
-            yield "\t".join((*words, *(drawn(_histogram(tensor), style) for drawn in last)))
+            yield "\t".join((*words, *([bars(_histogram(tensor), style)] if has_histogram else ())))
         n = len(tensors[:limit])
         yield from footer(style, len(tensors), drawn=n, rows=len(tensors), shown=n)
         return
-    rows = [_row(tensor, style) for tensor in tensors[:limit]]
-    columns = _fit(rows, style, histogram=_has_histogram(tensors))
+    rows = [
+        (
+            style.text(named(tensor.path, tensor)),
+            fields(tensor, style)[0],
+            *(short_number(getattr(tensor.values, name, None)) for name in _NUMBERS),
+            bars(_histogram(tensor), style),
+        )
+        for tensor in tensors[:limit]
+    ]
+    columns = _fit(rows, style, histogram=any(map(_histogram, tensors)))
     lines = [*_drawn(rows, columns, tensors, style)]
     n = len(rows)
     while height is not None and n > 1 and sum(map(len, lines[:n])) + 3 > height:
@@ -82,21 +92,6 @@ def values_lines(
 
 def _histogram(tensor: TensorSummary) -> Histogram | None:
     return tensor.values.histogram if tensor.values else None
-
-
-def _has_histogram(tensors: Sequence[TensorSummary]) -> bool:
-    return any(map(_histogram, tensors))
-
-
-def _row(tensor: TensorSummary, style: Style) -> tuple[str, ...]:
-    values = tensor.values
-    shown = [short_number(getattr(values, name, None)) for name in _NUMBERS]
-    return (
-        style.text(named(tensor.path, tensor)),
-        fields(tensor, style)[0],
-        *shown,
-        bars(_histogram(tensor), style),
-    )
 
 
 def _fit(rows: Sequence[tuple[str, ...]], style: Style, *, histogram: bool) -> dict[int, int]:
@@ -122,10 +117,6 @@ def _drawn(
         rest = "".join(_GAP + padded(row[i], width, right=i > 1) for i, width in columns.items() if i)
         first = (padded(names[0], columns[0]) + rest).rstrip()
         yield [style.paint(first, "bad" if not_finite([tensor]) else None), *names[1:]]
-
-
-def _exact(number: float | int | None) -> str:
-    return "-" if number is None else str(number)
 
 
 def short_number(number: float | int | None) -> str:

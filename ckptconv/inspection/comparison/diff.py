@@ -251,7 +251,7 @@ class _Comparison:
         self.brief = brief
         self.formats = a.format, b.format
         self.paths = str(a.source.path), str(b.source.path)
-        self.weights_alone = [_why_alone(each) for each in (a, b) if _holds_weights_alone(each)]
+        self.weights_alone = [why for checkpoint in (a, b) if (why := _why_weights_alone(checkpoint))]
         self.notes: list[str] = []
         self.rest: tuple[list[str], list[str]] = ([], [])
         self.take_parts()
@@ -428,7 +428,7 @@ class _Comparison:
                 place_a, place_b = self.places[found.path]
                 sides = TensorFacts(*self.pairing.a.facts(place_a)), TensorFacts(*self.pairing.b.facts(place_b))
                 differing.append(replace(found, values=values, sides=sides))
-        states = self.rng_states() if differing else set()
+        states = {info.path for side in (self.a, self.b) for info in side.detected.rng_states} if differing else set()
         others = [each for each, key in self.others if key is None or self.differs(key)]
         pairing = self.pairing
         infos = [info for place, _ in pairing.tensors if (info := pairing.a.tensor(place.node))]
@@ -445,23 +445,15 @@ class _Comparison:
             tuple(replace(found, rng_state=True) if found.path in states else found for found in differing),
             () if self.compared.names_only else (*pairing.others, *others),
             (*self.notes, *self.more_notes(near)),
-            self.suggestion(),
+            None
+            if pairing.tensors or not (pairing.a.only and pairing.b.only)
+            else command_that_fits(self.a, self.b, self.edits, self.paths, self.compared.options()),
             len(near),
         )
 
     def differs(self, key: Key) -> bool:
         values = self.values.found[key]
         return values is None or values.differing > 0
-
-    def rng_states(self) -> set[str]:
-        """The paths of the states of random generators on either side."""
-        return {info.path for side in (self.a, self.b) for info in side.detected.rng_states}
-
-    def suggestion(self) -> str | None:
-        """The command that compares what is alike, where no name is in both."""
-        if self.pairing.tensors or not (self.pairing.a.only and self.pairing.b.only):
-            return None
-        return command_that_fits(self.a, self.b, self.edits, self.paths, self.compared.options())
 
     # Notes
 
@@ -517,10 +509,6 @@ class _Comparison:
                 yield f"tied in {word} alone: {self.some(tied)}"
 
 
-def _holds_weights_alone(checkpoint: Checkpoint) -> bool:
-    return checkpoint.is_state_dict or checkpoint.script_classes is not None
-
-
 def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ...]:
     """Those of `globs` that mean a tensor of `checkpoint`."""
     state_dicts = {id(found.node) for found in checkpoint.detected.state_dicts} if globs else set()
@@ -531,11 +519,13 @@ def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ..
     )
 
 
-def _why_alone(checkpoint: Checkpoint) -> str:
-    """Why nothing but tensors with names is compared where `checkpoint` is one side."""
+def _why_weights_alone(checkpoint: Checkpoint) -> str | None:
+    """Return why only tensors with names are compared if `checkpoint` is one side, or None if more is compared."""
     if checkpoint.is_state_dict:
         return f"{checkpoint.format} holds nothing else"
-    return f"of a {checkpoint.format} archive the weights are compared, and not the program"
+    if checkpoint.script_classes is not None:
+        return f"of a {checkpoint.format} archive the weights are compared, and not the program"
+    return None
 
 
 def _pair(a: _T, b: _T) -> tuple[_T, _T] | None:

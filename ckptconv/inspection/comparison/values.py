@@ -299,7 +299,10 @@ class Values:
         starts = {key: spans[key][0].offset - home[0].offset for key in keys}
         stops = {key: starts[key] + spans[key][0].length for key in keys}
         ends = sorted({*starts.values(), *stops.values()})
-        between = [[_part(each, start, stop) for each in home] for start, stop in pairwise(ends)]
+        between = [
+            [ByteRange(span.source, span.offset + start, stop - start) for span in home]
+            for start, stop in pairwise(ends)
+        ]
         parts = [_shared(unequal, home[0], a, infos[0]) for a, _ in between]
         comparers = [self.compared(infos, each, part) for each, part in zip(between, parts, strict=True)]
         if not self.stops and any(each.largest for each in comparers):
@@ -507,10 +510,6 @@ def bytes_of(storage: Storage) -> TensorInfo:
         False,
         True,
     )
-
-
-def _part(span: ByteRange, start: int, stop: int) -> ByteRange:
-    return ByteRange(span.source, span.offset + start, stop - start)
 
 
 def _relative(largest: float | int | None, largest_of_b: float | None) -> float | None:
