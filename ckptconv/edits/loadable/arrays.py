@@ -20,16 +20,14 @@ from ckptconv.checkpoint.merging import TensorCalls
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import Reference, Storage, row_major
 from ckptconv.dtypes import BY_NAME
-from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, count_of, data_of, pickled
+from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, count_of, data_of, list_of, pickled
 from ckptconv.errors import LimitError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
-    AT_ONCE,
     Call,
     Dict,
-    Effect,
     Global,
     List,
     Node,
@@ -43,38 +41,37 @@ from ckptconv.pickles.graph import (
 )
 
 _NAME = regex(r"([biufcOSUVMm])([0-9]{0,9})|(\?)")
-#: torch's names, which are numpy's too.
+#: The names of dtypes, which torch and numpy share, by kind and size.
 _TORCH = {
     ("b", 1): "bool", ("i", 1): "int8", ("i", 2): "int16", ("i", 4): "int32", ("i", 8): "int64", ("u", 1): "uint8",
     ("u", 2): "uint16", ("u", 4): "uint32", ("u", 8): "uint64", ("f", 2): "float16", ("f", 4): "float32",
     ("f", 8): "float64", ("c", 8): "complex64", ("c", 16): "complex128",
 }  # a table  # fmt: skip
-#: By torch's name, how the module struct calls a number, or the two of a complex one.
+#: The formats of the module struct for one element. A complex number is two floats.
 _STRUCT = {
     "bool": "?", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B", "uint16": "H", "uint32": "I",
     "uint64": "Q", "float16": "e", "float32": "f", "float64": "d", "complex64": "ff", "complex128": "dd",
 }  # a table  # fmt: skip
 _TIME_BYTES = 8
 _NO_TIME = -(1 << 63)
-#: Units of time that Python's calendar has, in microseconds, and the form of their texts.
+#: Units of time in microseconds, and the ``timespec`` of their ISO texts.
 _TIMES = {
     "D": (86_400_000_000, "days"), "h": (3_600_000_000, "hours"), "m": (60_000_000, "minutes"),
     "s": (1_000_000, "seconds"), "ms": (1000, "milliseconds"), "us": (1, "microseconds"),
 }  # a table  # fmt: skip
-_FINER = {"ns": 3, "ps": 6, "fs": 9, "as": 12}  # digits behind those of microseconds
+_FINER = {"ns": 3, "ps": 6, "fs": 9, "as": 12}  # digits after the microseconds
 
 
 @dataclass(frozen=True)
 class NumpyDType:
-    """A dtype of numpy's.
+    """A dtype of numpy.
 
     Attributes:
         kind: numpy's letter for it.
-        itemsize: In bytes.
-        order: ``<``, ``>``, or ``|`` where that means nothing.
-        unit: Of ``M`` and ``m``, the unit of time.
-        fields: Of ``V``, each with its name, dtype and offset.
-        inner: Of ``V``, the dtype of an array that one element is, with its shape.
+        itemsize: The bytes of an element.
+        order: The byte order: ``<``, ``>``, or ``|`` if there is none.
+        unit: The unit of time, for ``M`` and ``m``.
+        fields: The name, dtype and offset of each field, for ``V``.
     """
 
     kind: str
@@ -82,17 +79,16 @@ class NumpyDType:
     order: str
     unit: str = ""
     fields: tuple[tuple[str, NumpyDType, int], ...] = ()
-    inner: tuple[NumpyDType, tuple[int, ...]] | None = None
 
     @property
     def torch(self) -> str | None:
-        """The name that torch has for it, if it has one."""
+        """The name of torch's dtype, or None if torch has no such dtype."""
         return _TORCH.get((self.kind, self.itemsize))
 
     @property
     def text(self) -> str:
-        """What ``numpy.dtype`` makes the same of. Raises NotPlain."""
-        if self.fields or self.inner:
+        """The text for ``numpy.dtype``. Raises NotPlain for a structured dtype."""
+        if self.fields:
             raise NotPlain("a structured dtype has no short name")
         if self.torch and self.order != ">":
             return self.torch
@@ -102,14 +98,14 @@ class NumpyDType:
         return f"{self.order}{self.kind}{size}{self.unit and f'[{self.unit}]'}"
 
     def reader(self) -> Callable[[bytes], Value]:
-        """What makes a Python value of the bytes of an element. It, and what it makes, raise NotPlain."""
+        """Return a function that returns the Python value of the bytes of an element. Both may raise NotPlain."""
         if self.torch:
             return self._number(_STRUCT[self.torch])
-        if self.inner or self.fields:
+        if self.fields:
             return self._record
         reader: dict[str, Callable[[bytes], Value]] = {
-            "S": _bytes,
-            "V": _as_it_is,
+            "S": lambda data: data.rstrip(b"\0"),
+            "V": bytes,
             "U": self._text,
             "f": lambda data: _long_double(data[::-1] if self.order == ">" else data),
             "M": self._time,
@@ -120,21 +116,21 @@ class NumpyDType:
         return reader[self.kind]
 
     def _number(self, form: str) -> Callable[[bytes], Value]:
+        """Return a function that reads a number of the format `form`, or a complex number of two."""
         unpack = struct.Struct((">" if self.order == ">" else "<") + form).unpack
         if len(form) == 1:
             return lambda data: unpack(data)[0]
         return lambda data: Call("REDUCE", Global("builtins", "complex"), Tuple([*unpack(data)]))
 
     def _record(self, data: bytes) -> Value:
-        """A dict of the fields by their names."""
-        if self.inner:
-            raise NotPlain("an element of it is an array")
+        """Return a dict of the fields by their names."""
         items: list[Value] = []
         for name, dtype, offset in self.fields:
             items += (name, dtype.reader()(data[offset : offset + dtype.itemsize]))
         return set_items(Dict(), items)
 
     def _text(self, data: bytes) -> str:
+        """Return a text of UTF-32 without the zeros at its end."""
         try:
             text = data.decode("utf-32-be" if self.order == ">" else "utf-32-le", "surrogatepass")
         except UnicodeDecodeError:
@@ -142,11 +138,12 @@ class NumpyDType:
         return text.rstrip("\0")
 
     def _count(self, data: bytes) -> int | None:
+        """Return the number of units of a time, or None for NaT."""
         count = int.from_bytes(data, "big" if self.order == ">" else "little", signed=True)
         return None if count == _NO_TIME else count
 
     def _time(self, data: bytes) -> str:
-        """A datetime64 as numpy writes it."""
+        """Return the text that numpy writes for a datetime64."""
         count = self._count(data)
         if count is None:
             return "NaT"
@@ -166,7 +163,7 @@ class NumpyDType:
         return moment.isoformat(timespec=spec) + (f"{rest:0{digits}}" if digits else "")
 
     def _span(self, data: bytes) -> str:
-        """A timedelta64 as an ISO duration."""
+        """Return a timedelta64 as an ISO duration, or NaT."""
         count = self._count(data)
         if count is None:
             return "NaT"
@@ -180,18 +177,11 @@ class NumpyDType:
         return f"{sign}PT{whole}{f'.{rest:0{digits}}' if digits else ''}S"
 
 
-def _as_it_is(data: bytes) -> bytes:
-    return data
-
-
-def _bytes(data: bytes) -> bytes:
-    return data.rstrip(b"\0")
-
-
 def _long_double(data: bytes) -> float:
-    """The number of 80 bits that x86 processors have, where it is a float: behind it stands what was in memory.
+    """Return the float that is equal to a long double of an x86 processor. Raise NotPlain if there is none.
 
-    Other processors have others of 16 bytes, of which the last are never zero in what is no zero.
+    Such a number has 80 bits, and any bytes may follow. Long doubles of 16 bytes of other processors, except for zero,
+    do not end with zero bytes.
     """
     mantissa, exponent = int.from_bytes(data[:8], "little"), int.from_bytes(data[8:10], "little")
     sign, exponent = (-1.0 if exponent >> 15 else 1.0), exponent & 0x7FFF
@@ -211,11 +201,11 @@ def _long_double(data: bytes) -> float:
     return sign * number
 
 
-# Reading
-
-
 def numpy_dtype(value: Value, depth: int = 8) -> NumpyDType:
-    """The dtype that `value` makes, structured ones at most so deep. Raises NotPlain."""
+    """Return the dtype that `value` makes. Raise NotPlain if it is not known.
+
+    Structured dtypes may contain others to the given depth.
+    """
     made = pickled(value) if isinstance(value, Call) else None
     if made is None or made.cls != "numpy.dtype" or not made.args or len(made.states) != 1 or not depth:
         raise NotPlain("its dtype is not said as numpy says one")
@@ -241,28 +231,28 @@ def numpy_dtype(value: Value, depth: int = 8) -> NumpyDType:
 
 
 def _word(value: Value) -> str:
-    """A letter: a text, which numpy of Python 2 wrote as bytes."""
+    """Return a short text, which numpy wrote as bytes in Python 2."""
     data = bytes_of(value)
     return data.decode("latin-1") if data is not None else text_of(value) or ""
 
 
 def _unit(metadata: list[Value]) -> str:
-    """The unit of time, of which each counts one."""
+    """Return the unit of time in the metadata of a dtype. Raise NotPlain for a multiple of a unit."""
     parts = metadata[0].items if metadata and isinstance(metadata[0], Tuple) else []
     unit = parts[1].items if len(parts) == 2 and isinstance(parts[1], Tuple) else []
-    if len(unit) != 4 or [each for each in unit[1:3] if each != 1]:
+    if len(unit) != 4 or [number for number in unit[1:3] if number != 1]:
         raise NotPlain("its unit of time is not said as numpy says one")
     return _word(unit[0])
 
 
 def _structured(dtype: NumpyDType, inner: Value, names: Value, fields: Value, depth: int) -> NumpyDType:
-    """`dtype`, a void, with its fields."""
+    """Return `dtype`, which must be a void, with its fields. Raise NotPlain if one is not known."""
     if dtype.kind != "V" or inner is not None or not isinstance(names, Tuple) or not isinstance(fields, Dict):
         raise NotPlain("an element of it is an array")
     known = strings_of(fields)
     found = []
-    for each in names.items:
-        name = text_of(each)
+    for value in names.items:
+        name = text_of(value)
         parts = known.get(name) if name is not None else None
         if name is None or not isinstance(parts, Tuple) or len(parts.items) < 2:
             raise NotPlain("its dtype has a field that is not said")
@@ -277,30 +267,27 @@ def _structured(dtype: NumpyDType, inner: Value, names: Value, fields: Value, de
 
 _ARRAYS = ("numpy.ndarray", "numpy.matrix", "numpy.memmap")
 _MODULES = ("numpy.core", "numpy._core")
-#: What pickles call to make an array, and a scalar.
+#: The functions that pickles call to make an array, or a scalar.
 RECONSTRUCT = tuple(f"{module}.multiarray._reconstruct" for module in _MODULES)
 FROM_BUFFER = tuple(f"{module}.numeric._frombuffer" for module in _MODULES)
 SCALAR = tuple(f"{module}.multiarray.scalar" for module in _MODULES)
 
 
 def is_array(value: Value) -> bool:
-    """Whether `value` is an array of numpy's."""
+    """Return whether `value` is a numpy array."""
     name = imported_name(value.callable, 2) if isinstance(value, Call) and isinstance(value.callable, Global) else ""
     return name in RECONSTRUCT or name in FROM_BUFFER
 
 
-def dtype_text(dtype: Value) -> str:
-    """The text of which ``numpy.dtype`` makes `dtype`. Raises NotPlain."""
-    return numpy_dtype(dtype).text
-
-
-def type_text(name: str) -> str:
-    """The text of which ``numpy.dtype`` makes the dtype of numpy's type `name`."""
-    return name.rpartition(".")[2].removesuffix("_")
-
-
 class _Array:
-    """An array as its pickle says it: `shape`, `dtype`, `strides` in elements, and `data`, a bytes object or a list."""
+    """An array as its pickle makes it.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        strides: Its strides in elements.
+        data: Its data: a bytes object, or a list of objects.
+    """
 
     def __init__(self, made: Pickled) -> None:
         self.data: Value
@@ -334,12 +321,12 @@ class _Array:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of its elements."""
         return prod(self.shape)
 
 
 def _transposed(shape: tuple[int, ...], axes: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of an array whose elements stand in order in one of `shape`, of which it has the `axes`."""
+    """Return the shape and strides of an array of `shape` whose axes are transposed to `axes`."""
     order = [count_of(axis) for axis in axes.items] if isinstance(axes, Tuple) else []
     if sorted(order) != [*range(len(shape))]:
         raise NotPlain("the order of its axes is none")
@@ -348,7 +335,7 @@ def _transposed(shape: tuple[int, ...], axes: Value) -> tuple[tuple[int, ...], t
 
 
 def scalar(made: Pickled) -> Value:
-    """Return the Python value of a scalar. Raises NotPlain."""
+    """Return the Python value of a scalar. Raise NotPlain if it has none."""
     dtype, value = made.args if len(made.args) == 2 and not made.states else (None, None)
     read = numpy_dtype(dtype)
     if read.kind == "O":
@@ -360,32 +347,40 @@ def scalar(made: Pickled) -> Value:
 
 
 def scalar_text(call: Call) -> str | None:
-    """Return the value and the dtype of the scalar that `call` makes, or None if it makes nothing of the kind."""
+    """Return the value and the dtype of the scalar that `call` makes as a text, or None if it does not make one."""
     made = pickled(call)
     if made is None or made.cls not in SCALAR:
         return None
     try:
-        value, dtype = scalar(made), dtype_text(made.args[0])
+        value, dtype = scalar(made), numpy_dtype(made.args[0]).text
     except NotPlain:
         return None
     return None if isinstance(value, Node) else f"{describe(value)} (numpy {dtype})"
 
 
 class Arrays:
-    """Makes tensors of arrays, for `checkpoint`, whose references gain theirs."""
+    """Makes tensors of arrays, and adds their storages to the references of `checkpoint`.
+
+    Attributes:
+        in_states: The ids of the arrays in states of random generators. They become lists.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._blobs: Readable = checkpoint.blobs or checkpoint.source
         self._calls = TensorCalls(checkpoint.graph)
-        # no record of a zip has such a name, so none is taken for the storage's; a writer gives it another
+        # no record of a zip has such a name; writers choose another one
         self._keys = (key for i in count() if (key := f"\0{i}") not in checkpoint.storages)
         self._room, self._values = LIMITS.gathered(checkpoint.source.size), LIMITS.pickle_opcodes
-        #: The arrays, by the ids of their nodes, that belong to the state of a random generator.
         self.in_states: set[int] = set()
 
     def array(self, made: Pickled) -> Value:
-        """The tensor, or the nested lists, for an array. Raises NotPlain."""
+        """Return a tensor or nested lists for an array.
+
+        Raises:
+            NotPlain: It has no exact plain form.
+            LimitError: All arrays together would take far more bytes than the file.
+        """
         array = _Array(made)
         dtype = array.dtype
         if dtype.kind == "O":
@@ -402,7 +397,7 @@ class Arrays:
         return _nested(array, lambda i: read(held[i * dtype.itemsize : (i + 1) * dtype.itemsize]))
 
     def _spend(self, nbytes: int, values: int = 0) -> None:
-        """Bound what is made of byte strings, of which a pickle can use one any number of times, and of shapes."""
+        """Count bytes and values towards the limits, because a pickle can use one byte string any number of times."""
         self._room -= nbytes
         self._values -= values
         if self._room < 0 or self._values < 0:
@@ -411,7 +406,7 @@ class Arrays:
             )
 
     def _objects(self, array: _Array) -> Value:
-        """Nested lists of what an array of objects holds, which a pickle lists in the order of the indices."""
+        """Return nested lists of the elements of an array of objects. Pickles list them in the order of the indices."""
         items = [*array.data.elements()] if isinstance(array.data, List) else []
         if len(items) != array.numel:
             raise NotPlain("it holds not as many objects as its shape says")
@@ -420,9 +415,10 @@ class Arrays:
         return _nested(array, items.__getitem__)
 
     def _tensor(self, array: _Array, name: str, data: ByteRange) -> Call:
+        """Return the call that makes a tensor of torch's dtype `name`, with a new storage on the CPU."""
         dtype, key = BY_NAME[name], next(self._keys)
         self._spend(data.length)
-        # torch turns round what a class of storages says is a number, and nothing in an UntypedStorage
+        # torch swaps the bytes of typed storages on loading, but not those of an UntypedStorage
         order = self._checkpoint.byteorder if dtype.storage_class else "little"
         piece: Data = data
         if dtype.itemsize > 1 and (array.dtype.order == ">") != (order == "big"):
@@ -437,16 +433,12 @@ class Arrays:
 
 
 def _nested(array: _Array, element: Callable[[int], Value]) -> Value:
-    """Nested lists as ``tolist()`` gives them; `element` gives that with a number."""
+    """Return nested lists as ``tolist()`` does. `element` returns the element at an index of the data."""
     shape, strides = array.shape, array.strides
 
     def part(dimension: int, at: int) -> Value:
         if dimension == len(shape):
             return element(at)
-        values = [part(dimension + 1, at + i * strides[dimension]) for i in range(shape[dimension])]
-        made = List()
-        for start in range(0, len(values), AT_ONCE):
-            made.add(Effect("APPENDS", values[start : start + AT_ONCE], None))
-        return made
+        return list_of([part(dimension + 1, at + i * strides[dimension]) for i in range(shape[dimension])])
 
     return part(0, 0)

@@ -1,7 +1,7 @@
-"""Replace in a graph what the table knows by its plain form, and refuse all at once what is left.
+"""Replace the objects of a graph that the table knows by their plain forms, and refuse all other objects at once.
 
-Works on the pickle's graph alone: nothing is imported or called. What becomes of an object is made once, so what was
-shared still is, and what holds itself still does.
+This changes only the pickle's graph: nothing is imported or called. The plain form of an object is made once, so
+sharing and cycles stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptconv.checkpoint.legacy_python import text_of
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.safe_globals import is_torchs, needed_import
 from ckptconv.edits.changes import Changes, MadePlain
-from ckptconv.edits.loadable.arrays import Arrays, is_array, type_text
+from ckptconv.edits.loadable.arrays import Arrays, is_array
 from ckptconv.edits.loadable.pickled import NotPlain, pickled
 from ckptconv.edits.loadable.table import (
     BY_CLASS,
@@ -26,7 +26,6 @@ from ckptconv.edits.loadable.table import (
     Row,
     described,
     frozen_set,
-    named,
 )
 from ckptconv.edits.selection import holder_of
 from ckptconv.errors import RefusedError, count, some
@@ -47,6 +46,7 @@ from ckptconv.pickles.graph import (
     imported_name,
     is_global,
     members_of,
+    set_items,
     strings_of,
     walk,
 )
@@ -57,23 +57,24 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (Dict, "dict"), (List, "list"), (Set, "set"), (str, "text"), (bool, "bool"), (int, "int"), (float, "float"),
     (bytes, "bytes"), (type(None), "None"), (Tuple, "tuple"),
 )  # a table  # fmt: skip
-_GENERATORS = ("MT19937",)  # that numpy's older states are tuples of
+_GENERATORS = ("MT19937",)  # generators whose older states are tuples
 _SHOWN = 10  # objects in an error
-_MOST_DROPS = 20  # in a command; above that, what they stand in goes
+_MOST_DROPS = 20  # paths in a command; above that, the objects around them are dropped
 _LONGEST_KEY = 64  # members of a tuple
-_NOT_DESCRIBED = ("builtins.", "copyreg.", "operator.")  # whose calls give anything
+_NOT_DESCRIBED = ("builtins.", "copyreg.", "operator.")  # functions that return any object
 
 
 def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) -> None:
-    """Make everything in a checkpoint plain that is only data.
+    """Make all objects plain that are only data.
 
     Args:
-        checkpoint: It is changed in place.
-        changes: It gains what became plain.
-        objects: Make dicts of objects that are in no table, which name their classes.
+        checkpoint: The checkpoint, which is changed in place.
+        changes: The changes, to which the objects that became plain are added.
+        objects: Whether objects that are not in the table become dicts that name their classes.
 
     Raises:
-        RefusedError: Something is left that torch's safe loader refuses.
+        RefusedError: torch's safe loader refuses an object that is left.
+        LimitError: Arrays would take far more bytes than the file.
     """
     places = (checkpoint.before_renaming or checkpoint.index).every_place
     making = _Making(checkpoint, objects=objects)
@@ -86,73 +87,79 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
         referrers = Referrers(checkpoint.graph, places, nodes)
         why: dict[int, str] = {}
         for reason, node in refused:
-            for each in placed(node, referrers, making.old_of, known) or {id(places[0].node)}:
-                why.setdefault(each, making.failed.get(each, reason))
+            for id_ in _placed(node, referrers, making.old_of, known) or {id(places[0].node)}:
+                why.setdefault(id_, making.failed.get(id_, reason))
 
-        def helps() -> bool:  # asked last: the graph is changed by it
+        def objects_help() -> bool:
+            """Return whether ``loadable_objects`` would refuse nothing. This changes the graph."""
             again = _Making(checkpoint, objects=True)
             again.run()
             _refresh(checkpoint, list(walk([*checkpoint.graph.discarded, checkpoint.graph.root])))
             return not (again.troubles or checkpoint.index.obstacles)
 
-        raise refusal(checkpoint, places, why, objects_help=None if objects else helps)
+        raise refusal(checkpoint, places, why, objects_help=None if objects else objects_help)
     drop_effect_order(checkpoint)
-    changes.made_plain = making.said(places, nodes)
+    changes.made_plain = making.report(places, nodes)
     if not changes.made_plain:
         changes.notes.append("everything in it is plain already, so " + option("loadable") + " changed nothing")
 
 
 def _refresh(checkpoint: Checkpoint, nodes: list[Node]) -> None:
-    """Bring what `checkpoint` knows of its graph, which has these `nodes` now, up to date."""
+    """Bring the data that `checkpoint` derives from its graph up to date. `nodes` are all nodes of the graph."""
     graph, reached = checkpoint.graph, set(map(id, nodes))
-    graph.used |= {
-        CODES["BINBYTES"][0]
-    }  # as if its source had bytes and sets, which torch has to be told in other words
+    # so that bytes and sets are written with opcodes that torch's safe loader knows
+    graph.used |= {CODES["BINBYTES"][0]}
     graph.globals = [node for node in nodes if isinstance(node, Global)]
     graph.calls = [node for node in nodes if isinstance(node, Call)]
     graph.references = [node for node in nodes if isinstance(node, PersistentId)]
-    new = {id(each.node): each for each in checkpoint.references if id(each.node) in reached}
+    new = {id(reference.node): reference for reference in checkpoint.references if id(reference.node) in reached}
     checkpoint.references = [new[id(node)] for node in graph.references]
     checkpoint.changed()
     checkpoint.index.nodes = nodes
 
 
 class _Making:
-    """What each object of a graph becomes."""
+    """The plain forms of the objects of a graph.
+
+    Attributes:
+        old_of: The objects that new nodes replace, by the ids of the new nodes.
+        failed: The reasons why objects of the table did not become plain, by the ids of the objects.
+        troubles: Reasons to refuse an object although torch's safe loader would not, with the object.
+    """
 
     def __init__(self, checkpoint: Checkpoint, *, objects: bool) -> None:
         self._graph = checkpoint.graph
         self._arrays = Arrays(checkpoint)
         self._tensors = checkpoint.tensor_nodes
         self._objects = objects
-        self._made: dict[int, Value] = {}  # by the id of the object
-        self._rows: list[tuple[Node, Row, Value]] = []  # it keeps the objects, whose ids are known
-        self._seen: list[Node] = []
-        #: What new nodes stand for, by their ids.
+        self._made: dict[Node, Value] = {}
+        self._rows: list[tuple[Node, Row, Value]] = []
         self.old_of: dict[int, Value] = {}
-        #: Why an object of the table did not become plain, by its id.
         self.failed: dict[int, str] = {}
-        #: What cannot be said, though nothing in it is refused.
         self.troubles: list[tuple[str, Node]] = []
 
     def run(self) -> None:
-        """Replace what becomes plain, wherever it stands."""
+        """Replace all objects that become plain."""
         graph = self._graph
         graph.root = self.plain(graph.root)
-        for node in walk([graph.root]):  # children are asked for after their parent was seen to
+        for node in walk([graph.root]):  # this visits the children after the changes of their parent
             self._note_states(node)
             if isinstance(node, Tuple):
                 node.items = [self.plain(item) for item in node.items]
             elif isinstance(node, Object):
                 self._replace_in(node)
 
-    def said(self, places: Sequence[Place], nodes: Sequence[Node]) -> list[MadePlain]:
-        """What became plain, each with the first of `places` at which it stands in what is one of `nodes` still: that
-        can be a dtype, which a number of numpy's has had before.
+    def report(self, places: Sequence[Place], nodes: Sequence[Node]) -> list[MadePlain]:
+        """Return the objects that became plain and have a place.
+
+        Args:
+            places: The places in the source. A place in an object that is still in the graph is preferred: a dtype, for
+                example, may also have a place in a number that became plain.
+            nodes: The nodes of the graph now.
         """
         left = {id(self.old_of.get(id(node), node)) for node in nodes}
         first: dict[int, Place] = {}
-        for place in (*(each for each in places if each.parent and id(each.parent.node) in left), *places):
+        for place in (*(place for place in places if place.parent and id(place.parent.node) in left), *places):
             first.setdefault(id(place.node), place)
         return [
             MadePlain(at.path, row.title, _kind(value), _reads(row, at, value))
@@ -161,44 +168,39 @@ class _Making:
         ]
 
     def plain(self, value: Value) -> Value:
-        """What `value` becomes: itself, if it is plain or in no table."""
+        """Return the plain form of `value`, which is `value` itself if it is plain or no row of the table is for it."""
         chain: list[Node] = []
-        while isinstance(value, (Call, Global, FrozenSet)) and id(value) not in self._made:
-            self._made[id(value)] = value  # while it is made, for what is made of itself
-            self._seen.append(value)
-            new = self._step(value)
+        while isinstance(value, (Call, Global, FrozenSet)) and value not in self._made:
+            self._made[value] = value  # for an object that contains itself
+            row, new = self._by_row(value)
             if new is value:
                 break
+            if row is not None:
+                self._rows.append((value, row, new))
             chain.append(value)
             value = new
-        value = self._made.get(id(value), value) if isinstance(value, Node) else value
+        value = self._made.get(value, value) if isinstance(value, Node) else value
         for old in chain:
-            self._made[id(old)] = value
+            self._made[old] = value
             if isinstance(value, Node):
                 self.old_of.setdefault(id(value), old)
         return value
 
-    def _step(self, node: Call | Global | FrozenSet) -> Value:
-        """What `node` becomes by one row of the table; itself, if it is in none or cannot."""
-        row, value = self._by_row(node)
-        if row is not None and value is not node:
-            self._rows.append((node, row, value))
-        return value
-
     def _by_row(self, node: Call | Global | FrozenSet) -> tuple[Row | None, Value]:
+        """Return the row of the table for `node`, and the value that it gives. Without one: None and `node`."""
         if isinstance(node, FrozenSet):
             return FROZEN_SET, frozen_set(node.items)
         if isinstance(node, Global):
             name = imported_name(node, 2)
             if name in NUMPY_TYPES:
-                return NUMPY_TYPE, type_text(name)
+                return NUMPY_TYPE, name.rpartition(".")[2].removesuffix("_")
             is_named = self._objects and not is_torchs(node) and not is_dangerous(node)
-            return (OTHER, named(name)) if is_named else (None, node)
+            return (OTHER, set_items(Dict(), ["__global__", name])) if is_named else (None, node)
         made = pickled(node)
         row = BY_CLASS.get(made.cls) if made else None
         try:
             if made and row:
-                return row, row.make(self._arrays, made)
+                return row, row.make(made) if row.make else self._arrays.array(made)
             if made and self._objects and self._can_be_described(node, made.cls):
                 return OTHER, described(made)
         except NotPlain as why:
@@ -206,7 +208,10 @@ class _Making:
         return None, node
 
     def _can_be_described(self, call: Call, name: str) -> bool:
-        """Whether `call`, of what is called `name`, is no tensor, nothing of torch's list, and harmless."""
+        """Return whether `call`, which makes an object of `name`, may become a dict that describes the object.
+
+        It must not make a tensor, be on torch's list, or be dangerous.
+        """
         called = call.callable
         return (
             isinstance(called, Global)
@@ -216,11 +221,11 @@ class _Making:
         )
 
     def _replace_in(self, node: Object) -> None:
-        """Let `node` be made of what its parts become."""
+        """Replace the parts of `node` by their plain forms."""
         if isinstance(node, Call):
             members = members_of(node) if is_global(node.callable, *SET_CLASSES) else None
             if members:
-                self._check_members(node, members)
+                self._check_keys(node, members, [self.plain(member) for member in members], "members")
             node.args = node.args if isinstance(node.args, Tuple) else self.plain(node.args)
             node.kwargs = self.plain(node.kwargs)
         old_keys: list[Value] = []
@@ -235,11 +240,15 @@ class _Making:
                 keys += effect.values
         self._check_keys(node, old_keys, keys, "keys")
 
-    def _check_members(self, call: Call, members: list[Value]) -> None:
-        self._check_keys(call, members, [self.plain(member) for member in members], "members")
-
     def _check_keys(self, holder: Node, old: list[Value], new: list[Value], what: str) -> None:
-        """Note where keys become what is no key, or the same one."""
+        """Add a trouble if the plain form of a key cannot be a key, or is equal to that of another one.
+
+        Args:
+            holder: The mapping or set.
+            old: Its keys or members.
+            new: Their plain forms.
+            what: Their name in the reason.
+        """
         if all(a is b and not isinstance(b, Tuple) for a, b in zip(old, new, strict=True)):
             return
         for before, after in zip(old, new, strict=True):
@@ -249,7 +258,7 @@ class _Making:
             self.troubles.append((f"a mapping or set of which two {what} would become one", holder))
 
     def _note_states(self, node: Node) -> None:
-        """Remember the arrays in a state of numpy's random generators: these take lists, and no tensor on a GPU."""
+        """Record the arrays in the state of a numpy generator, which takes lists and no tensors."""
         if isinstance(node, Tuple) and len(node.items) in (3, 5) and text_of(node.items[0]) in _GENERATORS:
             self._arrays.in_states |= {id(node.items[1])} if is_array(node.items[1]) else set()
         elif isinstance(node, Dict) and node.effects:
@@ -260,22 +269,22 @@ class _Making:
                 self._arrays.in_states |= {id(value) for value in held if is_array(value)}
 
 
-def _hashable(key: Value, of: Callable[[Value], Value], depth: int = 4) -> object:
-    """What is equal where Python finds keys equal: what `of` gives for atoms, and tuples of them; else the node."""
+def _hashable(key: Value, plain: Callable[[Value], Value], depth: int = 4) -> object:
+    """Return an object that is equal for equal keys: `plain` of an atom or node, or a tuple of such objects."""
     if isinstance(key, Tuple) and depth and len(key.items) <= _LONGEST_KEY:
-        return tuple(_hashable(item, of, depth - 1) for item in key.items)
-    return of(key)
+        return tuple(_hashable(item, plain, depth - 1) for item in key.items)
+    return plain(key)
 
 
 def _kind(value: Value) -> str:
-    """What a plain `value` is, in a word."""
+    """Return a word for the kind of a plain `value`."""
     if isinstance(value, Call):
         return "complex" if is_global(value.callable, "builtins.complex") else "tensor"
     return next((word for kind, word in _KINDS if isinstance(value, kind)), "object")
 
 
 def _reads(row: Row, place: Place, value: Value) -> str:
-    """How code reads what became plain by `row`, in code's words."""
+    """Return the code that reads the plain `value` at `place`, as `row` describes it."""
     name = place.key if place.key and place.key.isidentifier() else "x"
     keys: Iterable[Value] = strings_of(value) if isinstance(value, Dict) else ()
     key = next(iter(keys), "name")
@@ -286,25 +295,29 @@ def _reads(row: Row, place: Place, value: Value) -> str:
 # Refusing
 
 
-def placed(node: Value, referrers: Referrers, old_of: Mapping[int, Value], places: Mapping[int, Place]) -> set[int]:
-    """The ids of the nodes in the source that have a place, and are `node`, or what it is a part of.
+def _placed(node: Value, referrers: Referrers, old_of: Mapping[int, Value], places: Mapping[int, Place]) -> set[int]:
+    """Return the ids of the nearest nodes of the source that have a place: `node`, or nodes that contain it.
 
-    `old_of`: what new nodes stand for, by their ids.
+    Args:
+        node: A node of the graph now.
+        referrers: The referrers in the graph now.
+        old_of: The objects that new nodes replace, by the ids of the new nodes.
+        places: The places in the source, by the ids of their nodes.
     """
     found: set[int] = set()
     seen: set[int] = set()
     todo: list[Value] = [node]
-    if isinstance(node, Global):  # what is called stands where its call does
+    if isinstance(node, Global):  # the place of a function is that of its call
         users = referrers.users(node)
         todo = [user if isinstance(user, Call) and user.callable is node else node for user in users] or todo
     while todo:
-        each = todo.pop()
-        old = old_of.get(id(each), each)
+        node = todo.pop()
+        old = old_of.get(id(node), node)
         if id(old) in places:
             found.add(id(old))
-        elif id(each) not in seen:
-            seen.add(id(each))
-            todo += referrers.users(each)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            todo += referrers.users(node)
     return found
 
 
@@ -315,10 +328,13 @@ def refusal(
     *,
     objects_help: Callable[[], bool] | None,
 ) -> RefusedError:
-    """The error for the nodes of which `why` says by their ids what they are.
+    """Return the error for objects that cannot become plain.
 
-    `places` are those of the source. `objects_help`: Whether ``loadable_objects`` would refuse nothing; None where it
-    was asked for.
+    Args:
+        checkpoint: The checkpoint.
+        places: The places in the source.
+        why: What torch's safe loader refuses about each node, by the id of the node.
+        objects_help: Return whether ``loadable_objects`` would refuse nothing. None if that option is set.
     """
     inside: dict[int, list[Place]] = {}
     for place in places:
@@ -348,7 +364,10 @@ def refusal(
 
 
 def _without(checkpoint: Checkpoint, paths: tuple[str, ...]) -> str | None:
-    """The command that leaves out what stands at `paths`, or takes the weights alone if there are none."""
+    """Return the command that leaves out the objects at `paths`, or that takes only the weights if there are no paths.
+
+    Return None if there are no paths, and no single main state dict.
+    """
     source = checkpoint.source
     if not paths and len(checkpoint.detected.main()) != 1:
         return None
@@ -359,7 +378,13 @@ def _without(checkpoint: Checkpoint, paths: tuple[str, ...]) -> str | None:
 
 
 def _first_met(root: Place, inside: Mapping[int, list[Place]], stops: Collection[int]) -> list[Place]:
-    """The places of nodes in `stops` (by id) that can be reached from `root` without another of them between."""
+    """Return the places of nodes in `stops` that `root` leads to without another node of `stops` in between.
+
+    Args:
+        root: The place where the search starts.
+        inside: The places in each node, by its id.
+        stops: The ids of nodes.
+    """
     found: list[Place] = []
     seen: set[int] = set()
     todo = [root]
@@ -374,7 +399,7 @@ def _first_met(root: Place, inside: Mapping[int, list[Place]], stops: Collection
 
 
 def _drops(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) -> list[Place]:
-    """The places without which nothing in `stops` is left, fewer and higher ones where they are many."""
+    """Return the places whose removal removes all nodes in `stops`. If they are many, places above them are taken."""
     found = _taken_out(root, inside, stops)
     while len(found) > _MOST_DROPS:
         deepest = max(place.depth for place in found)
@@ -387,9 +412,9 @@ def _drops(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) -> l
 
 
 def _taken_out(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) -> list[Place]:
-    """The places without which nothing in `stops` is left; none if that is the root.
+    """Return the places whose removal removes all nodes in `stops`, or none if the root would have to go.
 
-    An argument of a call, or an item of a tuple, goes with what it stands in, wherever that stands.
+    An argument of a call, or an item of a tuple, is removed with the object that contains it, at all its places.
     """
     while True:
         found = _first_met(root, inside, stops)
@@ -402,7 +427,7 @@ def _taken_out(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) 
 
 
 def _can_go(place: Place) -> bool:
-    """Whether what stands at `place`, of which a key may have another name by now, can be left out by itself."""
+    """Return whether the node at `place` can be removed from its parent. Its key may have changed."""
     outer = place.parent and place.parent.node
     if place.segment.startswith("/."):
         return holder_of(place) is not None
@@ -412,7 +437,7 @@ def _can_go(place: Place) -> bool:
 
 
 def _is_something_left(checkpoint: Checkpoint, places: Iterable[Place], gone: Iterable[Place]) -> bool:
-    """Whether a tensor is left, if there is one, once what stands at the places `gone` went."""
+    """Return whether a tensor is left after the removal of the places `gone`. True if there is no tensor at all."""
     lost = {id(place) for place in gone}
     tensors = [place for place in places if id(place.node) in checkpoint.tensor_nodes]
     return not tensors or any(lost.isdisjoint(id(above) for above in place.upwards()) for place in tensors)

@@ -1,4 +1,4 @@
-"""What a pickle says of an object that it makes: its class, its arguments, and what is done to it."""
+"""An object as a pickle makes it: its class, its arguments, and the changes after that."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from ckptconv.errors import MalformedError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
+    AT_ONCE,
     Blob,
     ByteArray,
     Call,
     Dict,
+    Effect,
     Global,
+    List,
     Py2String,
     Tuple,
     Value,
@@ -27,7 +30,7 @@ _RECONSTRUCTOR = "copyreg._reconstructor"
 
 
 class NotPlain(Exception):
-    """An object of a class in the table that has no exact plain form; the text says why."""
+    """An object of a class in the table has no exact plain form. The text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,13 @@ class Pickled:
 
     Attributes:
         call: The call that makes it.
-        cls: What is called, or the class of which an instance is made: ``module.name``, by Python 3's names.
+        cls: The function that is called, or the class of which an instance is made: ``module.name``, by Python 3's
+            names.
         args: The arguments.
-        is_new: It is made by ``cls.__new__``, which is not called otherwise.
-        items: Keys and values in turn that are set on it.
-        elements: What is appended to it.
-        states: What its state is set to, one after another.
+        is_new: Whether it is made by ``cls.__new__`` and not by a call of ``cls``.
+        items: The keys and values, in turn, that are set on it.
+        elements: The values that are appended to it.
+        states: The states that it gets, in order.
     """
 
     call: Call
@@ -53,10 +57,7 @@ class Pickled:
     states: list[Value]
 
     def attributes(self) -> dict[str, Value]:
-        """The attributes that its states give it.
-
-        Raises NotPlain where a state is no dict of texts.
-        """
+        """Return the attributes that its states contain. Raise NotPlain if a state is not a dict with text keys."""
         found: dict[str, Value] = {}
         for state in self.states:
             of_slots = isinstance(state, Tuple) and len(state.items) == 2
@@ -65,32 +66,40 @@ class Pickled:
                     continue
                 if not isinstance(part, Dict):
                     raise NotPlain("its state is no dict")
-                for effect, i in part.pairs():
-                    name = text_of(effect.values[i])
+                for key, value in part.entries():
+                    name = text_of(key)
                     if name is None:
                         raise NotPlain("a name in its state is no text")
-                    found[name] = effect.values[i + 1]
+                    found[name] = value
         return found
 
 
 def pickled(call: Call) -> Pickled | None:
-    """What `call` makes; None where it calls what is no global, or with arguments that are no tuple."""
+    """Return the object that `call` makes, or None if it does not call a global with a tuple of arguments."""
     if not isinstance(call.callable, Global) or not isinstance(call.args, Tuple) or call.kind == "NEWOBJ_EX":
         return None
     name, args, is_new = imported_name(call.callable, 2), args_of(call), call.kind != "REDUCE"
-    items = [value for effect, i in call.pairs() for value in effect.values[i : i + 2]]
+    items = [value for item in call.entries() for value in item]
     if name == _RECONSTRUCTOR and len(args) == 3 and isinstance(args[0], Global):  # protocols 0 and 1
         cls, base, state = args
         if isinstance(state, Dict) and is_global(base, "builtins.dict", "__builtin__.dict"):
-            items = [*(value for effect, i in state.pairs() for value in effect.values[i : i + 2]), *items]
+            items = [*(value for item in state.entries() for value in item), *items]
         elif state is not None or not is_global(base, "builtins.object", "__builtin__.object"):
             return None
         name, args, is_new = imported_name(cls, 2) if isinstance(cls, Global) else "", [], True
     return Pickled(call, name, args, is_new, items, [*call.elements()], call.states())
 
 
+def list_of(elements: list[Value]) -> List:
+    """Return a list of `elements`."""
+    plain = List()
+    for start in range(0, len(elements), AT_ONCE):
+        plain.add(Effect("APPENDS", elements[start : start + AT_ONCE], None))
+    return plain
+
+
 def texts_of(values: list[Value]) -> list[str]:
-    """`values`, which are texts. Raises NotPlain."""
+    """Return `values` as strings. Raise NotPlain if one is not a text."""
     texts = [text for value in values if (text := text_of(value)) is not None]
     if len(texts) != len(values):
         raise NotPlain("it is made of what is no text")
@@ -98,37 +107,29 @@ def texts_of(values: list[Value]) -> list[str]:
 
 
 def count_of(value: Value, most: int = LIMITS.elements) -> int:
-    """`value`, an integer from 0 to below `most`. Raises NotPlain."""
+    """Return `value`. Raise NotPlain if it is not an integer from 0 to below `most`."""
     if type(value) is not int or not 0 <= value < most:
         raise NotPlain("a size in it is no number of elements")
     return value
 
 
 def bytes_of(value: Value) -> bytes | None:
-    """The bytes object `value`, however its protocol says it; None where it is none, or is too long to be held."""
+    """Return the bytes object `value`, as any protocol writes it. None if it is not one, or stays in the file."""
     if isinstance(value, Call):
-        return _said(value)
+        if is_global(value.callable, "__builtin__.bytes", "builtins.bytes") and not (args_of(value) or value.effects):
+            return b""
+        text = _encoded(value)
+        try:
+            return text.encode("latin-1") if isinstance(text, str) else None
+        except UnicodeEncodeError:
+            return None
     if isinstance(value, (Py2String, ByteArray)):
         return value.data
     return value if isinstance(value, bytes) else None
 
 
-def _said(call: Call) -> bytes | None:
-    """The bytes that `call` gives where it is how protocol 2 says them."""
-    args = args_of(call)
-    if is_global(call.callable, "__builtin__.bytes", "builtins.bytes") and not args and not call.effects:
-        return b""
-    text = _encoded(call)
-    if not isinstance(text, str):
-        return None
-    try:
-        return text.encode("latin-1")
-    except UnicodeEncodeError:
-        return None
-
-
 def _encoded(call: Call) -> Value:
-    """The text that `call` encodes, if that is what it does."""
+    """Return the text that `call` encodes as Latin-1, which is how protocol 2 writes bytes, or None."""
     args = args_of(call)
     if is_global(call.callable, "_codecs.encode") and len(args) == 2 and not call.effects:
         return args[0] if text_of(args[1]) in ("latin1", "latin-1") else None
@@ -136,7 +137,10 @@ def _encoded(call: Call) -> Value:
 
 
 def data_of(value: Value, blobs: Readable) -> ByteRange:
-    """Where the bytes of the bytes object `value` stand, its long texts in `blobs`. Raises NotPlain."""
+    """Return the range with the bytes of the bytes object `value`. Raise NotPlain if it is not one.
+
+    `blobs` is the source that contains its long texts.
+    """
     data = bytes_of(value)
     if data is not None:
         return ByteRange(BytesSource(data, blobs.path), 0, len(data))
