@@ -48,8 +48,8 @@ NOT_HERE = """
     __main__ byteranges/kernels/casting byteranges/kernels/comparing
     byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
     conversion/in_place conversion/jobs conversion/process_pool conversion/worker formats/in_place
-    inspection/verification output/in_place output/s3_upload
-    output/upload_parts render/notebook render/page/vendor/make signals stores/fsspec stores/http
+    inspection/verification output/in_place output/signals output/s3_upload
+    output/upload_parts render/notebook render/page/vendor/make stores/fsspec stores/http
     stores/paths stores/remote stores/requests stores/s3 stores/transports stores/urls tensors
 """
 #: The files of the page itself, in the order in which they are loaded, and their content types.

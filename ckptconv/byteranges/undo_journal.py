@@ -248,7 +248,7 @@ def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
                     got=info.st_size,
                     hint=_LOOK,
                 )
-            data = _read_all(fd, info.st_size)
+            data = read_bytes(fd, info.st_size, 0)
     except FileNotFoundError as error:
         raise InputError(NO_JOURNAL, where=target) from error
     except OSError as error:
@@ -265,12 +265,13 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _read_all(fd: int, size: int) -> bytes:
+def read_bytes(fd: int, length: int, offset: int) -> bytes:
+    """Return `length` bytes at `offset` of the open file `fd`, or fewer if it ends before. Raises OSError."""
     parts = []
-    at = 0
-    while at < size and (part := os.pread(fd, size - at, at)):
+    while length and (part := os.pread(fd, length, offset)):
         parts.append(part)
-        at += len(part)
+        offset += len(part)
+        length -= len(part)
     return b"".join(parts)
 
 

@@ -22,8 +22,8 @@ from ckptconv import __version__
 from ckptconv.cli.commands import ClosedPipeError, Group
 from ckptconv.cli.terminal import show_error
 from ckptconv.errors import CkptconvError, UsageError
+from ckptconv.output.signals import handled_by
 from ckptconv.pickles.graph import gc_paused
-from ckptconv.signals import handled_by
 
 _EXAMPLES = """\b
 Examples:

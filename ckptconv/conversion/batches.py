@@ -34,7 +34,7 @@ from ckptconv.formats.writers import writer_for
 from ckptconv.hints import for_python
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import files as output_files
-from ckptconv.output.steps import DiskWait, FolderSync, Steps
+from ckptconv.output.files import DiskWait, FolderSync, Steps
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.stores import is_url
 

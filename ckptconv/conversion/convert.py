@@ -28,9 +28,8 @@ from ckptconv.output import far_targets
 from ckptconv.output import files as output_files
 from ckptconv.output.direct_writes import planned_directly
 from ckptconv.output.far_folders import old_set
-from ckptconv.output.folders import NewFolder, write_folder
-from ckptconv.output.other_files import OtherFile, check_inside, open_other
-from ckptconv.output.steps import Steps, waited_for
+from ckptconv.output.files import Steps, waited_for
+from ckptconv.output.folders import NewFolder, OtherFile, check_inside, open_other, write_folder
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.stores import is_url
 

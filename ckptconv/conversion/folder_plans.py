@@ -30,8 +30,7 @@ from ckptconv.formats.sharded.index import family_of
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.output.folders import names_in
-from ckptconv.output.other_files import OtherFile, others_in, rest_of
+from ckptconv.output.folders import OtherFile, names_in, others_in, rest_of
 from ckptconv.stores import first_bytes, is_url, list_folder
 
 

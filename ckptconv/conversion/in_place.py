@@ -50,11 +50,9 @@ from ckptconv.formats.sharded.index import find_set, is_index_file, read_index
 from ckptconv.formats.writers import writer_of
 from ckptconv.hints import Option, Placeholder, command, for_python, option, shell
 from ckptconv.light_dataclass import dataclass
+from ckptconv.output import in_place as writing
 from ckptconv.output.files import as_output_error
-from ckptconv.output.in_place import journal as journals
-from ckptconv.output.in_place.signals import HeldSignals, signals_held, with_note
-from ckptconv.output.in_place.writing import WRITTEN_ANEW, check_restorable, restore, spoil
-from ckptconv.output.in_place.writing import apply as write_new
+from ckptconv.output.signals import HeldSignals, signals_held, with_note
 from ckptconv.pickles.graph import gc_paused
 
 #: Edits that move tensor bytes, and options of an output that there is none of.
@@ -350,10 +348,10 @@ def _write_all(files: list[_File], signals: HeldSignals, *, keep_journal: bool) 
     pairs = [*zip(files, journals_, strict=True)]
     if names:  # a journal of an earlier change beside one of this would take back too much
         with as_output_error(leader.path):
-            journals.discard(*(file.path for file in files))
+            writing.discard_journals(*(file.path for file in files))
     for file, journal in pairs:
         try:
-            journals.write(file.path, journal)
+            writing.write_journal(file.path, journal)
         except OSError as error:
             _take_back(pairs, begun=0)
             raise OutputError(
@@ -367,8 +365,8 @@ def _write_all(files: list[_File], signals: HeldSignals, *, keep_journal: bool) 
         try:
             with as_output_error(file.path):
                 if i == 1 and names:
-                    written += spoil(files[-1].fd, journals_[-1])
-                written += write_new(file.fd, journal)
+                    written += writing.spoil(files[-1].fd, journals_[-1])
+                written += writing.apply(file.fd, journal)
         except OutputError as error:
             back = _take_back(pairs, begun=i)
             error.hint = "nothing was changed" if back else command("undo", leader.path)
@@ -376,9 +374,9 @@ def _write_all(files: list[_File], signals: HeldSignals, *, keep_journal: bool) 
     _deliver(signals, pairs, begun=len(pairs))
     try:
         for file in files:  # the leader first
-            journals.mark(file.path, DONE)
+            writing.mark_journal(file.path, DONE)
         for file in files[::-1] if not keep_journal else ():
-            journals.discard(file.path)
+            writing.discard_journals(file.path)
     except OSError as error:
         raise OutputError(
             f"the change could not be finished: {error.strerror}",
@@ -407,10 +405,10 @@ def _take_back(files: list[tuple[_File, Journal]], *, begun: int) -> bool:
     """
     try:
         for file, journal in [*files[:-1][:begun], *files[-1:]] if begun else ():
-            restore(file.fd, journal)
+            writing.restore(file.fd, journal)
         for file, _ in files[::-1]:
             if state_of(file.path) == HOT:
-                journals.discard(file.path)
+                writing.discard_journals(file.path)
     except OSError:
         return False
     return True
@@ -461,18 +459,18 @@ def take_back(path: str | os.PathLike[str]) -> int:
             one = command("undo", target) + " takes one back"
             raise UsageError("several checkpoints in the folder were changed", where=path, got=some(names), hint=one)
         for file in files:
-            check_restorable(file.fd, file.journal, file.path, done=file.state == DONE)
+            writing.check_restorable(file.fd, file.journal, file.path, done=file.state == DONE)
             _check_whole(file.path, file.fd, file.journal)
         written = 0
         with as_output_error(target), signals_held(f"{target}: restored"):
             for file in files:  # the leader first: from here on the set is hot, whatever happens
-                journals.mark(file.path, HOT)
+                writing.mark_journal(file.path, HOT)
             if len(files) > 1:
-                spoil(files[-1].fd, files[-1].journal)
+                writing.spoil(files[-1].fd, files[-1].journal)
             for file in files:
-                written += restore(file.fd, file.journal)
+                written += writing.restore(file.fd, file.journal)
             for file in files[::-1]:  # the leader last
-                journals.discard(file.path)
+                writing.discard_journals(file.path)
     return written
 
 
@@ -566,4 +564,4 @@ def _check_whole(path: Path, fd: int, journal: Journal) -> None:
                 "the undo journal would change the bytes of a tensor", where=path, got=f"byte {patch.offset:,}"
             )
     if rest != journal.rest:
-        raise RefusedError(WRITTEN_ANEW, where=path, got="other bytes around those of that change")
+        raise RefusedError(writing.WRITTEN_ANEW, where=path, got="other bytes around those of that change")

@@ -28,7 +28,7 @@ from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, Targ
 from ckptconv.hints import joined, option, unknown_keyword
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import files as output_files
-from ckptconv.output.steps import Steps, run_steps
+from ckptconv.output.files import Steps, run_steps
 from ckptconv.stores import is_url
 
 

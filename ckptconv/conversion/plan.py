@@ -29,8 +29,7 @@ from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual
 from ckptconv.hints import Placeholder, option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output.far_folders import NO_OLD_SET, OldSet
-from ckptconv.output.folders import no_name
-from ckptconv.output.other_files import OtherFile
+from ckptconv.output.folders import OtherFile, no_name
 from ckptconv.output.transfer import VirtualFile
 from ckptconv.pickles.graph import Global
 from ckptconv.result import Result

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 
-from ckptconv.signals import handled_by
+from ckptconv.output.signals import handled_by
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

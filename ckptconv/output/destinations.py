@@ -10,7 +10,7 @@ import threading
 from typing import Protocol, TypeAlias
 
 from ckptconv.errors import ArgumentTypeError, OutputError
-from ckptconv.output import linux
+from ckptconv.output import filesystem
 from ckptconv.stores.memory import BinaryFile, path_of, seeking
 
 
@@ -60,7 +60,7 @@ class FileDestination:
 
     def start_writeback(self, at: int, length: int) -> None:
         """Begin to write it to the disk."""
-        linux.start_writeback(self.fd, at, length)
+        filesystem.start_writeback(self.fd, at, length)
 
     def settle(self) -> None:
         """Wait for what is not written yet: nothing. Raises what went wrong with it."""

@@ -21,7 +21,7 @@ from types import TracebackType
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, ByteRange, OutFile
 from ckptconv.byteranges.threads import Task, Threads
-from ckptconv.output import linux
+from ckptconv.output import filesystem
 from ckptconv.output.destinations import FileDestination
 
 WINDOW = 8 << 20  # bytes of a write
@@ -85,7 +85,7 @@ def shares_blocks(fd: int, file: OutFile) -> bool:
     longest = max(ranges, key=lambda span: span.length, default=None)
     if longest is None or longest.source.fd < 0 or min(longest.source.size, file.size) < FILESYSTEM_BLOCK:
         return False
-    return linux.share_block(longest.source.fd, fd, FILESYSTEM_BLOCK)
+    return filesystem.share_block(longest.source.fd, fd, FILESYSTEM_BLOCK)
 
 
 def _reopened(fd: int) -> int:

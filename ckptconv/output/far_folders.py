@@ -12,7 +12,7 @@ from ckptconv.byteranges.spans import OutFile
 from ckptconv.errors import MissingInputError, OutputError, TargetExistsError, some
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
-from ckptconv.output.other_files import OtherFile
+from ckptconv.output.folders import OtherFile
 
 if TYPE_CHECKING:
     from ckptconv.stores.paths import FarPath

@@ -11,7 +11,7 @@ from typing import Any
 from ckptconv.byteranges.spans import OutFile
 from ckptconv.errors import MissingInputError, OutputError, UsageError
 from ckptconv.output.far_folders import refuse_existing
-from ckptconv.output.other_files import OtherFile, open_other
+from ckptconv.output.folders import OtherFile, open_other
 from ckptconv.stores import is_url, list_folder
 
 

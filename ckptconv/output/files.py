@@ -1,9 +1,9 @@
-"""Write planned files, whole or not at all.
+"""Write planned files, each completely or not at all.
 
-A unique temporary beside the target, filled (:mod:`ckptconv.output.transfer`), fsynced, renamed, the folder fsynced:
-whatever happens before the rename, the target is as it was; afterwards it is whole. The file stays open meanwhile, and
-what stands at the target is compared with it: others who may write in the folder can exchange the temporary. Several
-files are built in a temporary folder (:mod:`ckptconv.output.folders`).
+A unique temporary next to the target is filled (:mod:`ckptconv.output.transfer`), fsynced and renamed, and the folder
+is fsynced. Before the rename the target is as it was, and afterwards it is complete. The temporary stays open until
+then and is compared with the file at the target, because another user who may write in the folder can exchange it.
+Several files are built in a temporary folder (:mod:`ckptconv.output.folders`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
+from functools import wraps
 from itertools import takewhile, zip_longest
 from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from ckptconv.byteranges.locks import lock_shared
 from ckptconv.byteranges.sources import Readable, check_system
@@ -25,21 +27,86 @@ from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of, target
 from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.hints import command, option, shell
 from ckptconv.lazy_regex import regex
-from ckptconv.output import linux
-from ckptconv.output.attributes import take_over
+from ckptconv.output import filesystem
 from ckptconv.output.destinations import FileDestination, FileObjectDestination
 from ckptconv.output.direct_writes import DirectDestination, shares_blocks
-from ckptconv.output.steps import FileSync, FolderSync, Steps, run_steps, sync_folder, waited_for
 from ckptconv.output.transfer import Transfer
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 _TEMPORARY = regex(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
-_ALONE = "choose a folder in which nobody else may write"
+_OTHER_FOLDER = "choose a folder in which nobody else may write"
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
+class FileSync(NamedTuple):
+    """A wait until the bytes of the open file `fd` are on the disk. A call waits, and raises OSError."""
+
+    fd: int
+
+    def __call__(self) -> None:
+        os.fsync(self.fd)
+
+
+class FolderSync(NamedTuple):
+    """A wait until all names that are in `folder` now are on the disk. A call waits, and raises OSError."""
+
+    folder: Path
+
+    def __call__(self) -> None:
+        sync_folder(self.folder)
+
+
+DiskWait: TypeAlias = "FileSync | FolderSync"
+#: Work that yields each of its waits for the disk, so that its caller can do other work meanwhile, and returns a
+#: result. An exception that a wait raises is thrown into it.
+Steps: TypeAlias = Generator[DiskWait, None, _T]
+
+
+def run_steps(steps: Steps[_T]) -> _T:
+    """Do `steps` with all their waits in this thread, and return their result."""
+    try:
+        wait = next(steps)
+        while True:
+            try:
+                wait()
+            except BaseException as error:
+                wait = steps.throw(error)
+            else:
+                wait = next(steps)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+
+
+def waited_for(steps: Callable[_P, Steps[_T]]) -> Callable[_P, _T]:
+    """Return a function that does `steps` with all their waits in this thread, and returns their result."""
+
+    @wraps(steps)
+    def do(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return run_steps(steps(*args, **kwargs))
+
+    return do
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on the disk. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def check_target(path: Path, *, replace: bool) -> None:
-    """Raise unless a file may be put at `path`: a folder there, a device, or any file without `replace`
-    is in the way.
+    """Raise unless a file may be put at `path`.
+
+    Raises:
+        RefusedError: There is a folder, a device or the like, or an interrupted change in place.
+        TargetExistsError: There is a file, and `replace` is False.
+        UsageError: The folder does not exist.
+        OutputError: The system does not let us look.
     """
     mode = mode_at(path)
     if mode is None:
@@ -57,9 +124,7 @@ def check_target(path: Path, *, replace: bool) -> None:
 
 
 def refuse_interrupted(path: Path) -> None:
-    """Raise RefusedError where a change in place of what is, or was, at `path` was not finished: its journal would go
-    with it.
-    """
+    """Raise RefusedError if a change in place of the file at `path` was interrupted. Its journal would be lost."""
     if state_of(path) != HOT:
         return
     gone = f"the file is gone: put it back, or delete {journal_path(path)}"
@@ -71,9 +136,9 @@ def refuse_interrupted(path: Path) -> None:
 
 
 def mode_at(path: Path) -> int | None:
-    """The mode of what stands at `path`, links not followed; None where nothing does.
+    """Return the mode of the file or folder at `path`, without following a link, or None if there is none.
 
-    Raises OutputError, and UsageError where not even the folder is there that it is to stand in.
+    Raises OutputError, and UsageError if the folder of `path` does not exist.
     """
     try:
         return os.lstat(path).st_mode
@@ -90,11 +155,17 @@ def mode_at(path: Path) -> int | None:
 def writing(
     file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
 ) -> Steps[Overflow]:
-    """The steps of writing `file`, whose ranges come from `source`; what overflowed.
+    """Write `file`, whose ranges are in `source`, in steps, and return what overflowed.
 
-    Raises OutputError, TargetExistsError, InputChangedError, MalformedError.
+    Args:
+        file: The planned file.
+        source: What must not change meanwhile.
+        replace: Whether an old file may be replaced.
+        verify: Whether to read everything back and compare it before the target appears.
+        progress: Called with each number of bytes written.
 
-    `replace`: an old file may go. `verify`: read everything back and compare it before the target appears.
+    Raises:
+        OutputError, RefusedError, TargetExistsError, InputChangedError, MalformedError: The target is as it was.
     """
     check_target(file.path, replace=replace)
     temporary = temporary_beside(file.path)
@@ -108,32 +179,33 @@ def writing(
                 raise
             overflowed = yield from _filling(fd, temporary.parent, file, source, verify=verify, progress=progress)
             source.check_unchanged()
-            with _kept_from_changes(file.path), _kept_from_changes(temporary):
+            with _locked(file.path), _locked(temporary):
                 refuse_interrupted(file.path)  # again: filling the new one took a while
                 check_is_at(temporary, fd, file.path)
                 _publish(temporary, file.path, replace)
                 check_is_at(file.path, fd, file.path)
                 if state_of(file.path):
-                    with contextlib.suppress(OSError):  # of the file that was replaced: one that stays restores nothing
+                    with contextlib.suppress(OSError):  # a journal of the old file that stays restores nothing
                         os.unlink(journal_path(file.path))
     finally:
         if ours:
-            with contextlib.suppress(OSError):  # a rename took it away, or what went wrong before matters more
+            with contextlib.suppress(OSError):  # it was renamed, or the earlier error matters more
                 os.unlink(temporary)
-    with _said_to_be_new(file.path):
+    with _in_place_already(file.path):
         yield FolderSync(file.path.parent)
     return overflowed
 
 
-#: :func:`writing` with all its waits.
+#: :func:`writing`, with all its waits in this thread.
 write = waited_for(writing)
 
 
 @contextlib.contextmanager
 def _new_file(path: Path, file: OutFile) -> Iterator[int]:
-    """The open file at `path`, which must not exist, for `file`. It has the permissions that `cp` would give it:
-    everything that the regular file has that it replaces; else its own mode, less the umask, and its owner may write
-    it.
+    """Create the file `path`, which must not exist, for `file`, and yield its descriptor.
+
+    It has the permissions that `cp` would give it: owner, mode and attributes of the regular file that it replaces, or
+    else its own mode, less the umask and with write permission for its owner.
 
     Raises OSError, RefusedError.
     """
@@ -143,22 +215,22 @@ def _new_file(path: Path, file: OutFile) -> Iterator[int]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         if replaces:
-            take_over(fd, file.path)
+            filesystem.take_over(fd, file.path)
         yield fd
     finally:
-        with contextlib.suppress(OSError):  # what a close can find out is asked before
+        with contextlib.suppress(OSError):  # errors of a close are found by _filling
             os.close(fd)
 
 
 def _filling(
     fd: int, folder: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None
 ) -> Steps[Overflow]:
-    """The steps of writing `file` to the open file `fd` in `folder`, and on to the disk; what overflowed.
+    """Write `file` to the open file `fd` in `folder`, and sync it, in steps. Return what overflowed.
 
-    Raises OSError, and what :func:`write` raises.
+    Raises OSError, and what :func:`writing` raises.
     """
     transfer = Transfer(file, folder, compared=verify)
-    _forget(file.path, source)
+    _drop_from_cache(file.path, source)
     _reserve(fd, file, beside=transfer.beside)
     with transfer, _destination(fd, direct=file.direct) as out:
         transfer.fill(out, progress)
@@ -166,35 +238,35 @@ def _filling(
         yield FileSync(fd)
         if verify:
             transfer.compare(out)
-    os.close(os.dup(fd))  # which some filesystems tell of faults
+    os.close(os.dup(fd))  # some filesystems report faults here
     return transfer.overflowed
 
 
 def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
-    """Write `file` to `path`, which must not exist, and on to the disk; return what overflowed.
+    """Write `file` to `path`, which must not exist, and sync it. Return what overflowed.
 
-    Raises OSError, and what :func:`write` raises.
+    Raises OSError, and what :func:`writing` raises.
     """
     with _new_file(path, file) as fd:
         return run_steps(_filling(fd, path.parent, file, source, verify=verify, progress=progress))
 
 
 def is_at(path: Path, fd: int) -> bool:
-    """Return whether the open file or folder `fd` is what stands at `path`, links not followed."""
+    """Return whether the open file or folder `fd` is at `path`, without following a link."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
     except FileNotFoundError:
         return False
 
 
-def check_is_at(path: Path, fd: int, where: object, hint: str = _ALONE) -> None:
-    """Raise OutputError about `where` unless the open file or folder `fd` is what stands at `path`."""
+def check_is_at(path: Path, fd: int, where: object, hint: str = _OTHER_FOLDER) -> None:
+    """Raise OutputError about `where` unless the open file or folder `fd` is at `path`."""
     if not is_at(path, fd):
         raise OutputError("another process replaced the output while it was written", where=where, hint=hint)
 
 
 def _destination(fd: int, *, direct: bool) -> AbstractContextManager[FileDestination]:
-    """What writes to `fd`, around the page cache if that is still possible."""
+    """Return a destination that writes to `fd`. With `direct` it bypasses the page cache, if that is still possible."""
     if direct:
         with contextlib.suppress(OSError):
             return DirectDestination(fd)
@@ -202,9 +274,9 @@ def _destination(fd: int, *, direct: bool) -> AbstractContextManager[FileDestina
 
 
 def write_to_object(file: OutFile, out: FileObjectDestination, *, verify: bool) -> Overflow:
-    """Write `file` to `out`; what overflowed. Where it fails, what was written until then stays.
+    """Write `file` to `out`, and return what overflowed. After an error, the bytes written until then stay.
 
-    Raises OutputError, and what reading its ranges raises. `verify`: read everything back and compare it.
+    With `verify`, read everything back and compare it. Raises OutputError, and what reading the ranges raises.
     """
     transfer = Transfer(file, file.path.parent, compared=verify)
     with as_output_error(file.path), transfer:
@@ -217,7 +289,7 @@ def write_to_object(file: OutFile, out: FileObjectDestination, *, verify: bool) 
 
 @contextlib.contextmanager
 def as_output_error(path: Path) -> Iterator[None]:
-    """Let an OSError inside be an OutputError about `path`."""
+    """Turn an OSError in this block into an OutputError about `path`."""
     try:
         yield
     except CkptconvError:  # some are OSErrors too
@@ -228,7 +300,7 @@ def as_output_error(path: Path) -> Iterator[None]:
 
 
 def temporary_beside(target: Path) -> Path:
-    """A name beside `target` that nothing has, in a folder that takes names of 255 bytes."""
+    """Return a random name next to `target`, of at most 255 bytes."""
     name = target.name
     while len(os.fsencode(name)) > 200:
         name = name[:-1]
@@ -236,20 +308,20 @@ def temporary_beside(target: Path) -> Path:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether what is called `name` is a temporary of ours, of a conversion that goes on or was killed."""
+    """Return whether `name` is that of a temporary of a conversion that is running or was killed."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_own_file(name: str) -> bool:
-    """Whether what is called `name` is a temporary or an undo journal of ours, which no copy takes along."""
+    """Return whether `name` is that of a temporary or an undo journal of this program, which are never copied."""
     return is_temporary(name) or target_of(name) is not None
 
 
-def _forget(target: Path, source: Readable) -> None:
-    """Give back the memory that caches the file to be replaced, as truncating it would: the new one needs as much.
+def _drop_from_cache(target: Path, source: Readable) -> None:
+    """Drop the file at `target` from the page cache, as truncating it would, unless it is the `source`.
 
-    Measured in a virtual machine, where memory that no one has used lately is slow to
-    get: 2 GiB in 1.4 s instead of 7 s.
+    The new file needs as much memory, and memory that is free at once is faster to get than memory of a virtual machine
+    that was not used for long.
     """
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
@@ -262,9 +334,11 @@ def _forget(target: Path, source: Readable) -> None:
 
 
 @contextlib.contextmanager
-def _kept_from_changes(path: Path) -> Iterator[None]:
-    """Keep the file at `path`, if one that we can read is there, from being changed in place: whoever does that writes
-    a journal, which would go with that of the file that is replaced. Raises InputError where somebody changes it now.
+def _locked(path: Path) -> Iterator[None]:
+    """Lock the file at `path`, if it is there and readable, against changes in place in this block.
+
+    Such a change writes a journal, which would be removed with that of the replaced file. Raises InputError if the file
+    is being changed.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -275,20 +349,20 @@ def _kept_from_changes(path: Path) -> Iterator[None]:
         lock_shared(fd, path)
         yield
     finally:
-        with contextlib.suppress(OSError):  # it was only read, and the file may have its name by now
+        with contextlib.suppress(OSError):  # it was only read, and the new file may have its name by now
             os.close(fd)
 
 
 def _reserve(fd: int, file: OutFile, beside: int) -> None:
-    """Make sure of the space before the first byte, unless blocks will be shared.
+    """Reserve the space for `file`, unless blocks will be shared. Raises OutputError if there is too little.
 
-    `beside`: what is needed for a while beside the file.
+    `beside`: the number of bytes that are needed in addition while it is written.
     """
     if shares_blocks(fd, file):
         return
     needed = file.size + beside
     try:
-        if linux.fallocate(fd, file.size):
+        if filesystem.fallocate(fd, file.size):
             needed = beside
         space = os.fstatvfs(fd)
         if space.f_bavail * space.f_frsize >= needed:
@@ -300,13 +374,13 @@ def _reserve(fd: int, file: OutFile, beside: int) -> None:
 
 
 def no_space(space: os.statvfs_result, where: Path, needed: int) -> OutputError:
-    """The error for a target that is too large for what is free."""
+    """Return the error for a target that needs more bytes than are free."""
     free = space.f_bavail * space.f_frsize
     return OutputError("too little free space", where=where, expected=f"{needed:,} bytes", got=f"{free:,} bytes")
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:
-    """Give the finished file its name. Without `replace` only if the name is still free."""
+    """Give the finished file its name. Without `replace`, do so only if the name is still free."""
     if replace:
         os.replace(temporary, target)
         return
@@ -316,7 +390,7 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
         except OSError as error:
             if error.errno not in _CANNOT_LINK:
                 raise
-            if not linux.rename_if_absent(str(temporary), str(target)):
+            if not filesystem.rename_if_absent(str(temporary), str(target)):
                 raise RefusedError(
                     "this filesystem cannot create the output without the risk of replacing one that appears meanwhile",
                     where=target,
@@ -329,24 +403,23 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
 
 
 def make_folder(folder: Path, like: Path) -> None:
-    """Make `folder`, and those above it, where they are not there, and let their names reach the disk. Each gets the
-    permissions of its counterpart: `folder` those of `like`, the one above it those of the one above `like`.
+    """Make `folder` and its parents, unless they exist, and sync their names.
 
-    Raises OutputError.
+    `folder` gets the permissions of `like`, its parent those of the parent of `like`, and so on. Raises OutputError.
     """
     if os.path.lexists(folder):
         return
     above = zip_longest((folder, *folder.parents), (like, *like.parents), fillvalue=Path())
     missing = takewhile(lambda pair: not os.path.lexists(pair[0]), above)
     with as_output_error(folder):
-        for each, other in reversed([*missing]):
+        for path, other in reversed([*missing]):
             with contextlib.suppress(FileExistsError):  # made by another conversion meanwhile
-                os.mkdir(each, folder_mode(other))
-            sync_folder(each.parent)
+                os.mkdir(path, folder_mode(other))
+            sync_folder(path.parent)
 
 
 def folder_mode(like: Path) -> int:
-    """The permissions for a new folder that is `like` another one: its own, and its owner may use it."""
+    """Return the permissions of the folder `like`, with all permissions for its owner, or 0o777 if it is not there."""
     try:
         return stat.S_IMODE(os.stat(like).st_mode) | stat.S_IRWXU
     except OSError:
@@ -354,14 +427,14 @@ def folder_mode(like: Path) -> int:
 
 
 def sync_name(path: Path) -> None:
-    """Let the name of what was put at `path` reach the disk. Raises OutputError, which says that it is the new one."""
-    with _said_to_be_new(path):
+    """Sync the name of the new file or folder at `path`. Raises OutputError, which says that the new one is there."""
+    with _in_place_already(path):
         sync_folder(path.parent)
 
 
 @contextlib.contextmanager
-def _said_to_be_new(path: Path) -> Iterator[None]:
-    """Let an OSError inside, of syncing the folder, say that what stands at `path` is the new one."""
+def _in_place_already(path: Path) -> Iterator[None]:
+    """Turn an OSError in this block into an OutputError that says that the new file is at `path`."""
     try:
         yield
     except OSError as error:

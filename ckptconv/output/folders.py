@@ -1,8 +1,12 @@
-"""Write a folder of planned files, whole or not at all.
+"""Write a folder of planned files, completely or not at all.
 
-Each file is filled and fsynced as any other (:mod:`ckptconv.output.files`). An old folder changes names with the new
-one (``renameat2``, RENAME_EXCHANGE), which is one step for everybody who looks; where the system has no such call it is
-moved aside, and back if the new one cannot take its place.
+Each file is filled and fsynced as any other (:mod:`ckptconv.output.files`). An old folder and the new one exchange
+names in one step (``renameat2``, RENAME_EXCHANGE). If the system has no such call, the old folder is moved aside, and
+back if the new one cannot take its place.
+
+Files of a converted folder that are not checkpoints are copied with their modes. Links stay links, and a link that
+leads out of the folder is not followed. Remote folders have neither links nor modes. In place nothing is copied: the
+new folder gets hard links to the old folder's files.
 """
 
 from __future__ import annotations
@@ -12,21 +16,20 @@ import errno
 import os
 import shutil
 import stat
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
+from ckptconv.byteranges.threads import Threads
 from ckptconv.byteranges.undo_journal import state_of, target_of
-from ckptconv.errors import OutputError, RefusedError, TargetExistsError, some
+from ckptconv.errors import CkptconvError, InputChangedError, OutputError, RefusedError, TargetExistsError, some
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
-from ckptconv.output import linux
-from ckptconv.output.attributes import take_over
+from ckptconv.output import filesystem
 from ckptconv.output.direct_writes import shares_blocks
 from ckptconv.output.files import (
     as_output_error,
@@ -34,26 +37,47 @@ from ckptconv.output.files import (
     fill,
     folder_mode,
     is_at,
+    is_own_file,
     mode_at,
     no_space,
     refuse_interrupted,
+    sync_folder,
     sync_name,
     temporary_beside,
 )
-from ckptconv.output.other_files import OtherFile, copy_into
-from ckptconv.output.steps import sync_folder
+from ckptconv.stores import is_url
+
+if TYPE_CHECKING:
+    from ckptconv.stores.paths import FarPath
 
 _ATTEMPTS = 3  # to delete a folder: a signal can end the first
-_APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of rename, where something stands by now
+_APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of rename, if something has the name now
 
 
-def no_name(name: str) -> bool:  # noqa: ARG001 - as all that say which names may go
-    """No file of an old folder may go that the new one has not."""
+@dataclass(frozen=True)
+class OtherFile:
+    """Something that is not a checkpoint and is copied.
+
+    Attributes:
+        path: Where it will be.
+        source: Where it is.
+        kind: ``file``, ``link`` or ``folder``, or ``kept`` if it stays in a folder that is converted in place.
+        size: The number of bytes to copy.
+    """
+
+    path: Path
+    source: Path
+    kind: str
+    size: int
+
+
+def no_name(name: str) -> bool:  # noqa: ARG001 - the signature of `NewFolder.may_go`
+    """Return False: no file of an old folder may be removed that the new one does not have."""
     return False
 
 
 def names_in(folder: Path) -> Iterator[str]:
-    """The files below `folder`, and its empty folders, as paths from there. Raises OSError."""
+    """Yield the files and the empty folders below `folder`, as paths relative to it. Raises OSError."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -69,14 +93,14 @@ def names_in(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class NewFolder:
-    """A folder that is to be written.
+    """A folder to write.
 
     Attributes:
         target: Its path.
         files: Planned files, whose paths are below `target`.
-        others: What is copied as it is, below `target` too.
-        may_go: Which names in an old folder may go, beside those that the new one has.
-        like: The folder whose modes, and those of whose folders, new ones get.
+        others: What is copied to paths below `target`.
+        may_go: Returns whether a name in an old folder may be removed although the new one does not have it.
+        like: The folder whose modes, and those of its folders, new folders get. None: the usual modes.
     """
 
     target: Path
@@ -87,34 +111,31 @@ class NewFolder:
 
     @cached_property
     def entries(self) -> list[OutFile | OtherFile]:
-        """All that will be in it."""
+        """All files, links and folders that it will contain."""
         return [*self.files, *self.others]
 
     @cached_property
     def names(self) -> set[str]:
-        """The paths of these from `target`."""
+        """The paths of these, relative to `target`."""
         return {str(each.path.relative_to(self.target)) for each in self.entries}
 
 
 def write_folder(
     new: NewFolder, source: Readable, *, replace: bool, verify: bool, jobs: int = 1, progress: Progress | None = None
 ) -> Overflow:
-    """Write a folder whose files' ranges come from `source`.
+    """Write the folder `new`, and return what overflowed.
 
     Args:
-        new: What it will be.
-        source: What must not change meanwhile.
-        replace: An old folder may go, with what of it may.
-        verify: Read the files back before the folder appears.
-        jobs: Threads that write files.
+        new: The folder.
+        source: What the ranges of its files are in, and what must not change meanwhile.
+        replace: Whether an old folder may be replaced.
+        verify: Whether to read the files back before the folder appears.
+        jobs: The number of threads that write files.
         progress: Called with each number of bytes written.
-
-    Returns:
-        What overflowed.
 
     Raises:
         OutputError, RefusedError, TargetExistsError, InputChangedError, MalformedError: As for
-            :func:`ckptconv.output.files.write`; an old folder is then as it was.
+            :func:`ckptconv.output.files.writing`. An old folder is as it was.
     """
     target = new.target
     _check_target(target, new, replace=replace)
@@ -156,8 +177,10 @@ def write_folder(
 def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
     """Raise unless `new` may be put at `target`.
 
-    In the way are what is no folder, a folder that is not empty without `replace`, and, even with it, one in which
-    something stands that the new one would not have and that may not go.
+    Raises:
+        RefusedError: There is something else than a folder, or the folder contains what `new` would not have and what
+            may not be removed.
+        TargetExistsError: There is a folder that is not empty, and `replace` is False.
     """
     mode = mode_at(target)
     if mode is None:
@@ -188,7 +211,7 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
 
 
 def _remove(folder: Path) -> bool:
-    """Delete `folder`, whatever comes in between; whether it is gone."""
+    """Delete `folder`, even if signals arrive meanwhile, and return whether it is gone. Then raise their exception."""
     came: BaseException | None = None
     for _ in range(_ATTEMPTS):
         try:
@@ -205,8 +228,9 @@ def _remove(folder: Path) -> bool:
 
 
 def _make_folders(temporary: Path, new: NewFolder) -> None:
-    """Make the folders in `new` below `temporary`, with everything that those have that they take the place of, or the
-    modes of those that are like them in the source.
+    """Make the folders of `new` below `temporary`.
+
+    Each has everything that the old folder with its name has, or the mode of the source's folder with its name.
     """
     needed: set[Path] = set()
     for each in new.entries:
@@ -221,22 +245,23 @@ def _is_folder(entry: OutFile | OtherFile) -> bool:
 
 
 def _make_folder(path: Path, place: Path, new: NewFolder) -> None:
-    """Make the folder at `path` that will be at `place` in `new`, never more open than it will be. Its owner may write.
+    """Make the folder `path`, which will be at `place` in `new`. It is never more open than the old one there.
 
-    Raises OSError, RefusedError.
+    Its owner may write it. Raises OSError, RefusedError.
     """
     old = new.target / place
     if not old.is_dir():
         os.mkdir(path, folder_mode(new.like / place) if new.like else 0o777)
         return
     os.mkdir(path, stat.S_IRWXU)
-    take_over(path, old)
+    filesystem.take_over(path, old)
     os.chmod(path, folder_mode(path))
 
 
 def _check_space(temporary: Path, new: NewFolder) -> None:
-    """Raise OutputError where what is needed for `new` is more than is free, unless the blocks of its files will be
-    shared. Each file's own is reserved when it is written.
+    """Raise OutputError if `new` needs more space than is free, unless the blocks of its files will be shared.
+
+    The space of each file is reserved when it is written.
     """
     needed = sum(each.size for each in new.entries)
     space = os.statvfs(temporary)
@@ -255,60 +280,61 @@ def _check_space(temporary: Path, new: NewFolder) -> None:
 def _fill_all(
     temporary: Path, new: NewFolder, source: Readable, *, verify: bool, jobs: int, progress: Progress | None
 ) -> Overflow:
-    """Write the files in `new` below `temporary`, so many `jobs` at a time; what overflowed."""
-    files = [each for each in new.entries if not _is_folder(each)]
-    stopped = threading.Event()
+    """Write the files of `new` below `temporary`, `jobs` at a time, and return what overflowed.
+
+    After an error, or Ctrl-C, the other threads end at their next report of progress.
+    """
+    files = [entry for entry in new.entries if not _is_folder(entry)]
+    failures: list[BaseException] = []
     overflowed: Counter[tuple[str, ...]] = Counter()
 
     def tick(nbytes: int) -> None:
-        if stopped.is_set():
+        if failures:
             raise _Stopped
         if progress:
             progress(nbytes)
 
-    def one(file: OutFile | OtherFile) -> Overflow:
+    def write_one(file: OutFile | OtherFile) -> Overflow:
         path = temporary / file.path.relative_to(new.target)
-        if isinstance(file, OtherFile):
-            copy_into(file, path, verify=verify, progress=tick)
-            return {}
-        return fill(path, file, source, verify=verify, progress=tick)
-
-    if jobs == 1 or len(files) == 1:
-        for file in files:
-            overflowed.update(one(file))
-        return dict(overflowed)
-    with ThreadPoolExecutor(jobs, thread_name_prefix="ckptconv-files") as pool:
         try:
-            futures = [pool.submit(one, file) for file in files]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failed = next((error for each in done if (error := each.exception())), None)
-            if failed:
-                raise failed
-        except BaseException:  # Ctrl-C too: whoever writes finds out at the next tick
-            stopped.set()
-            pool.shutdown(cancel_futures=True)
+            if failures:
+                raise _Stopped
+            if isinstance(file, OtherFile):
+                copy_into(file, path, verify=verify, progress=tick)
+                return {}
+            return fill(path, file, source, verify=verify, progress=tick)
+        except BaseException as error:
+            failures.append(error)
             raise
-    for each in futures:
-        overflowed.update(each.result())
+
+    with Threads(jobs if min(jobs, len(files)) > 1 else 0, "ckptconv-files") as threads:
+        try:
+            for task in [threads.submit(write_one, file) for file in files]:
+                overflowed.update(task.result())
+        except _Stopped:
+            raise failures[0] from None
+        except BaseException as error:
+            failures.append(error)
+            raise
     return dict(overflowed)
 
 
 class _Stopped(Exception):
-    """Another file could not be written, or somebody has had enough."""
+    """Another file could not be written, or Ctrl-C came."""
 
 
 def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> None:
-    """Give the finished folder its name; `check` raises where the old one must not go.
+    """Give the finished folder its name. `check` raises an error if the old folder must not be removed.
 
-    Raises TargetExistsError where another took the name meanwhile.
+    Raises TargetExistsError if something else took the name meanwhile.
     """
     with contextlib.suppress(FileNotFoundError):
-        take_over(temporary, target)
+        filesystem.take_over(temporary, target)
         if os.listdir(target):
             check(target)  # again: filling the new one took a while
             _change_names(temporary, target)
             try:
-                check(temporary)  # the old one by now, into which nobody can put anything by its name any more
+                check(temporary)  # now the old folder, into which no other program puts anything by its name
             except BaseException:
                 _change_names(temporary, target)
                 raise
@@ -324,10 +350,8 @@ def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> No
 
 
 def _change_names(a: Path, b: Path) -> None:
-    """Let the folders `a` and `b` have each other's name: at once, or in steps of which the
-    first is taken back where the second fails.
-    """
-    if linux.exchange(str(a), str(b)):
+    """Exchange the names of the folders `a` and `b`, in one step or in three. If the second fails, undo the first."""
+    if filesystem.exchange(str(a), str(b)):
         return
     aside = a.with_name(f"{a.name}.old")
     os.rename(b, aside)
@@ -337,3 +361,130 @@ def _change_names(a: Path, b: Path) -> None:
         os.rename(aside, b)
         raise
     os.rename(aside, a)
+
+
+def others_in(
+    folder: Path, target: Path, taken: Collection[str], *, deep: bool
+) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
+    """Return what to copy from `folder` to `target`, and the paths that cannot be copied, each with the reason.
+
+    Args:
+        folder: The folder, here or remote.
+        target: The new folder.
+        taken: Names of files that are not to be copied, relative to `folder`.
+        deep: Whether to look below `folder` too.
+    """
+    found: list[OtherFile] = []
+    left: list[tuple[Path, CkptconvError]] = []
+    if is_url(folder):
+        names = {name: each.size for name, each in cast("FarPath", folder).below().items() if deep or "/" not in name}
+        own = {name for name in names if is_own_file(name.rpartition("/")[2])}
+        chosen = names.keys() - own.union(taken)
+        return [OtherFile(target / name, folder / name, "file", names[name]) for name in sorted(chosen)], left
+    for name, status in _entries(folder, deep=deep):
+        if name in taken:
+            continue
+        try:
+            if stat.S_ISLNK(status.st_mode) and is_url(target):  # it becomes a file there
+                check_inside(folder / name, folder)
+            kind = _kind(folder, name, status)
+        except RefusedError as error:
+            left.append((folder / name, error))
+        else:
+            size = os.stat(folder / name).st_size if kind == "file" else 0
+            found.append(OtherFile(target / name, folder / name, kind, size))
+    return found, left
+
+
+def open_other(path: Path) -> Readable:
+    """Open the file `path`, here or remote. Raises InputError."""
+    if not is_url(path):
+        return Source(path)
+    from ckptconv.stores.remote import FarSource
+
+    return FarSource(cast("FarPath", path))
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise RefusedError if the link `path` leads out of `folder`: a planted link would copy what only we may read.
+
+    A link from a snapshot in the Hub's cache to the blobs of that cache is allowed.
+    """
+    real = Path(os.path.realpath(path))
+    here = Path(os.path.realpath(path.parent))
+    blobs = [each.parent / "blobs" for each in (here, *here.parents) if each.name == "snapshots"]
+    if not any(real.is_relative_to(each) for each in (Path(os.path.realpath(folder)), *blobs)):
+        raise RefusedError("a link that leads out of the folder is not followed: left", where=path, got=real)
+
+
+def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFile]:
+    """Return what is in `folder` and below and is to stay as it is, all except the files `taken` and their journals.
+
+    `target` is the same folder, perhaps under another name.
+    """
+    return [
+        OtherFile(target / name, folder / name, "folder" if stat.S_ISDIR(status.st_mode) else "kept", 0)
+        for name, status in _entries(folder, deep=True, journals=True)
+        if os.path.join(os.path.dirname(name), target_of(os.path.basename(name)) or os.path.basename(name)) not in taken
+    ]
+
+
+def _entries(folder: Path, *, deep: bool, journals: bool = False) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield what is in `folder` and, if `deep`, below it, as relative paths with their status, folders first.
+
+    Links are not followed. Temporaries of this program are left out, and its undo journals unless `journals` is set.
+    Raises OSError.
+    """
+    waiting = [""]
+    while waiting:
+        below = waiting.pop()
+        with os.scandir(folder / below) as entries:
+            for entry in sorted(entries, key=lambda each: each.name):
+                if is_own_file(entry.name) and not (journals and target_of(entry.name)):
+                    continue
+                name = os.path.join(below, entry.name)
+                yield name, entry.stat(follow_symlinks=False)
+                if deep and entry.is_dir(follow_symlinks=False):
+                    waiting.append(name)
+
+
+def _kind(folder: Path, name: str, status: os.stat_result) -> str:
+    """Return how to copy `name` in `folder`: ``file``, ``folder`` or ``link``.
+
+    A link whose text leads to a path in the folder is copied as a link, any other as the file that it leads to. Raises
+    RefusedError if it cannot be copied.
+    """
+    if stat.S_ISREG(status.st_mode):
+        return "file"
+    if stat.S_ISDIR(status.st_mode):
+        return "folder"
+    if stat.S_ISLNK(status.st_mode):
+        place = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(folder / name)))
+        if not os.path.isabs(place) and place.split(os.sep)[0] != "..":
+            return "link"
+        check_inside(folder / name, folder)
+        if os.path.isfile(folder / name):
+            return "file"
+    raise RefusedError("neither a file nor a folder: left", where=folder / name)
+
+
+def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress | None) -> None:
+    """Copy `other` to `path`. Raises OSError, and what :func:`ckptconv.output.files.fill` raises."""
+    if other.kind == "link":
+        os.symlink(os.readlink(other.source), path)
+    elif other.kind == "kept":
+        try:
+            os.link(other.source, path, follow_symlinks=False)
+        except OSError:  # the filesystem has no hard links, or the file belongs to another user
+            shutil.copy2(other.source, path, follow_symlinks=False)
+    else:
+        with open_other(other.source) as source:
+            if source.size != other.size:
+                raise InputChangedError(
+                    "the file changed while others were read: size",
+                    where=source.path,
+                    expected=other.size,
+                    got=source.size,
+                )
+            fill(path, OutFile.copy_of(source, other.path), source, verify=verify, progress=progress)
+            source.check_unchanged()

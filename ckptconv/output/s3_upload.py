@@ -30,8 +30,8 @@ from ckptconv.errors import CkptconvError, OutputError, TargetExistsError, count
 from ckptconv.hints import shell
 from ckptconv.output.far_folders import AGAIN, ANOTHER, NO_OLD_SET, OldSet, hint_to_replace
 from ckptconv.output.files import fill
-from ckptconv.output.in_place.signals import with_note
 from ckptconv.output.read_back import Sent, digest, hint_if_replaced, read_back
+from ckptconv.output.signals import with_note
 from ckptconv.output.upload_parts import Part, is_streamed, parts_of
 from ckptconv.stores.paths import far_path
 from ckptconv.stores.remote import FarSource

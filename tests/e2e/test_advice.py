@@ -39,7 +39,7 @@ from ckptconv import hints
 from ckptconv.byteranges.undo_journal import HOT
 from ckptconv.cli.main import main
 from ckptconv.formats.foreign import paths
-from ckptconv.output.in_place import journal as journals
+from ckptconv.output import in_place as writing
 from tests.support import zoo
 from tests.support.advice import Site, come_by, sites
 from tests.support.archives import rezip
@@ -1056,7 +1056,7 @@ def _interrupted(m: str) -> None:
     saved(weights, ("cuda:0",))(m)
     shutil.copy(m + ".pt", "old.pt")
     ckptconv.convert(m + ".pt", in_place=True, map_location="cpu")
-    journals.mark(Path(m + ".pt"), HOT)
+    writing.mark_journal(Path(m + ".pt"), HOT)
 
 
 NAMES = ("m", "./-it's a $m")

@@ -231,7 +231,7 @@ assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 #: What ``inspect`` of a small file imports: more would be felt in each call.
 _NEEDED = {
     "": "byteranges checkpoint cli conversion dtypes edits errors formats guesses hints inspection lazy_regex"
-    " light_dataclass limits pickles render safety signals stores",
+    " light_dataclass limits output pickles render result safety stores",
     "byteranges": "checksums fault_sink locks reading sources spans undo_journal",
     "checkpoint": "dangerous_calls dangerous_globals describe index legacy_python model"
     " pickled_modules rebuild_functions safe_globals state_dicts storage_ids "
@@ -247,6 +247,7 @@ _NEEDED = {
     "formats.sharded": "index",
     "inspection": "diagnosis summary",
     "inspection.diagnosis": "diagnose findings host issues refusals",
+    "output": "signals",
     "pickles": "graph lenient machine parser paths rows",
     "render": "facts json_views listing result summary table text tree values",
     "safety": "nested_pickles scan torch_load",

@@ -34,8 +34,7 @@ from ckptconv.byteranges.undo_journal import DONE, HOT, Journal, Patch, journal_
 from ckptconv.conversion import in_place
 from ckptconv.limits import LIMITS
 from ckptconv.output import files as output_files
-from ckptconv.output.in_place import journal as journals
-from ckptconv.output.in_place import writing
+from ckptconv.output import in_place as writing
 from tests.support.archives import without_crc32
 from tests.support.command import Command
 from tests.support.conversions import not_undone, refused, refused_in_place, saved_at
@@ -120,7 +119,7 @@ def test_no_torn_state_is_taken_for_whole(
     assert checkpoint.read_bytes() == (old if back else new)
     torn = set(torn_states(new if back else old, operations, random.Random(1), 8)) - {old, new}
     assert torn or journal.fits_a_sector
-    journals.mark(checkpoint, HOT)
+    writing.mark_journal(checkpoint, HOT)
     for content in torn:
         checkpoint.write_bytes(content)
         with pytest.raises(Exception):  # noqa: B017, PT011 - torch has no type for it
@@ -419,7 +418,7 @@ def test_a_file_that_was_written_anew_is_not_restored(checkpoint: Path) -> None:
     now = checkpoint.read_bytes()
     assert len(now) == size or not is_zip(checkpoint)
     not_undone(ckptconv.RefusedError, "written anew", checkpoint)
-    journals.mark(checkpoint, HOT)
+    writing.mark_journal(checkpoint, HOT)
     with contextlib.suppress(ckptconv.RefusedError):  # or there is nothing to restore: the same bytes are there
         ckptconv.undo(checkpoint)
     assert checkpoint.read_bytes() == now
@@ -515,7 +514,7 @@ def test_a_journal_of_another_file(checkpoint: Path) -> None:
     shutil.copy(checkpoint, other)
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
     for state in (DONE, HOT):
-        journals.mark(checkpoint, state)
+        writing.mark_journal(checkpoint, state)
         shutil.copy(journal_path(checkpoint), journal_path(other))
         not_undone(ckptconv.RefusedError, "written anew", other)
 
@@ -533,7 +532,7 @@ def test_a_journal_of_an_earlier_change_under_another_name(tmp_path: Path, kind:
         path = path.with_suffix(".safetensors")
         save_file({name: torch.ones(2) for name in names}, path)
     ckptconv.convert(path, in_place=True, rename=[("(a|A).weight_0000", "x.weight_0000")])
-    journals.mark(path, state)
+    writing.mark_journal(path, state)
     path.rename(other)
     ckptconv.convert(other, in_place=True, rename=[("b.weight_0059", "y.weight_0059")])
     other.rename(path)
@@ -549,7 +548,7 @@ def test_another_file_in_place_of_a_journal_is_not_marked(checkpoint: Path, monk
         other.rename(journal_path(checkpoint))
         return writing.apply(fd, journal)
 
-    monkeypatch.setattr(in_place, "write_new", swapped)
+    monkeypatch.setattr(writing, "apply", swapped)
     with pytest.raises(ckptconv.OutputError, match="another file took the place"):
         ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
     assert journal_path(checkpoint).read_bytes() == bytes(100)
@@ -558,8 +557,8 @@ def test_another_file_in_place_of_a_journal_is_not_marked(checkpoint: Path, monk
 def forged(target: Path, *patches: Patch) -> None:
     """Let a journal with other patches stand beside `target`."""
     size = target.stat().st_size
-    journals.write(target, Journal(target.stat().st_ino, size, size, patches))
-    journals.mark(target, DONE)
+    writing.write_journal(target, Journal(target.stat().st_ino, size, size, patches))
+    writing.mark_journal(target, DONE)
 
 
 def test_a_journal_may_not_change_tensors(checkpoint: Path) -> None:
@@ -622,7 +621,7 @@ def test_headers_that_make_no_sense(checkpoint: Path, header: dict[str, Any], mo
     real = json.dumps
     journal = Journal(checkpoint.stat().st_ino, 10, 10, (Patch(0, b"a", b"b"),))
     monkeypatch.setattr(json, "dumps", lambda said: real({**said, **header}))
-    journals.write(checkpoint, journal)
+    writing.write_journal(checkpoint, journal)
     monkeypatch.undo()
     not_undone(ckptconv.MalformedError, "undo journal is damaged", checkpoint)
 
@@ -630,7 +629,7 @@ def test_headers_that_make_no_sense(checkpoint: Path, header: dict[str, Any], mo
 def test_a_hot_journal(checkpoint: Path) -> None:
     """Nothing is restored unasked: changing the file, and replacing it, are refused, and every reader says it."""
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
-    journals.mark(checkpoint, HOT)
+    writing.mark_journal(checkpoint, HOT)
     assert state_of(checkpoint) == HOT
     now = checkpoint.read_bytes()
     refused_in_place(ckptconv.RefusedError, r"was interrupted; ckptconv\.undo", checkpoint, map_location="cpu")
@@ -669,7 +668,7 @@ def test_inspect_shows_what_a_change_left(checkpoint: Path, command: Command) ->
         assert "data.000" in shown and "a conversion drops it" in shown
     else:
         assert said["superseded"] == []
-    journals.mark(checkpoint, HOT)
+    writing.mark_journal(checkpoint, HOT)
     assert command.json("inspect", checkpoint)["journals"] == [{**journal, "hot": True}]
     command("inspect", checkpoint, out=f"was interrupted: ckptconv undo {checkpoint}")
 
@@ -737,7 +736,7 @@ def test_an_undo_of_a_set_that_was_interrupted_goes_on(sharded: Path) -> None:
     changed = [path for path in sorted(sharded.iterdir()) if path.name in before]
     (leader,) = [path for path in changed if read_journal(path, os.getuid())[0].members]
     for path in changed:
-        journals.mark(path, HOT)
+        writing.mark_journal(path, HOT)
     member = next(path for path in changed if path != leader)
     journal, _ = read_journal(member, os.getuid())
     with open(member, "r+b") as file:
@@ -754,7 +753,7 @@ def test_journals_of_a_set_that_contradict_each_other(sharded: Path) -> None:
     names = [*now]
     journal, _ = read_journal(sharded / names[1], os.getuid())
     for leader in (names[2], names[1]):
-        journals.write(sharded / names[1], dataclasses.replace(journal, leader=leader, members=()))
+        writing.write_journal(sharded / names[1], dataclasses.replace(journal, leader=leader, members=()))
         not_undone(ckptconv.RefusedError, "contradict each other", sharded / names[1])
     assert checkpoint_files(sharded) == now
 
@@ -770,14 +769,14 @@ def test_a_journal_of_an_earlier_change_does_not_count(
     """A set that was changed is changed again, and killed before the journal of that number of it is written."""
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
     before = checkpoint_files(sharded)
-    write, count = journals.write, itertools.count()
+    write, count = writing.write_journal, itertools.count()
 
     def killed(target: Path, journal: Journal) -> None:
         if next(count) == number:
             raise KeyboardInterrupt
         write(target, journal)
 
-    monkeypatch.setattr(journals, "write", killed)
+    monkeypatch.setattr(writing, "write_journal", killed)
     with pytest.raises(KeyboardInterrupt):
         ckptconv.convert(sharded, in_place=True, rename=[("layer", "LAYER")])
     monkeypatch.undo()
@@ -848,8 +847,8 @@ def test_journals_of_a_set_that_were_planted(sharded: Path) -> None:
 
     def planted(path: Path, **said: Any) -> None:
         for each, journal in found.items():
-            journals.write(each, dataclasses.replace(journal, **(said if each == path else {})))
-            journals.mark(each, DONE)
+            writing.write_journal(each, dataclasses.replace(journal, **(said if each == path else {})))
+            writing.mark_journal(each, DONE)
         not_undone(ckptconv.CkptconvError, r"contradict each other|no undo journal|no such file", path)
         assert {name: data for name, data in contents(sharded).items() if name[0] != "."} == {
             name: data for name, data in now.items() if name[0] != "."
@@ -868,7 +867,7 @@ def test_a_hot_journal_in_a_set(sharded: Path) -> None:
     before = contents(sharded)
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
     torn = [path for path in sorted(sharded.iterdir()) if journal_path(path).exists()][1]
-    journals.mark(torn, HOT)
+    writing.mark_journal(torn, HOT)
     said = f"a change of {torn} in place was interrupted: ckptconv.undo('{torn}')"
     found = ckptconv.inspect(sharded)
     assert any(said in note for note in found.notes)
@@ -926,7 +925,7 @@ def test_a_set_of_old_and_new_files_is_no_set(sharded: Path, monkeypatch: pytest
                 raise KeyboardInterrupt
             return real(fd, journal)
 
-        monkeypatch.setattr(*((in_place, "restore") if undoes else (in_place, "write_new")), killed)
+        monkeypatch.setattr(*((writing, "restore") if undoes else (writing, "apply")), killed)
         with pytest.raises(KeyboardInterrupt):
             ckptconv.undo(sharded) if undoes else ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
         monkeypatch.undo()
@@ -947,7 +946,7 @@ def test_a_fault_in_a_set_takes_all_back(sharded: Path, fault: int, monkeypatch:
             raise OSError(errno.EIO, "Input/output error")
         return writing.apply(fd, journal)
 
-    monkeypatch.setattr(in_place, "write_new", failing)
+    monkeypatch.setattr(writing, "apply", failing)
     refused_in_place(ckptconv.OutputError, "nothing was changed", sharded, strip_prefix="module.")
 
 
@@ -1078,20 +1077,20 @@ def test_a_set_whose_journals_have_no_room(sharded: Path, monkeypatch: pytest.Mo
     """The first of them is written, the second is not: nothing is changed, and an earlier journal stays."""
     shard = sorted(sharded.iterdir())[1]
     before = contents(sharded)
-    write = journals.write
+    write = writing.write_journal
 
     def failing(target: Path, journal: Journal) -> None:
         if target == shard:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(target, journal)
 
-    monkeypatch.setattr(journals, "write", failing)
+    monkeypatch.setattr(writing, "write_journal", failing)
     refused_in_place(ckptconv.OutputError, "No space left", sharded, strip_prefix="module.")
     monkeypatch.undo()
     assert contents(sharded) == before
     ckptconv.convert(shard, in_place=True, strip_prefix="module.")
     earlier = journal_path(shard).read_bytes()
-    monkeypatch.setattr(journals, "write", failing)
+    monkeypatch.setattr(writing, "write_journal", failing)
     refused_in_place(ckptconv.OutputError, "No space left", shard, add_prefix="module.")
     assert journal_path(shard).read_bytes() == earlier
 
@@ -1099,7 +1098,7 @@ def test_a_set_whose_journals_have_no_room(sharded: Path, monkeypatch: pytest.Mo
 def test_a_copied_folder_leaves_journals_out(run_folder: Path, tmp_path: Path, command: Command) -> None:
     """A hot journal too: what it is of is said for the file that it is of."""
     command("convert", run_folder, "--in-place", "--strip-prefix", "module.")
-    journals.mark(run_folder / "epochs/0.pt", HOT)
+    writing.mark_journal(run_folder / "epochs/0.pt", HOT)
     said = command.json("convert", run_folder, tmp_path / "out", "--copy-others", "--to", "cuda:1")
     assert sorted(everything(tmp_path / "out")) == sorted(everything(run_folder))
     assert not list((tmp_path / "out").rglob(".*"))
@@ -1145,12 +1144,12 @@ def test_a_file_that_is_replaced_loses_its_journal(checkpoint: Path) -> None:
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
     other = checkpoint.with_name("other.pt")
     shutil.copy(checkpoint, other)
-    journals.mark(checkpoint, HOT)
+    writing.mark_journal(checkpoint, HOT)
     with pytest.raises(ckptconv.RefusedError, match=r"was interrupted; ckptconv\.undo"):
         ckptconv.convert(other, checkpoint, map_location="cpu", force=True)
     with pytest.raises(ckptconv.RefusedError, match=r"was interrupted; ckptconv\.undo"):
         ckptconv.save({"a": torch.ones(1)}, checkpoint)
-    journals.mark(checkpoint, DONE)
+    writing.mark_journal(checkpoint, DONE)
     ckptconv.convert(other, checkpoint, map_location="cpu", force=True)
     assert not journal_path(checkpoint).exists()
 
@@ -1158,7 +1157,7 @@ def test_a_file_that_is_replaced_loses_its_journal(checkpoint: Path) -> None:
 def test_a_journal_of_a_file_that_was_moved_away_is_kept(checkpoint: Path) -> None:
     """A new file of its name would take it along, and with it the old bytes of the torn one."""
     ckptconv.convert(checkpoint, in_place=True, map_location="cuda:1")
-    journals.mark(checkpoint, HOT)
+    writing.mark_journal(checkpoint, HOT)
     aside = checkpoint.with_name("aside.pt")
     checkpoint.rename(aside)
     with pytest.raises(ckptconv.RefusedError, match="was interrupted; the file is gone"):
@@ -1196,7 +1195,7 @@ def test_a_hot_journal_below_a_folder_that_is_replaced(sharded: Path, tmp_path: 
     ckptconv.convert(sharded, tmp_path / "out", map_location="cpu")
     for folder in (tmp_path / "out", sharded):
         ckptconv.convert(folder / "below/model.pt", in_place=True, map_location="cuda:1")
-        journals.mark(folder / "below/model.pt", HOT)
+        writing.mark_journal(folder / "below/model.pt", HOT)
         with pytest.raises(ckptconv.RefusedError, match=r"was interrupted; ckptconv\.undo"):
             ckptconv.convert(sharded, folder, map_location="cpu", force=True)
         assert state_of(folder / "below/model.pt") == HOT
@@ -1209,15 +1208,15 @@ def test_a_set_that_is_replaced_loses_its_journals(sharded: Path) -> None:
     torch.save({"module.a": torch.ones(1)}, torn)
     whole = torn.read_bytes()
     ckptconv.convert(torn, in_place=True, add_prefix="b.")
-    journals.mark(torn, HOT)
+    writing.mark_journal(torn, HOT)
     torn.write_bytes(whole[:-22] + b"\xff" + whole[-21:])
     ckptconv.convert(sharded, in_place=True, strip_prefix="module.")
     changed = [path for path in sorted(sharded.iterdir()) if journal_path(path).exists()]
-    journals.mark(changed[1], HOT)
+    writing.mark_journal(changed[1], HOT)
     with pytest.raises(ckptconv.RefusedError, match=r"was interrupted; ckptconv\.undo") as caught:
         ckptconv.convert(sharded, sharded, add_prefix="a.", force=True)
     assert str(changed[1]) in str(caught.value)
-    journals.mark(changed[1], DONE)
+    writing.mark_journal(changed[1], DONE)
     report = ckptconv.convert(sharded, sharded, add_prefix="a.", force=True)
     assert [path for path, _ in report.failed] == [str(torn)]
     assert list(sharded.rglob(".*")) == [journal_path(torn)]

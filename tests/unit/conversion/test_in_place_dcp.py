@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptconv
 from ckptconv.byteranges.undo_journal import DONE, HOT, journal_path, read_journal
-from ckptconv.output.in_place import journal as journals
-from ckptconv.output.in_place import writing
+from ckptconv.output import in_place as writing
 from tests.support.conversions import refused_in_place
 from tests.support.judge import assert_same
 from tests.support.torn_writes import operations_of, torn_states
@@ -124,7 +123,7 @@ def test_no_torn_state_is_taken_for_whole(tmp_path: Path, back: bool) -> None:
     operations = operations_of(writing, lambda fd: function(fd, journal), path)
     torn = set(torn_states(new if back else old, operations, random.Random(1), 8)) - {old, new}
     assert torn
-    journals.mark(path, HOT)
+    writing.mark_journal(path, HOT)
     for content in torn:
         path.write_bytes(content)
         with pytest.raises(Exception):  # noqa: B017, PT011 - pickle has several types for it

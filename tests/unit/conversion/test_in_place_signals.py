@@ -15,7 +15,7 @@ import pytest
 
 import ckptconv
 from ckptconv.byteranges.undo_journal import DONE, state_of
-from ckptconv.output.in_place import writing
+from ckptconv.output import in_place as writing
 from tests.support.in_place_kinds import contents, files_of, journals, make
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

@@ -15,7 +15,7 @@ import torch
 
 from ckptconv import convert
 from ckptconv.errors import InputChangedError, InputError, OutputError
-from ckptconv.output import direct_writes, linux
+from ckptconv.output import direct_writes, filesystem
 from ckptconv.output.direct_writes import WINDOW
 from tests.support.command import Command
 
@@ -190,12 +190,12 @@ def test_an_input_that_becomes_shorter(
             return real(fd, data, at)
 
         if before:
-            monkeypatch.setattr(linux, "fallocate", lambda *_: os.truncate(shrinking, WINDOW // 2) or True)  # noqa: B023
+            monkeypatch.setattr(filesystem, "fallocate", lambda *_: os.truncate(shrinking, WINDOW // 2) or True)  # noqa: B023
         else:
             monkeypatch.setattr(os, "pwrite", on_direct(direct_fds, fill))
         with pytest.raises((InputChangedError, InputError)):
             convert(shrinking, tmp_path / "dst.pt", map_location="cuda:0")
-        monkeypatch.setattr(linux, "fallocate", lambda *_: False)
+        monkeypatch.setattr(filesystem, "fallocate", lambda *_: False)
         assert os.listdir(tmp_path) == ["src.pt"]
 
 
@@ -214,7 +214,7 @@ def test_shared_blocks_are_better(
     src: Path, tmp_path: Path, direct_fds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the filesystem shares them, nothing is written."""
-    monkeypatch.setattr(linux, "share_block", lambda *_: True)
+    monkeypatch.setattr(filesystem, "share_block", lambda *_: True)
     assert not convert(src, tmp_path / "dst.pt", map_location="cuda:0").direct
 
 

@@ -39,7 +39,7 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.output import files as output_files
-from ckptconv.output import linux
+from ckptconv.output import filesystem
 from tests.support.conversions import Error, converted, refused
 from tests.support.judge import assert_same
 from tests.support.no_files import NO_FILES
@@ -137,7 +137,7 @@ def test_without_hard_links(source: Source, target: Path, code: int, monkeypatch
     """Where the filesystem has no hard links, renaming to a free name does it, and still replaces nothing."""
     target.unlink()
     monkeypatch.setattr(os, "link", failing(code))
-    monkeypatch.setattr(linux, "rename_if_absent", rename_if_absent)
+    monkeypatch.setattr(filesystem, "rename_if_absent", rename_if_absent)
     failure(TargetExistsError, None, source, target, replace=False, progress=lambda _: target.write_bytes(OLD))
     assert_alone(target, OLD)
     target.unlink()
@@ -155,7 +155,7 @@ def test_without_any_safe_way(source: Source, target: Path, monkeypatch: pytest.
     """Where nothing can create the target without the risk of replacing one, it is refused, and --force named."""
     target.unlink()
     monkeypatch.setattr(os, "link", failing(errno.EPERM))
-    monkeypatch.setattr(linux, "rename_if_absent", lambda old, new: False)
+    monkeypatch.setattr(filesystem, "rename_if_absent", lambda old, new: False)
     failure(RefusedError, "--force", source, target, replace=False)
     assert_alone(target, None)
 
@@ -381,7 +381,7 @@ def test_a_failing_call_costs_nothing(
     if call == "link":
         target.unlink()
     if call == "fallocate":
-        monkeypatch.setattr(linux, "fallocate", failing(code))
+        monkeypatch.setattr(filesystem, "fallocate", failing(code))
     elif call == "open":
         monkeypatch.setattr(os, "open", failing(code, is_temporary, os.open))
     else:
@@ -427,9 +427,9 @@ def test_too_little_space_is_said_before_the_first_byte(
     counts: list[int] = []
     monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=2, f_frsize=4096))
     if how == "fallocate fails":
-        monkeypatch.setattr(linux, "fallocate", failing(errno.ENOSPC))
+        monkeypatch.setattr(filesystem, "fallocate", failing(errno.ENOSPC))
     else:
-        monkeypatch.setattr(linux, "fallocate", lambda fd, size: False)
+        monkeypatch.setattr(filesystem, "fallocate", lambda fd, size: False)
     error = failure(OutputError, "too little free space", source, target, monkeypatch, progress=counts.append)
     assert (error.expected, error.got) == ("23,302 bytes", "8,192 bytes")
     assert counts == []
@@ -440,7 +440,7 @@ def test_enough_space_where_it_cannot_be_reserved(
     source: Source, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A system without fallocate writes all the same."""
-    monkeypatch.setattr(linux, "fallocate", lambda fd, size: False)
+    monkeypatch.setattr(filesystem, "fallocate", lambda fd, size: False)
     assert write(source, target) == target.read_bytes()
 
 
@@ -552,11 +552,11 @@ def test_shared_blocks_are_not_reserved(source: Source, target: Path, monkeypatc
     def share(src: int, dst: int, block: int) -> bool:
         return os.pwrite(dst, os.pread(src, block, 0), 0) == block
 
-    monkeypatch.setattr(linux, "share_block", share)
-    monkeypatch.setattr(linux, "fallocate", failing(errno.ENOSPC))
+    monkeypatch.setattr(filesystem, "share_block", share)
+    monkeypatch.setattr(filesystem, "fallocate", failing(errno.ENOSPC))
     assert write(source, target) == target.read_bytes()
     monkeypatch.undo()
-    monkeypatch.setattr(linux, "share_block", share)
+    monkeypatch.setattr(filesystem, "share_block", share)
     output_files.write(OutFile(target, (Literal(b"short"),), 5), source, replace=True, verify=False)
     assert target.read_bytes() == b"short"
 

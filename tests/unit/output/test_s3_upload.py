@@ -19,7 +19,7 @@ from ckptconv.edits.options import edits_from
 from ckptconv.errors import OutputError, TargetExistsError
 from ckptconv.output import read_back, s3_upload
 from ckptconv.output.far_targets import others_uploaded
-from ckptconv.output.other_files import OtherFile
+from ckptconv.output.folders import OtherFile
 from ckptconv.stores.paths import far_path
 from ckptconv.stores.requests import POLICY
 from tests.long import test_far_s3

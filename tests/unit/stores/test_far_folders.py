@@ -25,7 +25,7 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.limits import LIMITS
-from ckptconv.output.other_files import open_other
+from ckptconv.output.folders import open_other
 from ckptconv.stores import is_folder
 from ckptconv.stores.paths import far_path
 from ckptconv.stores.requests import POLICY

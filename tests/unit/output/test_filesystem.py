@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptconv.output import linux
+from ckptconv.output import filesystem
 
 
 @pytest.fixture
@@ -25,23 +25,23 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 def test_fallocate_reserves(fd: int) -> None:
     """The file has its size afterwards, in zeros, or it is as it was."""
-    done = linux.fallocate(fd, 10_000)
+    done = filesystem.fallocate(fd, 10_000)
     assert os.pread(fd, 20_000, 0) == (bytes(10_000) if done else b"")
 
 
 def test_fallocate_says_what_is_too_much(fd: int) -> None:
     """More than any disk has is an OSError with its number, not a False that means "not offered here"."""
-    if linux.fallocate(fd, 1):
+    if filesystem.fallocate(fd, 1):
         with pytest.raises(OSError, match=r"space|large") as caught:
-            linux.fallocate(fd, 1 << 60)
+            filesystem.fallocate(fd, 1 << 60)
         assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
 
 
 def test_start_writeback_never_fails(fd: int) -> None:
     """It is advice: what goes wrong with it, fsync tells."""
     os.pwrite(fd, b"data", 0)
-    linux.start_writeback(fd, 0, 4)
-    linux.start_writeback(-1, 0, 4)
+    filesystem.start_writeback(fd, 0, 4)
+    filesystem.start_writeback(-1, 0, 4)
     assert os.pread(fd, 10, 0) == b"data"
 
 
@@ -49,12 +49,12 @@ def test_rename_if_absent(tmp_path: Path) -> None:
     """A free name is taken, a name that is taken is an error that changes nothing."""
     old, new = tmp_path / "öld", tmp_path / "new"
     old.write_text("old")
-    done = linux.rename_if_absent(str(old), str(new))
+    done = filesystem.rename_if_absent(str(old), str(new))
     assert [path.name for path in tmp_path.iterdir()] == (["new"] if done else ["öld"])
     old.write_text("again")
     if done:
         with pytest.raises(FileExistsError):
-            linux.rename_if_absent(str(old), str(new))
+            filesystem.rename_if_absent(str(old), str(new))
         assert (old.read_text(), new.read_text()) == ("again", "old")
 
 
@@ -62,16 +62,16 @@ def test_share_block(fd: int, tmp_path: Path) -> None:
     """A shared block has the bytes of the source; where the filesystem cannot share, nothing is written."""
     (tmp_path / "src").write_bytes(b"x" * 8192)
     with (tmp_path / "src").open("rb") as src:
-        done = linux.share_block(src.fileno(), fd, 4096)
+        done = filesystem.share_block(src.fileno(), fd, 4096)
     assert os.pread(fd, 8192, 0) == (b"x" * 4096 if done else b"")
-    assert not linux.share_block(-1, fd, 4096)
+    assert not filesystem.share_block(-1, fd, 4096)
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM])
 def test_not_offered_is_no_error(code: int) -> None:
     """What the system does not know is a False, so that the caller goes another way."""
     ctypes.set_errno(code)
-    assert linux._done(-1) is False
+    assert filesystem._done(-1) is False
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
@@ -79,16 +79,16 @@ def test_failure_is_an_error(code: int) -> None:
     """What the system knows and could not do is an OSError with its number."""
     ctypes.set_errno(code)
     with pytest.raises(OSError, match=os.strerror(code)) as caught:
-        linux._done(-1)
+        filesystem._done(-1)
     assert caught.value.errno == code
 
 
 def test_elsewhere(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On other systems every call says that it cannot, and does nothing."""
-    monkeypatch.setattr(linux, "_libc", None)
+    monkeypatch.setattr(filesystem, "_libc", None)
     (tmp_path / "old").touch()
-    assert linux.fallocate(fd, 100) is False
-    assert linux.rename_if_absent(str(tmp_path / "old"), str(tmp_path / "new")) is False
-    linux.start_writeback(fd, 0, 100)
+    assert filesystem.fallocate(fd, 100) is False
+    assert filesystem.rename_if_absent(str(tmp_path / "old"), str(tmp_path / "new")) is False
+    filesystem.start_writeback(fd, 0, 100)
     assert os.fstat(fd).st_size == 0
     assert (tmp_path / "old").exists()
