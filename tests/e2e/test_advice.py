@@ -969,15 +969,15 @@ CASES: dict[str, Case] = {
     # other formats
     "gzip": Case(
         lambda m: (saved(weights)(m), subprocess.run(["gzip", m + ".pt"], check=True)), "inspect {m}.pt.gz",
-        r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:_gzip:gzip", {"OUT": "out.pt"},
+        r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:_compressed:gzip", {"OUT": "out.pt"},
     ),
     "bzip2": Case(
         lambda m: (saved(weights)(m), subprocess.run(["bzip2", m + ".pt"], check=True)), "inspect {m}.pt.bz2",
-        r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:row:*", {"OUT": "out.pt"},
+        r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:_answers:*", {"OUT": "out.pt"},
     ),
     "xz": Case(
         lambda m: (saved(weights)(m), subprocess.run(["xz", m + ".pt"], check=True)), "inspect {m}.pt.xz",
-        r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:row:*", {"OUT": "out.pt"},
+        r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:_answers:*", {"OUT": "out.pt"},
     ),
     "tar": Case(
         lambda m: (saved(weights)("in"), subprocess.run(["tar", "-cf", m + ".tar", "in.pt"], check=True),
@@ -987,15 +987,15 @@ CASES: dict[str, Case] = {
     "tar, gzip": Case(
         lambda m: (saved(weights)("in"), subprocess.run(["tar", "-czf", m + ".tgz", "in.pt"], check=True),
         os.remove("in.pt")),
-        "inspect {m}.tgz", r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:_gzip:tar",
+        "inspect {m}.tgz", r"unpack it: (.*)", "loads", same(weights), "formats/foreign/files.py:_compressed:tar",
     ),
     "NumPy's arrays": Case(
         lambda m: numpy.savez(m + ".npz", a=numpy.arange(3)), "inspect {m}.npz", r"(python -I -c .*)", "loads",
-        same(lambda: {"a": torch.arange(3)}), "formats/foreign/zips_and_pickles.py::*",
+        same(lambda: {"a": torch.arange(3)}), "formats/foreign/zips_and_pickles.py:_other_kinds:*",
     ),
     "a NumPy array": Case(
         lambda m: numpy.save(m + ".npy", numpy.arange(3)), "inspect {m}.npy", r"(python -I -c .*)", "loads", loads,
-        "formats/foreign/files.py::*",
+        "formats/foreign/files.py:_answers:*",
     ),
 }  # fmt: skip
 
@@ -1164,14 +1164,14 @@ ELSEWHERE: dict[Site, str] = {
     "formats/foreign/paths.py:_torch_records:python": (
         "formats/foreign/test_folders.py::test_the_command_for_an_unpacked_checkpoint_works"
     ),
-    "formats/foreign/zips_and_pickles.py::python": (
+    "formats/foreign/zips_and_pickles.py:_kinds_of_torch:*": (
+        "formats/foreign/test_files.py::test_the_command_for_pt2_works"
+    ),
+    "formats/foreign/zips_and_pickles.py:_kinds_of_torch:python": (
         "formats/foreign/test_files.py::test_the_command_for_records_without_their_folder_works"
     ),
-    "formats/foreign/zips_and_pickles.py::unzip": (
+    "formats/foreign/zips_and_pickles.py:_kinds_of_torch:unzip": (
         "formats/foreign/test_files.py::test_the_command_for_records_without_their_folder_works"
-    ),
-    "formats/foreign/zips_and_pickles.py:_unzipped:unzip": (
-        "formats/foreign/test_files.py::test_the_command_for_a_checkpoint_in_a_zip_works"
     ),
     "formats/foreign/zips_and_pickles.py:unzip:unzip": (
         "formats/foreign/test_files.py::test_the_command_for_a_checkpoint_in_a_zip_works"
@@ -1297,7 +1297,7 @@ def test_programs_that_messages_name() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "shell" and path.name != "hints.py":
                 said.append([each.value for each in node.args if isinstance(each, ast.Constant)])
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                said += [[program] for program in re.findall(r"^(\w+) \S+ \{path\}", node.value)]
+                said += [[program] for program in re.findall(r"^unpack it: (\w+) \S+ \{path\}", node.value)]
     said += [[*words] for words in paths._DOWNLOADS.values()]
     programs = {words[0] for words in said if words}
     scripts = {tuple(words[1:2]) for words in said if words[:1] == ["python"]}

@@ -1,21 +1,27 @@
-"""Put the chunks of a distributed tensor together, and check that they cover it exactly once."""
+"""Parts of distributed tensors: put chunks together, check that they cover a tensor once, and cut as torch does.
+
+Which elements of a tensor a process has follows from torch's placements, from left to right over a mesh. Each dimension
+of the mesh cuts one dimension of the tensor as ``torch.chunk`` does, or none. ``_StridedShard`` first cuts into
+``split`` pieces, and the mesh cuts each of these: the process has a strip of each piece. Source:
+``torch/distributed/tensor/placement_types.py`` and ``_utils.py`` (``_compute_local_shape_and_global_offset``) of torch
+2.13.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, product
 from math import prod
 from pathlib import Path
-from random import SystemRandom
 from typing import NamedTuple
 
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat
-from ckptconv.checkpoint.tensor_info import row_major
+from ckptconv.checkpoint.tensor_info import TensorInfo, row_major
 from ckptconv.errors import MalformedError
 
 _PRIME = (1 << 127) - 1
-_INCOMPLETE = "the files of some ranks may be missing: save again, or copy the whole folder"
 
 
 class Chunk(NamedTuple):
@@ -26,53 +32,63 @@ class Chunk(NamedTuple):
 
 
 def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-    """Raise MalformedError unless each element of the tensor `name` is in exactly one of
-    `chunks`, all of which lie inside `shape`.
+    """Raise MalformedError unless each element of a tensor is in exactly one of `chunks`.
 
-    Each chunk is a function of the elements: 1 inside of it, 0 elsewhere. The chunks cover the tensor exactly once if
-    and only if the sum of these functions is that of a chunk which is the whole tensor. The differences of such a
+    Each chunk is a function of the elements: 1 inside the chunk, 0 elsewhere. The chunks cover the tensor exactly once
+    if and only if the sum of these functions is that of a chunk which is the whole tensor. The differences of such a
     function along all dimensions are 1 or -1 at the corners of the chunk, and 0 elsewhere. They are taken as the
     coefficients of a polynomial, whose exponents are the indices of the corners. The polynomials are compared at one
     random point, where two different ones are equal once in 2^58 times. So no chunk is compared with another.
+
+    Args:
+        where: For errors, the file.
+        name: For errors, the tensor.
+        shape: The shape of the tensor.
+        chunks: The chunks, each of which must lie inside `shape`.
     """
     chunks = [chunk for chunk in chunks if 0 not in chunk.sizes]
     if (len(chunks) == 1 and chunks[0].sizes == shape) or (not chunks and 0 in shape):
         return
     whole, saved = prod(shape), sum(prod(chunk.sizes) for chunk in chunks)
     if saved != whole or not _adds_up(shape, chunks):
-        what = "leave holes in it" if saved < whole else "overlap"
         raise MalformedError(
-            f"the chunks of {name!r} {what}",
+            f"the chunks of {name!r} {'leave holes in it' if saved < whole else 'overlap'}",
             where=where,
             expected=f"{whole:,} elements of shape {shape}",
             got=f"{saved:,} in {len(chunks):,} chunks",
-            hint=_INCOMPLETE if saved < whole else None,
+            hint="the files of some ranks may be missing: save again, or copy the whole folder"
+            if saved < whole
+            else None,
         )
 
 
 def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
-    """Whether the polynomials of `chunks` add up to that of a chunk that is all of `shape`."""
-    chance = SystemRandom()  # nobody can know the point and choose chunks for it
-    left = [1] * (len(chunks) + 1)
+    """Return whether the polynomials of `chunks` add up to that of a chunk that is all of `shape`."""
+    values = [1] * (len(chunks) + 1)  # of the whole tensor, then of each chunk
     for d, size in enumerate(shape):
         ends = [(0, size), *((chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]) for chunk in chunks)]
         if len(set(ends)) == 1:  # every chunk reaches from end to end
             continue
-        at = chance.randrange(2, _PRIME)
-        powers = {end: pow(at, end, _PRIME) for end in set(chain.from_iterable(ends))}
-        left = [
-            factor * (powers[stop] - powers[start]) % _PRIME for factor, (start, stop) in zip(left, ends, strict=True)
+        point = int.from_bytes(os.urandom(32), "little") % _PRIME  # unknown to whoever chooses the chunks
+        powers = {end: pow(point, end, _PRIME) for end in set(chain.from_iterable(ends))}
+        values = [
+            value * (powers[stop] - powers[start]) % _PRIME for value, (start, stop) in zip(values, ends, strict=True)
         ]
-    return (sum(left[1:]) - left[0]) % _PRIME == 0
+    return (sum(values[1:]) - values[0]) % _PRIME == 0
 
 
 def assembled(
     shape: tuple[int, ...], itemsize: int, placements: Iterable[ChunkPlacement], path: Path
 ) -> ByteRange | Concat | Assemble:
-    """The bytes of a tensor of `shape`, which `placements` cover: their own where they stand in the order of its
-    elements.
+    """Return the bytes of a tensor of `shape`, which `placements` cover.
 
-    `path` is for messages.
+    If the placements follow one another in the order of the tensor's elements, their own bytes are used as they are.
+
+    Args:
+        shape: The shape of the tensor.
+        itemsize: The number of bytes of an element.
+        placements: Chunks that cover the tensor exactly once.
+        path: For messages, the file or folder.
     """
     length = prod(shape) * itemsize
     if not length:
@@ -89,25 +105,39 @@ def assembled(
     return Assemble(tuple(filled), shape, itemsize, length)
 
 
+def is_apart(info: TensorInfo) -> bool:
+    """Return whether no two elements of `info` are the same bytes.
+
+    Otherwise a small file could ask for any number of copies.
+    """
+    end = 1
+    for step, size in sorted((step, size) for size, step in zip(info.shape, info.stride, strict=True) if size > 1):
+        if step < end:
+            return False
+        end += step * (size - 1)
+    return True
+
+
 class Cut(NamedTuple):
-    """What one dimension of a mesh does to a tensor: the tensor's dimension `dim` is cut into as many `parts` as there
-    are processes, of which number `at` is this one's. It is cut into `split` pieces first. `dim` None: nothing is cut.
+    """What one dimension of a mesh does to the dimension `dim` of a tensor.
+
+    It is cut into `parts`, one for each process, of which number `at` is this one's; before, into `split` pieces.
     """
 
     parts: int
     at: int
-    dim: int | None
+    dim: int
     split: int = 1
 
 
 class Strip(NamedTuple):
-    """A `chunk` of the whole tensor, which begins at the index `start` of what the process has."""
+    """A `chunk` of the whole tensor, which begins at the index `start` of the part that the process has."""
 
     chunk: Chunk
     start: tuple[int, ...]
 
 
-#: Of one dimension, the stretches that a process has, one behind another: the first index of each, and how many.
+#: The stretches of one dimension that a process has, in their order: the first index of each, and how many.
 _Stretches = list[tuple[int, int]]
 
 
@@ -118,30 +148,29 @@ def held_sizes(shape: tuple[int, ...], cuts: Sequence[Cut]) -> list[_Stretches]:
     """
     held: list[_Stretches] = [[(0, size)] for size in shape]
     for cut in cuts:
-        if cut.dim is not None and cut.parts > 1:
-            total = sum(count for _, count in held[cut.dim])
-            held[cut.dim] = _taken(held[cut.dim], _shares(total, cut))
+        total = sum(count for _, count in held[cut.dim])
+        held[cut.dim] = _taken(held[cut.dim], _shares(total, cut))
     return held
 
 
 def steps_of(cuts: Sequence[Cut]) -> int:
-    """Return a bound on the steps that :func:`held_sizes` takes: each cut looks at all stretches that earlier ones
-    made, and each piece makes one more.
+    """Return a bound on the steps that :func:`held_sizes` takes.
+
+    Each cut looks at all stretches that earlier cuts made, and each piece makes one more.
     """
-    splits = [cut.split for cut in cuts if cut.dim is not None and cut.parts > 1]
-    return len(splits) * (1 + sum(splits))
+    return len(cuts) * (1 + sum(cut.split for cut in cuts))
 
 
 def strips_of(held: Sequence[_Stretches]) -> Iterator[Strip]:
-    """What a process has, where it has these stretches of each dimension, as chunks of the whole."""
-    starts = [accumulate((count for _, count in each), initial=0) for each in held]
-    for each in product(*(zip(stretches, at, strict=False) for stretches, at in zip(held, starts, strict=True))):
-        chunk = Chunk(tuple(first for (first, _), _ in each), tuple(count for (_, count), _ in each))
-        yield Strip(chunk, tuple(at for _, at in each))
+    """Yield the strips of a process that has the stretches `held` of each dimension."""
+    starts = [accumulate((count for _, count in stretches), initial=0) for stretches in held]
+    for strip in product(*(zip(stretches, at, strict=False) for stretches, at in zip(held, starts, strict=True))):
+        chunk = Chunk(tuple(first for (first, _), _ in strip), tuple(count for (_, count), _ in strip))
+        yield Strip(chunk, tuple(at for _, at in strip))
 
 
 def _share(total: int, parts: int, at: int) -> tuple[int, int]:
-    """What the one `at` of `parts` gets of `total`, as ``torch.chunk`` deals: its first index, and how many."""
+    """Return the first index, and how many, that number `at` of `parts` gets of `total`, as ``torch.chunk`` deals."""
     most = -(-total // parts)
     first = min(most * at, total)
     return first, min(most, total - first)

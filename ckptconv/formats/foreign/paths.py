@@ -1,9 +1,11 @@
-"""Recognise folders given in place of a file: what each is, and what to type instead.
+"""Recognise what is given in place of a checkpoint's path: a folder, a URL, a dash, the name of another format.
 
-Looks at names, a bounded number of them, and into small files that stand where a checkpoint should, for they may be Git
-LFS pointers. Sources for the names: ``torch/distributed/checkpoint/filesystem.py`` and ``format_utils.py`` of torch
-2.13, ``deepspeed/utils/zero_to_fp32.py``, ``megatron/training/checkpointing.py`` and the README of Megatron-LM,
-transformers' ``utils/__init__.py``, Orbax's "Checkpoint Format Guide".
+For a folder: names are looked at, a bounded number of them, and the starts of small files where a checkpoint should be,
+because they may be Git LFS pointers.
+
+Sources of the names: ``torch/distributed/checkpoint/filesystem.py`` and ``format_utils.py`` of torch 2.13,
+``deepspeed/utils/zero_to_fp32.py``, ``megatron/training/checkpointing.py`` and the README of Megatron-LM, transformers'
+``utils/__init__.py``, Orbax's "Checkpoint Format Guide".
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -25,13 +27,13 @@ from ckptconv.limits import LIMITS
 from ckptconv.stores import first_bytes, is_url, list_folder, locate
 
 LFS = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
-#: No command: git runs aliases, filters and other programs that the folder's .git/config names, and so does Git LFS.
+#: Not a command, because git and Git LFS run aliases, filters and other programs that .git/config of the folder names.
 FETCH_LFS = (
     "download the file itself, or fetch it with Git LFS in your own clone, because git runs programs that .git/config"
     " names"
 )
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".pth.tar")
-#: What a folder's files are converted by, in any case of letters.
+#: The suffixes of the files that are converted in a folder, in any case of letters.
 FILE_SUFFIXES = (*CHECKPOINT_SUFFIXES, ".pkl")
 _METADATA, _METADATA_HEAD = b"torch.distributed.checkpoint.metadata", 128  # the first global, and where it stands
 _POINTER = 1024  # bytes: Git LFS's own bound on a pointer
@@ -44,13 +46,13 @@ _MODELS = (
     "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model.bin",
 )
-#: Names that the rows ask for, which are looked for where a listing was cut; those of folders end in a slash.
+#: Names that tests ask for. They are looked for if a listing was cut. Names of folders end in a slash.
 _KNOWN = (
     *_MODELS, "data.pkl", "data/", "version", "byteorder", ".metadata", "__0_0.distcp", "zero_to_fp32.py", "latest",
     "saved_model.pb", "saved_model.pbtxt", "_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", "_METADATA",
     "model.weights.h5",
 )  # a table  # fmt: skip
-_SHARD = r".+-[0-9]{5}-of-(?!00000)[0-9]{5}(\.safetensors|\.bin)"  # whose folder is read as one checkpoint
+_SHARD = r".+-[0-9]{5}-of-(?!00000)[0-9]{5}(\.safetensors|\.bin)"  # a folder with such files is read as one checkpoint
 _DEEPSPEED, _MEGATRON = "a DeepSpeed ZeRO checkpoint", "a checkpoint of Megatron-LM"
 _ZERO = regex(r"(bf16_|fp16_)?zero_pp_rank_[0-9]+_.*\.pt")
 _RANK = regex(r"mp_rank_[0-9]{2,}(_[0-9]{3,})*/")  # of Megatron-LM: tensor, pipeline and expert parallel ranks
@@ -59,9 +61,9 @@ _LATEST = "latest_checkpointed_iteration.txt"
 
 
 class _Folder(NamedTuple):
-    """A folder, and the names in it; those of folders end in a slash.
+    """A folder, and the names in it. Names of folders end in a slash.
 
-    `others` are no files: FIFOs, links to nowhere. `cut`: it has more names than were looked at.
+    `others` are neither files nor folders: FIFOs, links to nowhere. `cut`: it has more names than were looked at.
     """
 
     path: Path
@@ -70,35 +72,57 @@ class _Folder(NamedTuple):
     cut: bool
 
     def has(self, *names: str) -> bool:
-        """Whether all of `names` are there."""
+        """Return whether the folder contains all of `names`."""
         return self.names.issuperset(names)
 
     def any(self, pattern: str) -> bool:
+        """Return whether a name matches the regular expression `pattern`."""
         return any(re.fullmatch(pattern, name) for name in self.names)
 
 
-class _Answer(NamedTuple):
-    """What a folder is, and the next step."""
-
-    what: str
-    hint: str
-
-
-_Row = Callable[[_Folder], "_Answer | None"]
+#: What a folder is, and the next step.
+_Answer = tuple[str, str]
 
 
 def folder_error(path: Path) -> InputError:
-    """The error that says what the folder `path` is, and what to type instead."""
+    """Return the error that says what the folder `path` is, and what to type instead."""
     try:
-        folder = _list(path)
-        answer = next(answer for row in _ROWS if (answer := row(folder)))
+        what, hint = next(answer for answer in _answers(_list(path)) if answer)
     except OSError as error:
         return InputError(f"a folder and not a file, which cannot be listed: {error.strerror}", where=path)
-    return UnsupportedError("a folder and not a file: " + answer.what, where=path, hint=answer.hint)
+    return UnsupportedError("a folder and not a file: " + what, where=path, hint=hint)
+
+
+def _answers(folder: _Folder) -> Iterator[_Answer | None]:
+    """Yield the answer of each test, or None where it does not fit. The first answer is right."""
+    give = "give the path of the checkpoint itself"
+    if not (folder.names or folder.others):
+        yield "it is empty", give
+    yield _torch_records(folder)
+    yield _distributed(folder)
+    checkpoints = [name for name in sorted(folder.names) if name.endswith(CHECKPOINT_SUFFIXES)][:50]
+    if checkpoints and all(_is_pointer(folder.path / name) for name in checkpoints):
+        yield "a git clone in which the checkpoints are Git LFS pointers", FETCH_LFS
+    yield _model(folder)
+    yield _deepspeed(folder)
+    yield _megatron(folder)
+    tensorflow = "load it with TensorFlow and save its weights with torch"
+    if folder.names & {"saved_model.pb", "saved_model.pbtxt"}:
+        yield "a TensorFlow SavedModel", tensorflow
+    if folder.any(r".*\.data-[0-9]{5}-of-[0-9]{5}") and folder.any(r".*\.index"):
+        yield "a TensorFlow checkpoint", tensorflow
+    if _is_orbax(folder):
+        yield "an Orbax checkpoint (JAX)", "restore it with orbax.checkpoint and save its weights with torch"
+    if folder.has("model.weights.h5"):
+        yield "a Keras model", "load it with Keras and save its weights with torch"
+    looked_at = f"the first {LIMITS.folder_names:,} names in it"
+    yield _listed(folder, f"among {looked_at}" if folder.cut else "in it")
+    what = f"no checkpoint is among {looked_at}," if folder.cut else "no checkpoint is in it,"
+    yield f"{what} but {some(sorted(folder.names | folder.others))}", give
 
 
 def name_like(path: Path) -> Path | None:
-    """A path beside `path`, which is missing, with nearly its name, if there is one."""
+    """Return a path next to `path`, which is missing, with nearly the same name, or None."""
     folder = _folder_at(path.parent)
     if folder is None:
         return None
@@ -111,8 +135,9 @@ def name_like(path: Path) -> Path | None:
 
 
 def distributed_part_error(source: Readable) -> InputError | None:
-    """What is to be said of the file `source` if it is a part of a checkpoint of torch.distributed.checkpoint, by what
-    stands beside it; of one beside which nothing is known to stand, by its first bytes.
+    """Return the error for the file `source` if it is a part of a checkpoint of torch.distributed.checkpoint, or None.
+
+    A file is recognised by the files next to it, or by its first bytes if it is not stored in a folder.
     """
     path = source.path
     if not source.is_stored:
@@ -124,11 +149,11 @@ def distributed_part_error(source: Readable) -> InputError | None:
         return None
     folder = _folder_at(path.parent)
     answer = folder and _distributed(folder)
-    return UnsupportedError(f"a part of {answer.what}", where=path, hint=answer.hint) if answer else None
+    return UnsupportedError(f"a part of {answer[0]}", where=path, hint=answer[1]) if answer else None
 
 
 def _list(path: Path) -> _Folder:
-    """The folder `path` with the first names in it, and with those that everybody knows."""
+    """Return the folder `path` with the first names in it, and with the :data:`_KNOWN` names that it contains."""
     names: set[str] = set()
     others: set[str] = set()
     if is_url(path):
@@ -136,37 +161,26 @@ def _list(path: Path) -> _Folder:
         return _Folder(path, frozenset([*files, *(f"{name}/" for name in folders)]), frozenset(), cut=False)
     with os.scandir(path) as entries:
         for entry in islice(entries, LIMITS.folder_names):
-            kind = _kind(entry)
-            (others if kind is None else names).add(entry.name + (kind or ""))
+            try:
+                is_folder = entry.is_dir()
+                (names if is_folder or entry.is_file() else others).add(entry.name + ("/" if is_folder else ""))
+            except OSError:  # a link to itself
+                others.add(entry.name)
         cut = next(entries, None) is not None
     if cut:
         names.update(name for name in _KNOWN if (os.path.isdir if name.endswith("/") else os.path.isfile)(path / name))
     return _Folder(path, frozenset(names), frozenset(others), cut)
 
 
-def _kind(entry: os.DirEntry[str]) -> str | None:
-    """What is put behind the name of `entry`; None where it is neither a folder nor a file."""
-    try:
-        return "/" if entry.is_dir() else "" if entry.is_file() else None
-    except OSError:  # a link to itself
-        return None
-
-
-# Whose it is
-
-
-def _when(fits: Callable[[_Folder], object], what: str, hint: str) -> _Row:
-    """The row for folders of which `fits` is true."""
-    return lambda folder: _Answer(what, hint) if fits(folder) else None
+# Kinds of folders
 
 
 def _torch_records(folder: _Folder) -> _Answer | None:
     if not folder.has("data.pkl") or not (folder.names & {"data/", "version", "byteorder"}):
         return None
-    whole = _absolute(folder.path)
-    return _Answer(
+    return (
         "the records of a torch checkpoint that was unpacked",
-        f"make it a zip again: {python_command('-m', 'zipfile', '-c', 'out.pt', whole)}",
+        f"make it a zip again: {python_command('-m', 'zipfile', '-c', 'out.pt', _absolute(folder.path))}",
     )
 
 
@@ -174,35 +188,34 @@ def _distributed(folder: _Folder) -> _Answer | None:
     if not folder.has(".metadata") or not folder.any(r".*\.distcp"):
         return None
     out, whole = Path("out.pt"), _absolute(folder.path)
-    if Path(os.path.realpath(whole)) in Path(os.path.realpath(out)).parents:  # among the parts nothing is written
+    if Path(os.path.realpath(whole)) in Path(os.path.realpath(out)).parents:  # nothing is written among the parts
         out = whole.with_name(f"{whole.name}.pt")
-    whole_file = "make it one file: " + command("convert", folder.path, out)
-    return _Answer("a checkpoint of torch.distributed.checkpoint (DCP)", whole_file)
-
-
-def _pointers(folder: _Folder) -> _Answer | None:
-    small = [name for name in sorted(folder.names) if name.endswith(CHECKPOINT_SUFFIXES)][:50]
-    if not small or not all(_is_pointer(folder.path / name) for name in small):
-        return None
-    return _Answer(
-        "a git clone in which the checkpoints are Git LFS pointers",
-        FETCH_LFS,
+    return (
+        "a checkpoint of torch.distributed.checkpoint (DCP)",
+        "make it one file: " + command("convert", folder.path, out),
     )
 
 
+def _is_orbax(folder: _Folder) -> bool:
+    return bool(folder.names & {"_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", "_METADATA"})
+
+
 def _is_pointer(path: Path) -> bool:
+    """Return whether the file `path` is a Git LFS pointer."""
     head = first_bytes(path, _POINTER + 1)
     return len(head) <= _POINTER and head.startswith(LFS)
 
 
 def _model(folder: _Folder) -> _Answer | None:
+    """Recognise a folder with a whole model under one of the usual names."""
     name = next((name for name in _MODELS if folder.has(name) and not _is_pointer(folder.path / name)), None)
     if name is None:
         return None
-    path, beside = shell(folder.path / name), [each for each in _found(folder) if each not in _MODELS]
-    if not beside:
-        return _Answer(f"the checkpoint in it is {name}", f"give that file: {path}")
-    return _Answer(f"the model in it is {name}, beside {some(beside)}", f"give that file: {path}; " + _or_all(folder))
+    give = f"give that file: {shell(folder.path / name)}"
+    others = [other for other in _checkpoints_in(folder) if other not in _MODELS]
+    if not others:
+        return f"the checkpoint in it is {name}", give
+    return f"the model in it is {name}, beside {some(others)}", f"{give}; " + _or_all(folder)
 
 
 def _deepspeed(folder: _Folder) -> _Answer | None:
@@ -214,66 +227,62 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
         whole = _absolute(folder.path)
         where, tag = whole.parent, ["--tag", whole.name]
     merge = python_command("-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
-    return _Answer(f"{_DEEPSPEED}, each file of it one rank's part", f"{TRUSTED}, let DeepSpeed merge it: {merge}")
+    return f"{_DEEPSPEED}, each file of it one rank's part", f"{TRUSTED}, let DeepSpeed merge it: {merge}"
 
 
 def _megatron(folder: _Folder) -> _Answer | None:
-    """A step's folder, with one for each rank, or the one above it."""
+    """Recognise the folder of a step, which has a folder for each rank, or the folder above it."""
     inside = _has_ranks(folder)
     steps = [] if inside or not folder.has(_LATEST) else [name for name in _folders(folder) if _STEP.fullmatch(name)]
     if not inside and not any((step := _folder_at(folder.path / name)) and _has_ranks(step) for name in steps):
         return None
-    where = _absolute(folder.path).parent if inside else folder.path  # Megatron wants that one
+    where = _absolute(folder.path).parent if inside else folder.path  # Megatron wants the folder above
     whole = ("--target-tensor-parallel-size", "1", "--target-pipeline-parallel-size", "1")
     merge = shell(
         "python", "/PATH/TO/Megatron-LM/tools/checkpoint/convert.py", "--model-type", "GPT", "--load-dir", where,
         "--save-dir", "OUT_FOLDER", *whole,
     )  # fmt: skip
-    return _Answer(
-        f"{_MEGATRON}, each folder of it one rank's part",
-        f"{TRUSTED}, let Megatron-LM merge it: {merge}",
-    )
-
-
-def about_part(path: Path) -> str | None:
-    """What the file at `path` is one rank's part of, and what merges all of them, where DeepSpeed or Megatron-LM saved
-    it.
-    """
-    here = Path(os.path.dirname(os.path.abspath(path)))
-    if _ZERO.fullmatch(path.name):
-        folder, run, row = _folder_at(here), _DEEPSPEED, _deepspeed
-    elif _RANK.fullmatch(f"{here.name}/"):
-        folder, run, row = _folder_at(here.parent), _MEGATRON, _megatron
-    else:
-        return None
-    found = row(folder) if folder else None
-    return f"one rank's part of {run}; {found.hint}" if found else None
-
-
-def _absolute(path: Path) -> Path:
-    """`path` from the root on, if it is one here."""
-    return path if is_url(path) else Path(os.path.abspath(path))
+    return f"{_MEGATRON}, each folder of it one rank's part", f"{TRUSTED}, let Megatron-LM merge it: {merge}"
 
 
 def _has_ranks(folder: _Folder) -> bool:
     return sum(_RANK.fullmatch(name) is not None for name in folder.names) > 1
 
 
-def _listed(folder: _Folder) -> _Answer | None:
-    """Whatever looks like a checkpoint by its name, here or further down."""
-    found = _found(folder)
-    if not found:
+def about_part(path: Path) -> str | None:
+    """Return what to say of the file `path` if it is one rank's part and DeepSpeed or Megatron-LM saved it, or None.
+
+    The text says what merges all parts.
+    """
+    here = Path(os.path.dirname(os.path.abspath(path)))
+    if _ZERO.fullmatch(path.name):
+        folder, run, recognise = _folder_at(here), _DEEPSPEED, _deepspeed
+    elif _RANK.fullmatch(f"{here.name}/"):
+        folder, run, recognise = _folder_at(here.parent), _MEGATRON, _megatron
+    else:
         return None
-    where = f"among {_looked_at()}" if folder.cut else "in it"
-    path = shell(folder.path / found[0])
-    if len(found) == 1:
-        return _Answer(f"the checkpoint {where} is {found[0]}", f"give its path: {path}")
-    strange = any(
-        row(inner) for name in found if (inner := _folder_at(folder.path / name)) for row in (_torch_records, _orbax)
-    )
-    return _Answer(
-        f"the checkpoints {where} are {some(found)}",
-        joined(f"give one of them: {path}", None if strange else _or_all(folder)),
+    answer = recognise(folder) if folder else None
+    return f"one rank's part of {run}; {answer[1]}" if answer else None
+
+
+def _absolute(path: Path) -> Path:
+    """Return `path` from the root on, or unchanged if it is a URL."""
+    return path if is_url(path) else Path(os.path.abspath(path))
+
+
+def _listed(folder: _Folder, where: str) -> _Answer | None:
+    """Recognise a folder by the names of the checkpoints that are `where` in it, or in folders below it."""
+    names = _checkpoints_in(folder)
+    if not names:
+        return None
+    path = shell(folder.path / names[0])
+    if len(names) == 1:
+        return f"the checkpoint {where} is {names[0]}", f"give its path: {path}"
+    inner = filter(None, (_folder_at(folder.path / name) for name in names))
+    is_foreign = any(_torch_records(each) or _is_orbax(each) for each in inner)
+    return (
+        f"the checkpoints {where} are {some(names)}",
+        joined(f"give one of them: {path}", None if is_foreign else _or_all(folder)),
     )
 
 
@@ -281,11 +290,12 @@ def _or_all(folder: _Folder) -> str:
     return "or convert all of them: " + command("convert_many", folder.path, Placeholder("OUT_FOLDER"))
 
 
-def _found(folder: _Folder) -> list[str]:
-    """The checkpoints in `folder`, by their names, and then those in folders below it: files, or folders that are one
-    checkpoint. Links and hidden folders are not entered.
+def _checkpoints_in(folder: _Folder) -> list[str]:
+    """Return the checkpoints in `folder` by their names, then those in folders below it.
+
+    A checkpoint is a file, or a folder that is one checkpoint. Links and hidden folders are not entered.
     """
-    found = _files(folder)
+    names = _files(folder)
     waiting, left = deque(_folders(folder)), LIMITS.folder_names
     while waiting and left > 0:
         name = waiting.popleft()
@@ -293,12 +303,13 @@ def _found(folder: _Folder) -> list[str]:
         if inner is None:
             continue
         left -= len(inner.names)
-        if inner.any(_SHARD) or any(row(inner) for row in (_torch_records, _distributed, _orbax, _deepspeed)):
-            found.append(name.rstrip("/"))
+        is_one = inner.any(_SHARD) or _torch_records(inner) or _distributed(inner)
+        if is_one or _is_orbax(inner) or _deepspeed(inner):
+            names.append(name.rstrip("/"))
         else:
-            found += (name + file for file in _files(inner))
+            names += (name + file for file in _files(inner))
             waiting += (name + below for below in _folders(inner))
-    return found
+    return names
 
 
 def _files(folder: _Folder) -> list[str]:
@@ -311,55 +322,14 @@ def _folders(folder: _Folder) -> list[str]:
 
 
 def _folder_at(path: Path) -> _Folder | None:
+    """Return the folder `path`, or None if it cannot be listed."""
     try:
         return _list(path)
-    except (OSError, ValueError, InputError):  # a NUL in the path
+    except (OSError, ValueError, InputError):  # ValueError: a NUL in the path
         return None
 
 
-def _nothing(folder: _Folder) -> _Answer:
-    found = some(sorted(folder.names | folder.others))
-    what = f"no checkpoint is among {_looked_at()}," if folder.cut else "no checkpoint is in it,"
-    return _Answer(f"{what} but {found}", "give the path of the checkpoint itself")
-
-
-def _looked_at() -> str:
-    return f"the first {LIMITS.folder_names:,} names in it"
-
-
-_orbax = _when(
-    lambda folder: folder.names & {"_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", "_METADATA"},
-    "an Orbax checkpoint (JAX)",
-    "restore it with orbax.checkpoint and save its weights with torch",
-)
-_TENSORFLOW = "load it with TensorFlow and save its weights with torch"
-
-#: The first that answers is right.
-_ROWS: tuple[_Row, ...] = (
-    _when(lambda folder: not (folder.names or folder.others), "it is empty", "give the path of the checkpoint itself"),
-    _torch_records,
-    _distributed,
-    _pointers,
-    _model,
-    _deepspeed,
-    _megatron,
-    _when(
-        lambda folder: folder.names & {"saved_model.pb", "saved_model.pbtxt"}, "a TensorFlow SavedModel", _TENSORFLOW
-    ),
-    _when(
-        lambda folder: folder.any(r".*\.data-[0-9]{5}-of-[0-9]{5}") and folder.any(r".*\.index"),
-        "a TensorFlow checkpoint",
-        _TENSORFLOW,
-    ),
-    _orbax,
-    _when(
-        lambda folder: folder.has("model.weights.h5"),
-        "a Keras model",
-        "load it with Keras and save its weights with torch",
-    ),
-    _listed,
-    _nothing,
-)
+# Paths that are no folder
 
 
 _DRIVE = regex(r"([A-Za-z]):[\\/]")
@@ -369,7 +339,7 @@ _DOWNLOADS = {
     "s3": ("aws", "s3", "cp"),
     "gs": ("gcloud", "storage", "cp"),
 }
-#: Who writes files with a suffix that none of ours has.
+#: The programs that write files with suffixes of other formats.
 _OTHERS = {
     suffix: program
     for program, suffixes in {
@@ -414,27 +384,26 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
     if is_output:
         return UsageError("a URL and not a path", where=shown, hint="write a file here, and copy it there")
     download = _DOWNLOADS.get(shown.partition(":")[0])
-    behind = ["."] if download and download[0] != "curl" else []
-    # without a name, a password or a query, which nobody prints; pathlib may have made one slash of two
+    target = ["."] if download and download[0] != "curl" else []
+    # A URL with a name, a password or a query is not printed. pathlib may have made one slash of two.
     is_known = shown in (text, text.replace(":/", "://", 1))
-    command = f": {shell(*download, shown, *behind)}" if download and is_known else ""
-    return UsageError("a URL and not a path", where=shown, hint=f"download it first{command}")
+    typed = f": {shell(*download, shown, *target)}" if download and is_known else ""
+    return UsageError("a URL and not a path", where=shown, hint=f"download it first{typed}")
 
 
 def refuse_url(path: str | os.PathLike[str]) -> None:
-    """Raise UsageError where `path` is a URL, for what is done to files here alone."""
+    """Raise UsageError if `path` is a URL, for operations on local files only."""
     if is_url(path) and (error := no_path_error(path, is_output=False)):
         raise error
 
 
 def odd_suffix_error(path: Path, known: Iterable[str], sources: Iterable[Path]) -> UsageError | None:
-    """The error for an output `path` whose name promises what it would not be: another program's file, or one with
-    nearly a suffix of ours.
+    """Return the error for an output `path` whose name promises another program's file, or is misspelled, or None.
 
     Args:
-        path: Of a file. Numbers (``model.v2``) and suffixes that nobody knows promise nothing.
-        known: Our suffixes, by the last of which in a name its format is told.
-        sources: What is converted; a suffix that one of them has may stay.
+        path: The path of a file. Numbers (``model.v2``) and unknown suffixes promise nothing.
+        known: The suffixes of formats that are written. The last of them in a name decides the format.
+        sources: The paths of the inputs. A suffix that one of them has is accepted.
     """
     known = set(known)
     own = {suffix for source in sources for suffix in source.suffixes}
@@ -457,7 +426,7 @@ def odd_suffix_error(path: Path, known: Iterable[str], sources: Iterable[Path]) 
 
 
 def _is_near(suffix: str, known: str) -> bool:
-    """Whether `suffix` is `known` but for one letter, or two that are swapped, or for little in a long one."""
+    """Return whether `suffix` is `known` with one letter changed, two letters swapped, or few changes if it is long."""
     if len(known) < len(".pt"):  # every letter is near to one
         return False
     if close_matches(suffix, [known], cutoff=0.85):

@@ -38,8 +38,9 @@ def test_as_torch_cuts(seed: int) -> None:
     every = set()
     for at in product(*map(range, mesh)):
         cuts = [
-            Cut(parts, index, getattr(each, "dim", None), getattr(each, "split_factor", 1))
+            Cut(parts, index, each.dim, getattr(each, "split_factor", 1))
             for parts, index, each in zip(mesh, at, how, strict=True)
+            if isinstance(each, (Shard, _StridedShard))
         ]
         held = held_sizes(shape, cuts)
         local = cut_by_torch(whole, mesh, at, how)
@@ -53,6 +54,6 @@ def test_as_torch_cuts(seed: int) -> None:
 
 def test_a_plain_cut_is_one_strip() -> None:
     """Neighbours are one stretch, so what Shard cuts is copied in one piece."""
-    held = held_sizes((12, 3), [Cut(2, 1, 0, 3), Cut(1, 0, 0), Cut(2, 0, None)])
+    held = held_sizes((12, 3), [Cut(2, 1, 0, 3), Cut(1, 0, 0)])
     assert held[0] == [(2, 2), (6, 2), (10, 2)]
     assert held_sizes((12, 3), [Cut(2, 1, 0), Cut(3, 2, 0)]) == [[(10, 2)], [(0, 3)]]
