@@ -1,18 +1,18 @@
 """Folders of torch.distributed.checkpoint (DCP): the checkpoint of several processes, read without any of them.
 
-Layout: ``.metadata`` (:mod:`ckptconv.formats.distributed.metadata`) says what there is;
-each process wrote files of its own:
+Layout: ``.metadata`` (:mod:`ckptconv.formats.distributed.metadata`) lists the items; each process wrote files of its
+own:
 
     .metadata               written last, by one process
-    __RANK_NUMBER.distcp    files of torch.save one behind another (:mod:`ckptconv.formats.torch_zip`): one for each
-                            chunk of a tensor, one for each object that is no tensor
+    __RANK_NUMBER.distcp    files of torch.save one after another (:mod:`ckptconv.formats.torch_zip`): one for each
+                            chunk of a tensor, one for each object that is not a tensor
 
-Source: ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``) and
-``_traverse.py`` (``set_element``) of torch 2.13.
+Source: ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``) and ``_traverse.py`` (``set_element``) of torch
+2.13.
 
-What comes out is what ``dcp_to_torch_save`` of ``format_utils.py`` makes: nested dicts and lists as they were saved,
-tensors whole and in row-major order, on the CPU. But where torch had put off to conjugate or negate a tensor, that
-stays to be done, as in any other file.
+The result is what ``dcp_to_torch_save`` of ``format_utils.py`` makes: nested dicts and lists as they were saved, and
+tensors whole and in row-major order, on the CPU. But a conjugation or negation that torch put off stays to be done, as
+in any other file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count, pairwise
+from itertools import count, zip_longest
 from math import prod
 from operator import is_not
 from pathlib import Path
-from typing import TypeAlias
 
 from ckptconv.byteranges.sources import Readable, SliceSource, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
@@ -35,8 +34,8 @@ from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file
-from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
-from ckptconv.formats.distributed.metadata import ItemPath, Metadata, Stored, TensorItem, read_metadata
+from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover, is_apart
+from ckptconv.formats.distributed.metadata import ItemPath, Metadata, TensorItem, read_metadata
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
@@ -47,43 +46,51 @@ NAME = "DCP"
 METADATA = ".metadata"
 _OWN_METADATA = regex(r"__[0-9]+\.metadata")
 _SUFFIX = ".distcp"
-_HEAD, _TAIL = 1 << 10, 2 << 10  # bytes of a tensor's file before its storage, and behind it
-_PICKLE = b"\x80"  # how a pickle begins: others give files that name, too
+_HEAD, _TAIL = 1 << 10, 2 << 10  # bytes of a tensor's file before its storage, and after it
 _COPY = "copy the whole folder: each process of the run wrote files of its own"
-
-#: Nested dicts and lists with items in them; None: a place in a list that nothing belongs to.
-_Tree: TypeAlias = "dict[str, _Tree] | list[_Tree | None] | _Leaf"
 
 
 class _Leaf:
-    """The item `name`, and what it is."""
+    """The item `name`, and its value."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.value: Value = None
 
 
+class _Branch(dict["str | int", "_Branch | _Leaf"]):
+    """A dict with items in it, or a list, if `kind`, the type of its keys, is int.
+
+    A list has `length` members. Those without a key belong to no item.
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+        self.length = 0
+
+
 @dataclass(frozen=True, eq=False)
 class DcpFolder:
-    """What the reader keeps for changes in place.
+    """The data that the reader keeps for changes in place.
 
     Attributes:
         file: ``.metadata``.
-        metadata: What that says.
-        tree: Where the items stand, as in the checkpoint.
-        devices: Those of the storages, by their keys.
-        objects: What is done to objects that are stored in other files than ``.metadata``, and with which values.
+        metadata: The content of that file.
+        tree: The items, nested as in the checkpoint.
+        devices: The devices of the storages, by their keys.
+        objects: The effects on objects that are stored in other files than ``.metadata``, and their values.
     """
 
     file: Readable
     metadata: Metadata
-    tree: dict[str, _Tree]
+    tree: _Branch
     devices: dict[str, str]
     objects: list[tuple[Effect, list[Value]]]
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Whether `folder`, given as such, is one, or what is left of one."""
+    """Return whether `folder`, given as such, is a DCP checkpoint, or what is left of one."""
     if not folder.is_whole:
         return False
     _, names = list_folder(folder.folder)
@@ -91,35 +98,29 @@ def looks_like(folder: SourceFolder) -> bool:
 
 
 def looks_like_metadata(folder: Path) -> bool:
-    """Whether ``.metadata`` in `folder`, as others call a file too, is the one that stands beside parts: a pickle."""
-    return first_bytes(folder / METADATA, 1) == _PICKLE
+    """Return whether ``.metadata`` in `folder` is a pickle. Other programs have files of that name too."""
+    return first_bytes(folder / METADATA, 1) == b"\x80"
 
 
 def read(
     folder: SourceFolder,
     read_file: Callable[[Readable], Checkpoint],  # noqa: ARG001 - its files are parts
 ) -> Checkpoint:
-    """The checkpoint in `folder`.
+    """Return the checkpoint in `folder`.
 
-    Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read.
+    Raises MalformedError, UnsupportedError, LimitError, and InputError if a file cannot be read.
     """
     _, names = list_folder(folder.folder)
-    if METADATA not in names:
-        raise _without_metadata(folder, names)
-    metadata = read_metadata(folder.open(METADATA))
-    return _Reader(folder, metadata).checkpoint()
-
-
-def _without_metadata(folder: SourceFolder, names: list[str]) -> InputError:
-    """The error for a folder that has parts and nothing that says of what."""
+    if METADATA in names:
+        return _Reader(folder, read_metadata(folder.open(METADATA))).checkpoint()
     if any(map(_OWN_METADATA.fullmatch, names)):
-        return UnsupportedError(
+        raise UnsupportedError(
             "each process of the run wrote metadata of its own (use_collectives=False), so nothing says what the"
             " whole is",
             where=folder.path,
             hint="load it in a run of as many processes, and save it again with use_collectives",
         )
-    return MalformedError(
+    raise MalformedError(
         f"a checkpoint of torch.distributed.checkpoint without {METADATA}, which is written last: it was not saved to"
         " its end, or not copied whole",
         where=folder.path,
@@ -127,8 +128,8 @@ def _without_metadata(folder: SourceFolder, names: list[str]) -> InputError:
     )
 
 
-class _Said(InputError):
-    """What is wrong with an item was said before: for who collects faults, and goes on with the next."""
+class _Reported(InputError):
+    """A fault of an item that was reported before."""
 
 
 class _Reader:
@@ -146,7 +147,7 @@ class _Reader:
         self.keys = map(str, count())
 
     def checkpoint(self) -> Checkpoint:
-        """All of it."""
+        """Return the checkpoint with all items."""
         self.check_files()
         for name, item in self.metadata.items.items():
             with self.folder.faults:
@@ -155,16 +156,18 @@ class _Reader:
         nest = _Nest(str(self.where))
         for name in self.metadata.items:
             nest.add(name, self.metadata.paths.get(name, (name,)))
+        objects: list[Value] = []
         for leaf in nest.leaves():  # in the order in which they are written
             item = self.metadata.items[leaf.name]
             try:
                 leaf.value = self.object(leaf.name) if item is None else self.tensor(leaf.name, item)
             except InputError as error:
-                self.found(error)
-        stored = [leaf.value for leaf in nest.leaves() if self.metadata.items[leaf.name] is None]
-        kept = [effect for node in walk(stored) if isinstance(node, Object) for effect in node.effects]
+                self.report(error)
+            if item is None:
+                objects.append(leaf.value)
+        effects = [effect for node in walk(objects) if isinstance(node, Object) for effect in node.effects]
         container = DcpFolder(
-            self.folder.open(METADATA), self.metadata, nest.root, {}, [(effect, [*effect.values]) for effect in kept]
+            self.folder.open(METADATA), self.metadata, nest.root, {}, [(effect, [*effect.values]) for effect in effects]
         )
         checkpoint = self.merger.checkpoint(NAME, nest.value(), container)
         container.devices.update((key, storage.device) for key, storage in checkpoint.storages.items())
@@ -180,20 +183,20 @@ class _Reader:
             )
         return checkpoint
 
-    def found(self, error: InputError) -> None:
-        """`error`, unless it was said before."""
-        if not isinstance(error, _Said):
+    def report(self, error: InputError) -> None:
+        """Give `error` to the fault sink, unless it was reported before."""
+        if not isinstance(error, _Reported):
             self.folder.faults.found(error)
 
     def check_files(self) -> None:
-        """It is a fault where files are missing or too short."""
+        """Report files that are missing or too short."""
         places: dict[str, list[tuple[int, int]]] = {}
         for place in self.metadata.stored.values():
             places.setdefault(place.file, []).append((place.offset, place.offset + place.length))
-        links = {file for file in places if os.path.islink(self.folder.folder / file)}  # which opening says more of
+        links = {file for file in places if os.path.islink(self.folder.folder / file)}  # opening them says more
         missing = self.folder.missing(places.keys() - links)
         if missing:
-            self.found(
+            self.report(
                 MalformedError(
                     f"{counted(len(missing), 'file')} of {len(places):,} {'is' if len(missing) == 1 else 'are'}"
                     " missing",
@@ -204,19 +207,25 @@ class _Reader:
             )
         self.gone.update(missing)
         for file in sorted(places.keys() - self.gone):
+            ranges = sorted(places[file])
             try:
-                self.check_size(file, sorted(places[file]))
-                self.folder.open(file).prefetch(each for place in places[file] for each in _ends(*place))
+                self.check_size(file, ranges)
+                self.folder.open(file).prefetch(
+                    end
+                    for start, stop in ranges
+                    for end in ((start, min(start + _HEAD, stop)), (max(stop - _TAIL, start), stop))
+                )
             except InputError as error:
-                self.found(error)
+                self.report(error)
                 self.gone.add(file)
 
-    def check_size(self, name: str, places: list[tuple[int, int]]) -> None:
-        """Raise InputError where the file `name` cannot be opened, or ends before the last of `places`, from and to
-        which bytes something is stored in it; note in how many bytes nothing is.
+    def check_size(self, name: str, ranges: list[tuple[int, int]]) -> None:
+        """Raise InputError if the file `name` cannot be opened, or ends before the last of `ranges`.
+
+        The number of bytes outside of `ranges`, sorted pairs of start and stop, is noted.
         """
         covered = end = 0
-        for start, stop in places:
+        for start, stop in ranges:
             covered += max(stop - max(start, end), 0)
             end = max(end, stop)
         size = self.folder.open(name).size
@@ -232,8 +241,8 @@ class _Reader:
             )
 
     def window(self, name: str, offsets: tuple[int, ...] | None) -> SliceSource:
-        """Where the chunk of `name` at `offsets` is stored, or the object `name`."""
-        place: Stored | None = self.left.pop((name, offsets), None)
+        """Return the bytes of the chunk of `name` at `offsets`, or of the object `name` if these are None."""
+        place = self.left.pop((name, offsets), None)
         if place is None:
             raise MalformedError(
                 f"{name!r} is stored nowhere",
@@ -241,11 +250,11 @@ class _Reader:
                 got=None if offsets is None else f"the chunk at {offsets}",
             )
         if place.file in self.gone:
-            raise _Said("its file is not there, or not whole")
+            raise _Reported("its file is not there, or not whole")
         return SliceSource(self.folder.open(place.file), place.offset, place.length)
 
     def object(self, name: str) -> Value:
-        """What is no tensor: whatever ``torch.save`` takes."""
+        """Return the object `name`, which can be anything that ``torch.save`` takes."""
         window = self.window(name, None)
         with _about(name, window):
             part = torch_zip.read_inner(window)
@@ -254,7 +263,7 @@ class _Reader:
         return self.merger.take(part, in_order=True)
 
     def tensor(self, name: str, item: TensorItem) -> Value:
-        """A tensor, of all its chunks."""
+        """Return a call that makes a tensor of all its chunks."""
         placements = []
         is_whole = True
         put_off = None
@@ -265,7 +274,7 @@ class _Reader:
             try:
                 placement, info = self.placement(name, item, chunk)
             except InputError as error:
-                self.found(error)
+                self.report(error)
                 is_whole = False
                 continue
             placements.append(placement)
@@ -277,14 +286,17 @@ class _Reader:
                 )
             put_off = info.conj, info.neg
         if not is_whole:
-            raise _Said("not all of its chunks can be read")
+            raise _Reported("not all of its chunks can be read")
         data = assembled(item.shape, item.dtype.itemsize, placements, self.folder.path)
         key = next(self.keys)
         self.merger.records[key] = data
         return self.merger.calls.tensor(item.dtype, item.shape, key, data.length, *(put_off or ()))
 
     def placement(self, name: str, item: TensorItem, chunk: Chunk) -> tuple[ChunkPlacement, TensorInfo]:
-        """`chunk` of the tensor `name`, which must be what the metadata says, and no more; and what its file says."""
+        """Return where the bytes of a chunk are, and the tensor that its file describes.
+
+        Raises InputError if the file cannot be read or is not what the metadata describes.
+        """
         window = self.window(name, chunk.offsets)
         with _about(name, window):
             file = self.chunk_files.read(window)
@@ -303,21 +315,15 @@ class _Reader:
                 expected=f"{item.dtype.name} of shape {chunk.sizes}",
                 got=f"{info.dtype} of shape {info.shape}",
             )
-        if not isinstance(of, ByteRange) or not _fills(info) or not file.is_little_endian:
+        fills_storage = info.storage and info.storage.nbytes == info.nbytes and info.offset == 0 and is_apart(info)
+        if not isinstance(of, ByteRange) or not fills_storage or not file.is_little_endian:
             raise UnsupportedError(
                 f"a chunk of {name!r} is stored in a way that torch.distributed.checkpoint does not have",
                 where=_where(window),
                 expected="all of a storage, little-endian and not compressed",
             )
-        return (
-            ChunkPlacement(of, chunk.offsets, chunk.sizes, row_major(chunk.sizes) if info.contiguous else info.stride),
-            info,
-        )
-
-
-def _ends(start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What is read of a file from `start` to `stop` to know what is in it."""
-    return (start, min(start + _HEAD, stop)), (max(stop - _TAIL, start), stop)
+        stride = row_major(chunk.sizes) if info.contiguous else info.stride
+        return ChunkPlacement(of, chunk.offsets, chunk.sizes, stride), info
 
 
 def _where(window: SliceSource) -> str:
@@ -326,7 +332,7 @@ def _where(window: SliceSource) -> str:
 
 @contextmanager
 def _about(name: str, window: SliceSource) -> Iterator[None]:
-    """Errors meanwhile are about the item `name`, in `window`."""
+    """Let errors say that they are about the item `name`, in `window`."""
     part = f"{name!r}, stored at byte {window.offset:,}"
     window.faults = window.faults.about(part)
     try:
@@ -336,74 +342,53 @@ def _about(name: str, window: SliceSource) -> Iterator[None]:
         raise
 
 
-def _fills(info: TensorInfo) -> bool:
-    """Whether `info` shows each byte of its storage once."""
-    steps = sorted((step, size) for size, step in zip(info.shape, info.stride, strict=True) if size > 1)
-    expected = 1
-    for step, size in steps:
-        if step != expected:
-            return False
-        expected *= size
-    return info.storage is not None and info.offset == 0 and info.storage.nbytes == info.nbytes
-
-
 def new_paths(folder: DcpFolder, root: Value) -> dict[str, ItemPath] | None:
-    """Where each item stands in `root`, whose names were edited; None where what is stored elsewhere has changed."""
+    """Return the path of each item in `root`, whose names were edited, or None if an object in another file changed."""
     if any(len(old) != len(effect.values) or any(map(is_not, old, effect.values)) for effect, old in folder.objects):
         return None
     paths: dict[str, ItemPath] = {}
-    todo: list[tuple[_Tree | None, Value, ItemPath]] = [(folder.tree, root, ())]
+    todo: list[tuple[_Branch | _Leaf | None, Value, ItemPath]] = [(folder.tree, root, ())]
     while todo:
         at, node, path = todo.pop()
         if isinstance(at, _Leaf):
             if at.value is not node:
                 return None
             paths[at.name] = path
-        elif isinstance(at, dict) and isinstance(node, Dict):
+        elif isinstance(at, _Branch) and isinstance(node, Dict):
             for inner, (effect, i) in zip(at.values(), node.pairs(), strict=True):
                 key = effect.values[i]
                 assert isinstance(key, str)
                 todo.append((inner, effect.values[i + 1], (*path, key)))
-        elif isinstance(at, list) and isinstance(node, List):
-            todo += (
-                (inner, value, (*path, i)) for i, (inner, value) in enumerate(zip(at, node.elements(), strict=True))
-            )
+        elif isinstance(at, _Branch) and isinstance(node, List):
+            todo += ((at.get(i), value, (*path, i)) for i, value in enumerate(node.elements()))
     return paths
 
 
-# Nested dicts and lists
-
-
 class _Nest:
-    """Puts items where they belong in nested dicts and lists, as torch's ``set_element`` does."""
+    """Puts items into nested dicts and lists, as torch's ``set_element`` does."""
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self.root: dict[str, _Tree] = {}
-        self.holes = 0  # places in lists that nothing belongs to, so far
+        self.root = _Branch(str)
+        self.holes = 0  # members of lists that belong to no item, so far
 
     def add(self, name: str, path: ItemPath) -> None:
-        """Put the item `name` at `path`. Raises MalformedError where it cannot stand there."""
-        at: _Tree = self.root
-        for key, following in pairwise(path):
-            inner = self.get(at, key, name)
-            at = self.put(at, key, {} if isinstance(following, str) else [], name) if inner is None else inner
-        self.put(at, path[-1], _Leaf(name), name)
+        """Put the item `name` at `path`. Raises MalformedError if it cannot be there."""
+        at: _Branch | _Leaf = self.root
+        for key, following in zip_longest(path, path[1:]):
+            is_free = isinstance(at, _Branch) and isinstance(key, at.kind) and (following is not None or key not in at)
+            if not isinstance(at, _Branch) or not is_free:
+                raise MalformedError(
+                    f"{name!r} and another item cannot both stand where planner_data puts them", where=self.where
+                )
+            if key not in at:
+                self.put(at, key, _Leaf(name) if following is None else _Branch(type(following)), name)
+            at = at[key]
 
-    def get(self, at: _Tree, key: str | int, name: str) -> _Tree | None:
-        """What stands at `key` in `at`."""
-        if isinstance(at, dict) and isinstance(key, str):
-            return at.get(key)
-        if isinstance(at, list) and isinstance(key, int):
-            return at[key] if key < len(at) else None
-        raise self.clash(name)
-
-    def put(self, at: _Tree, key: str | int, value: _Tree, name: str) -> _Tree:
-        """`value`, put at `key` in `at`, where nothing may stand."""
-        if self.get(at, key, name) is not None:
-            raise self.clash(name)
-        if isinstance(at, list) and isinstance(key, int):
-            self.holes += key - len(at) if key >= len(at) else -1
+    def put(self, at: _Branch, key: str | int, value: _Branch | _Leaf, name: str) -> None:
+        """Put `value`, which leads to the item `name`, at the free `key` in `at`."""
+        if isinstance(key, int):
+            self.holes += max(key + 1 - at.length, 0) - 1
             if self.holes > LIMITS.list_holes:
                 raise MalformedError(
                     "a list has too many places that nothing belongs to",
@@ -411,48 +396,38 @@ class _Nest:
                     expected=f"at most {LIMITS.list_holes:,}",
                     got=f"index {key} of {name!r}",
                 )
-            at += [None] * (key + 1 - len(at))
-            at[key] = value
-        elif isinstance(at, dict) and isinstance(key, str):
-            at[key] = value
-        return value
-
-    def clash(self, name: str) -> MalformedError:
-        return MalformedError(
-            f"{name!r} and another item cannot both stand where planner_data puts them", where=self.where
-        )
+            at.length = max(at.length, key + 1)
+        at[key] = value
 
     def leaves(self) -> Iterator[_Leaf]:
-        """The items, in the order in which they stand."""
-        todo: list[_Tree | None] = [self.root]
+        """Yield the items in the order in which they occur."""
+        todo: list[_Branch | _Leaf] = [self.root]
         while todo:
             at = todo.pop()
             if isinstance(at, _Leaf):
                 yield at
-            elif at is not None:
-                todo += [*(at.values() if isinstance(at, dict) else at)][::-1]
+            else:
+                todo += [at[key] for key in (sorted(at) if at.kind is int else at)][::-1]
 
     def value(self) -> Value:
-        """The graph of all of it."""
+        """Return the root as a graph."""
         nodes: dict[int, Dict | List] = {}
+        todo: list[_Branch] = []
 
-        def node_of(at: _Tree | None) -> Value:
-            if at is None:
-                return None
-            if isinstance(at, _Leaf):
-                return at.value
-            if id(at) not in nodes:
-                nodes[id(at)] = Dict() if isinstance(at, dict) else List()
-                todo.append(at)
+        def node_of(at: _Branch | _Leaf | None) -> Value:
+            if not isinstance(at, _Branch):
+                return at.value if at else None
+            todo.append(at)
+            nodes[id(at)] = List() if at.kind is int else Dict()
             return nodes[id(at)]
 
-        todo: list[dict[str, _Tree] | list[_Tree | None]] = []
         root = node_of(self.root)
-        for at in todo:  # which grows
+        for at in todo:  # grows meanwhile
             node = nodes[id(at)]
-            if isinstance(at, dict):
-                set_items(node, [each for key, inner in at.items() for each in (key, node_of(inner))])
+            if at.kind is int:
+                for start in range(0, at.length, AT_ONCE):
+                    members = range(start, min(start + AT_ONCE, at.length))
+                    node.add(Effect("APPENDS", [node_of(at.get(i)) for i in members], None))
             else:
-                for start in range(0, len(at), AT_ONCE):
-                    node.add(Effect("APPENDS", [node_of(inner) for inner in at[start : start + AT_ONCE]], None))
+                set_items(node, [each for key, inner in at.items() for each in (key, node_of(inner))])
         return root

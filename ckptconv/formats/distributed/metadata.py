@@ -9,12 +9,12 @@ The file is a plain pickle of these objects (torch 2.15; older versions have few
                             storage_meta, version
     TensorStorageMetadata   properties (TensorProperties: dtype, layout, ...), size,
                             chunks [ChunkStorageMetadata: offsets, sizes]
-    MetadataIndex           fqn (NAME), offset (that of a tensor's chunk)
+    MetadataIndex           fqn (NAME), offset (the first index of a tensor's chunk)
     _StorageInfo            relative_path, offset, length, transform_descriptors
 
-Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``. Read as a graph, of which only these classes
-are understood; whatever else is named in it is refused by name. An object that has more than this version knows, as a
-later torch may write it, is unsupported and not malformed.
+Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``. The file is read as a graph, in which only
+these classes are understood. A file that names anything else is refused. An object that has more than this version
+knows, as a later torch may write it, is unsupported and not malformed.
 """
 
 from __future__ import annotations
@@ -52,27 +52,21 @@ from ckptconv.stores import stays_inside
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
-#: Where :class:`TensorProperties` stood, and stands.
 _PROPERTIES = (f"{_METADATA}.TensorProperties", f"{_BEFORE_2_3}.TensorProperties")
 _SIZE = "torch.Size"
 _LAYOUT = "torch.serialization._get_layout"
 _KNOWN = frozenset(
     {
-        *(
-            f"{_METADATA}.{name}"
-            for name in (
-                "Metadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        *_PROPERTIES,
+        f"{_METADATA}.Metadata",
+        f"{_METADATA}.TensorStorageMetadata",
+        f"{_METADATA}.BytesStorageMetadata",
+        f"{_METADATA}.ChunkStorageMetadata",
+        f"{_METADATA}.MetadataIndex",
+        f"{_METADATA}.StorageMeta",
+        f"{_METADATA}._MEM_FORMAT_ENCODING",
         f"{_BEFORE_2_3}.MEM_FORMAT_ENCODING",
         f"{_FILESYSTEM}._StorageInfo",
+        *_PROPERTIES,
         _SIZE,
         _LAYOUT,
         "builtins.getattr",
@@ -88,18 +82,15 @@ _KNOWN = frozenset(
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 _VERSION = "1."  # CURRENT_DCP_VERSION is 1.0.0
 _STATE = 5, 6  # the lengths of a TensorProperties' state; the sixth item, strides, came with torch 2.15
-_EXTENSIONS = (
-    "load it with torch.distributed.checkpoint and the extension that wrote it, and save it again without _extensions"
-)
 
 #: Keys of dicts and indices of lists, from the root to an item.
 ItemPath: TypeAlias = "tuple[str | int, ...]"
-#: The name of an item, and the first index of the chunk; None for what is no tensor.
+#: The name of an item, and the first index of the chunk, or None if the item is not a tensor.
 _Key: TypeAlias = "tuple[str, tuple[int, ...] | None]"
 
 
 class TensorItem(NamedTuple):
-    """A tensor: the chunks that it was saved in."""
+    """A tensor, and the chunks in which it was saved."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -107,7 +98,7 @@ class TensorItem(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Where something is: `length` bytes at `offset` of `file`, a path below the folder."""
+    """The position of a chunk or an object: `length` bytes at `offset` of `file`, a path below the folder."""
 
     file: str
     offset: int
@@ -115,10 +106,13 @@ class Stored(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """Every item by its name, None for what is no tensor.
+    """The content of ``.metadata``.
 
-    ``paths`` where it belongs; ``stored`` where it is, by name and first index of the chunk. ``unread`` has the names
-    of items that were found to be faults, and are not in ``items``.
+    Attributes:
+        items: Every item by its name, None if it is not a tensor.
+        paths: The path of each item in nested dicts and lists, by its name, if they were flattened.
+        stored: The position of each chunk and each object.
+        unread: The names of items that are not in `items`, because a fault was reported for them.
     """
 
     items: dict[str, TensorItem | None]
@@ -128,7 +122,7 @@ class Metadata(NamedTuple):
 
 
 def read_metadata(source: Readable) -> Metadata:
-    """What the file `source` says. Raises MalformedError, UnsupportedError, LimitError."""
+    """Return the content of the file `source`. Raises MalformedError, UnsupportedError, LimitError."""
     source.faults.pickles(PickleSequence(str(source.path), source, 1, _KNOWN))
     graph, end = parse(source.read, source.size, where=str(source.path))
     reader = _Reader(source, graph.opcodes // LIMITS.opcodes_of_a_chunk)
@@ -139,7 +133,13 @@ def read_metadata(source: Readable) -> Metadata:
 
 
 def renamed(source: Readable, names: dict[str, str], paths: dict[str, ItemPath]) -> bytes:
-    """The file `source`, which was read as Metadata, with new `names` for items and new `paths`, by the old names."""
+    """Return the file `source`, which was read as Metadata, with other names and paths of items.
+
+    Args:
+        source: The file.
+        names: New names, by the old ones. Other names stay.
+        paths: New paths, by the old names. Other paths stay.
+    """
     graph, _ = parse(source.read, source.size, where=str(source.path))
     (state,) = (state for state in _states_of(graph.root))
     for effect, i in state.pairs():
@@ -160,22 +160,22 @@ def renamed(source: Readable, names: dict[str, str], paths: dict[str, ItemPath])
 
 
 def _states_of(node: Value) -> Iterator[Dict]:
-    """The dicts of attributes that `node` is given, if it is an object."""
+    """Yield the dicts of attributes of `node`, if it is an object."""
     if isinstance(node, Call):
         yield from (state for state in node.states() if isinstance(state, Dict))
 
 
 class _Reader:
-    """Reads the nodes of one file, and says what is wrong with them.
+    """Reads the nodes of one file, and reports what is wrong with them.
 
-    `most`: so many chunks can be in it, unless one node is named again and again.
+    `most` is the greatest number of chunks, unless one node is used again and again.
     """
 
     def __init__(self, source: Readable, most: int) -> None:
         self.source = source
         self.where = str(source.path)
         self.most = most
-        # By the id of the node. One node can stand for any number of values.
+        # By the id of the node, because one node can be the value of any number of items.
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._paths: dict[int, ItemPath] = {}
 
@@ -186,10 +186,10 @@ class _Reader:
         raise UnsupportedError(what, where=self.where, expected=expected, got=got, hint=hint)
 
     def refuse_unknown(self, graph: Graph) -> None:
-        """Raise UnsupportedError where something is named that torch's own writers do not name."""
+        """Raise UnsupportedError if `graph` names something that torch's own writers do not name."""
         names = (imported_name(node, graph.protocol) for node in graph.globals)
         unknown = list(dict.fromkeys(name for name in names if name not in _KNOWN))
-        unknown += dangerous_globals(graph)  # what is known can reach everything by getattr
+        unknown += dangerous_globals(graph)  # known globals can reach everything by getattr
         if unknown:
             self.refuse(
                 "it names what torch.distributed.checkpoint's own metadata does not have",
@@ -198,7 +198,7 @@ class _Reader:
             )
 
     def metadata(self, root: Value) -> Metadata:
-        """All of it."""
+        """Return the content of `root`, the object of the file."""
         fields = self.object(root, f"{_METADATA}.Metadata")
         others = sorted(fields.keys() - _FIELDS)
         if others:
@@ -211,18 +211,20 @@ class _Reader:
                 got=version if isinstance(version, str) else type_of(version).__name__,
             )
         items = {}
-        nodes = dict(self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata"))
+        nodes = self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata")
         for name, node in nodes.items():
             with self.source.faults:
                 items[name] = self.item(name, node)
-        paths = dict(self.paths(fields.get("planner_data")))
-        stored = dict(self.stored(fields.get("storage_data")))
+        planner_data = fields.get("planner_data")
+        places = {} if planner_data is None else self.mapping(planner_data, "planner_data")
+        paths = {name: self.path(name, node) for name, node in places.items()}
+        stored = self.stored(fields.get("storage_data"))
         self.check_container(items, stored)
         self.check_bytes(stored)
         return Metadata(items, paths, stored, frozenset(nodes.keys() - items.keys()))
 
     def item(self, name: str, node: Value) -> TensorItem | None:
-        """The tensor that `node` describes, None for anything else."""
+        """Return the tensor that `node` describes, or None if the item `name` is not a tensor."""
         if isinstance(node, Call) and is_global(node.callable, f"{_METADATA}.BytesStorageMetadata"):
             self.object(node, f"{_METADATA}.BytesStorageMetadata")
             return None
@@ -242,13 +244,12 @@ class _Reader:
         return TensorItem(dtype, shape, [self.chunk(name, shape, chunk) for chunk in chunks.elements()])
 
     def dtype(self, name: str, properties: Value) -> DType:
-        """Return the dtype in `properties`, whose state is a tuple: dtype, layout, three items that torch no longer
-        uses, and strides.
+        """Return the dtype in the `properties` of the tensor `name`.
 
-        The strides are not read: they are those of the part of one rank, and each chunk's own file has its strides.
+        Their state is a tuple: dtype, layout, three items that torch no longer uses, and strides. The strides are not
+        read: they are those of the part of one rank, and each chunk's own file has its strides.
         """
-        call = self.made(properties, *_PROPERTIES)
-        state = self.state(call, _PROPERTIES[0])
+        state = self.state(properties, *_PROPERTIES)
         if not isinstance(state, Tuple) or len(state.items) > _STATE[-1]:
             got = f"{len(state.items)} items" if isinstance(state, Tuple) else type_of(state).__name__
             self.refuse(
@@ -269,7 +270,7 @@ class _Reader:
         return BY_NAME[dtype.name]
 
     def chunk(self, name: str, shape: tuple[int, ...], node: Value) -> Chunk:
-        """A chunk of `name`, which must lie inside its `shape`."""
+        """Return the chunk `node` of the tensor `name`. Raises MalformedError if it is not inside its `shape`."""
         fields = self.object(node, f"{_METADATA}.ChunkStorageMetadata")
         offsets = self.size(fields.get("offsets"), "the offsets of a chunk", name)
         sizes = self.size(fields.get("sizes"), "the sizes of a chunk", name)
@@ -277,17 +278,10 @@ class _Reader:
             self.fail(f"a chunk lies outside of {name!r}", expected=f"inside {shape}", got=f"{sizes} at {offsets}")
         return Chunk(offsets, sizes)
 
-    def paths(self, planner_data: Value) -> Iterator[tuple[str, ItemPath]]:
-        """The path of each item in nested dicts and lists, where they were flattened."""
-        if planner_data is None:
-            return
-        for name, node in self.mapping(planner_data, "planner_data"):
-            if id(node) not in self._paths:
-                self._paths[id(node)] = self.path(name, node)
-            yield name, self._paths[id(node)]
-
     def path(self, name: str, node: Value) -> ItemPath:
-        """The path `node` of the item `name`."""
+        """Return the path `node` of the item `name`."""
+        if id(node) in self._paths:
+            return self._paths[id(node)]
         path = node.items if isinstance(node, Tuple) else []
         if len(path) > LIMITS.nesting:
             raise LimitError(
@@ -299,78 +293,70 @@ class _Reader:
         parts = tuple(part for part in path if isinstance(part, str) or is_count(part))
         if not path or len(parts) != len(path) or not isinstance(parts[0], str):
             self.fail(f"planner_data has no path for {name!r}", expected="a tuple of keys and indices")
+        self._paths[id(node)] = parts
         return parts
 
-    def stored(self, storage_data: Value) -> Iterator[tuple[_Key, Stored]]:
-        """Where each chunk and each object is."""
-        seen = set()
+    def stored(self, storage_data: Value) -> dict[_Key, Stored]:
+        """Return the position of each chunk and each object."""
+        stored: dict[_Key, Stored] = {}
         for key, node in self.pairs(storage_data, "storage_data"):
             index = self.object(key, f"{_METADATA}.MetadataIndex")
             name, offset = index.get("fqn"), index.get("offset")
             if not isinstance(name, str):
                 self.fail("a MetadataIndex has no name")
             place = (name, None if offset is None else self.size(offset, "the offset", name))
-            if place in seen:
+            if place in stored:
                 self.fail(f"{name!r} is stored twice", got=place[1])
-            seen.add(place)
-            yield place, self.info(name, node)
+            stored[place] = self.info(name, node)
+        return stored
 
     def info(self, name: str, node: Value) -> Stored:
-        """The place that `node`, the _StorageInfo of `name`, says."""
+        """Return the position in `node`, the _StorageInfo of the item `name`."""
         fields = self.object(node, f"{_FILESYSTEM}._StorageInfo")
         transforms = fields.get("transform_descriptors")
         if transforms is not None and (not isinstance(transforms, List) or transforms.effects):
-            words = (
-                [word for word in transforms.elements() if isinstance(word, str)]
-                if isinstance(transforms, List)
-                else []
+            elements = transforms.elements() if isinstance(transforms, List) else ()
+            self.refuse(
+                f"{name!r} was stored through a transform",
+                got=some([word for word in elements if isinstance(word, str)]) or None,
+                hint="load it with torch.distributed.checkpoint and the extension that wrote it, and save it again"
+                " without _extensions",
             )
-            self.refuse(f"{name!r} was stored through a transform", got=some(words) or None, hint=_EXTENSIONS)
         file, offset, length = (fields.get(field) for field in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not stays_inside(file, folders=True):
             self.fail(
                 f"the file of {name!r} is no path inside the folder", got=repr(file) if isinstance(file, str) else None
             )
         if not is_count(offset) or not is_count(length):
+            wrong = length if is_count(offset) else offset
             self.fail(
                 f"{name!r} has no sound offset and length",
-                got=next(
-                    each if isinstance(each, int) else type_of(each).__name__
-                    for each in (offset, length)
-                    if not is_count(each)
-                ),
+                got=wrong if isinstance(wrong, int) else type_of(wrong).__name__,
             )
         return Stored(file, offset, length)
 
     def check_container(self, items: dict[str, TensorItem | None], stored: dict[_Key, Stored]) -> None:
-        """Raise UnsupportedError where tensors are stored without a container of their own, by the first of them that
-        has elements: one process writes all tensors in one way.
+        """Raise UnsupportedError if tensors are stored without a container of their own.
+
+        The first tensor that has elements decides, because one process writes all tensors in one way.
         """
-        first = next(
-            (
-                (name, item.dtype, chunk)
-                for name, item in items.items()
-                if item
-                for chunk in item.chunks
-                if 0 not in chunk.sizes
-            ),
-            None,
-        )
-        if first is None:
+        for name, item in items.items():
+            chunk = next((chunk for chunk in item.chunks if 0 not in chunk.sizes), None) if item else None
+            if item is None or chunk is None:
+                continue
+            nbytes = item.dtype.bytes_of(prod(chunk.sizes))
+            place = stored.get((name, chunk.offsets))
+            if place is not None and place.length == nbytes:
+                self.refuse(
+                    "its .distcp files were written with serialization_format=SAFETENSORS, and it does not say where in"
+                    " them each tensor is",
+                    got=f"{nbytes:,} bytes for {name!r}, which has as many",
+                    hint="save it again without serialization_format",
+                )
             return
-        name, dtype, chunk = first
-        nbytes = dtype.bytes_of(prod(chunk.sizes))
-        place = stored.get((name, chunk.offsets))
-        if place is not None and place.length == nbytes:
-            self.refuse(
-                "its .distcp files were written with serialization_format=SAFETENSORS, and it does not say where in"
-                " them each tensor is",
-                got=f"{nbytes:,} bytes for {name!r}, which has as many",
-                hint="save it again without serialization_format",
-            )
 
     def check_bytes(self, stored: dict[_Key, Stored]) -> None:
-        """No byte belongs to two items: a small folder could ask for any number of copies."""
+        """Raise MalformedError if items share bytes, because a small folder could ask for any number of copies."""
         last: tuple[Stored, str] | None = None
         for (name, _), place in sorted(stored.items(), key=itemgetter(1)):
             if last and last[0].file == place.file and last[0].offset + last[0].length > place.offset:
@@ -382,52 +368,52 @@ class _Reader:
 
     # Nodes
 
-    def made(self, node: Value, *classes: str) -> Call:
-        """`node`, which must be an object of one of `classes`, made without arguments."""
+    def state(self, node: Value, *classes: str) -> Value:
+        """Return the state of `node`, or None if it has none.
+
+        Raises MalformedError unless `node` is an object of one of `classes`, and UnsupportedError unless it is made
+        without arguments and given one state.
+        """
         if not isinstance(node, Call) or not is_global(node.callable, *classes):
             got = node.callable if isinstance(node, Call) else type_of(node).__name__
             self.fail("an object of another class", expected=classes[0], got=got)
         if node.kind != "NEWOBJ" or args_of(node) or node.kwargs is not None or not isinstance(node.args, Tuple):
             self.refuse(f"a {classes[0]} is made in a way that is not known to this version", got=node.kind)
-        return node
-
-    def state(self, call: Call, cls: str) -> Value:
-        """Return the state that `call`, an object of the class `cls`, is given; None if it is given none."""
-        if len(call.effects) > 1 or any(effect.opcode != "BUILD" for effect in call.effects):
-            self.refuse(f"a {cls} is set up in a way that is not known to this version")
-        return call.effects[0].values[0] if call.effects else None
+        if len(node.effects) > 1 or any(effect.opcode != "BUILD" for effect in node.effects):
+            self.refuse(f"a {classes[0]} is set up in a way that is not known to this version")
+        return node.effects[0].values[0] if node.effects else None
 
     def object(self, node: Value, cls: str) -> dict[str, Value]:
-        """The attributes of `node`, an object of the class `cls`."""
-        state = self.state(self.made(node, cls), cls)
+        """Return the attributes of `node`, an object of the class `cls`."""
+        state = self.state(node, cls)
         if state is None:
             return {}
         if not isinstance(state, Dict):
             self.refuse(f"a {cls} has a state that is not known to this version", got=type_of(state).__name__)
         if sum(1 + len(effect.values) for effect in state.effects) > LIMITS.metadata_state:
             self.fail(f"a {cls} has too many fields")
-        return dict(self.mapping(state, cls))
+        return self.mapping(state, cls)
 
-    def mapping(self, node: Value, what: str) -> Iterator[tuple[str, Value]]:
-        """The items of `node`, a dict of texts, none of them twice."""
-        seen = set()
+    def mapping(self, node: Value, what: str) -> dict[str, Value]:
+        """Return the items of `node`, a dict of texts, in which no key occurs twice. `what` is for errors."""
+        items: dict[str, Value] = {}
         for key, value in self.pairs(node, what):
             if not isinstance(key, str):
                 self.fail(f"a key of {what} is no text", got=type_of(key).__name__)
-            if key in seen:
+            if key in items:
                 self.fail(f"a key stands twice in {what}", got=repr(key))
-            seen.add(key)
-            yield key, value
+            items[key] = value
+        return items
 
     def pairs(self, node: Value, what: str) -> Iterator[tuple[Value, Value]]:
-        """The items of `node`, a dict."""
+        """Yield the items of `node`, a dict. `what` is for errors."""
         if not isinstance(node, Dict):
             self.fail(f"{what} is no dict", got=type_of(node).__name__)
         for effect, i in node.pairs():
             yield effect.values[i], effect.values[i + 1]
 
     def size(self, node: Value, what: str, name: str) -> tuple[int, ...]:
-        """The numbers of `node`, a torch.Size: `what` of the tensor `name`."""
+        """Return the numbers of `node`, a torch.Size. For errors, it is `what` of the tensor `name`."""
         known = self._sizes.get(id(node))
         if known is not None:
             return known

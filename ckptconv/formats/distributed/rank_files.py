@@ -1,10 +1,10 @@
 """Sets of rank files: what each process of one FSDP run saved with torch.save, read as one checkpoint.
 
 Layout: each file (:mod:`ckptconv.formats.distributed.rank_names` has their names) is a checkpoint of its own kind with
-the same keys. A DTensor or ShardedTensor in it (:mod:`ckptconv.formats.distributed.rank_parts`) is that process's part,
-and says where it belongs; parts are put together by position, as those of torch.distributed.checkpoint are. All else
-every process has a copy of: the first one's is taken, and what must be the same is kept in the checkpoint's
-``replicas``, which whoever edits it compares.
+the same keys. A DTensor or ShardedTensor in it (:mod:`ckptconv.formats.distributed.rank_parts`) is the part of that
+process, and contains its position. Parts are put together by position, as those of torch.distributed.checkpoint are.
+Every process has a copy of everything else: the copy of the first rank is taken, and the copies that must be the same
+are listed in the checkpoint's ``replicas``, which are compared after edits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from math import prod
 
 from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement, Gather, Piece
@@ -21,7 +22,7 @@ from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import partial_notes
 from ckptconv.checkpoint.storage_ids import changed_id, storage_id
-from ckptconv.checkpoint.tensor_info import Replica, TensorInfo, piece_of, row_major
+from ckptconv.checkpoint.tensor_info import Replica, piece_of, row_major
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
 from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
@@ -52,63 +53,61 @@ _COPY = "copy the files of all ranks into one folder, under the names that the r
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Whether `folder`, given as such or as a pattern, has the files of a run, by their names."""
+    """Return whether `folder`, given as such or as a pattern, contains the files of a run, by their names."""
     if folder.is_whole:
         return are_in(folder.folder)
     return set_of(folder.path) is not None and "*" in folder.path.name
 
 
 def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
-    """The checkpoint in the rank files of `folder`, each of which `read_file` reads.
+    """Return the checkpoint in the rank files of `folder`, each of which `read_file` reads.
 
-    Raises MalformedError, UnsupportedError, LimitError, and what that raises.
+    Raises MalformedError, UnsupportedError, LimitError, and the errors of `read_file`.
     """
-    found = _chosen(folder)
-    ranks = [rank for rank, _ in found.names]
+    run = _chosen(folder)
+    ranks = [rank for rank, _ in run.names]
     if not ranks:
-        raise UnsupportedError("no file has such a name", where=folder.path, got=found.pattern)
+        raise UnsupportedError("no file has such a name", where=folder.path, got=run.pattern)
     if len({*ranks}) != len(ranks):
         times = Counter(ranks)
-        twice = [name for rank, name in found.names if times[rank] > 1]
+        twice = [name for rank, name in run.names if times[rank] > 1]
         raise MalformedError("two files are of one rank", where=folder.folder, got=some(twice), hint=_COPY)
-    world = found.world or ranks[-1] + 1
+    world = run.world or ranks[-1] + 1
     if ranks[-1] >= world:
         raise MalformedError(
             "a rank that the run did not have",
             where=folder.folder,
             expected=f"0 to {world - 1}",
-            got=found.names[-1][1],
+            got=run.names[-1][1],
         )
-    if found.missing:
+    if run.missing:
         raise MalformedError(
-            f"the files of {counted(len(found.missing), 'rank')} of {world:,} are missing",
+            f"the files of {counted(len(run.missing), 'rank')} of {world:,} are missing",
             where=folder.folder,
-            got=f"no {some(found.missing)}",
+            got=f"no {some(run.missing)}",
             hint=_COPY,
         )
-    folder.missing(name for _, name in found.names)  # which opens those that are far, several at once
-    parts = [read_file(folder.open(name)) for _, name in found.names]
+    folder.missing(name for _, name in run.names)  # opens remote files, several at once
+    parts = [read_file(folder.open(name)) for _, name in run.names]
     checkpoint = _Reader(folder, parts, world).checkpoint()
-    checkpoint.notes.append(f"put together from {counted(world, 'rank file')}, {found.pattern}")
-    beside = [each for each in sets_in(list_folder(folder.folder)[1]) if each.pattern != found.pattern]
-    if folder.is_whole and beside:
-        alone = command("inspect", folder.folder / beside[0].pattern)
-        checkpoint.notes.append(
-            f"beside it: {some([each.pattern for each in beside])}, each a checkpoint of its own: " + alone
-        )
+    checkpoint.notes.append(f"put together from {counted(world, 'rank file')}, {run.pattern}")
+    others = [other.pattern for other in sets_in(list_folder(folder.folder)[1]) if other.pattern != run.pattern]
+    if folder.is_whole and others:
+        inspect = command("inspect", folder.folder / others[0])
+        checkpoint.notes.append(f"beside it: {some(others)}, each a checkpoint of its own: " + inspect)
     return checkpoint
 
 
 def _chosen(folder: SourceFolder) -> RankSet:
-    """The set that `folder` means. Raises UnsupportedError where that could be several."""
+    """Return the set that `folder` means. Raises UnsupportedError if it contains several."""
     if not folder.is_whole:
-        found = set_of(folder.path)
-        assert found is not None
-        return found
+        run = set_of(folder.path)
+        assert run is not None
+        return run
     names = list_folder(folder.folder)[1]
     chosen = main_set(names)
     if chosen is None:
-        several = [each.pattern for each in sets_in(names)]
+        several = [run.pattern for run in sets_in(names)]
         raise UnsupportedError(
             f"the rank files of {counted(len(several), 'checkpoint')}",
             where=folder.path,
@@ -119,34 +118,39 @@ def _chosen(folder: SourceFolder) -> RankSet:
 
 
 class _Reader:
-    """Puts the checkpoints of all ranks together: what stands in the first, and what the others have for it."""
+    """Puts the checkpoints of all ranks together: that of the first rank, with the tensors of all of them."""
 
     def __init__(self, folder: SourceFolder, parts: list[Checkpoint], world: int) -> None:
         self.folder = folder
         self.parts = parts
         self.readers = [PartReader(part, rank, world) for rank, part in enumerate(parts)]
         self.files = [part.source.path.name for part in parts]
-        #: What ranks have parts of: where it stands in the first, and the parts; by the id of its node there.
+        #: Each tensor that is spread: its place in the first rank and the parts, by the id of its node there.
         self.spread: dict[int, tuple[Place, list[Part]]] = {}
         self.replicas: list[Replica] = []
         self.merger = Merger(folder)
         self.keys = map(str, count())
-        self.tied: dict[object, str] = {}  # the key of a storage, by what it is made of
+        self.tied: dict[object, str] = {}  # the key of a storage, by its parts
         self.tags: dict[str, str] = {}
-        #: Places that may still be looked at: the first file is compared with each other one, which is much the same.
+        #: Places that may still be looked at. The first file is compared with each other file, which is much the same.
         self.left = 4 * sum(part.graph.opcodes for part in parts)
 
     def checkpoint(self) -> Checkpoint:
-        """All of it."""
+        """Return the whole checkpoint."""
         first, *others = self.parts
         for place in first.places:
             part = self.readers[0].part(place)
             if place.key and place.key.rpartition(".")[2].startswith(_FLAT):
-                raise _flat(first, place)
+                raise UnsupportedError(
+                    f"{place.path} is the flat parameter of FSDP's LOCAL_STATE_DICT, and no file says which weights are"
+                    " in it",
+                    where=first.source.path,
+                    hint="save it again in the run, with StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT",
+                )
             if part:
                 self.spread.setdefault(id(place.node), (place, [part]))
-        for k in range(1, len(self.parts)):
-            _Comparison(self, k).run()
+        for rank in range(1, len(self.parts)):
+            _Comparison(self, rank).run()
         about_parts = partial_notes(first.tensors)
         first.notes = [note for note in first.notes if note not in about_parts]
         new: dict[Node, Node] = {}
@@ -157,7 +161,7 @@ class _Reader:
         replace_nodes(first.graph, new)
         first.changed()
         checkpoint = self.merger.checkpoint(NAME, self.merger.take(first, in_order=True))
-        checkpoint.graph.left_out += [*new, *(each.graph.root for each in others)]
+        checkpoint.graph.left_out += [*new, *(other.graph.root for other in others)]
         checkpoint.unused += [
             replace(left, path=f"{part.source.path.name}/{left.path}") for part in others for left in part.unused
         ]
@@ -165,68 +169,52 @@ class _Reader:
         return checkpoint
 
     def tensor(self, place: Place, parts: list[Part]) -> Call:
-        """The tensor at `place`, of its `parts`."""
+        """Return a call that makes the tensor at `place` of its `parts`. Raises MalformedError if they do not fit."""
         first = parts[0]
-        found: dict[Chunk, tuple[ChunkPlacement, int]] = {}
+        chunks: dict[Chunk, tuple[ChunkPlacement, int]] = {}
         for rank, part in enumerate(parts):
             for placement in part.placements:
-                known, other = found.setdefault(Chunk(placement.offsets, placement.sizes), (placement, rank))
+                known, other = chunks.setdefault(Chunk(placement.offsets, placement.sizes), (placement, rank))
                 if known is not placement:
                     pieces = _piece(known, first.dtype.itemsize), _piece(placement, first.dtype.itemsize)
                     self.replicas.append(Replica(place, (self.files[other], self.files[rank]), pieces))
-        check_cover(self.folder.path, place.path, first.shape, [*found])
-        placements = [placement for placement, _ in found.values()]
+        check_cover(self.folder.path, place.path, first.shape, [*chunks])
+        placements = [placement for placement, _ in chunks.values()]
         data = assembled(first.shape, first.dtype.itemsize, placements, self.folder.path)
-        same = first.shape, first.dtype.name, *placements
         key = next(self.keys)
         if placements:
-            key = self.tied.setdefault(same, key)
+            key = self.tied.setdefault((first.shape, first.dtype.name, *placements), key)
         self.merger.records.setdefault(key, data)
+        # The storage is on the device of the first rank that has a part of it.
+        tag = self.tags.setdefault(key, next((part.device for part in parts if part.device), "cpu"))
         call = self.merger.calls.tensor(first.dtype, first.shape, key, data.length)
         assert isinstance(call.args, Tuple)
         call.args.items[4] = first.requires_grad
         reference = call.args.items[0]
         assert isinstance(reference, PersistentId)
-        reference.id = changed_id(reference, tag=self.tag_of(key, parts))
+        reference.id = changed_id(reference, tag=tag)
         return call
-
-    def tag_of(self, key: str, parts: list[Part]) -> str:
-        """The device of the storage `key`, of `parts`: that which the first rank has its part on."""
-        return self.tags.setdefault(key, next((part.device for part in parts if part.device), "cpu"))
-
-
-def _flat(checkpoint: Checkpoint, place: Place) -> UnsupportedError:
-    return UnsupportedError(
-        f"{place.path} is the flat parameter of FSDP's LOCAL_STATE_DICT, and no file says which weights are in it",
-        where=checkpoint.source.path,
-        hint="save it again in the run, with StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT",
-    )
 
 
 def _piece(placement: ChunkPlacement, itemsize: int) -> Piece:
-    """The elements of `placement` in row-major order."""
+    """Return the elements of `placement` in row-major order."""
     if placement.stride == row_major(placement.sizes):
         return placement.of
-    length = itemsize
-    for size in placement.sizes:
-        length *= size
-    return Gather(placement.of, itemsize, placement.sizes, placement.stride, 0, length)
+    return Gather(placement.of, itemsize, placement.sizes, placement.stride, 0, prod(placement.sizes) * itemsize)
 
 
 class _Comparison:
-    """Compares what the rank `k` has with what the first one has, node by node."""
+    """Compares the checkpoint of `rank` with that of the first rank, node by node."""
 
-    def __init__(self, whole: _Reader, k: int) -> None:
-        self.whole, self.rank = whole, k
-        self.a, self.b = whole.parts[0], whole.parts[k]
-        self.readers = whole.readers[0], whole.readers[k]
-        self.files = whole.files[0], whole.files[k]
-        self.spread = whole.spread
+    def __init__(self, whole: _Reader, rank: int) -> None:
+        self.whole, self.rank = whole, rank
+        self.a, self.b = whole.parts[0], whole.parts[rank]
+        self.files = whole.files[0], whole.files[rank]
         self.leaves = leaf_of(self.a.tensor_nodes), leaf_of(self.b.tensor_nodes)
         self.todo: list[tuple[Place, Place]] = []
 
     def run(self) -> None:
-        """Compare all; what the first has that is spread over ranks gains this one's part."""
+        """Compare everything. Each tensor of the first rank that is spread over ranks gains the part of this rank."""
         self.todo.append((Place(None, "", self.a.graph.root, 0), Place(None, "", self.b.graph.root, 0)))
         seen: set[tuple[int, int]] = set()
         while self.todo:
@@ -237,109 +225,110 @@ class _Comparison:
                 self.compare(a, b)
 
     def compare(self, a: Place, b: Place) -> None:
-        """Compare what stands at `a` and `b`; what stands in them is still to be compared."""
-        parts = self.readers[0].part(a), self.readers[1].part(b)
-        if parts[0] and parts[1]:
-            self.add(a, parts[0], parts[1])
-        elif parts[0] or parts[1]:
+        """Compare the nodes at `a` and `b`. Their members are put on the list of what is still to be compared."""
+        first, part = self.whole.readers[0].part(a), self.whole.readers[self.rank].part(b)
+        if first and part:
+            if first.alike != part.alike:
+                raise MalformedError(
+                    f"{a.path} is another tensor than in {self.files[0]}: the files are not of one run",
+                    where=self.b.source.path,
+                    expected=f"{first.dtype.name} of shape {first.shape}, {first.layout}",
+                    got=f"{part.dtype.name} of shape {part.shape}, {part.layout}",
+                )
+            _, parts = self.whole.spread.setdefault(id(a.node), (a, [first]))
+            if len(parts) == self.rank:  # else the tensor is also at another place, and has this part
+                parts.append(part)
+        elif first or part:
             self.differ(a)
-        else:
-            infos = self.a.tensor_nodes.get(id(a.node)), self.b.tensor_nodes.get(id(b.node))
-            if infos[0] and infos[1] and infos[0].storage and infos[1].storage and _is_plain(infos[0], infos[1]):
-                self.same_bytes(a, infos[0], infos[1])
-                self.inside(child_places(a, self.leaves[0]), child_places(b, self.leaves[1]), a)
-            elif self.is_same(a, b):
-                self.inside(child_places(a, _no_leaf), child_places(b, _no_leaf), a)
-            else:
+        elif (
+            (x := self.a.tensor_nodes.get(id(a.node)))
+            and (y := self.b.tensor_nodes.get(id(b.node)))
+            and x.storage
+            and y.storage
+            and x.kind == y.kind == "strided"
+        ):
+            alike = ("dtype", "shape", "requires_grad", "is_parameter", "conj", "neg")
+            if any(getattr(x, name) != getattr(y, name) for name in alike):
                 self.differ(a)
-
-    def add(self, place: Place, first: Part, part: Part) -> None:
-        """Let the tensor at `place` have the `part` of this rank."""
-        if first.alike != part.alike:
-            raise MalformedError(
-                f"{place.path} is another tensor than in {self.files[0]}: the files are not of one run",
-                where=self.b.source.path,
-                expected=f"{first.dtype.name} of shape {first.shape}, {first.layout}",
-                got=f"{part.dtype.name} of shape {part.shape}, {part.layout}",
-            )
-        _, parts = self.spread.setdefault(id(place.node), (place, [first]))
-        if len(parts) == self.rank:  # else it stands at another place too, and has this part
-            parts.append(part)
-
-    def same_bytes(self, place: Place, a: TensorInfo, b: TensorInfo) -> None:
-        """The tensors `a` and `b` at `place` must be the same."""
-        alike = ("dtype", "shape", "requires_grad", "is_parameter", "conj", "neg")
-        if any(getattr(a, each) != getattr(b, each) for each in alike):
-            self.differ(place)
-        elif a.nbytes:
-            self.replica(place, piece_of(a, self.a.byteorder), piece_of(b, self.b.byteorder))
+            elif x.nbytes:
+                self.replica(a, piece_of(x, self.a.byteorder), piece_of(y, self.b.byteorder))
+            self.inside(child_places(a, self.leaves[0]), child_places(b, self.leaves[1]), a)
+        elif self.is_same(a, b):
+            self.inside(child_places(a, _no_leaf), child_places(b, _no_leaf), a)
+        else:
+            self.differ(a)
 
     def is_same(self, a: Place, b: Place) -> bool:
-        """Whether `a` and `b` say the same, but for what stands in them and for bytes, which are compared later."""
+        """Return whether the nodes at `a` and `b` are equal, except for their members and for bytes.
+
+        Members are compared later; bytes are added to the replicas.
+        """
         x, y = a.node, b.node
         if type_of(x) is not type_of(y):
             return False
         if isinstance(x, PersistentId) and isinstance(y, PersistentId):
-            stores = self.a.index.storage_of[id(x)], self.b.index.storage_of[id(y)]
-            self.replica(a, stores[0].data, stores[1].data)
+            self.replica(a, self.a.index.storage_of[id(x)].data, self.b.index.storage_of[id(y)].data)
             return storage_id(x).dtype == storage_id(y).dtype
         if isinstance(x, Blob) and isinstance(y, Blob):
-            places = ((part.blobs or part.source, blob) for part, blob in ((self.a, x), (self.b, y)))
-            one, other = (ByteRange(source, blob.offset, blob.length) for source, blob in places)
+            one, other = (
+                ByteRange(part.blobs or part.source, blob.offset, blob.length)
+                for part, blob in ((self.a, x), (self.b, y))
+            )
             self.replica(a, one, other)
             return x.kind == y.kind
         if isinstance(x, Call) and isinstance(y, Call):
-            return x.kind == y.kind and _said(x.callable) == _said(y.callable)
-        return _said(x) == _said(y)
+            return x.kind == y.kind and _comparable(x.callable) == _comparable(y.callable)
+        return _comparable(x) == _comparable(y)
 
     def inside(self, ours: list[Place], theirs: list[Place], place: Place) -> None:
-        """What stands in `place`, in both files, is to be compared: the items of mappings by their keys."""
+        """Let the members of `place` in both files be compared: those of mappings by their keys.
+
+        Raises MalformedError if this rank has a key that the first one has not, LimitError after too many steps.
+        """
         self.whole.left -= 1 + len(ours) + len(theirs)
         if self.whole.left < 0:
             raise LimitError("comparing the files takes too many steps", where=self.b.source.path)
-        by_segment = {each.segment: each for each in theirs}
+        by_segment = {their.segment: their for their in theirs}
+        segments = [our.segment for our in ours]
         if isinstance(place.node, (Dict, Call)):
-            more = by_segment.keys() - {each.segment for each in ours}
+            more = by_segment.keys() - segments
             if more:
                 raise MalformedError(
                     f"it has what {self.files[0]} has not: the files are not of one run",
                     where=self.b.source.path,
-                    got=some([by_segment[each].path for each in sorted(more)]),
+                    got=some([by_segment[segment].path for segment in sorted(more)]),
                 )
-        elif [each.segment for each in ours] != [each.segment for each in theirs]:
+        elif segments != [their.segment for their in theirs]:
             self.differ(place)
             return
-        for each in ours:
-            if each.segment in by_segment:
-                self.todo.append((each, by_segment[each.segment]))
+        for our in ours:
+            if our.segment in by_segment:
+                self.todo.append((our, by_segment[our.segment]))
             else:
-                self.differ(each)
+                self.differ(our)
 
     def replica(self, place: Place, a: Piece, b: Piece) -> None:
+        """Note that the bytes `a` and `b` at `place` must be the same."""
         if a.length != b.length:
             self.differ(place)
         else:
             self.whole.replicas.append(Replica(place, self.files, (a, b)))
 
     def differ(self, place: Place) -> None:
-        """Note that what stands at `place` is not the same in both: without pieces there is nothing to compare."""
+        """Note that the files differ at `place`: a replica without pieces."""
         self.whole.replicas.append(Replica(place, self.files))
 
 
-def _is_plain(a: TensorInfo, b: TensorInfo) -> bool:
-    return a.kind == b.kind == "strided"
-
-
-def _no_leaf(node: Node) -> None:  # noqa: ARG001 - nothing is one
+def _no_leaf(node: Node) -> None:  # noqa: ARG001 - no node is a leaf
     return None
 
 
-def _said(value: Value) -> object:
-    """What `value` says itself, to be compared with what another one of its type says."""
+def _comparable(value: Value) -> object:
+    """Return the content of `value` without its members, to be compared with that of another value of its type."""
     if isinstance(value, (Global, Extension)):
         return str(value) if isinstance(value, Global) else value.code
     if isinstance(value, (Py2String, ByteArray)):
         return value.data
     if isinstance(value, float):
-        return repr(value)  # NaN is NaN, and -0.0 not 0.0
+        return repr(value)  # NaN equals NaN, and -0.0 is not 0.0
     return type(value) if isinstance(value, Node) else value
