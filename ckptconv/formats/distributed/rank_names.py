@@ -1,8 +1,8 @@
-"""Names of rank files: which files of a folder are those of one run, by their names alone.
+"""Names of rank files: which files of a folder belong to one run, by their names only.
 
-Layout: each process of a run saves a file of its own with torch.save, and its rank stands in the name:
+Layout: each process of a run saves a file of its own with torch.save, and its rank is in the name:
 
-    model_world_size_4_rank_0.pt    as verl and others have it; beside it ``optim_...`` and ``extra_state_...``
+    model_world_size_4_rank_0.pt    as verl and others have it, next to ``optim_...`` and ``extra_state_...``
     model_final.rank_0.pth          without the number of ranks
 
 A set of them is called by its pattern, ``model_world_size_4_rank_*.pt``.
@@ -22,12 +22,16 @@ from ckptconv.lazy_regex import regex
 from ckptconv.stores import list_folder
 
 _NAME = regex(r"(.*?(?:world_size_([1-9][0-9]{0,4})_)?rank_)([0-9]{1,5}|\*)((?:\.[A-Za-z]\w*)+)")
-_BESIDE = ("optim", "extra_state", "extra")  # how the sets are called that stand beside the model's
+_OTHERS = ("optim", "extra_state", "extra")  # how the names of sets begin that are next to the model's
 
 
 class RankSet(NamedTuple):
-    """The files of one run: the `pattern` of their names, how many its `world` has where the names say it, and the
-    names with their ranks.
+    """The files of one run.
+
+    Attributes:
+        pattern: The pattern of their names.
+        world: The number of ranks, or None if the names do not tell it.
+        names: The rank and the name of each file that is there, sorted.
     """
 
     pattern: str
@@ -36,94 +40,107 @@ class RankSet(NamedTuple):
 
     @property
     def missing(self) -> list[str]:
-        """The names of those that are not there, as far as the names say it."""
+        """The names of the files that are missing, as far as the names tell."""
         there = {rank for rank, _ in self.names}
         every = range(self.world or max(there, default=-1) + 1)
         return [self.pattern.replace("*", str(rank)) for rank in every if rank not in there]
 
 
+def _parsed(name: str) -> tuple[str, int | None, int | None]:
+    """Return the pattern of the set that `name` belongs to, the number of ranks, and the rank.
+
+    The pattern is empty if `name` is no name of a rank file. The numbers are None if they are not in the name.
+    """
+    parts = _NAME.fullmatch(name)
+    if parts is None:
+        return "", None, None
+    rank = None if parts[3] == "*" else int(parts[3])
+    return f"{parts[1]}*{parts[4]}", int(parts[2]) if parts[2] else None, rank
+
+
 def sets_in(names: Iterable[str]) -> list[RankSet]:
-    """The sets among `names`, sorted by their patterns."""
-    found: dict[tuple[str, int | None], list[tuple[int, str]]] = {}
+    """Return the sets among `names`, sorted by their patterns."""
+    sets: dict[tuple[str, int | None], list[tuple[int, str]]] = {}
     for name in names:
-        parts = _NAME.fullmatch(name)
-        if parts and parts[3] != "*":
-            key = f"{parts[1]}*{parts[4]}", int(parts[2]) if parts[2] else None
-            found.setdefault(key, []).append((int(parts[3]), name))
-    return [RankSet(pattern, world, tuple(sorted(files))) for (pattern, world), files in sorted(found.items())]
+        pattern, world, rank = _parsed(name)
+        if rank is not None:
+            sets.setdefault((pattern, world), []).append((rank, name))
+    return [RankSet(pattern, world, tuple(sorted(files))) for (pattern, world), files in sorted(sets.items())]
 
 
 def are_in(folder: Path) -> bool:
-    """Whether `folder` has a set by its names. Without the number of ranks a name is no sign of one."""
-    return folder.is_dir() and any(each.world for each in sets_in(list_folder(folder)[1]))
+    """Return whether `folder` contains a set, by its names. A name without the number of ranks is no sign of one."""
+    return folder.is_dir() and any(run.world for run in sets_in(list_folder(folder)[1]))
 
 
 def pattern_of(name: str) -> str | None:
-    """The pattern of the set that a file called `name` belongs to."""
-    parts = _NAME.fullmatch(name)
-    return f"{parts[1]}*{parts[4]}" if parts else None
+    """Return the pattern of the set that a file called `name` belongs to, or None."""
+    return _parsed(name)[0] or None
 
 
 def stem_of(pattern: str) -> str:
-    """What the whole is called whose files have this `pattern`: ``model``."""
+    """Return the name, without a suffix, of the whole whose files have this `pattern`: ``model``."""
     return re.sub(r"[-_.]?(world_size_[0-9]+_)?rank_\*.*", "", pattern) or "model"
 
 
 def as_sets(paths: Iterable[str], *, least: int = 1) -> list[str]:
-    """Return `paths`, with the pattern in place of the rank files of each run whose names say how many they are, if at
-    `least` so many of the run's files are among them.
+    """Return `paths`, with the pattern of a run in place of its rank files.
+
+    Files stay as they are if their names do not tell the number of ranks, or if fewer than `least` of a run are given.
     """
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for path in paths:
         folder, name = os.path.split(path)
-        parts = _NAME.fullmatch(name)
-        is_of_run = parts and parts[2] and parts[3] != "*"
-        found.setdefault(os.path.join(folder, pattern_of(name) or "") if is_of_run else path, []).append(path)
-    return [each for key, group in found.items() for each in ([key] if len(group) >= least else group)]
+        pattern, world, rank = _parsed(name)
+        groups.setdefault(os.path.join(folder, pattern) if world and rank is not None else path, []).append(path)
+    return [each for key, group in groups.items() for each in ([key] if len(group) >= least else group)]
 
 
 def is_pattern(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is the pattern of a set, and no file."""
-    parts = _NAME.fullmatch(os.path.basename(path))
-    return bool(parts and parts[3] == "*") and not os.path.lexists(path)
+    """Return whether `path` is the pattern of a set, and not a file."""
+    pattern, _, rank = _parsed(os.path.basename(path))
+    return bool(pattern) and rank is None and not os.path.lexists(path)
 
 
 def set_of(path: Path) -> RankSet | None:
-    """The set that the pattern `path` means, or that the file `path` belongs to by its name.
+    """Return the set that the pattern `path` means, or that the file `path` belongs to by its name.
 
-    None where it is called otherwise, or its folder cannot be listed.
+    None if the name is another one, or the folder cannot be listed. The set is empty if no file has such a name.
     """
-    parts = _NAME.fullmatch(path.name)
-    if parts is None:
+    pattern, world, _ = _parsed(path.name)
+    if not pattern:
         return None
     try:
         names = list_folder(path.parent)[1]
     except InputError:
         return None
-    pattern = pattern_of(path.name) or ""
-    found = next((each for each in sets_in(names) if each.pattern == pattern), None)
-    return found or RankSet(pattern, int(parts[2]) if parts[2] else None, ())
+    run = next((run for run in sets_in(names) if run.pattern == pattern), None)
+    return run or RankSet(pattern, world, ())
 
 
 def main_set(names: Iterable[str]) -> RankSet | None:
-    """The one set among `names` that a folder with them is: the model's, where others stand beside it.
+    """Return the set among `names` that a folder with them stands for: the model's, if there are others next to it.
 
-    None where there is none, or nothing says which.
+    None if there is no set, or nothing tells which.
     """
-    every = [each for each in sets_in(names) if each.world is not None]
-    models = [each for each in every if not each.pattern.startswith(_BESIDE)]
+    every = [run for run in sets_in(names) if run.world is not None]
+    models = [run for run in every if not run.pattern.startswith(_OTHERS)]
     if len(every) == 1:
         return every[0]
     return models[0] if len(models) == 1 else None
 
 
 def about_one(path: Path) -> str | None:
-    """What to say of the file `path` if it is one of a set, by its name: which are missing, and what merges them."""
-    found = set_of(path)
-    if found is None or (found.world is None and len(found.names) < 2):
+    """Return what to say of the file `path` if it is one of a set by its name, or None.
+
+    The text says which files are missing, and what merges the set.
+    """
+    run = set_of(path)
+    if run is None or (run.world is None and len(run.names) < 2):
         return None
-    missing = found.missing
-    world = found.world or len(found.names) + len(missing)
+    missing = run.missing
+    world = run.world or len(run.names) + len(missing)
     gone = f"{len(missing):,} of {world:,} are missing here: {missing[0]}" if missing else None
-    merges = command("convert", path.with_name(found.pattern), Placeholder("OUT")) + " makes one of all of them"
-    return joined(gone, merges)
+    return joined(
+        gone, command("convert", path.with_name(run.pattern), Placeholder("OUT")) + " makes one of all of them"
+    )

@@ -6,11 +6,13 @@ Layout: no index and no metadata file; each process wrote files of its own:
 
     shard-RANK-model-NUMBER-of-COUNT.safetensors    a safetensors file
 
-Its metadata (:mod:`ckptconv.formats.distributed.safetensors_parts`) says where each of its tensors
-belongs in the whole one.
+The metadata of each file has ``DCP_SHARDING_INFO``, ``{NAME: {"saved_offsets": [n, ...]}}``, which tells where each of
+its tensors begins in the whole tensor. It is written even if all tensors are whole. No file tells how large the whole
+tensors are, so a single file can be told from a whole model only by its name, or by a tensor that does not begin at 0.
 
-Source: ``torch/distributed/checkpoint/hf_storage.py`` and ``_hf_utils.py`` of torch 2.13. One name stands in several
-files, so they are never merged by their names: parts must fit together without holes and overlaps.
+Source: ``torch/distributed/checkpoint/hf_storage.py``, ``filesystem.py`` and ``_hf_utils.py`` of torch 2.13. Several
+files contain the same name, so they are never merged by their names: parts must fit together without holes and
+overlaps.
 """
 
 from __future__ import annotations
@@ -35,13 +37,15 @@ from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import Dict, Value, is_count, set_items
 from ckptconv.stores import list_folder
 
+NAME = "DCP safetensors"
 SHARDING_INFO = "DCP_SHARDING_INFO"
-_OFFSETS = "saved_offsets"
-_WHOLE = regex(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")  # beside shard-00001-model-00001-of-00001.safetensors
+_SHARD = regex(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_ABOUT_PARTS = (SHARDING_INFO, "DCP_VERSION")  # metadata that does not apply to whole tensors
+_WHOLE = regex(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")  # next to shard-00001-model-00001-of-00001.safetensors
 
 
 def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | None:
-    """The first index of each part in `header`, that of the file `path`; None where it says none.
+    """Return the first index of each tensor of the file `path` in the whole tensor, or None if its `header` has none.
 
     Raises MalformedError.
     """
@@ -57,41 +61,37 @@ def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | No
         raise MalformedError(f"{SHARDING_INFO} is no JSON object", where=path, got=type(info).__name__)
     offsets, wrong = {}, []
     for entry in header.entries:
-        first = _offsets(info.get(entry.name))
-        if first is None or len(first) != len(entry.shape):
-            wrong.append(entry.name)
+        fields = info.get(entry.name)
+        first = fields.get("saved_offsets") if isinstance(fields, dict) else None
+        if isinstance(first, list) and all(map(is_count, first)) and len(first) == len(entry.shape):
+            offsets[entry.name] = tuple(first)
         else:
-            offsets[entry.name] = first
+            wrong.append(entry.name)
     if wrong or len(info) != len(offsets):
         raise MalformedError(
             f"{SHARDING_INFO} does not fit the tensors",
             where=path,
-            expected=f"{_OFFSETS} for each, and for no other",
+            expected="saved_offsets for each, and for no other",
             got=repr(wrong[0]) if wrong else f"{len(info):,} for {len(offsets):,} tensors",
         )
     return offsets
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Return a JSON object of `pairs`. Raises ValueError if a key occurs twice."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("a key stands in it twice")
-    return found
-
-
-def _offsets(entry: object) -> tuple[int, ...] | None:
-    """The counts in `entry`; None where there are none."""
-    numbers = entry.get(_OFFSETS) if isinstance(entry, dict) else None
-    return tuple(numbers) if isinstance(numbers, list) and all(map(is_count, numbers)) else None
+    return entries
 
 
 def is_part(path: Path, offsets: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the file `path`, whose tensors begin at `offsets`, is one of several that hold parts."""
+    """Return whether the file `path`, whose tensors begin at `offsets`, is one of several files with parts."""
     return _WHOLE.fullmatch(path.name) is None or any(map(any, offsets.values()))
 
 
 def part_error(source: Readable) -> InputError:
-    """What is to be said of such a file that was given alone."""
+    """Return the error for `source`, a file with parts that was given without the others."""
     folder = command("convert", source.path.parent, Placeholder("OUT"))
     return UnsupportedError(
         "one part of a distributed checkpoint: torch.distributed.checkpoint saved parts of the same tensors in several"
@@ -101,46 +101,34 @@ def part_error(source: Readable) -> InputError:
     )
 
 
-NAME = "DCP safetensors"
-_SUFFIX = ".safetensors"
-_SHARD = regex(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_ABOUT_PARTS = (SHARDING_INFO, "DCP_VERSION")  # what is not true of whole tensors
-
-
 def looks_like(folder: SourceFolder) -> bool:
-    """Whether `folder`, given as such, has parts: by the names that torch gives them, else by what the
-    first file says.
-    """
-    if not folder.is_whole:
-        return False
-    names = _names(folder)
-    return any(map(_SHARD.fullmatch, names)) or (bool(names) and _has_parts(folder, names[0]))
-
-
-def _names(folder: SourceFolder) -> list[str]:
-    return [name for name in list_folder(folder.folder)[1] if name.endswith(_SUFFIX)]
-
-
-def _has_parts(folder: SourceFolder, name: str) -> bool:
+    """Return whether `folder`, given as such, has parts: by the names that torch gives, else by its first file."""
+    names = _names(folder) if folder.is_whole else []
+    if not names or any(map(_SHARD.fullmatch, names)):
+        return bool(names)
     try:
-        with folder.peek(name) as source:
+        with folder.peek(names[0]) as source:
             offsets = saved_offsets(read_header(source), source.path)
     except InputError:
         return False
     return offsets is not None and is_part(source.path, offsets)
 
 
+def _names(folder: SourceFolder) -> list[str]:
+    return [name for name in list_folder(folder.folder)[1] if name.endswith(".safetensors")]
+
+
 def read(
     folder: SourceFolder,
     read_file: Callable[[Readable], Checkpoint],  # noqa: ARG001 - its files are parts
 ) -> Checkpoint:
-    """The checkpoint in `folder`.
+    """Return the checkpoint in `folder`.
 
-    Raises MalformedError, UnsupportedError, LimitError, and InputError where a file cannot be read.
+    Raises MalformedError, UnsupportedError, LimitError, and InputError if a file cannot be read.
     """
     parts: dict[str, list[tuple[Entry, ChunkPlacement]]] = {}
     texts: list[dict[str, str]] = []
-    folder.missing(names := _names(folder))  # which opens those that are far, several at once
+    folder.missing(names := _names(folder))  # opens remote files, several at once
     for name in names:
         source = folder.open(name)
         header = read_header(source)
@@ -158,18 +146,22 @@ def read(
             parts.setdefault(entry.name, []).append((entry, placement))
     merger = Merger(folder)
     items: list[Value] = []
-    for name, found in parts.items():
-        items += (name, _tensor(merger, name, found))
-    root = set_items(Dict(), items)
-    checkpoint = merger.checkpoint(NAME, root)
+    for name, tensor_parts in parts.items():
+        items += (name, _tensor(merger, name, tensor_parts))
+    checkpoint = merger.checkpoint(NAME, set_items(Dict(), items))
     checkpoint.is_state_dict = True
-    checkpoint.metadata = _shared(texts)
+    first, *others = texts
+    checkpoint.metadata = {
+        key: text
+        for key, text in first.items()
+        if key not in _ABOUT_PARTS and all(other.get(key) == text for other in others)
+    }
     checkpoint.notes.append("no file says how large the tensors are: each reaches as far as its parts")
     return checkpoint
 
 
 def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]) -> Value:
-    """The tensor `name`, of its `parts`. Raises MalformedError, UnsupportedError."""
+    """Return a call that makes the tensor `name` of its `parts`. Raises MalformedError, UnsupportedError."""
     folder = merger.source.path
     words = sorted({entry.word for entry, _ in parts})
     ranks = {len(placement.sizes) for _, placement in parts}
@@ -196,13 +188,3 @@ def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]
     key = str(len(merger.records))
     merger.records[key] = data
     return merger.calls.tensor(dtype, shape, key, prod(shape) * dtype.itemsize)
-
-
-def _shared(texts: list[dict[str, str]]) -> dict[str, str]:
-    """What all of `texts` say, but for what is not true of whole tensors."""
-    first, *others = texts
-    return {
-        key: text
-        for key, text in first.items()
-        if key not in _ABOUT_PARTS and all(each.get(key) == text for each in others)
-    }
