@@ -1,9 +1,10 @@
-"""What a pickle would call: followed through ``getattr`` and its like, partial functions and the results of calls.
+"""Find the calls of a pickle that do harm, also through ``getattr``, partial functions and the results of calls.
 
-A pickle names most of what it calls, and :mod:`ckptconv.checkpoint.dangerous_globals` judges the name. What a pickle
-fetches is judged here: an attribute of something named as if it were named itself; a method of what a call gives by its
-name, for every class that the result can be of. A class whose constructor does harm is dangerous where it is called, or
-handed on to be; an instance that is made without the constructor is not. What nobody can follow is *undecided*.
+A pickle names most of what it calls, and :mod:`ckptconv.checkpoint.dangerous_globals` judges these names. This module
+judges what a pickle fetches. An attribute of a global is judged as if the pickle named it. A method of the result of a
+call is judged by its name, for every class that the result can have. A class whose constructor does harm is dangerous
+if it is called or passed on, but an instance that is made without the constructor is not. A call that cannot be
+followed is *undecided*.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ from ckptconv.pickles.graph import (
     walk,
 )
 
-_WITHOUT_INIT = ("NEWOBJ", "NEWOBJ_EX")  # opcodes that make an instance by __new__ alone
+_WITHOUT_INIT = ("NEWOBJ", "NEWOBJ_EX")  # opcodes that make an instance without __init__
 _LONGEST_SHOWN = 40  # characters of an attribute's name
-_LONGEST_NAME = 1000  # characters of names of attributes that are looked at; a call can have the same ones as thousands
-_LONGEST_START = 1000  # characters of a dotted name that are kept where an attribute is fetched from it
-_DEEPEST = 20  # results of calls of results of calls
-_MOST_MEANINGS = 10  # of one value: a partial function has one more with each state that it gets
+_LONGEST_NAME = 1000  # characters of an attribute's name that are read; thousands of calls can share one name
+_LONGEST_START = 1000  # characters of a dotted name that are kept if an attribute is fetched from it
+_DEEPEST = 20  # calls of results of calls that are followed
+_MOST_MEANINGS = 10  # of one value; each state of a partial function adds one
 
 _GETATTRS = frozenset(["builtins.getattr", "inspect.getattr_static"])
 _GETTERS = frozenset(["operator.attrgetter", "_operator.attrgetter"])
 _CALLERS = frozenset(["operator.methodcaller", "_operator.methodcaller"])
-#: What looks attributes up by names that it is given.
+#: Functions that look up attributes by name.
 _LOOK_UP = _GETATTRS | _GETTERS | _CALLERS
-#: What gives a global by the texts that it is called with: module and name, or a module alone.
+#: Functions that return the global named by their arguments: a module and a name, or only a module.
 _BY_NAME = frozenset(
     [*(f"numpy.{core}._ufunc_reconstruct" for core in ("core", "_core")), "cloudpickle.cloudpickle.subimport"]
 )
 _PARTIALS = frozenset(["functools.partial", "_functools.partial", "functools.partialmethod"])
-#: What makes an instance of its first argument without calling that: pickle's own ways, numpy's and torch's.
+#: Functions of pickle, NumPy and torch that make an instance of their first argument without calling it.
 _MAKERS = frozenset(
     [
         *(f"{module}.{name}" for module in ("copyreg", "copy_reg") for name in (
@@ -68,7 +69,7 @@ _MAKERS = frozenset(
         "builtins.object.__new__", "torch._utils._rebuild_wrapper_subclass",
     ]
 )  # a table  # fmt: skip
-#: Functions that pickle calls to make instances again, and of what.
+#: Functions that pickle calls to make instances, and the classes of these instances.
 _MADE_BY = {
     "logging.getLogger": ("logging", "Logger"),
     "re._compile": ("re", "Pattern"),
@@ -76,15 +77,15 @@ _MADE_BY = {
     "numpy.random._pickle.__generator_ctor": ("numpy.random", "Generator"),
     "numpy.random._pickle.__bit_generator_ctor": ("numpy.random", "BitGenerator"),
 }
-#: The rebuild functions of numpy, after which an array of a class that opens files has opened none.
+#: The rebuild functions of NumPy. They make an array of a class that opens files without opening one.
 _REBUILDERS = frozenset(name for name in _MAKERS if name.endswith("_reconstruct"))
-#: Packages whose functions and classes evaluate the texts that they are called with, and what only names something.
+#: Packages whose functions and classes evaluate texts, and those of their classes that only use a text as a name.
 _EVALUATORS = frozenset(["sympy"])
-_EVALUATING_MODULE = "torch.utils._sympy"  # its classes are sympy's
+_EVALUATING_MODULE = "torch.utils._sympy"  # its classes are derived from sympy's
 _MAKES_CLASS = "sympy.core.function._rebuild_undef"
-_NAMING = frozenset(["Dummy", "Float", "Symbol", "Wild", "_rebuild_undef"])  # the digits of a number, too
+_NAMING = frozenset(["Dummy", "Float", "Symbol", "Wild", "_rebuild_undef"])  # Float reads the digits of a number
 
-#: The methods that pickle calls by its opcodes.
+#: The methods that opcodes call.
 _METHODS_OF = {
     "BUILD": ("__setstate__", "__setattr__"),
     "APPEND": ("append",),
@@ -95,7 +96,7 @@ _METHODS_OF = {
 }
 
 
-#: The methods by which Python uses what a function is given, without naming them.
+#: The methods of arguments that Python calls by itself.
 _UNNAMED = (
     "__call__", "__contains__", "__del__", "__delitem__", "__enter__", "__eq__", "__exit__", "__fspath__",
     "__getitem__", "__hash__", "__iter__", "__len__", "__next__", "__repr__", "__setitem__", "__str__",
@@ -114,14 +115,17 @@ class _Ref(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What calling ``by`` gives. ``of_class``: an instance of it for sure."""
+    """The result of calling ``by``. ``of_class``: it is certainly an instance of ``by``."""
 
     by: _Ref
     of_class: bool
 
 
 class _Method(NamedTuple):
-    """The attribute ``name`` of what a call gave: of ``of``, where that is known."""
+    """The attribute ``name`` of the result of a call. ``of`` is this result, or None if it is not known.
+
+    ``is_known``: the result comes from a package of the table.
+    """
 
     of: _Made | None
     name: str
@@ -129,14 +133,14 @@ class _Method(NamedTuple):
 
 
 class _Getter(NamedTuple):
-    """What looks ``names`` up in what it is called with; and calls it."""
+    """A function that looks up ``names`` in its argument and, if ``calls`` is set, calls them."""
 
-    calls: bool  # first: meanings are tuples, and no getter may equal what a call of a function gives
+    calls: bool  # the first field, so that no _Getter equals a _Made: both are tuples
     names: tuple[str, ...]
 
 
 class _Other(NamedTuple):
-    """Anything; ``is_known``: it comes from the packages of which the table tells."""
+    """Any value. ``is_known``: it comes from a package of the table."""
 
     is_known: bool
 
@@ -146,15 +150,21 @@ _ANYTHING, _STRANGE = (_Other(is_known=True),), (_Other(is_known=False),)
 
 
 def dangerous_globals(graph: Graph) -> Iterator[str]:
-    """The dangerous globals that `graph` names, each once, as the reading Python would look them up."""
+    """Yield the dangerous globals that `graph` names or reaches, each once, as the Python that reads it looks them
+    up.
+    """
     named = (imported_name(node, graph.protocol) for node in graph.globals if is_dangerous(node))
     yield from dict.fromkeys([*named, *(what for what, _, kind in reaches(graph) if kind == "dangerous")])
 
 
 def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unknown"]]]:
-    """What `graph` does that no checkpoint needs with what it does not name itself, and where: looks innards up, or
-    names that are computed; hands ``getattr`` itself on; calls a class that opens a file. What it calls of which nobody
-    can tell what it is, is ``unknown``.
+    """Yield what `graph` does that no checkpoint needs, beyond naming dangerous globals.
+
+    Dangerous are a lookup of an internal attribute, a lookup of a computed name, ``getattr`` passed on as a value, and
+    a call of a class that opens a file. A call of something that cannot be determined is ``unknown``.
+
+    Yields:
+        A description, the node, and the kind of the finding.
     """
     yield from ((what, node, "dangerous") for what, node in _changed(graph))
     named = [node for node in graph.globals if not is_torchs(node)]
@@ -165,7 +175,9 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unk
     classes = {id(node): entry for node in named if (entry := _class_entry(node))}
     if not look_ups and not classes and not any(map(_is_odd, named)) and not calls_results:
         return
-    nodes = [*walk([graph.root, *graph.discarded, *graph.left_out])]  # what loading it, or its parts, makes
+    nodes = [
+        *walk([graph.root, *graph.discarded, *graph.left_out])
+    ]  # everything that loading the graph or its parts makes
     meanings = _Meanings()
     calls = (node for node in nodes if isinstance(node, Call)) if look_ups or classes else ()
     used = {id(each) for each in walk([child for node in calls for child in children(node)])}
@@ -176,7 +188,7 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unk
 
 
 def _undecided(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
-    """What is called among `nodes` of which nobody can tell what it is."""
+    """Yield the calls among `nodes` of something that cannot be determined, with a description."""
     for node in nodes:
         if isinstance(node, Call) and not isinstance(node.callable, Global):
             for meaning in meanings.of(node.callable):
@@ -187,7 +199,10 @@ def _undecided(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, No
 
 
 def _changed(graph: Graph) -> Iterator[tuple[str, Node]]:
-    """What `graph`, read leniently, changes without a call: items, members or states of globals of known packages."""
+    """Yield the changes of globals of known packages that `graph`, read leniently, makes without a call.
+
+    These are new items, members and states.
+    """
     for call in graph.outer_calls:
         if call.kind in _EFFECTS and isinstance(call.callable, Global):
             module, _ = imported_as(call.callable, 2)
@@ -196,8 +211,10 @@ def _changed(graph: Graph) -> Iterator[tuple[str, Node]]:
 
 
 def _class_entry(node: Global) -> str | None:
-    """Whether `node` is a class whose constructor does harm: ``class`` in what calls it, ``new`` in what makes one; or
-    of a package that evaluates texts.
+    """Return how the constructor of the class `node` does harm, or None.
+
+    ``class``: if the class is called. ``new``: if an instance is made in any way. ``evaluator``: the class belongs to a
+    package that evaluates texts.
     """
     module, name = imported_as(node, 2)
     entry = listed(module, name) or ("class" if listed(module, f"{name}.__post_init__") else None)
@@ -207,7 +224,7 @@ def _class_entry(node: Global) -> str | None:
 
 
 def _is_odd(node: Global) -> bool:
-    """Whether what `node` is called with, or what is done to what it gives, has to be looked at."""
+    """Return whether the arguments of `node`, or the effects on its results, have to be judged."""
     module, name = imported_as(node, 2)
     if f"{module}.{name}" in _BY_NAME or _evaluates_texts(module):
         return True
@@ -219,7 +236,7 @@ def _is_odd(node: Global) -> bool:
 
 
 class _Meanings:
-    """What values are, as far as that can be told without calling anything."""
+    """What values can be, as far as this can be determined without calling anything."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[_Meaning, ...]] = {}
@@ -227,9 +244,9 @@ class _Meanings:
         self._without_text: set[int] = set()
 
     def has_text(self, args: Value) -> bool:
-        """Whether a text stands in `args` or in containers there, or may: a function can give one, a class does not.
+        """Return whether `args` or containers in it contain a text, or the result of a function, which can be a text.
 
-        What was looked through once is not again: thousands of calls can have it.
+        A container that was searched before is skipped: thousands of calls can share it.
         """
         todo = [args]
         while todo:
@@ -242,7 +259,7 @@ class _Meanings:
         return False
 
     def _may_give_text(self, call: Call) -> bool:
-        """Whether `call` gives something else than an instance of a class, which is no text."""
+        """Return whether the result of `call` may be something else than an instance of a class."""
         if call.kind not in ("REDUCE", "OBJ") or (isinstance(call.callable, Global) and is_torchs(call.callable)):
             return False
         called = self.of(call.callable)
@@ -251,7 +268,7 @@ class _Meanings:
         )
 
     def of(self, value: Value, depth: int = 0) -> tuple[_Meaning, ...]:
-        """All that `value` can be."""
+        """Return everything that `value` can be. `depth` is the number of calls around it that are being followed."""
         if isinstance(value, Global):
             return (_Ref(*imported_as(value, 2)),)
         if not isinstance(value, Call):
@@ -266,11 +283,11 @@ class _Meanings:
             results = (result for called in by for result in self._given(value, called, depth))
             found = tuple(dict.fromkeys(islice(results, _MOST_MEANINGS + 1)))
             found = (*found, *(_Other(True) for _ in islice(results, 1)))
-            self._known[id(value)] = self._same.setdefault(found, found)  # most are like others
+            self._known[id(value)] = self._same.setdefault(found, found)  # most results are equal to others
         return self._known[id(value)]
 
     def _given(self, call: Call, called: _Meaning, depth: int) -> Iterator[_Meaning]:
-        """What `call` gives, if its callable is `called`."""
+        """Yield what the result of `call` can be if its callable is `called`."""
         args = args_of(call)
         if isinstance(called, _Ref):
             yield from self._result(call, called, args, depth)
@@ -283,6 +300,7 @@ class _Meanings:
             yield _Other(_is_known(called))
 
     def _result(self, call: Call, called: _Ref, args: list[Value], depth: int) -> Iterator[_Meaning]:
+        """Yield what the result of `call` with `args` can be if its callable is the global `called`."""
         name = str(called)
         if call.kind not in ("REDUCE", "OBJ"):
             yield _Made(called, of_class=True)
@@ -312,23 +330,26 @@ class _Meanings:
 
 
 def _name_in(value: Value) -> str | None:
-    """The text that `value` is, if it can be the name of an attribute."""
+    """Return the text in `value`, or None unless it is a text that can be the name of an attribute."""
     text = text_of(value)
     return text if text is not None and len(text) <= _LONGEST_NAME else None
 
 
 def _is_class(name: str) -> bool:
+    """Return whether the last part of `name` is written like the name of a class."""
     return name.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
 def _attribute(of: _Meaning, name: str) -> _Meaning:
+    """Return what the attribute `name` of `of` is."""
     if isinstance(of, _Ref):
-        start = of.name[:_LONGEST_START]  # each step was judged by itself; a chain of them must not cost its square
+        start = of.name[:_LONGEST_START]  # each step was judged; limits the cost of long chains
         return _Ref(of.module, f"{start}.{name}" if of.name else name)
     return _Method(of if isinstance(of, _Made) else None, name, _is_known(of))
 
 
 def _is_known(meaning: _Meaning) -> bool:
+    """Return whether `meaning` comes from a package of the table."""
     if isinstance(meaning, _Ref):
         return is_known_package(meaning.module)
     if isinstance(meaning, _Made):
@@ -337,8 +358,13 @@ def _is_known(meaning: _Meaning) -> bool:
 
 
 def _fetched(nodes: list[Node], look_ups: set[int], used: set[int], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
-    """What the calls among `nodes` fetch or give that is dangerous. `look_ups` are the globals that look names up,
-    `used` is what a call is given.
+    """Yield the dangerous fetches and results of the calls among `nodes`, with descriptions.
+
+    Args:
+        nodes: The nodes.
+        look_ups: The ids of the globals that look names up.
+        used: The ids of the nodes that are passed to a call.
+        meanings: What values can be.
     """
     for node in nodes:
         if isinstance(node, Call):
@@ -347,8 +373,11 @@ def _fetched(nodes: list[Node], look_ups: set[int], used: set[int], meanings: _M
 
 
 def _used(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
-    """What calls of known packages among `nodes` are given that does harm when it is used: what calls a method, and
-    instances with a method that Python calls by itself. It may stand in containers and in other instances.
+    """Yield the arguments of calls of known packages among `nodes` that do harm when the call uses them, with
+    descriptions.
+
+    These are functions that call a method, and instances with a harmful method that Python calls by itself. They may be
+    in containers and in other instances.
     """
     seen: set[int] = set()
     called: set[int] = set()
@@ -372,17 +401,19 @@ def _used(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
 
 
 def _is_used_by(call: Call, meanings: _Meanings, *, allowed: bool = False) -> bool:
-    """Whether `call` is one of a known package; `allowed`: of what torch's safe loader calls too."""
+    """Return whether `call` calls a known package. Globals that torch's safe loader calls count only if `allowed`
+    is set.
+    """
     if isinstance(call.callable, Global) and is_torchs(call.callable):
         return allowed
     return any(_is_known(each) for each in meanings.of(call.callable))
 
 
 def _harm_of_use(call: Call, meanings: _Meanings) -> Iterator[str]:
-    """What using the result of `call` does."""
+    """Yield the harm that using the result of `call` does."""
     for meaning in meanings.of(call):
         if isinstance(meaning, _Getter) and meaning.calls:
-            has_text = meanings.has_text(Tuple(args_of(call)[1:]))  # which some objects evaluate
+            has_text = meanings.has_text(Tuple(args_of(call)[1:]))  # some objects evaluate texts
             found = (name for name in meaning.names if has_text or is_method(name))
             yield from (f"a call of {name[:_LONGEST_SHOWN]!r}" for name in found)
         elif isinstance(meaning, _Made):
@@ -390,7 +421,7 @@ def _harm_of_use(call: Call, meanings: _Meanings) -> Iterator[str]:
 
 
 def _names_or_texts(call: Call, look_ups: set[int], meanings: _Meanings, *, is_used: bool) -> Iterator[str]:
-    """What is dangerous about the arguments of `call`, of a global that looks names up, or evaluates texts."""
+    """Yield what is dangerous about the arguments of `call`, if it looks names up or evaluates texts."""
     called = call.callable
     if isinstance(called, Global):
         name = imported_name(called, 2)
@@ -405,11 +436,14 @@ def _names_or_texts(call: Call, look_ups: set[int], meanings: _Meanings, *, is_u
 
 
 def _evaluates_texts(module: str) -> bool:
+    """Return whether functions and classes in `module` evaluate texts."""
     return module.partition(".")[0] in _EVALUATORS or module.startswith(_EVALUATING_MODULE)
 
 
 def _given(call: Call, meanings: _Meanings) -> Iterator[str]:
-    """What is dangerous about what `call` calls and gives, but for attributes of what is named, which were judged."""
+    """Yield what is dangerous about the callable and the result of `call`. Attributes of globals are judged
+    elsewhere.
+    """
     for meaning in meanings.of(call.callable) if not isinstance(call.callable, Global) else ():
         if isinstance(meaning, _Method):
             is_of_class = meaning.of is not None and meaning.of.of_class
@@ -431,14 +465,14 @@ def _given(call: Call, meanings: _Meanings) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def _danger_of(meaning: _Meaning) -> str | None:
-    """What is dangerous about what was fetched, if anything is."""
+    """Return a description of the danger in the fetched value `meaning`, or None."""
     if isinstance(meaning, _Ref):
         module, name = meaning
         return str(meaning).lstrip(".") if leads_to_danger(module, name) or listed(module, name) == "class" else None
     if not isinstance(meaning, _Method):
         return None
     shown = meaning.name[:_LONGEST_SHOWN]
-    if meaning.of and _evaluates_texts(meaning.of.by.module):  # its methods evaluate texts too
+    if meaning.of and _evaluates_texts(meaning.of.by.module):  # methods evaluate texts too
         return f"the attribute {shown!r} of what {meaning.of.by} gives"
     if not meaning.is_known:
         return None
@@ -451,21 +485,27 @@ def _danger_of(meaning: _Meaning) -> str | None:
 
 
 def _harm_unnamed(made: _Ref) -> Iterator[str]:
-    """The methods of what `made` makes that do harm and that nobody names: what only looks names up does none."""
+    """Yield the harmful methods of instances of `made` that Python calls by itself. Methods that only look names up do
+    no harm.
+    """
     for method in _UNNAMED:
         if _has(made, method) and not only_looks_up(made.module, f"{made.name}.{method}"):
             yield f"{made}.{method}"
 
 
 def _has(ref: _Ref, method: str) -> bool:
-    """Whether `method` of what `ref` makes does harm, where naming `ref` does not."""
+    """Return whether `method` of an instance of `ref` does harm although `ref` itself may be named."""
     return listed(ref.module, f"{ref.name}.{method}") is not None and not leads_to_danger(*ref)
 
 
 def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used: bool) -> Iterator[str]:
-    """Names that `call` of `function` looks up and no checkpoint needs.
+    """Yield the names that `call` looks up and that no checkpoint needs.
 
-    `is_used`: something is called with what it gives.
+    Args:
+        call: A call of a function that looks names up.
+        function: The name of this function.
+        meanings: What values can be.
+        is_used: Whether the result is passed to another call.
     """
     args = args_of(call)
     is_getattr = function in _GETATTRS
@@ -492,7 +532,11 @@ def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used:
 def _handed_on(
     nodes: list[Node], look_ups: set[int], classes: dict[int, str], used: set[int]
 ) -> Iterator[tuple[str, Node]]:
-    """Where one of `nodes` hands on what looks names up, or a class whose constructor does harm."""
+    """Yield the globals in `nodes` that are passed on and do harm then, with descriptions.
+
+    These are functions that look names up (`look_ups`) and classes whose constructor does harm (`classes`). `used`
+    contains the ids of the nodes that are passed to a call.
+    """
     if not look_ups and not classes:
         return
     made = _arguments_of(nodes, _MAKERS | _GETATTRS)
@@ -514,7 +558,7 @@ def _handed_on(
 
 
 def _arguments_of(nodes: list[Node], names: Iterable[str]) -> set[int]:
-    """The ids of the tuples of arguments of the calls among `nodes` of the globals `names`, that nothing else has."""
+    """Return the ids of the tuples of arguments that only calls of the globals `names` among `nodes` have."""
     wanted = frozenset(names)
     calls = [
         node

@@ -30,20 +30,22 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ckptconv.pickles.graph import Global, imported_as
 
 _TABLE = Path(__file__).with_name("dangerous_globals.txt")
-_MOST_WORDS = 20  # attributes of attributes
-_LONGEST_NAME = 6  # words of a method of a class in a class
-_MOST_OTHERS = 100  # names that are the same as another, bases of bases
+_MOST_WORDS = 20  # parts of a dotted name
+_LONGEST_NAME = 6  # parts of a name in the table
+_MOST_OTHERS = 100  # other names and bases that are followed from one name
 
-#: What it is: dangerous wherever it is named; a class that is so where it is called, or where one is made in any way; a
-#: table that others rely on.
+#: The kind of an entry. ``name``: dangerous if it is named. ``class``: a class that is dangerous if it is called.
+#: ``new``: a class of which making an instance in any way is dangerous. ``table``: a table that other code relies on.
 Entry: TypeAlias = Literal["name", "class", "new", "table"]
 
 _WORST: tuple[Entry, ...] = ("name", "table", "new", "class")
 
 
 class _Table(NamedTuple):
+    """The content of ``dangerous_globals.txt``, with the lines of modules as texts."""
+
     packages: frozenset[str]
-    modules: dict[str, tuple[str, ...]]  # names under which modules stand in others
+    modules: dict[str, tuple[str, ...]]  # modules by the names that other modules have for them
     lines: dict[str, str]
     methods: frozenset[str]
     methods_in_c: frozenset[str]
@@ -51,6 +53,7 @@ class _Table(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _table() -> _Table:
+    """Return the table. It is read at the first call."""
     packages: frozenset[str] = frozenset()
     modules: dict[str, tuple[str, ...]] = {}
     lines: dict[str, str] = {}
@@ -73,7 +76,9 @@ def _table() -> _Table:
 
 @lru_cache(maxsize=1024)
 def _names(module: str) -> dict[str, Entry | tuple[str, ...]]:
-    """What `module` has: an entry, or the names of what else it is."""
+    """Return the entries of `module`: the entry of each name, or the names of other things that are the same or
+    its bases.
+    """
     found: dict[str, Entry | tuple[str, ...]] = {}
     others: dict[str, list[str]] = {}
     for word in _table().lines.get(module, "").split():
@@ -90,41 +95,47 @@ def _names(module: str) -> dict[str, Entry | tuple[str, ...]]:
 
 
 def is_known_package(module: str) -> bool:
-    """Whether `module` is of Python, torch or what they need, so that the table says all that is known of it."""
+    """Return whether `module` belongs to Python, torch or the packages that torch needs, which the table describes
+    completely.
+    """
     return module.partition(".")[0] in _table().packages
 
 
 def is_method(name: str, *, of_known_class: bool = False) -> bool:
-    """Whether a method called `name` does harm in some class there. `of_known_class`: only those written in C, which
-    the table has for no class.
+    """Return whether a method with this `name` does harm in any class of the known packages.
+
+    If `of_known_class` is set, only methods written in C count: the table does not list them by class.
     """
     table = _table()
     return name in table.methods_in_c or (not of_known_class and name in table.methods)
 
 
 def modules_called(word: str) -> tuple[str, ...]:
-    """The modules that others there have under the name `word`."""
+    """Return the modules that other modules of the known packages have under the name `word`."""
     return _table().modules.get(word, ())
 
 
 @lru_cache(maxsize=1024)
 def _mentioned(module: str) -> frozenset[str]:
+    """Return the first parts of all names in the line of `module`."""
     return frozenset(key.lstrip("=<").partition(".")[0].partition("(")[0] for key in _names(module))
 
 
 def is_mentioned(module: str, name: str) -> bool:
-    """Whether the table can have anything of `name` in `module`, its methods too. Cheaper than asking for each."""
+    """Return whether the table may contain `name` of `module` or one of its methods. This is faster than a lookup
+    of each.
+    """
     return "." in name or name in _mentioned(module)
 
 
 def only_looks_up(module: str, name: str) -> bool:
-    """Whether the method `name` in `module` only looks up what it is given the name of."""
+    """Return whether the method `name` in `module` only looks up a name that it is given."""
     return listed(module, f"{name}?") is not None
 
 
 @lru_cache(maxsize=4096)
 def listed(module: str, name: str) -> Entry | None:
-    """What `name` in `module` is, with the attributes that its dots lead through, by all that each of them could be."""
+    """Return the entry of `name` in `module`, or None. Each part of a dotted name is followed to all that it can be."""
     words = name.split(".")
     if len(words) > _MOST_WORDS:
         return "name"
@@ -137,7 +148,7 @@ def listed(module: str, name: str) -> Entry | None:
 
 
 def _in_module(module: str, words: list[str]) -> Entry | None:
-    """What `words` are, of which the first are a name of `module`, or a class and its attributes."""
+    """Return the entry of `words`, of which the first are a name in `module`, or a class and its attributes."""
     if module not in _table().lines:
         return None
     for end in range(1, min(len(words), _LONGEST_NAME) + 1):
@@ -156,7 +167,10 @@ def _in_module(module: str, words: list[str]) -> Entry | None:
 
 @lru_cache(maxsize=4096)
 def _others(module: str, name: str) -> tuple[tuple[str, str, bool], ...]:
-    """What `name` of `module` is: itself, what is the same, and if it is a class its bases, with whether it is one."""
+    """Return what `name` in `module` can be: the name itself, other names of the same thing, and the bases of a class.
+
+    Each element is a module, a name in it, and whether it is a base.
+    """
     found = {(module, name, False): None}
     todo = [*found]
     while todo and len(found) < _MOST_OTHERS:
@@ -173,7 +187,7 @@ def _others(module: str, name: str) -> tuple[tuple[str, str, bool], ...]:
 
 
 def _module_of(full: str) -> tuple[str, str]:
-    """The module and the name in it of the class called `full`."""
+    """Return the module of the class with the full name `full`, and its name in this module."""
     parts = full.split(".")
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
@@ -182,7 +196,7 @@ def _module_of(full: str) -> tuple[str, str]:
     return "", full
 
 
-#: Nothing in these, nor below them, belongs into a checkpoint.
+#: Modules that are dangerous as a whole, with all modules below them.
 DANGEROUS_MODULES = frozenset(
     [
         # processes, the system
@@ -192,7 +206,7 @@ DANGEROUS_MODULES = frozenset(
         # the network
         "aiohttp", "ftplib", "httplib", "imaplib", "nntplib", "paramiko", "poplib", "requests", "smtplib", "socket",
         "socketserver", "ssl", "telnetlib", "urllib", "urllib2", "urllib3", "webbrowser", "xmlrpc", "_socket", "_ssl",
-        # code, and what finds or runs it
+        # code, and everything that finds or runs code
         "antigravity", "bdb", "cProfile", "cffi", "codeop", "compileall", "ctypes", "distutils", "doctest",
         "ensurepip", "gc", "idlelib", "imp", "importlib", "lib2to3", "marshal", "modulefinder", "pdb", "pip",
         "pkgutil", "py_compile", "pkg_resources", "pydoc", "rlcompleter", "runpy", "setuptools", "timeit", "tkinter",
@@ -202,13 +216,13 @@ DANGEROUS_MODULES = frozenset(
         # files
         "asynchat", "asyncore", "dbm", "filelock", "fileinput", "mailbox", "mailcap", "shelve", "smtpd", "sqlite3",
         "tarfile", "zipfile", "_dbm", "_gdbm", "_posixshmem", "_pyio", "_sqlite3",
-        # this package, whose functions write files, and none of whose classes is ever pickled
+        # this package: its functions write files, and none of its classes is pickled
         "ckptconv",
     ]
 )  # a table  # fmt: skip
 
-#: Functions and classes elsewhere, and all below them. Modules stand here in full where
-#: their name alone can be anybody's.
+#: Functions and classes in other modules, with all names below them. A module is listed by its full name if the last
+#: part of its name is common.
 DANGEROUS_NAMES = frozenset(
     [
         "__builtin__.apply",
@@ -241,7 +255,7 @@ DANGEROUS_NAMES = frozenset(
         "uuid._get_command_stdout", "uuid._popen",
         # files
         *(f"{module}.open" for module in ("_io", "bz2", "codecs", "gzip", "io", "lzma")), "io.FileIO", "_io.FileIO",
-        # pickles, and files with pickles or code in them, read by readers that run them
+        # readers that run pickles or code in files
         *(
             f"{module}.{name}" for module in ("_pickle", "cPickle", "dill", "dill._dill", "pickle") for name in (
                 "Unpickler", "load", "loads",
@@ -280,7 +294,7 @@ DANGEROUS_NAMES = frozenset(
         ),
         "torch.ops.load_library", "torch.package", "torch.save", "torch.serialization.load",
         "torch.serialization.save",
-        # a torch.load of bytes that no safe loader sees; plain pickles need it, and are read without it
+        # calls torch.load on bytes; plain pickles need it, and are read here without it
         "torch.storage._load_from_bytes",
         "torch.utils._osp", "torch.utils._config_module.ConfigModule.load_config", "torch.utils.bottleneck",
         "torch.utils.collect_env", "torch.utils.cpp_extension", "torch.utils.data.dataloader.python_multiprocessing",
@@ -291,14 +305,13 @@ DANGEROUS_NAMES = frozenset(
 )  # a table  # fmt: skip
 _MOST_PARTS = max(name.count(".") for name in DANGEROUS_NAMES) + 1
 
-#: Attributes under which modules have others' functions and modules, whatever the module: what they are called there,
-#: or are elsewhere.
+#: Attributes of any module that are dangerous functions and modules of other modules.
 _LENT = frozenset([
     "bltns", "builtins", "cPickle", "ntpath", "pickle", "posixpath", "CodeType", "ForkingPickler", "FunctionType",
     "LambdaType", "fromfile", "import_dotted_name", "import_module", "start_new_thread",
 ])  # a table  # fmt: skip
 
-#: Plain values of modules on the list, and what is called like a function on it.
+#: Exceptions: plain values in listed modules, and harmless functions with the name of a listed one.
 _HARMLESS = frozenset(
     [
         *(
@@ -308,13 +321,13 @@ _HARMLESS = frozenset(
         ),
         "torch.distributed.distributed_c10d.reduce",
         "torch.distributed.reduce",
-        # what they look up is judged by what they are called with
+        # judged by their arguments
         *(f"numpy.{core}._ufunc_reconstruct" for core in ("core", "_core")),
         *(
             f"torch.{where}.ProfilerActivity"
             for where in ("_C._autograd", "_C._profiler", "autograd", "autograd.profiler", "profiler")
         ),
-        # tensor subclasses in modules that are on the list
+        # subclasses of tensors in listed modules
         "torch._inductor.freezing.ErasedTensor",
         *(
             f"torch.testing._internal.{name}"
@@ -333,8 +346,7 @@ _HARMLESS = frozenset(
 
 #: Methods of torch's storages that read and write files.
 _STORAGES_OF_FILES = frozenset(["from_file", "write_file"])
-#: Attributes that lead from anything to everything: to the module that something was made
-#: in, to all classes, to what runs code.
+#: Attributes that lead from any object to every other: to its module, to all classes, to functions that run code.
 INNARDS = frozenset([
     "__base__", "__bases__", "__builtins__", "__closure__", "__code__", "__dict__", "__getattribute__",
     "__globals__", "__import__", "__loader__", "__mro__", "__reduce__", "__reduce_ex__", "__self__", "__setattr__",
@@ -344,8 +356,9 @@ INNARDS = frozenset([
 
 
 def is_dangerous(node: Global) -> bool:
-    """Whether `node` is a dangerous global, as it is spelled or as Python 2's name: torch's safe
-    loader maps those under every protocol.
+    """Return whether `node` is a dangerous global, as it is spelled or as a name of Python 2.
+
+    torch's safe loader maps the names of Python 2 under every protocol.
     """
     module, name = imported_as(node, 2)
     if leads_to_danger(module, name):
@@ -354,8 +367,10 @@ def is_dangerous(node: Global) -> bool:
 
 
 def leads_to_danger(module: str, name: str) -> bool:
-    """A name with dots goes through attributes: ``torch.serialization`` has
-    ``os.system``, ``random`` has it as ``_os.system``.
+    """Return whether `name` in `module` is dangerous.
+
+    A dotted `name` goes through attributes: ``torch.serialization`` has ``os.system``, and ``random`` has it as
+    ``_os.system``.
     """
     package, attributes = module.split("."), name.split(".")
     if f"{module}.{name}" in _HARMLESS:
@@ -368,7 +383,9 @@ def leads_to_danger(module: str, name: str) -> bool:
 
 
 def is_on_lists(module: str, name: str) -> bool:
-    """Whether `name` in `module` is on the lists here, as a whole or behind an attribute; the table is not asked."""
+    """Return whether `name` in `module`, or one of its attributes, is on the lists in this module. The table is
+    not used.
+    """
     package, attributes = module.split("."), name.split(".")
     bare = [word.lstrip("_") for word in attributes]
     if not _LENT.isdisjoint(bare):
@@ -378,8 +395,11 @@ def is_on_lists(module: str, name: str) -> bool:
 
 
 def _is_lent(module: str, package: list[str], name: str, attributes: list[str]) -> bool:
-    """Whether `name` in `module`, of a package that the table tells of, is in the table, or what no table has: the
-    reduction of a list by a function, storages in files, pytest with options, modules that are programs or tests.
+    """Return whether `name` in `module`, which belongs to a known package, does harm by the table or by a rule of this
+    function.
+
+    The rules cover what no table can contain: ``reduce`` with a function, storages in files, pytest with options,
+    modules that are programs or tests.
     """
     if attributes[-1] == "reduce" or (package[0] == "numpy" and name == "test"):
         return True
@@ -396,8 +416,8 @@ def _is_lent(module: str, package: list[str], name: str, attributes: list[str]) 
 
 
 def _is_listed(words: list[str], package: int) -> bool:
-    """Whether `words`, of which `package` are the module's, name something on the lists, as a whole or
-    behind an attribute.
+    """Return whether `words`, of which the first `package` are the module, or a part of them, name something on
+    the lists.
     """
     starts = (0, *range(package, len(words)))
     return any(
@@ -408,5 +428,5 @@ def _is_listed(words: list[str], package: int) -> bool:
 
 
 def is_way_out(words: Iterable[str]) -> bool:
-    """Whether one of the attributes `words` leads from anything to everything, or to a dangerous module."""
+    """Return whether one of the attributes `words` leads from any object to every other, or to a dangerous module."""
     return any(word in INNARDS or word.lstrip("_") in DANGEROUS_MODULES or word.lstrip("_") in _LENT for word in words)

@@ -1,7 +1,7 @@
-"""Drop the order of a pickle's effects where no reader can tell the difference.
+"""Drop the order of a pickle's effects if no reader can tell the difference.
 
-For a part of a checkpoint, some of whose objects were made where they stood first, outside of it: said in the source's
-order, it would need opcodes that torch's ``weights_only`` unpickler refuses.
+This is for a part of a checkpoint. Some of its objects may have been made outside of the part, where they occur first.
+Written in the order of the source, such a part would need opcodes that torch's ``weights_only`` unpickler refuses.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from ckptconv.pickles.graph import Call, FrozenSet, Node, Object, PersistentId, 
 
 
 def drop_effect_order(checkpoint: Checkpoint) -> None:
-    """Forget the order of the effects in `checkpoint` if no reader can tell: each call and each state is complete
-    before it is used, and torch's safe loader knows every call. Nothing in an index depends on the order.
+    """Remove the order of the effects in `checkpoint` if no reader can tell the difference.
+
+    No reader can if each call and each state is complete before it is used, and if torch's safe loader accepts every
+    call. Nothing in an index depends on the order.
     """
     index = checkpoint.index
     if index.graph.discarded or index.obstacles:
@@ -35,13 +37,14 @@ def drop_effect_order(checkpoint: Checkpoint) -> None:
 
 
 def _before(values: list[Value], order: int | None, latest: dict[int, int]) -> bool:
+    """Return whether all effects in `values` come before `order`, or whether `order` is None."""
     return order is None or all(latest.get(id(value), 0) < order for value in values if isinstance(value, Node))
 
 
 def _latest(root: Value) -> dict[int, int] | None:
-    """For each node below `root`, by id, the number of the last effect in it and in what it is made of.
+    """Return the number of the last effect in each node below `root` and in its parts, by the id of the node.
 
-    None where something stands in itself.
+    Return None if a node contains itself.
     """
     latest: dict[int, int] = {}
     open_: set[int] = set()

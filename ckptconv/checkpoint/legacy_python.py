@@ -1,11 +1,11 @@
-"""Rewrite what Python 2 and torch before 0.4 wrote as today's torch writes it, so that only one form is handled.
+"""Replace what Python 2 and torch before 0.4 wrote by what today's torch writes, so that other code handles one form.
 
-    a key that is Python 2's ``str``             text, where it is UTF-8, as torch's loader decodes it
-    ``OrderedDict([[key, value], ...])``         an OrderedDict on which the items are set
-    ``torch.cuda.FloatTensor()`` and its state   ``_rebuild_tensor(storage, offset, size, stride)``, which needs no CUDA
+    a key that is a Python 2 ``str``             text, if it is UTF-8, as torch's loader decodes it
+    ``OrderedDict([[key, value], ...])``         an OrderedDict whose items are set afterwards
+    ``torch.cuda.FloatTensor()`` and its state   ``_rebuild_tensor(storage, offset, size, stride)``, without CUDA
     ``Parameter(tensor, ...)`` and its state     ``_rebuild_parameter(tensor, requires_grad, hooks)``
 
-Source: ``Tensor.__setstate__`` in ``torch/_tensor.py`` of torch 2.13, which still knows the old states.
+Source: ``Tensor.__setstate__`` in ``torch/_tensor.py`` of torch 2.13, which still accepts the old states.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")
 
 
 def text_of(value: Value) -> str | None:
-    """A text, in Python 3's way or in Python 2's; None for anything else."""
+    """Return the text that `value` is in Python 3 or 2, or None if `value` is not a text."""
     if isinstance(value, Py2String):
         return value.text
     return value if isinstance(value, str) else None
 
 
 def modernize(graph: Graph) -> None:
-    """Say everything in `graph` as today's torch and Python do."""
+    """Replace the old forms in `graph` in place. ``graph.written`` keeps the calls of the source."""
     if not _PYTHON_2.isdisjoint(graph.used):
         for call in graph.calls:
             if is_global(call.callable, "collections.OrderedDict"):
@@ -67,8 +67,9 @@ def modernize(graph: Graph) -> None:
 
 
 def _set_items(call: Call, graph: Graph) -> None:
-    """Take the items of an OrderedDict out of the list of pairs that it is called with, if nobody else
-    has that list.
+    """Set the items of the OrderedDict that `call` makes, instead of passing them as a list of pairs.
+
+    Do nothing if anything else refers to the list or to a pair.
     """
     pairs = args_of(call)[0] if len(args_of(call)) == 1 else None
     if call.kind != "REDUCE" or not isinstance(pairs, List) or pairs in graph.shared:
@@ -85,14 +86,15 @@ def _set_items(call: Call, graph: Graph) -> None:
 
 
 def _state(call: Call) -> Tuple | None:
-    """The one thing that is done to what `call` gives, if it is a state that is a tuple."""
+    """Return the state of the value of `call`, or None unless it is a tuple and the only effect."""
     state = next(iter(call.states()), None) if call.kind == "REDUCE" and len(call.effects) == 1 else None
     return state if isinstance(state, Tuple) else None
 
 
 def _parameter(call: Call) -> Tuple | None:
-    """Tensor, ``requires_grad`` and hooks of the parameter that `call` makes: of torch 0.4 ``Parameter(tensor,
-    requires_grad)``, before that ``Parameter(tensor)`` and a state.
+    """Return the tensor, ``requires_grad`` and the hooks of the parameter that `call` makes, or None.
+
+    torch 0.4 wrote ``Parameter(tensor, requires_grad)``. Earlier versions wrote ``Parameter(tensor)`` and a state.
     """
     args, state = args_of(call), _state(call)
     if call.kind != "REDUCE" or len(args) not in (1, 2):
@@ -104,13 +106,13 @@ def _parameter(call: Call) -> Tuple | None:
 
 
 def _keep(call: Call, graph: Graph) -> None:
-    """Remember `call` as the source has it."""
+    """Remember `call` as it is in the source."""
     graph.written[call] = kept = Call(call.kind, call.callable, call.args, call.kwargs, call.order)
     kept.effects = call.effects
 
 
 def _become(call: Call, function: Global, args: Tuple, graph: Graph) -> None:
-    """Make of `call` and its state, if it has one, one call, which comes when the state came."""
+    """Turn `call` and its state into one call of `function` with `args`, in the position of the state."""
     _keep(call, graph)
     call.callable, call.args = function, args
     if call.effects:

@@ -1,19 +1,19 @@
-"""Find whole modules that were pickled, and the state dict that each of them would give.
+"""Find modules that were pickled as a whole, and the state dict of each.
 
-``Module.state_dict()`` of torch 2.13 (``torch/nn/modules/module.py``) is followed on the graph: parameters,
-persistent buffers, then the modules inside, None left out, each tensor detached. No class is needed, so what only
-a class's own code would add is not there: ``get_extra_state()``, hooks, and the numbers of quantized modules
-(``scale``). ``_metadata`` is not made up either: it says the version of each class, which no pickle has. Without
-it torch takes a module's oldest version; torch's own modules still take their tensors then, because what they
-lack is added only where it is missing (``BatchNorm``'s counter). Quantized modules are the exception: they have
-read tuples since their versions were counted.
+The code follows ``Module.state_dict()`` of torch 2.13 (``torch/nn/modules/module.py``) on the graph: parameters,
+persistent buffers, and then the inner modules, without None values, with each tensor detached. No class is needed. What
+only the code of a class would add is missing: ``get_extra_state()``, hooks, and the numbers of quantized modules
+(``scale``). ``_metadata`` is missing too: it contains the version of each class, which no pickle contains. Without it
+torch assumes the oldest version of a module. torch's own modules still load their tensors then, because they lack only
+values that they add by themselves (the counter of ``BatchNorm``). Quantized modules are the exception: since they have
+versions, they read tuples.
 
-The root of a TorchScript archive is such a module too; which of its attributes are parameters and buffers its class
-says, which stands in the archive's code (:mod:`ckptconv.formats.torchscript`).
+The root of a TorchScript archive is such a module too. Its class, in the code of the archive, says which attributes are
+parameters and buffers (:mod:`ckptconv.formats.torchscript`).
 
-Packed weights of quantized modules are objects of torch's C++. ``state_dict()`` gives them as tuples or as objects,
-which no file of tensors can hold; here they are ``NAME.weight`` and ``NAME.bias`` where linear layers packed them,
-``NAME`` where there is one tensor, else ``NAME.0`` and so on.
+The packed weights of quantized modules are objects of torch's C++ code. ``state_dict()`` returns them as tuples or as
+objects, which no file of tensors can contain. Here their names are ``NAME.weight`` and ``NAME.bias`` for linear layers,
+``NAME`` for a single tensor, and otherwise ``NAME.0`` and so on.
 """
 
 from __future__ import annotations
@@ -42,36 +42,45 @@ from ckptconv.pickles.paths import Place
 
 PARTS = ("_parameters", "_buffers", "_modules")
 _FX = "torch.fx.graph_module"  # its modules are calls with a dict of their attributes
-_COMPILED = "torch._dynamo.eval_frame.OptimizedModule"  # what torch.compile gives: a call with the module
+_COMPILED = "torch._dynamo.eval_frame.OptimizedModule"  # the result of torch.compile: a call with the module
 _MADE_BY_A_CALL = (_FX, _COMPILED.rpartition(".")[0])
 _PACKED_LINEAR = "__torch__.torch.classes.quantized.LinearPackedParamsBase"
-_OLD_CLASS = ("copyreg._reconstructor", "copy_reg._reconstructor")  # of protocols 0 and 1, the class as an argument
-#: Where quantized convolutions have their tensors: ``_ConvNd.__getstate__`` in
+_OLD_CLASS = (
+    "copyreg._reconstructor",
+    "copy_reg._reconstructor",
+)  # used by protocols 0 and 1, with the class as an argument
+#: The positions of the tensors in the state of a quantized convolution: ``_ConvNd.__getstate__`` in
 #: ``torch/ao/nn/quantized/modules/conv.py``.
 _CONV_STATE = {"weight": 10, "bias": 11}
 _CONV_LENGTH = 15
 _NOT_PERSISTENT = "_non_persistent_buffers_set"
-#: What torch gives every module for its own use: the attributes of ``Module.__init__``, torch 0.1 to 2.13.
+#: Attributes that torch itself uses in every module, from ``Module.__init__`` of torch 0.1 to 2.13.
 _BOOKKEEPING = {
     _NOT_PERSISTENT, "training", "_backend", "_is_full_backward_hook", "_backward_hooks", "_backward_pre_hooks",
     "_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
     "_state_dict_hooks", "_state_dict_pre_hooks",
 }  # a table  # fmt: skip
-#: What names may cost: a parameter takes some thirty opcodes. One module can stand in another twice, that one in a
-#: third twice, and so on.
+#: The limit on the cost of names, fixed and for each opcode. A parameter takes some thirty opcodes. One module can be
+#: in another twice, that one in a third twice, and so on.
 _ROOM, _ROOM_EACH = 500_000, 50
 
 
 @dataclass(frozen=True, eq=False)
 class PickledModule:
-    """A whole module at `path`: its class as the pickle names it, and its state dict, name → node of the tensor, in
-    ``state_dict()``'s order.
+    """A module that was pickled as a whole.
 
-    ``places`` says where each name's tensor stands. ``unknown`` are names under which there is something
-    that is no tensor of torch's and no module. ``opened`` are the nodes (by id) that the module itself
-    is made of, ``modules`` those of them that are modules, ``holders`` those that tensors were taken
-    from. ``trouble``: why it gives no state dict.
+    Attributes:
+        path: Its path.
+        place: Its place.
+        cls: The name of its class in the pickle.
+        tensors: The tensors of its state dict by name, in the order of ``state_dict()``.
+        places: The places of these tensors, by name.
+        unknown: Values under names of the state dict that are neither tensors of torch nor modules.
+        opened: The ids of the nodes that the module itself consists of.
+        modules: The ids of those that are modules.
+        holders: The ids of the nodes that contain the tensors.
+        trouble: The reason why it has no state dict, or None.
     """
 
     path: str
@@ -86,16 +95,16 @@ class PickledModule:
     trouble: str | None = None
 
     def names(self) -> list[str]:
-        """The names of its state dict, in order."""
+        """Return the names of the state dict, in order."""
         return list(self.tensors)
 
     def items(self) -> Iterable[tuple[Value, Value]]:
-        """Its names and tensors."""
+        """Return the names and tensors of the state dict."""
         return self.tensors.items()
 
     def is_bookkeeping(self, place: Place) -> bool:
-        """Whether `place` is an attribute that torch gives this module or one inside it for its own
-        use, and nothing of the model's is in it.
+        """Return whether `place` is an attribute that torch itself uses, in this module or an inner one, without
+        content of the model.
         """
         is_inside = place.parent is not None and id(place.parent.node) in self.modules
         if not is_inside or place.key not in _BOOKKEEPING or place.segment != f"/.{place.key}":
@@ -104,9 +113,10 @@ class PickledModule:
 
 
 def read_modules(index: Index, scripts: Mapping[str, tuple[list[str], list[str]]] | None) -> list[PickledModule]:
-    """The modules of `index` that stand in no other module, each where it stands in the fewest things.
+    """Return the modules of `index` that are inside no other module, each at its shortest path.
 
-    A TorchScript archive, of whose classes `scripts` tells, is its root or none.
+    For a TorchScript archive, `scripts` describes the classes, and only the root can be a module. For other files it is
+    None.
     """
     reader = _Reader(index, scripts or {})
     places = index.places if scripts is None else index.places[:1]
@@ -125,8 +135,13 @@ def read_modules(index: Index, scripts: Mapping[str, tuple[list[str], list[str]]
 
 @dataclass(eq=False)
 class _Level:
-    """What one module has of its own: the tensors as (name, holder, key there, node), the modules in it, what is
-    neither; see :class:`PickledModule` for the rest.
+    """The content of one module, without its inner modules.
+
+    Attributes:
+        tensors: The name, the node that contains the tensor, the key there, and the tensor.
+        modules: The names and nodes of the inner modules.
+        unknown: The names and values of everything else.
+        opened: The nodes that the module consists of.
     """
 
     tensors: list[tuple[str, Node, str | None, Node]] = field(default_factory=list)
@@ -136,7 +151,7 @@ class _Level:
 
 
 class _Reader:
-    """Reads each module once, however often it stands in others."""
+    """Reads each module once, even if several modules contain it."""
 
     def __init__(self, index: Index, scripts: Mapping[str, tuple[list[str], list[str]]]) -> None:
         self.tensors = index.tensor_nodes
@@ -150,13 +165,14 @@ class _Reader:
         #: The places of tensors, by the node that contains them, their key there, and the tensor.
         self.standing: dict[tuple[int, str | None, int], Place] = {}
 
-    # What is a module
+    # Recognising modules
 
     def is_module(self, node: Value) -> bool:
+        """Return whether `node` is a module."""
         if not isinstance(node, Call):
             return False
         made = isinstance(node.callable, Global) and node.callable.module in _MADE_BY_A_CALL
-        if not (node.effects or made or self.scripts):  # as most calls
+        if not (node.effects or made or self.scripts):  # most calls
             return False
         if id(node) not in self.modules:
             inner: Value = node
@@ -166,6 +182,7 @@ class _Reader:
         return self.modules[id(node)]
 
     def has_parts(self, node: Call) -> bool:
+        """Return whether the object `node` has the parts of a module."""
         if self.scripts:
             return _class_of(node) in self.scripts
         if _conv_state(node) is not None:
@@ -173,7 +190,7 @@ class _Reader:
         return all(isinstance(self.attribute(node, part), (Dict, Call)) for part in PARTS)
 
     def attribute(self, node: Call, name: str) -> Value:
-        """The attribute `name` of the object `node`: the last that a state gives it."""
+        """Return the attribute `name` of the object `node`, or None. The last state that sets it counts."""
         for state in reversed(_states(node)):
             value = self.strings(state).get(name)
             if value is not None:
@@ -181,22 +198,23 @@ class _Reader:
         return None
 
     def strings(self, mapping: Value) -> dict[str, Value]:
-        """`mapping`'s string keys and their values, the last of each."""
+        """Return the string keys of `mapping` with their last values."""
         if not isinstance(mapping, Object):
             return {}
-        if id(mapping) not in self.items:  # once: any number of modules can share it
+        if id(mapping) not in self.items:  # any number of modules can share it
             self.items[id(mapping)] = strings_of(mapping)
         return self.items[id(mapping)]
 
     def members(self, node: Value) -> frozenset[str]:
-        """The strings in the set `node`."""
-        if id(node) not in self.sets:  # once: any number of modules can share it too
+        """Return the strings in the set `node`."""
+        if id(node) not in self.sets:  # any number of modules can share it
             self.sets[id(node)] = frozenset(each for each in members_of(node) or () if isinstance(each, str))
         return self.sets[id(node)]
 
-    # What is in one
+    # The content of one module
 
     def level(self, node: Call) -> _Level:
+        """Return the content of the module `node`."""
         if id(node) not in self.levels:
             self.levels[id(node)] = level = _Level(opened=[node])
             conv = _conv_state(node)
@@ -215,7 +233,7 @@ class _Reader:
         return self.levels[id(node)]
 
     def read(self, node: Call, level: _Level) -> None:
-        """The parts of a module that has attributes."""
+        """Add the parts of `node`, a module that has attributes, to `level`."""
         states = _states(node)
         level.opened += states
         level.opened += [state for state in node.states() if isinstance(state, Tuple)]
@@ -242,7 +260,7 @@ class _Reader:
                 level.unknown.append((name, value))
 
     def read_script(self, node: Call, level: _Level) -> None:
-        """The parts of a module of TorchScript, in the order of its attributes, as torch has it."""
+        """Add the parts of `node`, a module of TorchScript, to `level`, in the order of its attributes."""
         attributes: dict[str, Value] = {}
         for state in _states(node):
             attributes |= self.strings(state)
@@ -257,13 +275,14 @@ class _Reader:
         ]
 
     def add(self, level: _Level, name: str, holder: Node, key: str | None, value: Value) -> None:
+        """Add `value` to `level`: as a tensor, or as unknown unless it is None."""
         if isinstance(value, Node) and id(value) in self.tensors:
             level.tensors.append((name, holder, key, value))
         elif value is not None:
             level.unknown.append((name, value))
 
     def add_packed(self, level: _Level, name: str, packed: Call) -> None:
-        """The tensors of a C++ object that is the attribute `name`."""
+        """Add the tensors of the C++ object `packed`, the attribute `name`, to `level`."""
         if id(packed) not in self.packed:
             self.packed[id(packed)] = self.tensors_below(packed)
         found, opened = self.packed[id(packed)]
@@ -277,7 +296,7 @@ class _Reader:
         level.tensors += [(each, holder, None, node) for each, (holder, node) in zip(names, found, strict=False)]
 
     def tensors_below(self, packed: Call) -> tuple[list[tuple[Node, Node]], list[Node]]:
-        """The tensors in `packed`, each with what it stands in, and what they stand in altogether."""
+        """Return the tensors in `packed`, each with the node that contains it, and all nodes that contain tensors."""
         found: list[tuple[Node, Node]] = []
         opened: dict[int, Node] = {id(packed): packed}
         todo: list[tuple[Node, Value]] = [(packed, child) for child in reversed(children(packed))]
@@ -292,9 +311,10 @@ class _Reader:
                 todo += [(node, child) for child in reversed(children(node))]
         return found, list(opened.values())
 
-    # The whole
+    # The complete module
 
     def module_at(self, place: Place) -> PickledModule:
+        """Return the module at `place` with all its inner modules."""
         node = place.node
         assert isinstance(node, Call)
         module = PickledModule(place.path, place, _class_of(node))
@@ -331,9 +351,9 @@ class _Reader:
 
 
 def _states(node: Call) -> list[Dict]:
-    """What gives the object `node` its attributes, in order.
+    """Return the dicts that give the object `node` its attributes, in order.
 
-    An object with slots has a pair: its attributes, its slots.
+    An object with slots has a pair: its attributes and its slots.
     """
     found: list[Value] = []
     if isinstance(node.callable, Global) and node.callable.module == _FX:
@@ -344,7 +364,7 @@ def _states(node: Call) -> list[Dict]:
 
 
 def _conv_state(node: Call) -> Tuple | None:
-    """The state of `node`, if it is a quantized convolution."""
+    """Return the state of `node` if it is a quantized convolution, or None."""
     cls = node.callable
     if not isinstance(cls, Global) or "quantized" not in cls.module or "Conv" not in cls.name:
         return None
@@ -353,6 +373,7 @@ def _conv_state(node: Call) -> Tuple | None:
 
 
 def _class_of(node: Call) -> str:
+    """Return the name of the class of `node`, or ``?``."""
     cls: Value = node.callable
     if is_global(cls, *_OLD_CLASS) and args_of(node):
         cls = args_of(node)[0]
@@ -360,15 +381,16 @@ def _class_of(node: Call) -> str:
 
 
 def _is_empty(node: Value) -> bool:
-    """Whether `node` is an atom, a mapping without items, or what a call without arguments gives."""
+    """Return whether `node` is an atom, an object without items, or the result of a call without arguments."""
     if not isinstance(node, Object):
         return not isinstance(node, Node)
     return not node.effects and not (isinstance(node, Call) and children(node.args))
 
 
 def detached(node: Node) -> Node:
-    """What ``detach()`` makes of the tensor `node`, as ``state_dict()`` does: a plain tensor without gradient and
-    attributes. A tensor of another class stays what it is.
+    """Return the tensor `node` as ``detach()`` makes it: a plain tensor without gradient and attributes.
+
+    A tensor of another class is returned unchanged.
     """
     while isinstance(node, Call):
         name, args = str(node.callable), args_of(node)

@@ -1,7 +1,7 @@
-"""Read torch's ``_rebuild_*`` calls: the tensors that they make, and their devices.
+"""Read torch's ``_rebuild_*`` calls: the tensors that they make, and the devices of these tensors.
 
 Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their arguments) and ``torch/_tensor.py``
-(``_reduce_ex_internal``, which writes them).
+(``_reduce_ex_internal``, which writes the calls).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowCall, RowForm
 
 FROM_CPU_TENSOR = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
-#: The position of the device among the arguments of those rebuild functions that have one.
+#: The position of the device among the arguments of rebuild functions.
 _DEVICE_ARGUMENT = {
     "torch._utils._rebuild_device_tensor_from_numpy": 2,
     FROM_CPU_TENSOR: 2,
@@ -61,8 +61,8 @@ STRIDED = (
 _JAGGED = "torch.nested._internal.nested_tensor._rebuild_njt"
 _SHOWN = 3  # paths in a note
 _facts_of = attrgetter(*TensorInfo.__slots__)
-#: Classes below ``torch.distributed``, in one module or another, whose objects hold one process's part of a tensor that
-#: is spread over many.
+#: Classes in modules below ``torch.distributed`` whose objects contain one process's part of a tensor that is spread
+#: over several processes.
 _PARTIAL = ("DTensor", "ShardedTensor")
 _REBUILDERS = frozenset(
     {
@@ -79,7 +79,7 @@ _REBUILDERS = frozenset(
 
 
 class OtherDType(Global):
-    """A dtype that safetensors has and torch has not. No pickle can say it: the parser makes plain globals."""
+    """A dtype that exists in safetensors and not in torch. No pickle contains one: the parser makes plain globals."""
 
     __slots__ = ()
 
@@ -88,7 +88,7 @@ class OtherDType(Global):
 
 
 def torch_device(node: Value) -> str | None:
-    """The device that `node` says: a call of ``torch.device``, or a string."""
+    """Return the device that `node` names: a string, or a call of ``torch.device``. Return None for anything else."""
     if isinstance(node, Call) and is_global(node.callable, "torch.device") and isinstance(node.args, Tuple):
         parts = node.args.items
         if parts and all(isinstance(part, str) or (type(part) is int and 0 <= part < 1000) for part in parts):
@@ -98,6 +98,7 @@ def torch_device(node: Value) -> str | None:
 
 
 def device_arguments(call: Call) -> list[DeviceArgument]:
+    """Return the device among the arguments of `call`, as a list of one element, or an empty list."""
     function = call.callable
     name = str(function) if isinstance(function, Global) else ""
     if name not in _WITH_DEVICE:
@@ -118,9 +119,13 @@ def device_arguments(call: Call) -> list[DeviceArgument]:
 
 @dataclass(frozen=True)
 class StridedPart:
-    """What makes a strided tensor inside a call: the `function`, by its name and as it stands there, and its arguments.
+    """The call of a rebuild function that makes a strided tensor.
 
-    `nested` in the arguments of one that gives it a class.
+    Attributes:
+        function: The name of the rebuild function.
+        callable: The node of the rebuild function.
+        args: Its arguments.
+        nested: Whether the arguments are inside those of a call that gives the tensor a class.
     """
 
     function: str
@@ -130,7 +135,7 @@ class StridedPart:
 
 
 def strided_part(call: Call) -> StridedPart | None:
-    """The part of `call` that makes a strided tensor, if it does."""
+    """Return the call of a rebuild function in `call` that makes a strided tensor, or None."""
     function, args, nested = call.callable, call.args, str(call.callable) in FROM_TYPE
     if nested:
         outer = [*args_of(call), None, None, None]
@@ -143,7 +148,8 @@ def strided_part(call: Call) -> StridedPart | None:
 def cpu_tensor_in(call: Call) -> Call | None:
     """Return the call that makes the CPU tensor which `call` copies to a device, or None.
 
-    A backend without storages (XLA) is saved so. None also if what is copied is no plain strided tensor.
+    torch saves tensors of a backend without storages (XLA) in this form. Return None also if the copied value is not a
+    plain strided tensor.
     """
     args = args_of(call) if is_global(call.callable, FROM_CPU_TENSOR) else []
     inner = args[0] if len(args) == 4 else None
@@ -154,7 +160,7 @@ def cpu_tensor_in(call: Call) -> Call | None:
 
 
 class _Bad(Exception):
-    """The arguments of a rebuild call do not describe a tensor, or, of the `kind` UnsupportedError, not one that this
+    """The arguments of a rebuild call do not describe a tensor. With the `kind` UnsupportedError: none that this
     version knows.
     """
 
@@ -166,9 +172,13 @@ class _Bad(Exception):
 
 
 class TensorReader:
-    """Reads rebuild calls; remembers the tensors, each under every path at which it stands.
+    """Reads rebuild calls and remembers the tensors, under each path at which they occur.
 
-    `known` are tensors, by the id of their node, that need not be read.
+    Args:
+        storages: The storages, by the id of the node that refers to them.
+        where: Name of the checkpoint in errors.
+        faults: The sink for tensors that are not valid.
+        known: Tensors that need not be read, by the id of their node.
     """
 
     def __init__(
@@ -185,11 +195,11 @@ class TensorReader:
         self.nodes: dict[int, TensorInfo] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.same: dict[tuple[object, ...], str] = {}
-        self.first: dict[int, TensorInfo] = {}  # with bytes on each storage, by its id
+        self.first: dict[int, TensorInfo] = {}  # the first tensor with bytes on each storage, by its id
         self.inside: dict[int, TensorInfo | None] = {}  # tensors that are arguments of calls
-        #: For each form of rows: the fields of its tensors, and how many bytes of a storage they reach over.
+        #: For each form of rows: the fields of its tensors, and the number of bytes of a storage that they span.
         self.alike: dict[RowForm | None, tuple[Sequence[Any], int]] = {}
-        self.rebuilders: dict[int, str | None] = {}  # what all calls share is asked once for its name
+        self.rebuilders: dict[int, str | None] = {}  # names of rebuild functions, by the id of their node
         self.depth = 0
 
     def visit(self, place: Place) -> None:
@@ -198,7 +208,7 @@ class TensorReader:
         if not isinstance(node, Call):
             return
         known = self.nodes.get(id(node)) or (self.known.get(id(node)) if self.known else None)
-        info = TensorInfo(*_facts_of(known)) if known else self.of_row(node)  # which is faster than replace()
+        info = TensorInfo(*_facts_of(known)) if known else self.of_row(node)  # faster than replace()
         if info is None or node.effects:
             function = self.rebuilder(node)
             if info is None and function is None and not is_spread(node.callable):
@@ -212,7 +222,15 @@ class TensorReader:
         self.tensors[info.path] = info
 
     def checked(self, node: Call, function: str | None, info: TensorInfo | None, place: Place) -> TensorInfo | None:
-        """What the `node` at `place` makes, which is `info` where that is known, else by calling the `function`."""
+        """Return the tensor that `node` makes, or None. Report a fault if the call or an effect on the tensor is not
+        valid.
+
+        Args:
+            node: The call at `place`.
+            function: The name of the rebuild function, or None if the call makes an object that contains a tensor.
+            info: The tensor, if it is known.
+            place: The place of the call, for errors.
+        """
         try:
             if info is None:
                 info = self.made_by(function, node) if function else self.sharded_object(node)
@@ -228,7 +246,7 @@ class TensorReader:
         return info
 
     def made_by(self, function: str, call: Call) -> TensorInfo | None:
-        """The tensor that the `call` of `function` makes; None where something inside it is unknown."""
+        """Return the tensor that the `call` of `function` makes, or None if a part of it is not known."""
         info = self.of_row(call)
         if info is None:
             form = call.row if isinstance(call, RowCall) else None
@@ -240,7 +258,9 @@ class TensorReader:
         return info
 
     def of_row(self, call: Call) -> TensorInfo | None:
-        """The tensor that `call` says, if it is a row of a form that was read before; None where that is not sound."""
+        """Return the tensor of `call` if it is a row whose form was read before, and if the tensor fits its storage.
+        Otherwise return None.
+        """
         if not isinstance(call, RowCall) or (like := self.alike.get(call.row)) is None:
             return None
         storage = self.storages.get(id(call.reference))
@@ -251,7 +271,7 @@ class TensorReader:
         return info
 
     def rebuilder(self, call: Call) -> str | None:
-        """The name of the rebuild function that `call` calls, if it calls one."""
+        """Return the name of the rebuild function that `call` calls, or None."""
         function = call.callable
         is_row = isinstance(call, RowCall) and call.form
         if not isinstance(function, Global) or not (is_row or isinstance(call.args, Tuple)):
@@ -261,11 +281,13 @@ class TensorReader:
         return self.rebuilders[id(function)]
 
     def first_of(self, info: TensorInfo, node: Node) -> str | None:
-        """The path of an earlier tensor that is the same: the same kind, storage, offset, shape, stride and dtype."""
+        """Return the path of an earlier tensor with the same kind, storage, offset, shape, stride and dtype, or
+        None.
+        """
         if info.storage is not None and info.nbytes:
             other = self.first.setdefault(id(info.storage), info)
             if other is info:
-                return None  # most tensors have a storage to themselves
+                return None  # most tensors do not share their storage
             self.same.setdefault((other.kind, *other.view), other.path)
             key: tuple[object, ...] = (info.kind, *info.view)
         else:
@@ -274,7 +296,7 @@ class TensorReader:
         return None if first == info.path else first
 
     def read(self, function: str, args: list[Value]) -> TensorInfo | None:
-        """The tensor that `function` makes of `args`; None where something inside it is unknown."""
+        """Return the tensor that `function` makes from `args`, or None if a part of it is not known."""
         if self.depth == LIMITS.nested_calls:
             raise LimitError(
                 "too many calls around each other make a tensor", expected=f"at most {LIMITS.nested_calls}"
@@ -285,6 +307,7 @@ class TensorReader:
         return info
 
     def of_call(self, function: str, args: list[Value]) -> TensorInfo | None:
+        """Return the same as :meth:`read`, without checking the depth."""
         if function in STRIDED:
             return self.strided(function, args)
         if function in PARAMETER:
@@ -312,16 +335,19 @@ class TensorReader:
         return self.from_array(args, inner)
 
     def inner(self, args: list[Value], index: int) -> TensorInfo | None:
+        """Return the tensor that argument `index` makes, or None if the argument is not a rebuild call."""
         node = _at(args, index)
         function = self.rebuilder(node) if isinstance(node, Call) else None
         if not isinstance(node, Call) or function is None:
             return None
-        if id(node) not in self.inside:  # once: it can stand in any number of calls
+        if id(node) not in self.inside:  # any number of calls can share it
             self.inside[id(node)] = self.nodes.get(id(node)) or self.made_by(function, node)
         return self.inside[id(node)]
 
     def strided(self, function: str, args: list[Value]) -> TensorInfo | None:
-        """``(storage, storage_offset, size, stride, ...)``, within the storage's bounds."""
+        """Return the tensor of ``(storage, storage_offset, size, stride, ...)``, or None if the storage is not
+        known.
+        """
         node = _at(args, 0)
         storage = self.storages.get(id(node))
         if storage is None:
@@ -358,7 +384,7 @@ class TensorReader:
         )
 
     def strided_or_none(self, function: str, args: list[Value]) -> TensorInfo | None:
-        """The strided tensor, None where there is none to be had."""
+        """Return the strided tensor that `function` makes from `args`, or None if the arguments are not valid."""
         try:
             return self.strided(function, args)
         except (_Bad, LimitError):
@@ -367,7 +393,10 @@ class TensorReader:
     def described(
         self, kind: str, args: list[Value], dtype: int, size: int, stride: int, device: str | None, requires_grad: int
     ) -> TensorInfo:
-        """A tensor without a storage of its own, which its arguments describe."""
+        """Return a tensor without a storage of its own.
+
+        The numbers are the positions of its dtype, size, stride and ``requires_grad`` among `args`.
+        """
         shape, strides = _sizes(_at(args, size), _at(args, stride))
         name = _dtype(_at(args, dtype)).name
         return TensorInfo(
@@ -387,7 +416,11 @@ class TensorReader:
         )
 
     def sparse(self, args: list[Value]) -> TensorInfo | None:
-        """``(layout, (indices, values, size, ...))`` or ``(layout, (compressed, plain, values, size))``."""
+        """Return the tensor of ``(layout, (indices, values, size, ...))`` or ``(layout, (compressed, plain, values,
+        size))``.
+
+        Return None if the parts are not known.
+        """
         data = _at(args, 1)
         parts = data.items[:4] if isinstance(data, Tuple) else []
         tensors = [self.inner(parts, i) for i in range(len(parts))]
@@ -409,8 +442,9 @@ class TensorReader:
         )
 
     def sharded_object(self, call: Call) -> TensorInfo | None:
-        """A ``ShardedTensor`` of older versions of torch, which was no tensor: its state is ``(local shards, metadata,
-        ...)``. None where that is not so.
+        """Return the tensor that a ``ShardedTensor`` of older versions of torch describes, or None.
+
+        Such an object was not a tensor. Its state is ``(local shards, metadata, ...)``.
         """
         state = _built(call)
         parts = state.items if isinstance(state, Tuple) else []
@@ -425,7 +459,12 @@ class TensorReader:
         return TensorInfo("", None, "partial", local.dtype, shape, (), 0, local.device, 0, None, False, False, False)
 
     def from_array(self, args: list[Value], inner: TensorInfo | None) -> TensorInfo:
-        """``(data, dtype, device, requires_grad)``, where data is a CPU tensor or a numpy array."""
+        """Return the tensor of ``(data, dtype, device, requires_grad)``. The data is a CPU tensor or a NumPy array.
+
+        Args:
+            args: The arguments.
+            inner: The CPU tensor, or None.
+        """
         device = torch_device(_at(args, 2))
         if inner and inner.kind == "strided" and not inner.is_parameter and inner.dtype == _dtype(_at(args, 1)).name:
             return replace(inner, own_device=device, requires_grad=_at(args, 3) is True)
@@ -437,19 +476,21 @@ class TensorReader:
 
 
 def is_word(node: Node) -> bool:
-    """Whether `node` is one of torch's small words, which nothing of interest stands in."""
+    """Return whether `node` is one of torch's small calls that contain nothing but a word or numbers."""
     return isinstance(node, Call) and is_global(
         node.callable, "torch.device", "torch.Size", "_codecs.encode", "torch.serialization._get_layout"
     )
 
 
 def _at(args: list[Value], index: int) -> Value:
+    """Return argument `index`, or None if there are fewer arguments."""
     if index < len(args):
         return args[index]
     return None
 
 
 def _dtype(node: Value) -> DType:
+    """Return the dtype that `node` names. Raise _Bad if it names none."""
     if isinstance(node, Global) and node.module == "torch" and node.name in BY_NAME:
         return BY_NAME[node.name]
     if isinstance(node, OtherDType):
@@ -460,8 +501,9 @@ def _dtype(node: Value) -> DType:
 
 
 def _has_bit(metadata: Value, name: str) -> bool:
-    """Whether a rebuild call's last argument, a dict, sets one of torch's lazy bits
-    (``torch._utils.set_tensor_metadata``).
+    """Return whether a rebuild call's last argument, the dict `metadata`, sets the lazy bit `name`.
+
+    Source: ``torch._utils.set_tensor_metadata``.
     """
     if not isinstance(metadata, Dict):
         return False
@@ -470,53 +512,61 @@ def _has_bit(metadata: Value, name: str) -> bool:
 
 
 def is_spread(cls: Value) -> bool:
-    """Whether the objects of `cls` hold one process's part of a tensor that is spread over many."""
+    """Return whether the objects of `cls` contain one process's part of a tensor that is spread over several
+    processes.
+    """
     return isinstance(cls, Global) and cls.name in _PARTIAL and cls.module.startswith("torch.distributed.")
 
 
 def partial_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """What to know where some of `tensors` are partial."""
+    """Return a note if some of `tensors` are partial."""
     paths = [path for path, info in tensors.items() if info.kind == "partial"]
     what = "the file holds what one process had of each, and the shape is that of the whole"
     return [f"partial: {some(paths, _SHOWN)}; {what}"] if paths else []
 
 
 def _built(node: Value) -> Value:
-    """The state of the object `node`, if that is all that is done to it."""
+    """Return the state of the object `node`, or None unless this state is its only effect."""
     states = node.states() if isinstance(node, Call) and len(node.effects) == 1 else []
     return next(iter(states), None)
 
 
 def _item(mapping: Value, key: str) -> Value:
-    """What `mapping` has under `key`, if that is one of its first items: any number of objects can have the
-    same mapping.
+    """Return the value of `key` in `mapping`, or None.
+
+    Only the first items are searched, because any number of objects can share one mapping.
     """
     entries = islice(mapping.entries(), 8) if isinstance(mapping, Dict) else ()
     return next((value for found, value in entries if found == key), None)
 
 
 def ints_of(node: Value) -> tuple[int, ...] | None:
-    """Sizes: a tuple, or a call of ``torch.Size`` with one."""
+    """Return the sizes in `node`, a tuple or a call of ``torch.Size`` with a tuple, or None.
+
+    Raises LimitError if there are too many.
+    """
     if isinstance(node, Call) and is_global(node.callable, "torch.Size"):
         node = _at(args_of(node), 0)
     if not isinstance(node, Tuple):
         return None
-    if len(node.items) > LIMITS.rank:  # before they are looked at: any number of tensors can have the same
+    if len(node.items) > LIMITS.rank:  # any number of tensors can share them
         raise LimitError("a tensor has too many dimensions", expected=f"at most {LIMITS.rank}", got=len(node.items))
-    return tuple(node.items) if all(map(is_count, node.items)) else None  # type: ignore[arg-type]  # counts, all of them
+    return tuple(node.items) if all(map(is_count, node.items)) else None  # type: ignore[arg-type]  # all are counts
 
 
 def _sizes(size: Value, stride: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return `size` and `stride` as tuples of integers. Raise _Bad unless both are such tuples of the same length."""
     shape, strides = ints_of(size), ints_of(stride)
     if shape is None or strides is None or len(shape) != len(strides):
         raise _Bad("a tensor's shape and stride do not fit", "two tuples of as many counts")
     return shape, strides
 
 
-@lru_cache(maxsize=1024)  # most tensors of a checkpoint have a shape that others have as well
+@lru_cache(maxsize=1024)  # many tensors of a checkpoint have the same shape
 def _layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int, bool]:
-    """The elements of a view, how many of its storage it reaches over, and whether they stand one behind another in
-    row-major order, as torch's ``is_contiguous`` means it. (Python's integers do not overflow.).
+    """Return the number of elements of a view, how many elements of the storage it spans, and whether it is contiguous.
+
+    Contiguous means the same as torch's ``is_contiguous``: the elements are consecutive, in row-major order.
     """
     if 0 in shape:
         return 0, 0, True

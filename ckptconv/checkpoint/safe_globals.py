@@ -1,8 +1,8 @@
-"""What torch's ``weights_only`` unpickler knows by name: allowed globals, and opcodes.
+"""The globals and opcodes that torch's ``weights_only`` unpickler accepts.
 
-Source: ``torch/_weights_only_unpickler.py`` of torch 2.13; tests compare the lists with torch's own. Older versions
-take less: ``_rebuild_wrapper_subclass`` and ``_rebuild_tensor_v3`` since 2.5. What the calls and the opcodes do stands
-in :mod:`ckptconv.checkpoint.weights_only`.
+Source: ``torch/_weights_only_unpickler.py`` of torch 2.13. Tests compare the lists with torch's own. Older versions
+accept less: ``_rebuild_wrapper_subclass`` and ``_rebuild_tensor_v3`` are accepted since 2.5.
+:mod:`ckptconv.checkpoint.weights_only` models what the calls and the opcodes do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS
 from ckptconv.pickles.graph import Global, Graph, imported_name
 from ckptconv.pickles.machine import CODES
 
-#: The classes of tensors of torch before 0.4, by their dtypes.
+#: The classes of tensors of torch before 0.4, with their dtypes.
 TENSOR_CLASSES = {
     "BFloat16Tensor": "bfloat16",
     "BoolTensor": "bool",
@@ -86,7 +86,7 @@ _OPCODES = (
 )  # a table  # fmt: skip
 _TAKEN = {CODES[name][0] for name in _OPCODES}
 
-#: What ``import torch`` adds to the list by itself.
+#: Globals that ``import torch`` adds to the list.
 IMPORTED_WITH_TORCH = frozenset(
     (
         "torch.nested._internal.nested_tensor.NestedTensor",
@@ -95,7 +95,7 @@ IMPORTED_WITH_TORCH = frozenset(
         "torch.distributed._mesh_layout._FlatLayout",
     )
 )
-#: What modules of torch's own add to it once they are imported.
+#: Globals that modules of torch add to the list when they are imported.
 ADDED_BY = {
     "torch.distributed.tensor": frozenset(
         (
@@ -113,7 +113,7 @@ ADDED_BY = {
     "torch._dynamo": frozenset(("torch._dynamo.decorators._DimRange",)),
 }
 
-#: What torchao 0.18 adds to it once it is imported: classes, by their modules below ``torchao``.
+#: Classes that torchao 0.18 adds to the list when it is imported, by their modules below ``torchao``.
 _TORCHAO = {
     "float8.config": "ScalingGranularity",
     "float8.float8_training_tensor": "Float8TrainingTensor GemmInputRole LinearMMConfig ScaledMMConfig",
@@ -157,31 +157,24 @@ _ADDED_BY_TORCHAO = {
 
 
 def is_allowed(node: Global) -> bool:
-    """Whether the unpickler takes `node`. Whatever the protocol, it maps Python 2's names first."""
+    """Return whether the unpickler accepts `node`. Under every protocol it maps Python 2's names first."""
     return imported_name(node, 2) in ALLOWED
 
 
 def is_torchs(node: Global) -> bool:
-    """Whether the unpickler takes a global, or would once a module of torch's own is imported."""
+    """Return whether the unpickler accepts `node`, or would accept it after a module of torch is imported."""
     name = imported_name(node, 2)
     return name in ALLOWED or name in IMPORTED_WITH_TORCH or any(name in names for names in ADDED_BY.values())
 
 
 def needed_import(name: str) -> str | None:
-    """Find the module that makes the unpickler take a global.
-
-    Args:
-        name: The global, ``module.name``.
-
-    Returns:
-        The module to import, of torch or torchao; None where none of these helps.
-    """
+    """Return the module of torch or torchao after whose import the unpickler accepts the global `name`, or None."""
     if not name.startswith("torch"):
         return None
     return next((module for module, names in {**ADDED_BY, **_ADDED_BY_TORCHAO}.items() if name in names), None)
 
 
 def refused_opcodes(graph: Graph) -> list[str]:
-    """The names of the opcodes in the pickle as it stands that the unpickler does not know."""
+    """Return the names of the opcodes in the source of `graph` that the unpickler does not know."""
     refused = graph.used - _TAKEN
     return sorted(name for name, code in CODES.items() if code[0] in refused) if refused else []

@@ -1,3 +1,5 @@
-"""A static check of ``torch.load(path, map_location="cpu", weights_only=True)``: what its unpickler would make of a
-graph, call by call, without torch. ``unpickler`` is the entry; ``docs/loads.md`` says what is proved and what is not.
+"""A static check of ``torch.load(path, map_location="cpu", weights_only=True)``, without torch.
+
+The check follows the calls in a graph one by one, as torch's safe unpickler would make them. Start with ``unpickler``.
+``docs/loads.md`` says what is proved and what is not.
 """

@@ -1,4 +1,9 @@
-"""What the unpickler holds while it runs: the value of each node, and what is in lists and mappings by then."""
+"""The values of the unpickler while it runs: one for each node, and the contents of lists and mappings at that time.
+
+Only what later steps depend on is modelled. Atoms, tuples, lists, dicts, sets and globals are their own values. The
+value of a Python 2 string is the text that ``encoding="utf-8"`` makes of it. The value of a call is an object of one of
+the classes in this module.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +40,11 @@ from ckptconv.pickles.rows import RowCall, RowId
 
 
 class Made:
-    """An object of the class `cls`, of which nothing else matters.
+    """An object of which only the class matters.
 
     Attributes:
-        cls: Python's name for the class.
-        is_hashable: Whether it can be a key.
+        cls: Python's name of the class.
+        is_hashable: Whether the object can be a key.
     """
 
     __slots__ = ("cls", "is_hashable")
@@ -50,7 +55,7 @@ class Made:
 
 
 class SizeValue(Made):
-    """A ``torch.Size`` of `sizes`."""
+    """A ``torch.Size`` with these `sizes`."""
 
     __slots__ = ("sizes",)
 
@@ -60,7 +65,7 @@ class SizeValue(Made):
 
 
 class LayoutValue(Made):
-    """The ``torch.layout`` called `name`."""
+    """The ``torch.layout`` with this `name`."""
 
     __slots__ = ("name",)
 
@@ -70,7 +75,7 @@ class LayoutValue(Made):
 
 
 class StorageValue:
-    """A storage: its dtype and its size in bytes, and the node that refers to it."""
+    """A storage with this dtype and number of bytes. `node` is the node that refers to it."""
 
     __slots__ = ("dtype", "nbytes", "node")
 
@@ -82,18 +87,18 @@ class StorageValue:
 
 @dataclass(slots=True, eq=False)
 class TensorValue:
-    """A tensor. Shape, stride and offset count elements; those of a layout that is not strided are not held.
+    """A tensor. Shape, stride and offset count elements.
 
     Attributes:
-        dtype: torch's name for it.
-        shape: The sizes.
-        stride: The strides.
-        offset: Where it starts in its storage.
-        storage: What it shows; None where it has none of its own.
+        dtype: torch's name of the dtype.
+        shape: The sizes. Empty for a nested tensor.
+        stride: The strides. Empty if the tensor is not strided.
+        offset: The offset of the first element in the storage.
+        storage: The storage, or None if the tensor has no storage of its own.
         kind: ``strided``, ``quantized``, ``sparse`` or ``nested``.
         device: ``cpu`` or ``meta``.
-        is_parameter: Whether its class is ``torch.nn.Parameter`` and not ``torch.Tensor``.
-        requires_grad: Whether it does.
+        is_parameter: Whether the class is ``torch.nn.Parameter`` and not ``torch.Tensor``.
+        requires_grad: Whether it requires gradients.
         is_plain: Whether it has no attributes and no lazy bits.
     """
 
@@ -110,7 +115,7 @@ class TensorValue:
 
 
 class _Unknown:
-    """What nobody here knows."""
+    """The class of a value that is not known."""
 
     __slots__ = ()
 
@@ -143,8 +148,8 @@ _WORDS: dict[type, str] = {
 }
 
 
-def said(held: Held) -> str:
-    """What `held` is, for a reason."""
+def describe(held: Held) -> str:
+    """Return a description of `held` for reasons."""
     if isinstance(held, Made):
         return f"a {held.cls.removeprefix('builtins.')}"
     if isinstance(held, Global):
@@ -160,27 +165,27 @@ Known: TypeAlias = Literal["refused", "not known"]
 
 
 class Refused(Exception):
-    """torch raises an exception here; the text says why, in torch's terms."""
+    """torch raises an exception at this step. The text is the reason, in torch's terms."""
 
 
 class NotKnown(Exception):
-    """What torch does here is not modelled; the text says what."""
+    """It is not modelled what torch does at this step. The text says what is not known."""
 
 
 class AfterUnknown(NotKnown):
-    """It depends on a value of which was already said that it is not known, or refused."""
+    """The step depends on a value that is not known. The reason has been given for that value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reason:
-    """Why a graph does not load, or why that is not known.
+    """A reason why a graph does not load, or why it is not known whether it loads.
 
     Attributes:
-        known: Which of the two.
-        text: The reason, in words; of a global, its name.
-        node: The node at which it happens; None where it is the file as a whole.
-        needs: The module of torch or torchao that makes the unpickler take it once it is imported.
-        is_spelling: Whether the same, written in another way, would be taken.
+        known: Whether torch refuses the graph or the answer is not known.
+        text: The reason in words, or the name of a global.
+        node: The node of the step, or None if the reason concerns the complete file.
+        needs: The module of torch or torchao after whose import the unpickler accepts the global, or None.
+        is_spelling: Whether torch would accept the same content in other opcodes.
     """
 
     known: Known
@@ -191,20 +196,21 @@ class Reason:
 
 
 _WINDOW = 1 << 20
-_BEYOND_LATIN_1 = regex(rb"[\xc4-\xf4]")  # what starts a character of UTF-8 above U+00FF
+_BEYOND_LATIN_1 = regex(rb"[\xc4-\xf4]")  # the first byte of a character above U+00FF in UTF-8
 _MUTABLE = (List, Dict, Set)
 _MADE = frozenset((Call, RowCall, PersistentId, RowId))
 
 
 @dataclass(eq=False)
 class Contents:
-    """The bytes that a graph refers to and does not hold.
+    """The bytes that a graph refers to and does not contain.
 
     Attributes:
-        storages: By the id of the node that refers to them; what is not there cannot be read.
-        blobs: Where the long texts stand; None where they cannot be read.
-        byteorder: Of the storages' numbers.
-        are_there: Whether the storages are filled while the pickle is read; in torch's older format they follow it.
+        storages: The storages, by the id of the node that refers to them. Others cannot be read.
+        blobs: The source of the long texts, or None if they cannot be read.
+        byteorder: The byte order of the storages, ``little`` or ``big``.
+        are_there: Whether the storages are filled while the pickle is read. In torch's older format they follow the
+            pickle.
     """
 
     storages: Mapping[int, Storage] = field(default_factory=dict)
@@ -214,14 +220,20 @@ class Contents:
 
 
 def before(order: int | None, now: int | None) -> bool:
-    """Whether what has the number `order` was done by `now`; edits have no number, and were done before."""
+    """Return whether the effect with the number `order` was done before the step `now`.
+
+    Effects of edits have no number. They count as done.
+    """
     return order is None or now is None or order < now
 
 
 class Objects:
-    """The values by the ids of their nodes.
+    """The values of nodes, by the ids of the nodes.
 
-    `make` gives that of a call that has none yet; `steps` is how much may be looked at again and again.
+    Args:
+        contents: The bytes that the graph refers to.
+        make: Returns the value of a call that has no value yet.
+        steps: The number of steps that may be spent on looking at values repeatedly.
     """
 
     def __init__(self, contents: Contents, make: Callable[[Call], Held], steps: int) -> None:
@@ -235,7 +247,7 @@ class Objects:
         self._copies_left = LIMITS.values_copied
 
     def held(self, value: Value) -> Held:
-        """What the unpickler has for `value`."""
+        """Return the value of `value`. Make it first if it is a call or a reference without a value."""
         kind = type(value)
         if kind in _MADE:
             found = self.made.get(id(value))
@@ -251,19 +263,23 @@ class Objects:
         return value
 
     def charge(self, steps: int) -> None:
-        """Count `steps`; a file that asks for the same long things again and again ends there."""
+        """Count `steps`. Raise NotKnown if a file asks too often for the same long values."""
         self.left -= steps
         if self.left < 0:
             raise NotKnown("more steps than a file of its size should take")
 
     def copy(self, elements: int, itemsize: int) -> None:
-        """Count what torch allocates for so many elements, of which the file may hold one."""
+        """Count the memory that torch allocates for `elements`. Raise NotKnown if it is too much: the file may contain
+        only one.
+        """
         self._copies_left -= elements * itemsize
         if self._copies_left < 0:
             raise NotKnown("more memory than a file of its size should take")
 
     def elements(self, value: Value, now: int | None) -> list[Value] | None:
-        """What is in the tuple, list or set `value` by `now`; None where it is no such thing."""
+        """Return the elements that the tuple, list or set `value` has at the step `now`, or None if `value` is none of
+        these.
+        """
         if isinstance(value, Tuple):
             found = value.items
         elif isinstance(value, (List, Set)):
@@ -275,7 +291,10 @@ class Objects:
         return found
 
     def keys(self, value: Value, now: int | None) -> list[Value] | None:
-        """The keys of the mapping `value` by `now`; None where it is none."""
+        """Return the keys that the mapping `value` has at the step `now`, or None if `value` is not a mapping.
+
+        Raises NotKnown if the mapping was made from arguments.
+        """
         if not self.is_mapping(value):
             return None
         if isinstance(value, Call) and (not isinstance(value.args, Tuple) or value.args.items):
@@ -286,22 +305,25 @@ class Objects:
         return found
 
     def items(self, value: Dict, now: int | None) -> Iterator[tuple[Value, Value]]:
-        """The items of the dict `value` by `now`."""
+        """Return the items that the dict `value` has at the step `now`."""
         return ((e.values[i], e.values[i + 1]) for e, i in value.pairs() if before(e.order, now))
 
     def is_mapping(self, value: Value) -> bool:
-        """Whether `value` is a dict, an OrderedDict or a Counter."""
+        """Return whether `value` is a dict, an OrderedDict or a Counter.
+
+        Raises NotKnown if `value` has attributes, because an attribute can hide a method.
+        """
         if not isinstance(value, Call):
             return isinstance(value, Dict)
         held = self.held(value)
         if held is not ORDERED_DICT and held is not COUNTER:
             return False
-        if any(effect.opcode == "BUILD" for effect in value.effects):  # one can stand before a method
+        if any(effect.opcode == "BUILD" for effect in value.effects):  # an attribute can hide a method
             raise NotKnown("a mapping that has attributes, where its items are wanted")
         return True
 
     def is_empty(self, value: Value, now: int | None) -> bool:
-        """Whether Python takes `value` for false by `now`."""
+        """Return whether Python takes `value` for false at the step `now`. Raises AfterUnknown and NotKnown."""
         held = self.held(value)
         if isinstance(held, (bool, int, float, str)) or held is None:
             return not held
@@ -314,14 +336,15 @@ class Objects:
             raise AfterUnknown
         if isinstance(held, Global):
             return False
-        raise NotKnown(f"whether {said(held)} counts as empty")
+        raise NotKnown(f"whether {describe(held)} counts as empty")
 
     def check_hashable(self, value: Value, what: str = "key") -> None:
-        """Raise where Python cannot hash `value`, which is a `what`."""
+        """Raise Refused if Python cannot hash `value`. `what` names its role in the message."""
         if not self._is_hashable(value, 0):
             raise Refused(f"a {what} that Python cannot hash")
 
     def _is_hashable(self, value: Value, depth: int) -> bool:
+        """Return whether Python can hash `value`, which is inside `depth` tuples."""
         if isinstance(value, Tuple):
             known = self._hashable.get(id(value))
             if known is not None:
@@ -338,15 +361,16 @@ class Objects:
             raise AfterUnknown
         return held.is_hashable if isinstance(held, Made) else True
 
-    # What is not in the graph
+    # Bytes outside the graph
 
     def is_latin_1(self, text: Blob) -> bool:
-        """Whether the long `text` has no character above U+00FF."""
+        """Return whether the long text `text` has no character above U+00FF."""
         if id(text) not in self._latin_1:
             self._latin_1[id(text)] = not any(map(_BEYOND_LATIN_1.search, self._windows(text)))
         return self._latin_1[id(text)]
 
     def _windows(self, text: Blob) -> Iterator[bytes]:
+        """Yield the bytes of `text`, one window at a time. Raise NotKnown if they cannot be read."""
         blobs = self.contents.blobs
         if blobs is None:
             raise NotKnown("a long text that cannot be read here")
@@ -354,7 +378,10 @@ class Objects:
             yield blobs.read(text.offset + at, min(_WINDOW, text.length - at))
 
     def numbers(self, tensor: TensorValue) -> list[int]:
-        """The elements of `tensor`, which has 64-bit integers, in row-major order."""
+        """Return the elements of `tensor`, which has 64-bit integers, in row-major order.
+
+        Raises NotKnown if they cannot be read, or if too many bytes have been read in this way.
+        """
         if not self.contents.are_there:
             raise NotKnown("it needs the values of a tensor before they are there")
         storage = self.contents.storages.get(id(tensor.storage.node)) if tensor.storage else None
@@ -373,7 +400,7 @@ class Objects:
 
 
 def _storage(node: PersistentId) -> Held:
-    """The storage that `node` names, in the words of either of torch's formats."""
+    """Return the storage that `node` refers to in either of torch's formats, or UNKNOWN."""
     parts = node.id.items if isinstance(node.id, Tuple) else []
     cls, numel = (parts[1], parts[4]) if len(parts) in (5, 6) else (None, None)
     dtype = BY_STORAGE_CLASS.get(cls.name) if isinstance(cls, Global) else None
@@ -386,7 +413,7 @@ _INT64 = 1 << 63
 
 
 class Arguments:
-    """The arguments `items` of a call with the number `now` in the pickle."""
+    """The arguments `items` of a call at the step `now`. Each method refuses what torch or Python refuses."""
 
     __slots__ = ("items", "now", "objects")
 
@@ -396,7 +423,10 @@ class Arguments:
         self.now = now
 
     def check_count(self, least: int, most: int | None = None) -> int:
-        """The number of arguments, which must be `least` to `most`."""
+        """Return the number of arguments. Raise Refused unless it is `least` to `most`.
+
+        If `most` is None, it must be `least`.
+        """
         n = len(self.items)
         most = least if most is None else most
         if not least <= n <= most:
@@ -404,21 +434,21 @@ class Arguments:
         return n
 
     def held(self, i: int) -> Held:
-        """Argument `i`, which must be known."""
+        """Return the value of argument `i`. Raise AfterUnknown if it is not known."""
         found = self.objects.held(self.items[i])
         if found is UNKNOWN:
             raise AfterUnknown
         return found
 
     def integer(self, i: int, what: str) -> int:
-        """Argument `i`, an integer of 64 bits."""
+        """Return argument `i`, an integer of 64 bits. `what` names it in messages."""
         value = self.items[i]
         if type(value) is int and -_INT64 <= value < _INT64:
             return value
         return _integer(self.held(i), what)
 
     def integers(self, i: int, what: str) -> list[int]:
-        """Argument `i`, a tuple, list or torch.Size of integers."""
+        """Return the integers in argument `i`, a tuple, list or torch.Size. `what` names it in messages."""
         value = self.items[i]
         if type(value) is Tuple:
             items = value.items
@@ -427,73 +457,77 @@ class Arguments:
         else:
             held = self.held(i)
             if not isinstance(held, SizeValue):
-                raise Refused(f"its {what} must be a tuple of integers, and is {said(held)}")
+                raise Refused(f"its {what} must be a tuple of integers, and is {describe(held)}")
             items = [*held.sizes]
         if len(items) > LIMITS.rank:
             raise NotKnown(f"a {what} of {len(items):,} dimensions")
         for item in items:
             if type(item) is not int or not -_INT64 <= item < _INT64:
-                numbers = [self.objects.held(each) for each in items]  # of truth values, torch looks at the first alone
+                numbers = [self.objects.held(each) for each in items]  # torch refuses a bool only as the first
                 return [_integer(int(n) if i and isinstance(n, bool) else n, what) for i, n in enumerate(numbers)]
         return items  # type: ignore[return-value]  # integers, all of them
 
     def flag(self, i: int, what: str) -> bool:
-        """Argument `i`, True or False."""
+        """Return argument `i`, True or False. `what` names it in messages."""
         value = self.items[i]
         if value is True or value is False:
             return value
-        raise Refused(f"its {what} must be True or False, and is {said(self.held(i))}")
+        raise Refused(f"its {what} must be True or False, and is {describe(self.held(i))}")
 
     def storage(self, i: int) -> StorageValue:
-        """Argument `i`, a storage."""
+        """Return argument `i`, a storage."""
         held = self.held(i)
         if isinstance(held, StorageValue):
             return held
-        raise Refused(f"it needs a storage, and gets {said(held)}")
+        raise Refused(f"it needs a storage, and gets {describe(held)}")
 
     def tensor(self, i: int, what: str) -> TensorValue:
-        """Argument `i`, a tensor."""
+        """Return argument `i`, a tensor. `what` names it in messages."""
         held = self.held(i)
         if isinstance(held, TensorValue):
             return held
-        raise Refused(f"its {what} must be a tensor, and is {said(held)}")
+        raise Refused(f"its {what} must be a tensor, and is {describe(held)}")
 
     def dtype(self, i: int) -> str:
-        """Argument `i`, a dtype."""
+        """Return the name of the dtype in argument `i`, without ``torch.``."""
         held = self.held(i)
         module, _, name = imported_name(held, 2).rpartition(".") if isinstance(held, Global) else ("", "", "")
         if module != "torch" or name not in BY_NAME:
-            raise Refused(f"its dtype must be a torch.dtype, and is {said(held)}")
+            raise Refused(f"its dtype must be a torch.dtype, and is {describe(held)}")
         return name
 
     def global_name(self, i: int) -> str | None:
-        """The name of argument `i`, a global; None where it is none."""
+        """Return the name of the global in argument `i`, or None if it is not a global.
+
+        Raises AfterUnknown if the unpickler does not accept the global: the reason has been given for the global.
+        """
         held = self.held(i)
         if not isinstance(held, Global):
             return None
         name = imported_name(held, 2)
-        if name not in ALLOWED:  # which was said of the global
+        if name not in ALLOWED:  # the global has its own reason
             raise AfterUnknown
         return name
 
     def tuple(self, i: int, what: str) -> Arguments:
-        """What is in argument `i`, a tuple or list."""
+        """Return the elements of argument `i`, a tuple or list, as arguments. `what` names it in messages."""
         items = self.objects.elements(self.items[i], self.now)
         if items is None or not isinstance(self.items[i], (Tuple, List)):
             held = self.held(i)
             if isinstance(held, (bool, int, float)) or held is None:
-                raise Refused(f"its {what} must be a tuple, and is {said(held)}")
-            raise NotKnown(f"its {what} is {said(held)}")
+                raise Refused(f"its {what} must be a tuple, and is {describe(held)}")
+            raise NotKnown(f"its {what} is {describe(held)}")
         return Arguments(items, self.objects, self.now)
 
 
 def _integer(held: Held, what: str) -> int:
+    """Return `held` as an integer of 64 bits. `what` names it in messages."""
     if type(held) is int:
         if -_INT64 <= held < _INT64:
             return held
         raise Refused(f"its {what} has a number that does not fit 64 bits")
     if held is UNKNOWN:
         raise AfterUnknown
-    if isinstance(held, TensorValue):  # of one element, a tensor counts as an integer
+    if isinstance(held, TensorValue):  # a tensor with one element counts as an integer
         raise NotKnown(f"its {what} is a tensor")
-    raise Refused(f"its {what} must be an integer, and is {said(held)}")
+    raise Refused(f"its {what} must be an integer, and is {describe(held)}")

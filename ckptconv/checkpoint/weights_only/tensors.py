@@ -1,7 +1,10 @@
-"""The allowed calls that make a tensor, with what torch demands of their arguments.
+"""The calls that the unpickler allows, with the arguments that torch accepts.
+
+The first half makes tensors: the rebuild functions. The second half makes containers, numbers, ``torch.Size``,
+``torch.device`` and layouts.
 
 Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions), ``torch/nn/parameter.py``, ``torch/_tensor.py``, and
-the C++ behind them, by what it answers.
+the observed answers of torch's C++ code.
 """
 
 from __future__ import annotations
@@ -30,22 +33,22 @@ from ckptconv.checkpoint.weights_only.objects import (
     SizeValue,
     StorageValue,
     TensorValue,
-    said,
+    describe,
 )
 from ckptconv.dtypes import BY_NAME
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Blob, Dict, Global, Tuple, Value
 
-#: Makes a value of a call's arguments.
+#: Returns the value of a call with these arguments.
 Maker: TypeAlias = Callable[[Arguments], Held]
 
 _PARAMETER = "torch.nn.parameter.Parameter"
-DIFFERENTIABLE = ("float", "bfloat", "complex")  # how the names of dtypes that can require gradients begin
+DIFFERENTIABLE = ("float", "bfloat", "complex")  # prefixes of dtypes that can require gradients
 _QUANTIZED = ("qint", "quint")
 _ODD = ("bits", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "float4_e2m1fn_x2")
 _COMPRESSED = ("torch.sparse_csr", "torch.sparse_csc", "torch.sparse_bsr", "torch.sparse_bsc")
-#: Attributes of tensors that are set by code of torch's own instead of being kept.
+#: Attributes of tensors that torch's own code sets in another way than plain attributes.
 ATTRIBUTES = frozenset(
     (
         "H", "T", "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_has_symbolic_sizes_strides",
@@ -64,7 +67,9 @@ ATTRIBUTES = frozenset(
 def _view(
     storage: StorageValue, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and stride of the view, which must lie within `storage`, as ``Tensor.set_`` computes it."""
+    """Return the shape and stride of a view, as ``Tensor.set_`` computes them. Raise Refused if it is not inside
+    `storage`.
+    """
     if offset < 0:
         raise Refused(f"its storage offset is negative: {offset}")
     if len(shape) != len(stride):
@@ -89,7 +94,7 @@ def _view(
 
 
 def _strided(args: Arguments, dtype: str | None = None) -> TensorValue:
-    """A tensor of the first four arguments: storage, offset, shape and stride."""
+    """Return a tensor made from the first four arguments: storage, offset, shape and stride."""
     storage = args.storage(0)
     dtype = dtype or storage.dtype.name
     offset = args.integer(1, "storage offset")
@@ -98,19 +103,20 @@ def _strided(args: Arguments, dtype: str | None = None) -> TensorValue:
 
 
 def check_gradient(requires_grad: bool, dtype: str) -> None:
+    """Raise Refused if a tensor of this `dtype` cannot require gradients and `requires_grad` is set."""
     if requires_grad and not dtype.startswith(DIFFERENTIABLE):
         raise Refused(f"a tensor of {dtype} cannot require gradients")
 
 
 def _lazy_bits(args: Arguments, i: int, tensor: TensorValue) -> TensorValue:
-    """`tensor` with the bits in argument `i`, if there is one: a dict of names and truth values."""
+    """Return `tensor` with the bits in argument `i`, a dict of names and truth values, if there is one."""
     value = args.items[i] if i < len(args.items) else None
     if value is None or (not isinstance(value, Dict) and args.objects.is_empty(value, args.now)):
         return tensor
     if not isinstance(value, Dict):
         if args.objects.is_mapping(value):
             raise NotKnown("metadata of a tensor that is no plain dict")
-        raise Refused(f"its metadata must be a dict, and is {said(args.held(i))}")
+        raise Refused(f"its metadata must be a dict, and is {describe(args.held(i))}")
     for key, bit in args.objects.items(value, args.now):
         name = args.objects.held(key)
         if not isinstance(name, str):
@@ -167,7 +173,7 @@ def _meta_tensor(args: Arguments) -> TensorValue:
 
 
 def empty(dtype: str) -> Maker:
-    """What makes a tensor without elements, as torch before 0.4 wrote one before its state."""
+    """Return a maker of tensors without elements. torch before 0.4 wrote such a tensor, and then its state."""
 
     def make(args: Arguments) -> TensorValue:
         if args.items:
@@ -178,12 +184,15 @@ def empty(dtype: str) -> Maker:
 
 
 def sparse_of_class(args: Arguments) -> Held:
-    """What makes a sparse tensor by its class, which nothing writes."""
+    """Raise NotKnown for a sparse tensor that is made by its class. No writer does this."""
     raise NotKnown(f"a sparse tensor made by its class of {len(args.items)} arguments")
 
 
 def set_view(tensor: TensorValue, args: Arguments) -> TensorValue:
-    """``tensor.set_(storage, offset, shape, stride)``, the state of a tensor of torch before 0.4."""
+    """Return the result of ``tensor.set_(storage, offset, shape, stride)``.
+
+    The arguments are the state of a tensor of torch before 0.4.
+    """
     if len(args.items) != 4 or tensor.kind != "strided" or tensor.device != "cpu" or not tensor.is_plain:
         raise NotKnown("the state of a tensor, which is no view of a storage")
     if tensor.requires_grad:
@@ -204,7 +213,7 @@ def _qtensor(args: Arguments) -> TensorValue:
     if not storage.dtype.name.startswith(_QUANTIZED):
         raise Refused(f"a quantized tensor gets a storage of {storage.dtype.name}")
     tensor = _strided(args)
-    if BY_NAME[tensor.dtype].bytes_of(prod(tensor.shape)) > storage.nbytes:  # torch allocates that first
+    if BY_NAME[tensor.dtype].bytes_of(prod(tensor.shape)) > storage.nbytes:  # torch allocates this memory first
         args.objects.copy(prod(tensor.shape), 4)
     params = args.tuple(4, "quantizer")
     scheme = params.global_name(0) if params.items else None
@@ -221,6 +230,7 @@ def _qtensor(args: Arguments) -> TensorValue:
 
 
 def _check_affine(params: Arguments) -> None:
+    """Check the arguments ``(scheme, scale, zero point)`` of a quantizer."""
     params.check_count(3)
     scale = params.held(1)
     if not isinstance(scale, (bool, int, float)):
@@ -233,6 +243,7 @@ def _check_affine(params: Arguments) -> None:
 
 
 def _check_per_channel(params: Arguments, shape: tuple[int, ...]) -> None:
+    """Check the arguments ``(scheme, scales, zero points, axis)`` of a quantizer for a tensor of this `shape`."""
     params.check_count(4)
     axis = params.integer(3, "axis")
     if not 0 <= axis < len(shape):
@@ -254,7 +265,7 @@ def _check_per_channel(params: Arguments, shape: tuple[int, ...]) -> None:
 
 
 def is_odd(dtype: str) -> bool:
-    """Whether torch cannot convert numbers to and from `dtype`."""
+    """Return whether torch cannot convert numbers to and from `dtype`."""
     return dtype.startswith((*_ODD[:1], *_QUANTIZED)) or dtype in _ODD
 
 
@@ -265,13 +276,13 @@ def _sparse(args: Arguments) -> TensorValue:
     args.check_count(2)
     held = args.held(0)
     if not isinstance(held, LayoutValue) or not held.name.startswith("torch.sparse_"):
-        raise Refused(f"{held.name if isinstance(held, LayoutValue) else said(held)} is no sparse layout")
+        raise Refused(f"{held.name if isinstance(held, LayoutValue) else describe(held)} is no sparse layout")
     data = args.tuple(1, "data")
     return _compressed(data) if held.name in _COMPRESSED else _coordinates(data)
 
 
 def _coordinates(args: Arguments) -> TensorValue:
-    """``(indices, values, size)``, and whether they are coalesced."""
+    """Return the sparse tensor of ``(indices, values, size)``, which a flag for coalesced indices may follow."""
     n = args.check_count(3, 4)
     indices, values = _plain_part(args, 0, "indices"), _plain_part(args, 1, "values")
     shape = _sparse_shape(args, 2)
@@ -294,7 +305,10 @@ def _coordinates(args: Arguments) -> TensorValue:
 
 
 def _compressed(args: Arguments) -> TensorValue:
-    """``(compressed indices, plain indices, values, size)``, of which torch compares no shapes when it loads them."""
+    """Return the sparse tensor of ``(compressed indices, plain indices, values, size)``.
+
+    torch does not compare the shapes of these when it loads them.
+    """
     args.check_count(4)
     parts = [_plain_part(args, i, what) for i, what in enumerate(("indices", "indices", "values"))]
     if len({part.device for part in parts}) > 1:
@@ -309,9 +323,13 @@ def _compressed(args: Arguments) -> TensorValue:
 
 
 def _plain_part(args: Arguments, i: int, what: str) -> TensorValue:
+    """Return argument `i`, a strided tensor on the CPU that is a part of a sparse tensor.
+
+    `what` names it in messages.
+    """
     held = args.held(i)
     if not isinstance(held, TensorValue):
-        raise NotKnown(f"{what} of a sparse tensor that are {said(held)}")
+        raise NotKnown(f"{what} of a sparse tensor that are {describe(held)}")
     if held.kind != "strided":
         raise NotKnown(f"{what} of a sparse tensor that are {held.kind} themselves")
     if i == 0 and held.device != "cpu":
@@ -324,6 +342,7 @@ def _plain_part(args: Arguments, i: int, what: str) -> TensorValue:
 
 
 def _sparse_shape(args: Arguments, i: int) -> list[int]:
+    """Return the sizes in argument `i`, which must not be negative."""
     shape = args.integers(i, "size")
     if any(n < 0 for n in shape):
         raise Refused("its size has a negative number")
@@ -333,7 +352,10 @@ def _sparse_shape(args: Arguments, i: int) -> list[int]:
 
 
 def _nested(args: Arguments) -> TensorValue:
-    """``(buffer, sizes, strides, offsets)``; each part that these say must lie in the buffer's storage."""
+    """Return the nested tensor of ``(buffer, sizes, strides, offsets)``.
+
+    Every part that the last three describe must be inside the storage of the buffer.
+    """
     args.check_count(4)
     buffer = args.tensor(0, "buffer")
     if buffer.kind != "strided" or buffer.device != "cpu" or not buffer.is_plain or buffer.storage is None:
@@ -354,6 +376,7 @@ def _nested(args: Arguments) -> TensorValue:
 
 
 def _nested_part(args: Arguments, i: int, what: str) -> TensorValue:
+    """Return argument `i`, a strided int64 tensor on the CPU. `what` names it in messages."""
     held = args.tensor(i, what)
     if held.kind != "strided" or held.device != "cpu":
         raise NotKnown(f"{what} of a nested tensor that are no plain tensor")
@@ -366,7 +389,9 @@ def _nested_part(args: Arguments, i: int, what: str) -> TensorValue:
 
 
 def _from_cpu_tensor(args: Arguments) -> TensorValue:
-    """``(data, dtype, device, requires_grad)``: with a ``map_location`` the tensor of the CPU itself, in that dtype."""
+    """Return the tensor of ``(data, dtype, device, requires_grad)``. With a ``map_location`` it is the CPU tensor
+    itself, in that dtype.
+    """
     args.check_count(4)
     data = args.tensor(0, "data")
     if not args.objects.contents.are_there:
@@ -401,11 +426,12 @@ def _wrapper(args: Arguments) -> Held:
 
 
 def parameter(args: Arguments) -> TensorValue:
-    """``torch.nn.Parameter(data, requires_grad)``."""
+    """Return the result of ``torch.nn.Parameter(data, requires_grad)``."""
     return _parameter_of(args, args.check_count(0, 2))
 
 
 def _parameter_of(args: Arguments, n: int) -> TensorValue:
+    """Return the parameter made from the first two of `n` arguments."""
     requires_grad = args.flag(1, "requires_grad") if n > 1 else True
     if not n or args.items[0] is None:
         return TensorValue("float32", (0,), (1,), is_parameter=True, requires_grad=requires_grad)
@@ -415,7 +441,7 @@ def _parameter_of(args: Arguments, n: int) -> TensorValue:
 
 
 def from_type(args: Arguments) -> Held:
-    """``_rebuild_from_type_v2(function, type, arguments, state)``."""
+    """Return the result of ``_rebuild_from_type_v2(function, type, arguments, state)``."""
     args.check_count(4)
     name = args.global_name(0)
     make = REBUILD.get(name) if name else None
@@ -434,14 +460,16 @@ def from_type(args: Arguments) -> Held:
 
 
 def with_attributes(tensor: TensorValue, args: Arguments, i: int) -> TensorValue:
-    """`tensor` with the attributes in argument `i`: a mapping, or that and one for slots."""
+    """Return `tensor` with the attributes in argument `i`: a mapping, or a pair of mappings, of which the second is for
+    slots.
+    """
     state = args.items[i]
     if isinstance(state, Tuple) and len(state.items) != 2:
         raise Refused(f"its state is a tuple of {len(state.items)}")
     for part in state.items if isinstance(state, Tuple) else [state]:
         keys = args.objects.keys(part, args.now)
         if keys is None and not args.objects.is_empty(part, args.now):
-            raise Refused(f"its state must be a dict, and is {said(args.objects.held(part))}")
+            raise Refused(f"its state must be a dict, and is {describe(args.objects.held(part))}")
         for key in keys or ():
             name = args.objects.held(key)
             if not isinstance(name, str):
@@ -470,13 +498,15 @@ REBUILD: dict[str, Maker] = {
 }
 
 
-#: The names under which ``torch`` has its layouts.
+# Containers, numbers, devices and layouts
+
+#: The names of the layouts in ``torch``.
 LAYOUTS = frozenset(
     f"torch.{name}"
     for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 )
 _DEVICE = regex(r"([a-z]+)(?::(0|[1-9][0-9]{0,8}))?")
-#: The families that torch knows a name of, whatever the machine has.
+#: The types of devices whose names torch knows on every machine.
 DEVICE_TYPES = frozenset(
     (
         "cpu", "cuda", "ipu", "xpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "xla", "lazy",
@@ -486,11 +516,11 @@ DEVICE_TYPES = frozenset(
 _LATIN_1 = frozenset(("latin1", "latin-1", "latin_1", "iso-8859-1"))
 _UTF_8 = frozenset(("utf-8", "utf8"))
 _NUMBERS = (bool, int, float)
-_AT_ONCE = 100  # characters that are encoded in the time of one step
+_AT_ONCE = 100  # characters that count as one step when they are encoded
 
 
 def ordered_dict(args: Arguments) -> Made:
-    """``OrderedDict()``, of a mapping or of pairs."""
+    """Return the result of ``OrderedDict()``, of a mapping or pairs."""
     if args.check_count(0, 1):
         value = args.items[0]
         if not args.objects.is_mapping(value):
@@ -503,7 +533,7 @@ def ordered_dict(args: Arguments) -> Made:
 
 
 def counter(args: Arguments) -> Made:
-    """``Counter()``, of a mapping or of what is to be counted."""
+    """Return the result of ``Counter()``, of a mapping or of elements to be counted."""
     if args.check_count(0, 1):
         value = args.items[0]
         if value is not None and not args.objects.is_mapping(value):
@@ -513,7 +543,7 @@ def counter(args: Arguments) -> Made:
 
 
 def set_(args: Arguments) -> Made:
-    """``set()``, of what can be iterated over."""
+    """Return the result of ``set()``, of an iterable."""
     if args.check_count(0, 1):
         for item in _elements(args, args.items[0]):
             args.objects.check_hashable(item, "member of a set")
@@ -521,7 +551,7 @@ def set_(args: Arguments) -> Made:
 
 
 def _elements(args: Arguments, value: Value) -> list[Value]:
-    """What iterating over `value` gives, where that is a container of Python's."""
+    """Return the elements that iterating over `value`, a container of Python, gives."""
     found = args.objects.elements(value, args.now)
     if found is None:
         found = args.objects.keys(value, args.now)
@@ -533,22 +563,22 @@ def _elements(args: Arguments, value: Value) -> list[Value]:
         args.objects.charge(len(items))
         return items
     if isinstance(held, (*_NUMBERS, Global)) or held is None:
-        raise Refused(f"it cannot iterate over {said(held)}")
+        raise Refused(f"it cannot iterate over {describe(held)}")
     if held is UNKNOWN:
         raise AfterUnknown
-    raise NotKnown(f"what {said(held)} gives when it is iterated over")
+    raise NotKnown(f"what {describe(held)} gives when it is iterated over")
 
 
 def complex_(args: Arguments) -> Made:
-    """``complex()``, of numbers."""
+    """Return the result of ``complex()``, of numbers."""
     for i in range(args.check_count(0, 2)):
         held = args.held(i)
         if isinstance(held, Made) and held is COMPLEX:
             continue
         if not isinstance(held, _NUMBERS):
             if held is None or isinstance(held, (Tuple, Dict)):
-                raise Refused(f"it takes numbers, and gets {said(held)}")
-            raise NotKnown(f"what it makes of {said(held)}")
+                raise Refused(f"it takes numbers, and gets {describe(held)}")
+            raise NotKnown(f"what it makes of {describe(held)}")
         try:
             float(held)
         except OverflowError:
@@ -557,19 +587,20 @@ def complex_(args: Arguments) -> Made:
 
 
 def encode(args: Arguments) -> Made:
-    """``_codecs.encode(text, encoding)``, by which older protocols write bytes."""
+    """Return the result of ``_codecs.encode(text, encoding)``, by which older protocols write bytes."""
     n = args.check_count(1, 3)
     held = args.held(0)
     encoding = args.held(1) if n > 1 else "utf-8"
     if n > 2 or not isinstance(held, (str, Blob)) or not isinstance(encoding, str):
         if n == 2 and isinstance(held, (*_NUMBERS, type(None))) and encoding in _LATIN_1:
-            raise Refused(f"it takes a text, and gets {said(held)}")
+            raise Refused(f"it takes a text, and gets {describe(held)}")
         raise NotKnown("an encoding in a way that torch.save does not write")
     _check_encodable(args, held, encoding.lower())
     return BYTES
 
 
 def _check_encodable(args: Arguments, text: str | Blob, encoding: str) -> None:
+    """Raise Refused if `text` cannot be encoded with `encoding`, and NotKnown if that is not modelled."""
     if encoding not in _LATIN_1 and (encoding not in _UTF_8 or isinstance(text, Blob)):
         raise NotKnown(f"the encoding {encoding[:40]!r}")
     fits = True
@@ -586,7 +617,7 @@ def _check_encodable(args: Arguments, text: str | Blob, encoding: str) -> None:
 
 
 def bytearray_(args: Arguments) -> Made:
-    """``bytearray()``, of bytes, of a text and its encoding, or of numbers."""
+    """Return the result of ``bytearray()``, of bytes, of a text and its encoding, of a length, or of numbers."""
     n = args.check_count(0, 3)
     held = args.held(0) if n else BYTES
     if n > 1:
@@ -595,7 +626,7 @@ def bytearray_(args: Arguments) -> Made:
             raise NotKnown("a bytearray in a way that pickle does not write")
         _check_encodable(args, held, encoding.lower())
     elif isinstance(held, (str, Blob, float)) or held is None:
-        raise Refused(f"it takes bytes, and gets {said(held)}")
+        raise Refused(f"it takes bytes, and gets {describe(held)}")
     elif isinstance(held, int):
         if held < 0:
             raise Refused("its length is negative")
@@ -606,14 +637,14 @@ def bytearray_(args: Arguments) -> Made:
         for item in _elements(args, args.items[0]):
             held = args.objects.held(item)
             if not isinstance(held, int):
-                raise NotKnown(f"what a bytearray makes of {said(held)}")
+                raise NotKnown(f"what a bytearray makes of {describe(held)}")
             if not 0 <= held < 256:
                 raise Refused("a byte must be in range(0, 256)")
     return BYTEARRAY
 
 
 def size(args: Arguments) -> Made:
-    """``torch.Size()``, of integers."""
+    """Return the result of ``torch.Size()``, of integers."""
     if not args.check_count(0, 1):
         return SizeValue([])
     sizes = []
@@ -621,14 +652,14 @@ def size(args: Arguments) -> Made:
         held = args.objects.held(item)
         if not isinstance(held, int):
             if isinstance(held, (float, str, Tuple)) or held is None:
-                raise Refused(f"it takes integers, and gets {said(held)}")
-            raise NotKnown(f"a size that is {said(held)}")
+                raise Refused(f"it takes integers, and gets {describe(held)}")
+            raise NotKnown(f"a size that is {describe(held)}")
         sizes.append(int(held))
     return SizeValue(sizes)
 
 
 def device(args: Arguments) -> Made:
-    """``torch.device()``, of a text, with an index or not."""
+    """Return the result of ``torch.device()``, of a text and perhaps an index."""
     n = args.check_count(1, 2)
     held = args.held(0)
     if n == 1 and held is DEVICE:
@@ -636,7 +667,7 @@ def device(args: Arguments) -> Made:
     if n == 1 and type(held) is int:
         raise NotKnown("a device that is a number means the accelerator of the machine")
     if not isinstance(held, str):
-        raise Refused(f"it takes a text, and gets {said(held)}") if held is None else NotKnown("a device")
+        raise Refused(f"it takes a text, and gets {describe(held)}") if held is None else NotKnown("a device")
     found = _DEVICE.fullmatch(held)
     if found is None or found[1] not in DEVICE_TYPES:
         raise Refused(f"torch knows no device {held[:40]!r}")
@@ -648,7 +679,7 @@ def device(args: Arguments) -> Made:
 
 
 def layout(args: Arguments) -> Held:
-    """``torch.serialization._get_layout(name)``."""
+    """Return the result of ``torch.serialization._get_layout(name)``."""
     args.check_count(1)
     held = args.held(0)
     if held not in LAYOUTS:

@@ -1,7 +1,8 @@
-"""Run a graph through a copy of torch's ``weights_only`` unpickler that makes nothing.
+"""Run a graph through a copy of torch's ``weights_only`` unpickler that makes no objects.
 
-Each call, and each effect on an object, happens in the source's order, because what a list holds when a call gets it
-depends on it. A step that torch refuses, or that is not modelled, is a :class:`Reason`; a graph without one loads.
+Calls and effects on objects happen in the order of the source, because the contents of a list at the time of a call
+depend on that order. A step that torch refuses, or that is not modelled, becomes a :class:`Reason`. A graph without
+reasons loads.
 
 Source: ``torch/_weights_only_unpickler.py`` of torch 2.13.
 """
@@ -37,7 +38,7 @@ from ckptconv.checkpoint.weights_only.objects import (
     SizeValue,
     StorageValue,
     TensorValue,
-    said,
+    describe,
 )
 from ckptconv.checkpoint.weights_only.tensors import (
     REBUILD,
@@ -81,12 +82,12 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.rows import RowCall, RowForm
 
-#: The classes on the unpickler's list whose objects have no attributes.
+#: Allowed classes whose objects have no attributes.
 _BARE = ("builtins.set", "builtins.bytearray", "builtins.complex", "torch.Size", "torch.device")
 
 
 def check_effect(target: Object, effect: Effect, objects: Objects) -> None:
-    """Do `effect` to `target`."""
+    """Do `effect` to `target`. Raise Refused or NotKnown if torch's unpickler does not do it, or may not."""
     if isinstance(target, Dict):
         _check_keys(effect, objects)
         return
@@ -104,16 +105,18 @@ def check_effect(target: Object, effect: Effect, objects: Objects) -> None:
     elif effect.opcode in ("SETITEM", "SETITEMS") and (held is ORDERED_DICT or held is COUNTER):
         _check_keys(effect, objects)
     else:
-        raise Refused(f"{effect.opcode} on {said(held)}")
+        raise Refused(f"{effect.opcode} on {describe(held)}")
 
 
 def _check_keys(effect: Effect, objects: Objects) -> None:
+    """Raise Refused if Python cannot hash one of the keys that `effect` sets."""
     for key in effect.values[::2]:
         if type(key) is not str:
             objects.check_hashable(key)
 
 
 def _build(target: Object, held: Held, effect: Effect, objects: Objects) -> None:
+    """Do the BUILD `effect` to `target`, whose value is `held`."""
     state = effect.values[0]
     if isinstance(held, TensorValue):
         objects.made[id(target)] = _with_state(held, state, objects, effect.order)
@@ -126,24 +129,24 @@ def _build(target: Object, held: Held, effect: Effect, objects: Objects) -> None
             _check_attributes(state, objects, effect.order)
     elif isinstance(held, Made) and held.cls in _BARE:
         if not objects.is_empty(state, effect.order):
-            raise Refused(f"BUILD on {said(held)}, which has no attributes")
+            raise Refused(f"BUILD on {describe(held)}, which has no attributes")
     else:
-        raise Refused(f"BUILD on {said(held)}")
+        raise Refused(f"BUILD on {describe(held)}")
 
 
 def _check_attributes(state: Value, objects: Objects, now: int | None) -> None:
-    """Attributes of an OrderedDict: what a dict can be updated with."""
+    """Check the attributes of an OrderedDict or Counter: `state` must be something that a dict can be updated with."""
     if objects.is_mapping(state):
         return
     held = objects.held(state)
     if held is None or isinstance(held, (bool, int, float)):
-        raise Refused(f"the attributes of an OrderedDict are {said(held)}")
+        raise Refused(f"the attributes of an OrderedDict are {describe(held)}")
     if not objects.is_empty(state, now):
-        raise NotKnown(f"the attributes of an OrderedDict are {said(held)}")
+        raise NotKnown(f"the attributes of an OrderedDict are {describe(held)}")
 
 
 def _with_state(tensor: TensorValue, state: Value, objects: Objects, now: int | None) -> TensorValue:
-    """`tensor` with the state that torch before 0.4 gave it."""
+    """Return `tensor` with the state that torch before 0.4 gave it."""
     if not isinstance(state, Tuple):
         raise NotKnown("the state of a tensor, which is no tuple")
     args = Arguments(state.items, objects, now)
@@ -161,7 +164,7 @@ def _with_state(tensor: TensorValue, state: Value, objects: Objects, now: int | 
 
 _AnObject = TypeVar("_AnObject", bound=Object)
 
-#: What each allowed global makes when it is called. A global that is allowed and not here cannot be called.
+#: The makers of the allowed globals that can be called.
 MAKERS: dict[str, Maker] = {
     **REBUILD,
     "torch._tensor._rebuild_from_type_v2": from_type,
@@ -179,32 +182,31 @@ MAKERS: dict[str, Maker] = {
     **{f"torch.{name}": empty(dtype) for name, dtype in TENSOR_CLASSES.items()},
     **{f"torch.sparse.{name}": sparse_of_class for name in TENSOR_CLASSES if name != "BoolTensor"},
 }
-#: Classes whose ``__new__`` looks at no argument.
+#: Classes whose ``__new__`` ignores its arguments.
 _NEW = {
     "collections.OrderedDict": ORDERED_DICT,
     "collections.Counter": COUNTER,
     "builtins.set": SET,
     "builtins.bytearray": BYTEARRAY,
 }
-#: Classes that NEWOBJ makes as a call does.
+#: Classes for which NEWOBJ does the same as a call.
 _MADE_AS_CALLED = ("torch.nn.parameter.Parameter", "torch.Tensor", "torch.Size", "torch.device", "builtins.complex")
 _STORAGES = ("torch.storage.TypedStorage", "torch.storage.UntypedStorage")
-_IN_ROWS = {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"}  # depend on their arguments alone
-_MORE_STEPS = 100_000  # that a file of any size may take
+_IN_ROWS = {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"}  # depend only on their arguments
+_MORE_STEPS = 100_000  # allowed for a file of any size
 _NO_UTF8 = "a byte string of Python 2 that is no UTF-8"
 _LONG = "an integer of more than 255 bytes"
-_LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer a sign
+_LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer has a sign
 
 
 def reasons(graph: Graph, contents: Contents | None = None) -> Iterator[Reason]:
-    """Find why the unpickler would not load a graph as its source spells it.
+    """Yield the reasons why the unpickler would not load `graph` as it is spelled in its source.
+
+    If there are none, the unpickler loads the pickle with all its storages.
 
     Args:
-        graph: What the parser gave, unedited.
-        contents: Where the bytes stand that the graph refers to.
-
-    Yields:
-        The reasons. If there is none, the unpickler takes the pickle, storages and all.
+        graph: The unedited graph from the parser.
+        contents: The bytes that the graph refers to. Without them, steps that need bytes are not known.
     """
     for name in refused_opcodes(graph):
         yield Reason("refused", f"opcode {name}", is_spelling=True)
@@ -217,14 +219,14 @@ def reasons(graph: Graph, contents: Contents | None = None) -> Iterator[Reason]:
 
 
 def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[str, Value]]:
-    """Find what the unpickler refuses in a graph, however it is written.
+    """Yield what the unpickler refuses in `graph`, however the graph is written.
 
     Args:
-        graph: A graph that may be edited.
-        nodes: All nodes of it, where they are at hand.
+        graph: A graph, which may be edited.
+        nodes: All nodes of the graph, if the caller has them.
 
     Yields:
-        A global's name or a reason, and where it stands.
+        The name of a global or a reason, and the node to which it applies.
     """
     nodes = list(walk([*graph.discarded, graph.root])) if nodes is None else nodes
     if _is_long(graph.root):
@@ -243,27 +245,18 @@ def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[s
 
 
 def may_have_obstacles(graph: Graph) -> bool:
-    """Tell at once whether :func:`obstacles` could find something that is worth its walk.
+    """Return whether :func:`obstacles` may find anything, without walking `graph`.
 
-    Args:
-        graph: A graph that may be edited: an edit adds no call but those that torch makes.
-
-    Returns:
-        Whether there is a global or an opcode in its source that the unpickler refuses, or a call whose result is
-        thrown away. Arguments that it does not take are not looked for.
+    It may if the source contains a global or an opcode that the unpickler refuses, or a call whose result is thrown
+    away. Arguments are not checked. `graph` may be edited: an edit adds only calls that torch makes.
     """
     run = _Run(graph, Contents(), {})
     return bool(refused_opcodes(graph) or graph.discarded or next(run.globals(graph.globals), None))
 
 
 def can_be_made_loadable(graph: Graph) -> bool:
-    """Tell whether the unpickler refuses a pickle for its opcodes or protocol alone.
-
-    Args:
-        graph: A graph that may be edited.
-
-    Returns:
-        Whether it only has to be written differently.
+    """Return whether the unpickler refuses `graph` only for its opcodes or its protocol, so that rewriting makes it
+    loadable.
     """
     return (graph.protocol > 2 or bool(refused_opcodes(graph))) and next(obstacles(graph), None) is None
 
@@ -272,7 +265,7 @@ def can_be_made_loadable(graph: Graph) -> bool:
 
 
 def _spelling(node: Node) -> Iterator[str]:
-    """Why no opcode that the unpickler knows says `node`."""
+    """Yield the reasons why no opcode of the unpickler can write `node`."""
     if isinstance(node, Call) and node.kind not in ("REDUCE", "NEWOBJ"):
         yield "an object made in a way that only pickle knows"
     elif isinstance(node, FrozenSet):
@@ -288,6 +281,7 @@ def _spelling(node: Node) -> Iterator[str]:
 
 
 def _is_long(value: Value) -> bool:
+    """Return whether `value` is an integer of more than 255 bytes."""
     return type(value) is int and (value if value >= 0 else ~value).bit_length() > _LONGEST_INT
 
 
@@ -295,20 +289,26 @@ def _is_long(value: Value) -> bool:
 
 
 class _Run:
-    """One run over `graph`, of which `written` has calls in other words."""
+    """One run of the unpickler over a graph.
+
+    Args:
+        graph: The graph.
+        contents: The bytes that the graph refers to.
+        written: Maps calls that a reader has replaced to the calls in the source.
+    """
 
     def __init__(self, graph: Graph, contents: Contents, written: Mapping[Call, Call]) -> None:
         self.written = written
         self.objects = Objects(contents, self.make, 10 * graph.opcodes + _MORE_STEPS)
         self.found: list[Reason] = []
         self.callables: dict[int, tuple[str, Maker | None]] = {}
-        self.like: dict[RowForm, TensorValue] = {}  # what the first row of each form made
+        self.like: dict[RowForm, TensorValue] = {}  # the tensor of the first row of each form
         self.depth = 0
         self.is_unknown = False
         self.has_foreign = False
 
     def globals(self, nodes: list[Global]) -> Iterator[Reason]:
-        """Look up `nodes`."""
+        """Look up `nodes`. Yield a reason for each that the unpickler does not accept."""
         for node in nodes:
             name = imported_name(node, 2)
             if name in ALLOWED:
@@ -320,7 +320,7 @@ class _Run:
                 yield Reason("refused", str(node), node, needed_import(name))
 
     def steps(self, calls: list[Call], changed: list[Object]) -> list[Reason]:
-        """Make `calls`, and do what is done to `changed`, in the source's order."""
+        """Make `calls` and do the effects on `changed`, in the order of the source. Return the reasons."""
         effects = [(target, effect) for target in changed for effect in self.form(target).effects]
         effects.sort(key=lambda each: each[1].order or 0)
         done = 0
@@ -339,41 +339,44 @@ class _Run:
         return self.found
 
     def each(self, calls: list[Call]) -> Iterator[Call]:
-        """`calls`, and those inside rows, but for rows of which one that says the same was made without a reason:
-        these are made if somebody needs them.
+        """Yield `calls` and the calls inside rows.
+
+        A row is left out if an equal row was made without a reason. It is made when its value is needed.
         """
         for call in calls:
             if not isinstance(call, RowCall):
                 yield call
             elif (form := call.row) is None or form not in self.like:
-                is_new = id(call) not in self.objects.made  # nothing has been done to what it makes
+                is_new = id(call) not in self.objects.made  # no effect has changed its value
                 yield from call.calls()
                 if form is not None and is_new:
                     self.compare(form, call)
 
     def compare(self, form: RowForm, call: RowCall) -> None:
-        """Take what the row `call` made for what others of its `form` make, which differ in nothing but the storage's
-        key, if that is a tensor.
+        """Remember the tensor that the row `call` has made as a model for other rows of its `form`.
+
+        These differ only in the key of the storage. If the value is not a tensor, or depends on more than the
+        arguments, nothing is remembered.
         """
         *inside, tensor = (self.objects.made[id(each)] for each in call.calls())
         is_row = {imported_name(each, 2) for each in form.functions} <= _IN_ROWS and not self.written
         is_known = all(each is ORDERED_DICT or isinstance(each, TensorValue) for each in inside)
         if is_row and is_known and isinstance(tensor, TensorValue):
-            self.like[form] = replace(tensor)  # which stays as it is
+            self.like[form] = replace(tensor)  # a copy that no effect changes
 
     def form(self, target: _AnObject) -> _AnObject:
-        """`target` in the words of the source."""
+        """Return `target` as it is in the source."""
         return self.written.get(target, target) if self.written else target  # type: ignore[call-overload]
 
     def make(self, call: Call) -> Held:
-        """The value of `call`; unknown where it is refused."""
+        """Return the value of `call` and remember it. It is unknown if the call is refused."""
         made = self.objects.made
         if isinstance(call, RowCall) and (form := call.row) and (like := self.like.get(form)):
             assert like.storage is not None
             storage = StorageValue(like.storage.dtype, like.storage.nbytes, call.reference)
             made[id(call)] = value = replace(like, storage=storage)
             return value
-        made[id(call)] = UNKNOWN  # while it is made, for one that stands in itself
+        made[id(call)] = UNKNOWN  # a call can be an argument of itself
         self.depth += 1
         try:
             made[id(call)] = self.value_of(self.form(call))
@@ -384,6 +387,7 @@ class _Run:
         return made[id(call)]
 
     def value_of(self, call: Call) -> Held:
+        """Return the value of `call`. Raise Refused or NotKnown if there is none."""
         if self.depth > LIMITS.nested_calls:
             raise NotKnown("calls in calls too deep")
         known = self.callables.get(id(call.callable))
@@ -400,20 +404,24 @@ class _Run:
         return maker(args)
 
     def look_up(self, function: Value) -> tuple[str, Maker | None]:
-        """The name of `function`, and what it makes. Raises where the unpickler does not call it."""
+        """Return the name of `function` and the maker of its values, or None if it cannot be called.
+
+        Raises Refused, and AfterUnknown if the unpickler does not accept `function`.
+        """
         if not isinstance(function, Global):
             held = self.objects.held(function)
             if held is UNKNOWN:
                 raise AfterUnknown
-            raise Refused(f"{said(held)} is called")
+            raise Refused(f"{describe(held)} is called")
         name = imported_name(function, 2)
-        if name not in ALLOWED:  # which was said of the global
+        if name not in ALLOWED:  # the global has its own reason
             raise AfterUnknown
         if name.startswith("torch.cuda.") and name.endswith("Tensor"):
             raise Refused(f"{name} makes tensors of a GPU, with map_location too")
         return name, MAKERS.get(name)
 
     def arguments(self, call: Call) -> Arguments:
+        """Return the arguments of `call`. Raise if they are not a tuple."""
         if isinstance(call.args, Tuple):
             return Arguments(call.args.items, self.objects, call.order)
         held = self.objects.held(call.args)
@@ -422,13 +430,14 @@ class _Run:
         raise AfterUnknown if held is UNKNOWN else NotKnown("a call whose arguments are no tuple")
 
     def effect(self, target: Object, effect: Effect) -> None:
-        """Do `effect` to `target`."""
+        """Do `effect` to `target`, and record the reason if that is refused."""
         try:
             check_effect(target, effect, self.objects)
         except (Refused, NotKnown) as why:
             self.add(why, target, "")
 
     def add(self, why: Refused | NotKnown, node: Node, name: str) -> None:
+        """Record the reason `why` for `node`. `name` is put before its text."""
         if isinstance(why, AfterUnknown):
             self.is_unknown = True
         else:
