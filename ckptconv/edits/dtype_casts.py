@@ -204,7 +204,7 @@ def _cast_storage(
     every = views.of_storage[storage]
     old = every[0].info.dtype
     by_dtype: dict[str, list[View]] = {}
-    for view in sorted(every, key=lambda view: view in new):  # what stays keeps the storage
+    for view in sorted(every, key=lambda view: view in new):  # views without a new dtype keep the storage
         by_dtype.setdefault(new.get(view, old), []).append(view)
     known = {dtype: [path for view in group for path in paths.get(view, ())] for dtype, group in by_dtype.items()}
     tensors = {dtype: len({view.info.view for view in group}) for dtype, group in by_dtype.items()}

@@ -88,7 +88,7 @@ class Views:
         self.dtypes_of: dict[Storage, set[str]] = {}
         reader = TensorReader(index.storage_of, str(checkpoint.source.path))
         edges: set[tuple[int, int]] = set()  # from each view's call to its arguments, and from these to its reference
-        ends: list[tuple[Storage, tuple[int, ...]]] = []  # of these edges, with the storage
+        ends: list[tuple[Storage, tuple[int, ...]]] = []  # the ends of a view's edges, with its storage
         for node in index.nodes:
             if not isinstance(node, Call):
                 continue

@@ -24,12 +24,12 @@ from ckptconv.limits import LIMITS
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.summing import Statistics
 
-BLOCK = 1 << 15  # elements that are computed with at once: as few as torch gives to one thread
-_READ_THROUGH = 16  # bytes between elements that are read as quickly as one is computed with
+BLOCK = 1 << 15  # elements of one computation: as few as torch gives to one thread
+_READ_THROUGH = 16  # bytes between elements: to read them takes as long as to compute with one element
 _WHOLE_NUMBERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 _ROOM = 1 << 20  # bytes that a thread holds
 _SEGMENT = 16 << 20  # bytes that a thread takes at once
-_MOST_TENSORS = 64  # that these bytes may belong to
+_MOST_TENSORS = 64  # to which these bytes may belong
 _MOST_THREADS = 4
 
 #: Parts of pieces: the number of the tensor, the offset, and the length.
@@ -38,10 +38,10 @@ _Batch = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many finite numbers are between each of `edges` and the next one; half of the bins are for negative ones.
+    """The numbers of finite elements between each of `edges` and the next one.
 
-    From the largest magnitude down each bin is half as wide as the one before it, but for the two around 0. A bin has
-    its edge on the side of 0, and zeros are on the positive side.
+    Half of the bins are for negative numbers. From the largest magnitude downwards, each bin is half as wide as the one
+    before, except for the two next to 0. A bin contains its edge on the side of 0. Zeros count as positive.
     """
 
     edges: tuple[float, ...]
@@ -50,12 +50,21 @@ class Histogram:
 
 @dataclass(frozen=True)
 class TensorValues:
-    """What the elements of a tensor are: how many are NaN, an infinity of either sign, or 0, and of all that are finite
-    the extremes, mean, standard deviation (torch's) and norm.
+    """Statistics of the elements of a tensor.
 
-    Counts and the extremes of whole numbers are exact. None stands where there is no such number: no element is finite,
-    or there is one alone and no deviation. Complex numbers count by their magnitude, quantized ones by the whole
-    numbers that are stored.
+    Complex numbers count by their magnitude, and quantized ones by the integers that are stored. Counts, and the
+    extremes of integers, are exact.
+
+    Attributes:
+        nan: The number of NaNs.
+        inf: The number of infinities of either sign.
+        zeros: The number of zeros.
+        min: The smallest finite element, or None if no element is finite.
+        max: The largest finite element, or None.
+        mean: The mean of the finite elements, or None.
+        std: Their standard deviation, as torch computes it, or None if there are fewer than two.
+        norm: Their Euclidean norm.
+        histogram: Their histogram, if it was requested, else None.
     """
 
     nan: int
@@ -72,11 +81,17 @@ class TensorValues:
 def values_of(
     tensors: Mapping[str, TensorInfo], byteorder: str, *, histogram: bool = False, progress: Meter | None = None
 ) -> dict[str, TensorValues]:
-    """The values of `tensors`, whose numbers stand in `byteorder`; what shows no numbers of its own has none.
+    """Return the statistics of `tensors` by path. Tensors without numbers of their own are left out.
+
+    Args:
+        tensors: The tensors by path.
+        byteorder: The byte order of their storages.
+        histogram: Whether to make histograms.
+        progress: Called with the number of bytes to read. Its result is called with the bytes of each read.
 
     Raises:
         MissingTorchError: torch is not installed.
-        LimitError: Views repeat what storages hold more often than anybody can wait for.
+        LimitError: Views repeat the bytes of storages too often.
     """
     from ckptconv.byteranges.kernels.summing import is_number
 
@@ -94,7 +109,7 @@ def values_of(
 
 
 class _Reader:
-    """Reads the elements of `infos`, each view of which is another."""
+    """A reader for the elements of tensors with different views."""
 
     def __init__(self, infos: Sequence[TensorInfo], byteorder: str, *, histogram: bool) -> None:
         budget = Budget(infos, "read a part: ")
@@ -111,7 +126,7 @@ class _Reader:
             self.repeats.append(prod(info.shape) // max(prod(once.shape), 1))
 
     def run(self, progress: Meter | None) -> list[TensorValues]:
-        """The values of each."""
+        """Return the statistics of each tensor."""
         found: list[TensorValues | None] = [None] * len(self.pieces)
         plain, others = [
             [i for i, piece in enumerate(self.pieces) if bool(piece.ranges()) == is_plain] for is_plain in (True, False)
@@ -125,12 +140,11 @@ class _Reader:
                     found[i] = self.result(i, self.in_stream(reader, i))
                     if tick:
                         tick(self.pieces[i].length)
-        return [
-            each or self.result(i, self.statistics(i)) for i, each in enumerate(found)
-        ]  # those without elements too
+        # a tensor without elements has no result yet
+        return [values or self.result(i, self.statistics(i)) for i, values in enumerate(found)]
 
     def in_threads(self, numbers: Sequence[int], tick: Progress | None) -> Iterator[tuple[int, Statistics]]:
-        """The statistics of the tensors with these `numbers`, whose bytes stand in files as they are."""
+        """Yield each of `numbers`, tensors whose bytes are ranges of files, with the statistics of the tensor."""
         whole: Statistics | None = None
         before = -1
         with Threads(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-values") as threads:
@@ -150,7 +164,7 @@ class _Reader:
             yield before, whole
 
     def batches(self, numbers: Sequence[int]) -> Iterator[_Batch]:
-        """The tensors with these `numbers` in parts of some megabytes."""
+        """Yield the tensors with these `numbers` in batches of a few megabytes."""
         batch: _Batch = []
         size = 0
         for i in numbers:
@@ -166,7 +180,7 @@ class _Reader:
             yield batch
 
     def read(self, batch: _Batch) -> tuple[_Batch, list[Statistics]]:
-        """The statistics of each part."""
+        """Return `batch` and the statistics of each of its parts."""
         room = memoryview(bytearray(_ROOM))
         found = []
         for i, offset, length in batch:
@@ -179,7 +193,7 @@ class _Reader:
         return batch, found
 
     def in_stream(self, reader: Pieces, i: int) -> Statistics:
-        """The statistics of a tensor whose bytes have to be inflated, gathered, put together or turned round."""
+        """Return the statistics of tensor `i`, whose bytes have to be inflated, gathered, joined or swapped."""
         statistics = self.statistics(i)
         room = memoryview(bytearray(BLOCK * get_dtype(self.dtypes[i]).itemsize))
         for filled in fillings(reader.chunks(self.pieces[i]), room):
@@ -187,11 +201,13 @@ class _Reader:
         return statistics
 
     def statistics(self, i: int) -> Statistics:
+        """Return empty statistics for tensor `i`."""
         from ckptconv.byteranges.kernels.summing import Statistics
 
         return Statistics(self.dtypes[i], histogram=self.histogram)
 
     def result(self, i: int, found: Statistics) -> TensorValues:
+        """Return the statistics of tensor `i`, whose repeated elements were read once."""
         from ckptconv.byteranges.kernels.summing import bins_of
 
         found.repeat(self.repeats[i])
@@ -212,7 +228,7 @@ class _Reader:
 
 
 class Budget:
-    """How many bytes may be read of `infos`, whose storages count once each."""
+    """The number of bytes that may be read of some tensors. Each of their storages counts once."""
 
     def __init__(self, infos: Iterable[TensorInfo], hint: str) -> None:
         held = sum({id(info.storage): info.storage.nbytes for info in infos if info.storage}.values())
@@ -222,7 +238,7 @@ class Budget:
     def spend(self, nbytes: int, what: str) -> None:
         """Count `nbytes` that are read for `what`.
 
-        Raises LimitError where all views together repeat what storages hold more often than anybody can wait for.
+        Raise LimitError if all views together repeat the bytes of the storages too often.
         """
         self._room -= nbytes
         if self._room < 0:
@@ -237,9 +253,10 @@ class Budget:
 
 
 def in_numbers(info: TensorInfo) -> TensorInfo:
-    """`info`, a tensor with a storage, where it is quantized as its whole numbers.
+    """Return `info`, a tensor with a storage, as numbers that can be read.
 
-    Where several are packed in a byte, and all bytes are its own, as bytes.
+    A quantized tensor becomes its integers. A tensor with several elements in a byte becomes bytes, if it has no bytes
+    in common with others.
     """
     dtype = get_dtype(info.dtype)
     if dtype.name in _WHOLE_NUMBERS:
@@ -250,7 +267,7 @@ def in_numbers(info: TensorInfo) -> TensorInfo:
 
 
 def without_repeats(*infos: TensorInfo) -> list[TensorInfo]:
-    """`infos`, of one shape, with one element in each dimension along which all of them repeat theirs."""
+    """Return `infos`, tensors of one shape, with one element in each dimension along which all of them repeat."""
     shape = infos[0].shape
     strides = zip(*(info.stride for info in infos), strict=True)
     kept = tuple(n if any(steps) else min(n, 1) for n, steps in zip(shape, strides, strict=True))
@@ -260,7 +277,7 @@ def without_repeats(*infos: TensorInfo) -> list[TensorInfo]:
 
 
 def check_repeats(info: TensorInfo) -> None:
-    """Raise LimitError where one view repeats its elements too often."""
+    """Raise LimitError if a view repeats its elements too often."""
     most = LIMITS.gathered(info.storage.nbytes if info.storage else 0)
     if info.nbytes > most:
         raise LimitError(
@@ -271,9 +288,9 @@ def check_repeats(info: TensorInfo) -> None:
 
 
 def cost(info: TensorInfo, piece: Piece) -> int:
-    """The bytes to read, or as much as takes as long: what lies between the elements of a view has to be read too."""
-    of = piece.uncast()
-    if not isinstance(of, Gather):
+    """Return the bytes to read, or a number that takes as long: bytes between the elements are read too."""
+    source = piece.uncast()
+    if not isinstance(source, Gather):
         return info.nbytes
-    reach = 1 + sum((n - 1) * step for n, step in zip(of.shape, of.stride, strict=True))
-    return max(info.nbytes, reach * of.itemsize // _READ_THROUGH)
+    reach = 1 + sum((n - 1) * step for n, step in zip(source.shape, source.stride, strict=True))
+    return max(info.nbytes, reach * source.itemsize // _READ_THROUGH)

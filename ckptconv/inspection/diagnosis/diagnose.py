@@ -1,7 +1,7 @@
-"""Diagnose why a checkpoint would not load on this machine, with a command for each issue.
+"""Diagnose why a checkpoint would not load on this machine, with a command for each issue. Changes nothing.
 
-Looks; changes nothing. *Here* is a plain ``torch.load(path)``: its safe loader
-(``weights_only=True``), and no ``map_location``.
+The diagnosis is for a plain ``torch.load(path)``: with the safe loader (``weights_only=True``), without
+``map_location``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.errors import some
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option
 from ckptconv.inspection.diagnosis.findings import (
@@ -19,7 +20,6 @@ from ckptconv.inspection.diagnosis.findings import (
     Issue,
     Scope,
     advice,
-    first_few,
     fix_command,
     together,
     with_names_apart,
@@ -59,20 +59,23 @@ def diagnose(
     loading: Loading,
     concerns: Sequence[Concern],
 ) -> Diagnosis:
-    """What a person should know who loads `checkpoint` on `host`.
+    """Return the findings for somebody who loads `checkpoint` on `host`.
 
-    `loading` is what :func:`ckptconv.safety.torch_load.torch_loading` gives for it, `concerns`
-    :func:`ckptconv.safety.scan.concerns`.
+    Args:
+        checkpoint: The checkpoint.
+        host: The machine.
+        loading: The result of :func:`ckptconv.safety.torch_load.torch_loading` for the checkpoint.
+        concerns: The result of :func:`ckptconv.safety.scan.concerns` for it.
     """
     dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
     if dangers:
-        text = f"it names {first_few(dangers)}, which no checkpoint needs and which attacks use: do not load it"
+        text = f"it names {some(dangers)}, which no checkpoint needs and which attacks use: do not load it"
         return Diagnosis([Advice(kind="dangerous", blocks=True, text=text, command=None)], None)
     whole = Scope(checkpoint, host)
     if checkpoint.is_state_dict:
         unread = containers(checkpoint) or around(checkpoint, loading)
         issues = [*unread, *prefixes(whole), *averages(whole), *inner_prefixes(whole)]
-        return Diagnosis([advice(checkpoint, each) for each in issues], None)
+        return Diagnosis([advice(checkpoint, issue) for issue in issues], None)
     is_script = checkpoint.script_classes is not None
     refused = what_is_refused(checkpoint, loading)
     code, part, others = opcodes(checkpoint), None, list[Issue]()
@@ -87,9 +90,9 @@ def diagnose(
     issues += [*twins(whole), *nested(whole)]
     issues += [*others, *partial_tensors(whole, refused), *unused_bytes(whole), *shared(whole)]
     if is_script:
-        issues = [replace(each, fix=_of_program(each.fix, part)) for each in issues]
+        issues = [replace(issue, fix=_of_program(issue.fix, part)) for issue in issues]
     issues.sort(key=lambda issue: not issue.blocks)
-    if part is not None:  # then what stands elsewhere needs no fix
+    if part is not None:  # the issues of other parts need no fix
         reach = {id(node) for node in walk([*part.nodes])}
         within = Scope(checkpoint, host, reach, module)
         combined = _combined(within, code, within)
@@ -98,30 +101,33 @@ def diagnose(
     needed = len(fixes) > 1 and all_at_once.options != fixes[0].options
     curable = not refused or any(issue.fix for issue in code)
     remedy = fix_command(checkpoint, all_at_once) if needed and curable else None
-    needful = [each.fix for each in combined if each.blocks and each.fix] + ([all_at_once] if remedy else [])
-    if any(fix.options and not fix.part for fix in needful):  # typed anyway, it mends that too
-        issues = [replace(each, fix=None) if each.fix and each.fix.is_any else each for each in issues]
+    needful = [issue.fix for issue in combined if issue.blocks and issue.fix] + ([all_at_once] if remedy else [])
+    if any(fix.options and not fix.part for fix in needful):  # this conversion mends the others too
+        issues = [replace(issue, fix=None) if issue.fix and issue.fix.is_any else issue for issue in issues]
     return Diagnosis([advice(checkpoint, issue) for issue in with_names_apart(issues)], remedy)
 
 
 def _combined(scope: Scope, code: list[Issue], names: Scope) -> list[Issue]:
-    """The issues that one command can fix, `code` among them; those about names are of the scope `names`."""
+    """Return the issues that one command can fix: those of `scope`, `code`, and those of names in the scope `names`."""
     about_names = _of_module(names, prefixes(names), code)
     return [*missing_devices(scope), *code, *about_names, *optimizers(scope), *rng_states(scope)]
 
 
 def _of_program(fix: Fix | None, part: LoadablePart | None) -> Fix | None:
-    """`fix` for a TorchScript archive, of which only the state dict can be written: `part`, if it has one."""
+    """Return `fix` for a TorchScript archive, of which only the state dict can be written.
+
+    Return None if there is no fix, or `part` is None because the archive has no state dict.
+    """
     if fix is None or part is None:
         return None
     return fix if fix.format and not WRITERS[fix.format].objects else replace(fix, part=(Option("state_dict"),))
 
 
 def _of_module(scope: Scope, issues: Iterable[Issue], code: list[Issue]) -> list[Issue]:
-    """`issues` about names.
+    """Return `issues` about names, with fixes that also take the state dict of the module of `scope`.
 
-    Those of a module can be changed where its state dict is taken, as `code`'s fix does it.
+    The names of a module can only be changed in its state dict. The options that take it are those of the fix in
+    `code`.
     """
-    found = list(issues)
-    taking = next((each.fix.part for each in code if each.fix), ()) if scope.module else ()
-    return [replace(each, fix=replace(each.fix, part=taking) if each.fix else None) for each in found]
+    taking = next((issue.fix.part for issue in code if issue.fix), ()) if scope.module else ()
+    return [replace(issue, fix=issue.fix and replace(issue.fix, part=taking)) for issue in issues]

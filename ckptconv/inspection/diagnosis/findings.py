@@ -13,25 +13,28 @@ from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import NamedOptimizer, StateDict
 from ckptconv.checkpoint.tensor_info import Storage
 from ckptconv.conversion.target_names import Found, name_in_folder
-from ckptconv.errors import some
 from ckptconv.formats.sharded import index as sharded
 from ckptconv.formats.writers import WRITERS, suffix_of, usual_format, writer_for
 from ckptconv.hints import Option, command_line, placed
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.light_dataclass import dataclass
 
-#: Kinds of findings in the way that are those of one version of torch.
+#: The kinds of findings that depend on the version of torch.
 BY_RULES = ("code", "container", "import", "legacy", "opcodes")
-#: Kinds of findings that leave open whether the file loads.
+#: The kinds of findings after which it is not known whether the file loads.
 OPEN = ("device", "not known")
-SHOWN = 3  # words of a list, unknown classes that get a line each
+SHOWN = 3  # unknown classes that get a line each
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to know before loading the file, in a line, and the command that mends it, if one does.
+    """A finding about a checkpoint that is to be loaded.
 
-    ``kind`` is a word for programs; ``blocks``: ``torch.load`` would fail here.
+    Attributes:
+        kind: A word for programs.
+        blocks: Whether ``torch.load`` would fail here.
+        text: The finding, in one line.
+        command: The command that mends it, or None.
     """
 
     kind: str
@@ -42,10 +45,12 @@ class Advice:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`diagnose` found, what matters most first.
+    """The result of :func:`~ckptconv.inspection.diagnosis.diagnose.diagnose`.
 
-    ``remedy`` is one command for all findings that one command can mend, where there are several. ``other_torch`` is
-    the version of torch on that machine if its rules were not asked, else None.
+    Attributes:
+        findings: The findings. Those that block come first.
+        remedy: One command for all findings that one command can mend, or None if there is only one such finding.
+        other_torch: The version of torch on that machine if other rules were used, else None.
     """
 
     findings: list[Advice]
@@ -54,22 +59,31 @@ class Diagnosis:
 
     @property
     def loads_here(self) -> bool | None:
-        """Whether ``torch.load`` would take the file on that machine; None: if it has devices of which
-        nobody can tell, or something in it that torch builds in a way that is not modelled, or if the answer rests on
-        the rules of another version of torch.
+        """Whether ``torch.load`` would load the file on that machine, or None if that is not known.
+
+        It is not known for devices that cannot be seen without torch, for objects that torch builds in a way that is
+        not modelled, and for another version of torch.
         """
-        blocking = [each.kind for each in self.findings if each.blocks]
+        blocking = [advice.kind for advice in self.findings if advice.blocks]
         if any(kind not in BY_RULES for kind in blocking):
             return False
-        if self.other_torch or any(each.kind in OPEN for each in self.findings):
+        if self.other_torch or any(advice.kind in OPEN for advice in self.findings):
             return None
         return not blocking
 
 
 @dataclass(frozen=True)
 class Fix:
-    """Options of ``convert``: the `part` to take, changes of `names`, everything `to_cpu` or only some tags by `maps`,
-    storages made `compact`. The output is the source's name with `suffix` behind it.
+    """A conversion that mends an issue.
+
+    Attributes:
+        suffix: The text that the name of the output has after the name of the source.
+        part: Options for the part to take.
+        names: Options that change names.
+        to_cpu: Whether all tensors go to the CPU.
+        maps: New tags for some tags.
+        compact: Whether storages lose unused bytes.
+        format: The word for the format of the output, or None for the usual one.
     """
 
     suffix: str
@@ -82,12 +96,12 @@ class Fix:
 
     @property
     def is_any(self) -> bool:
-        """Whether every conversion of the whole file does it."""
+        """Whether every conversion of the complete file mends the issue."""
         return not self.options and self.format is None
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """What is typed for it."""
+        """The options of ``convert``."""
         devices = "cpu" if self.to_cpu else tuple(self.maps.items())
         others = {"map_location": devices, "compact": self.compact}
         return (*self.part, *self.names, *(Option(name, value) for name, value in others.items() if value))
@@ -95,6 +109,8 @@ class Fix:
 
 @dataclass(frozen=True)
 class Issue:
+    """A finding, with the conversion that mends it, or None."""
+
     kind: str
     text: str
     fix: Fix | None = None
@@ -103,9 +119,13 @@ class Issue:
 
 @dataclass(frozen=True)
 class Scope:
-    """What is looked at: a checkpoint on a machine, or a part of it.
+    """A checkpoint, or a part of it, on a machine.
 
-    `reach`, if given, are the nodes (by id) of that part; `module` is the one whose state dict it is.
+    Attributes:
+        checkpoint: The checkpoint.
+        host: The machine.
+        reach: The ids of the nodes in the part, or None for the complete checkpoint.
+        module: The module whose state dict the part is, or None.
     """
 
     checkpoint: Checkpoint
@@ -115,14 +135,12 @@ class Scope:
 
     @cached_property
     def storages(self) -> list[Storage]:
-        """Its storages, each once."""
-        used = (
-            each.storage for each in self.checkpoint.references if self.reach is None or id(each.node) in self.reach
-        )
-        return list(dict.fromkeys(used))
+        """The storages of the part, each once."""
+        references = self.checkpoint.references
+        return list(dict.fromkeys(r.storage for r in references if self.reach is None or id(r.node) in self.reach))
 
     def named(self) -> Sequence[StateDict | NamedOptimizer | PickledModule]:
-        """Where names are; in a file of optimizers alone, theirs."""
+        """Return the objects with names: the module, or the state dicts, or the optimizers if there is nothing else."""
         if self.module is not None:
             return [self.module]
         if self.reach is None:
@@ -131,12 +149,13 @@ class Scope:
 
 
 def advice(checkpoint: Checkpoint, issue: Issue) -> Advice:
+    """Return `issue` with the command that mends it."""
     line = fix_command(checkpoint, issue.fix) if issue.fix else None
     return Advice(kind=issue.kind, blocks=issue.blocks, text=issue.text, command=line)
 
 
 def with_names_apart(issues: list[Issue]) -> list[Issue]:
-    """`issues` whose fixes write files of different names, where they are different fixes."""
+    """Return `issues` with different suffixes for different fixes."""
     names: dict[tuple[object, ...], str] = {}
     apart = []
     for issue in issues:
@@ -154,7 +173,7 @@ def with_names_apart(issues: list[Issue]) -> list[Issue]:
 
 
 def together(fixes: list[Fix]) -> Fix:
-    """All of `fixes` at once; of two that send one tag somewhere the later is heard."""
+    """Return one fix for all of `fixes`. If two of them map one tag, the later one counts."""
     return Fix(
         "-fixed",
         part=tuple(option for part in dict.fromkeys(fix.part for fix in fixes) for option in part),
@@ -165,7 +184,7 @@ def together(fixes: list[Fix]) -> Fix:
 
 
 def fix_command(checkpoint: Checkpoint, fix: Fix) -> str:
-    """The command line, as it can be typed where the checkpoint's path was."""
+    """Return the command for `fix`, for the folder to which the checkpoint's path is relative."""
     path = Path(placed(checkpoint.source.path))
     writer = WRITERS[fix.format] if fix.format else writer_for(objects=not checkpoint.is_state_dict)
     is_set = isinstance(checkpoint.source, SourceFolder)
@@ -176,8 +195,3 @@ def fix_command(checkpoint: Checkpoint, fix: Fix) -> str:
         kept = suffix and usual_format(path.name, checkpoint.format) == writer.word
         target += suffix if kept else writer.new_suffix
     return command_line("convert", path, Path(target), *fix.options)
-
-
-def first_few(words: Sequence[str]) -> str:
-    """`words`, or the first of them and how many more."""
-    return some(words, SHOWN)

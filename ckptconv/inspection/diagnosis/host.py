@@ -1,9 +1,8 @@
-"""Detect the devices of this machine, and its version of torch, from names of files and from environment variables,
-without torch.
+"""Detect the devices of this machine and its version of torch, from names of files and from environment variables.
 
-Sources: the CUDA programming guide on ``CUDA_VISIBLE_DEVICES``, and ``torch/cuda/__init__.py``
-(``_parse_visible_devices``, ``_device_count_nvml``) of torch 2.13, with which a test compares. Linux: ``/dev/nvidiaN``
-is one GPU of NVIDIA's, ``/dev/kfd`` the driver of AMD's, which torch calls cuda as well.
+torch is not imported. Sources: the CUDA programming guide on ``CUDA_VISIBLE_DEVICES``, and ``torch/cuda/__init__.py``
+(``_parse_visible_devices``, ``_device_count_nvml``) of torch 2.13, with which a test compares. On Linux,
+``/dev/nvidiaN`` is one NVIDIA GPU, and ``/dev/kfd`` is the driver of AMD GPUs, which torch calls cuda too.
 """
 
 from __future__ import annotations
@@ -28,8 +27,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Host:
-    """The devices that there are: how many of ``cuda`` (None: nobody can tell), and whether Apple's ``mps``. `torch` is
-    the version of torch that is installed; None if none is found.
+    """A machine.
+
+    Attributes:
+        cuda: The number of ``cuda`` devices, or None if it is not known.
+        mps: Whether the machine has Apple's ``mps``.
+        torch: The installed version of torch, or None if none is found.
     """
 
     cuda: int | None = 0
@@ -42,13 +45,10 @@ class Host:
         return self.torch if self.torch and not f"{self.torch}.".startswith(f"{TORCH}.") else None
 
     def shows(self, tag: str) -> bool | None:
-        """Whether tensors tagged `tag` can be loaded to where they were.
-
-        None where only torch and a driver could tell.
-        """
+        """Return whether the machine has the device `tag`, or None if only torch and a driver could tell."""
         family, _, index = tag.partition(":")
         if family in ("cpu", "meta"):
-            return not index  # torch restores no tag cpu:0
+            return not index  # torch does not restore a tag cpu:0
         if family == "mps":
             return self.mps
         if family != "cuda" or self.cuda is None:
@@ -63,8 +63,14 @@ def this_host(
     processor: str | None = None,
     folders: Iterable[str] | None = None,
 ) -> Host:
-    """What the files below `root`, the variables `environ` and the names of the `system` and its `processor` show, and
-    which torch is installed in `folders`, else in those from which modules are imported.
+    """Return the machine.
+
+    Args:
+        root: The folder whose files show the GPUs.
+        environ: The environment variables.
+        system: The name of the system, as in ``sys.platform``.
+        processor: The name of the processor. None means ``platform.machine()``.
+        folders: The folders where torch may be installed. None means ``sys.path``.
     """
     torch = _torch(sys.path if folders is None else folders)
     if system == "darwin":
@@ -73,11 +79,10 @@ def this_host(
 
 
 def _torch(folders: Iterable[str]) -> str | None:
-    """Return the version of the first torch in `folders`, by the name of the folder that its installer left; None if
-    there is none.
+    """Return the version of the first torch in `folders`, by the name of its ``dist-info`` folder, or None.
 
-    ``importlib.metadata`` finds the same, and takes longer to import than most files take to inspect. Relative folders,
-    as that which the process is in, are not looked into.
+    Relative folders, such as the working directory, are ignored. ``importlib.metadata`` would find the same, but its
+    import takes longer than the inspection of most files.
     """
     for folder in filter(os.path.isabs, folders):
         with contextlib.suppress(OSError):
@@ -88,32 +93,34 @@ def _torch(folders: Iterable[str]) -> str | None:
 
 
 def _cuda(root: Path, environ: Mapping[str, str]) -> int | None:
-    """How many GPUs torch would call cuda."""
+    """Return the number of GPUs that torch calls cuda, or None if it is not known."""
     nvidia = _nvidia(root)
     if nvidia:
         return _visible(environ.get("CUDA_VISIBLE_DEVICES"), nvidia, _uuids(root))
-    if (root / "dev/dxg").exists():  # Windows' GPUs under WSL: the file does not say which, nor how many
+    if (root / "dev/dxg").exists():  # GPUs of Windows under WSL: neither their kind nor their number is known
         return 0 if _visible(environ.get("CUDA_VISIBLE_DEVICES"), 1) == 0 else None
     below = _visible(environ.get("ROCR_VISIBLE_DEVICES"), _amd(root))
     return _visible(environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")), below)
 
 
 def _nvidia(root: Path) -> int:
-    """In a container, /dev has the GPUs that it was given and /proc has all.
+    """Return the number of NVIDIA GPUs.
 
-    Outside, /dev has them once the driver was used.
+    In a container, /dev has only the GPUs of the container, and /proc has all. Outside, /dev has them after the first
+    use of the driver.
     """
     files = [path for path in _listed(root / "dev") if re.fullmatch(r"nvidia[0-9]+", path.name)]
     return len(files) or len(_listed(root / "proc/driver/nvidia/gpus"))
 
 
 def _uuids(root: Path) -> list[str]:
+    """Return the UUIDs of the NVIDIA GPUs whose information can be read."""
     texts = [_text(path / "information") for path in _listed(root / "proc/driver/nvidia/gpus")]
     return [found[1] for text in texts if (found := re.search(r"^GPU UUID:\s*(\S+)", text, re.MULTILINE))]
 
 
 def _amd(root: Path) -> int:
-    """The nodes of the topology that are GPUs; processors are nodes too, with the id 0."""
+    """Return the number of AMD GPUs: the nodes of the topology, except for processors, whose id is 0."""
     if not (root / "dev/kfd").exists():
         return 0
     nodes = _listed(root / "sys/class/kfd/kfd/topology/nodes")
@@ -121,6 +128,7 @@ def _amd(root: Path) -> int:
 
 
 def _listed(folder: Path) -> list[Path]:
+    """Return the sorted paths in `folder`, or an empty list if it cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -128,7 +136,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """What `path` says; nothing where it may not be read, as that of a GPU which is not this container's."""
+    """Return the text of the file `path`, or an empty text if it cannot be read, like that of another container."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -136,11 +144,13 @@ def _text(path: Path) -> str:
 
 
 def _visible(variable: str | None, count: int, uuids: list[str] | None = None) -> int:
-    """How many of `count` devices `variable` leaves.
+    """Return how many of `count` devices are visible.
 
-    The list ends at the first entry that is no device; one that stands twice leaves none.
-
-    Without `uuids` for all of them, whoever is named by one is believed to be there.
+    Args:
+        variable: The value of the environment variable, or None if it is not set. The list in it ends at the first
+            entry that is not a device. No device is visible if an entry occurs twice.
+        count: The number of devices.
+        uuids: Their UUIDs. If not all are known, every UUID in the list counts as one of a device.
     """
     if variable is None or not count:
         return count
@@ -158,18 +168,18 @@ def _visible(variable: str | None, count: int, uuids: list[str] | None = None) -
 
 
 def _until_wrong(entries: list[_T | None]) -> list[_T]:
-    """`entries` up to the first None; none at all if one stands there twice."""
+    """Return `entries` before the first None, or an empty list if one of them occurs twice."""
     right = entries[: entries.index(None)] if None in entries else entries
     return [entry for entry in right if entry is not None] if len(set(right)) == len(right) else []
 
 
 def _number(word: str) -> int | None:
-    """The index that `word` starts with, as C's strtoul reads it; what follows is ignored."""
+    """Return the number at the start of `word`, as C's strtoul reads it, or None if there is none or it is negative."""
     match = re.match(r"[+-]?[0-9]{1,9}", word.strip())
     return int(match[0]) if match and int(match[0]) >= 0 else None
 
 
 def _the_only(word: str, uuids: list[str]) -> str | None:
-    """The UUID that `word` is the start of, if it is that of one alone."""
+    """Return the only one of `uuids` that starts with `word`, or None."""
     found = [uuid for uuid in uuids if uuid.startswith(word)]
     return found[0] if len(found) == 1 else None

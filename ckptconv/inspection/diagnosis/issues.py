@@ -1,4 +1,4 @@
-"""Issues with devices, names and storages."""
+"""Issues with devices, names and storages. Each function yields the issues of one kind."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, extent, glob_of
 from ckptconv.dtypes import get_dtype
 from ckptconv.edits.devices import FAMILIES
 from ckptconv.edits.names import WRAPPERS, keeps_apart, unwrapped, wrapped_parts
-from ckptconv.errors import count, size
+from ckptconv.errors import count, size, some
 from ckptconv.formats.safetensors_header import METADATA, is_text
 from ckptconv.formats.writers import writer_for
 from ckptconv.hints import Option, literal, option
-from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope, first_few
+from ckptconv.inspection.diagnosis.findings import Fix, Issue, Scope
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, Node, strings_of
@@ -25,10 +25,10 @@ from ckptconv.pickles.graph import Call, Dict, Node, strings_of
 _MODULE, *_UNMISTAKABLE = WRAPPERS
 _NO_GPU = {"cpu", "meta"}
 _TAG = regex(r"(?!any\b|gpu\b)[a-z_]\w*(:\d+)?")
-_NOTABLE = 1_000_000  # unused bytes; what is less is not worth a line
+_NOTABLE = 1_000_000  # unused bytes; fewer are not reported
 _TO_SAFETENSORS = Fix("-weights", format=writer_for(objects=False).word)
 _LIGHTNING = "pytorch-lightning_version"
-_AVERAGES = "n_averaged"  # what torch's AveragedModel keeps beside the module that it wraps
+_AVERAGES = "n_averaged"  # the counter of torch's AveragedModel, next to the module that it wraps
 _WRAPPED_INSIDE = regex(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})")
 
 
@@ -36,11 +36,10 @@ _WRAPPED_INSIDE = regex(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})"
 
 
 def missing_devices(scope: Scope) -> Iterator[Issue]:
-    """Tags that torch cannot restore on the machine, and those of which nobody can tell."""
-    arguments = [
-        each for each in scope.checkpoint.index.device_arguments if scope.reach is None or id(each.call) in scope.reach
-    ]
-    tags = sorted({*(storage.device for storage in scope.storages), *(each.device for each in arguments)})
+    """Yield issues about tags that torch cannot restore on the machine, or for which that is not known."""
+    arguments = scope.checkpoint.index.device_arguments
+    used = {each.device for each in arguments if scope.reach is None or id(each.call) in scope.reach}
+    tags = sorted(used | {storage.device for storage in scope.storages})
     shown = {tag: scope.host.shows(tag) for tag in tags}
     odd = [tag for tag in tags if _is_no_tag(tag)]
     if odd:
@@ -67,7 +66,7 @@ def missing_devices(scope: Scope) -> Iterator[Issue]:
 
 
 def _is_no_tag(tag: str) -> bool:
-    """Whether `tag` is one that torch neither writes nor restores, whatever the machine."""
+    """Return whether torch never writes nor restores `tag`, on any machine."""
     family, colon, index = tag.partition(":")
     if family in ("cpu", "meta"):
         return bool(colon)
@@ -75,9 +74,10 @@ def _is_no_tag(tag: str) -> bool:
 
 
 def _tensors_on(scope: Scope, tags: list[str]) -> str:
+    """Return the number of tensors on `tags`, or of storages if no tensor has a path, as a text."""
     meant = set(tags)
     infos = [info for info in scope.checkpoint.tensors.values() if info.tied_to is None and info.device in meant]
-    on = f"on {first_few(tags)}"
+    on = f"on {some(tags)}"
     if not infos:
         return f"{count(sum(s.device in meant for s in scope.storages), 'storage')} {on}"
     if len(infos) == 1:
@@ -86,13 +86,17 @@ def _tensors_on(scope: Scope, tags: list[str]) -> str:
 
 
 def _there_is(scope: Scope) -> str:
+    """Return the devices of the machine as a text."""
     cuda = [f"cuda:{i}" for i in range(min(scope.host.cuda or 0, 100))]
     found = [*(cuda if len(cuda) < 3 else [f"{cuda[0]} to {cuda[-1]}"]), *(["mps"] if scope.host.mps else [])]
     return f"only {' and '.join(found)}" if found else "no GPU"
 
 
 def _fix_of(scope: Scope, missing: list[str], shown: dict[str, bool | None]) -> Fix:
-    """To a GPU that there is, else to the CPU; only the `missing` tags where others can stay."""
+    """Return a fix that moves the `missing` tags to a GPU of the machine, or to the CPU.
+
+    All tags go to the CPU if no other can stay. `shown` is whether the machine has each tag.
+    """
     gpu_here = bool(scope.host.cuda)
     others_stay = any(shown[tag] is not False and tag not in _NO_GPU for tag in shown)
     if not _can_be_mapped(missing) or not (gpu_here or others_stay):
@@ -102,16 +106,16 @@ def _fix_of(scope: Scope, missing: list[str], shown: dict[str, bool | None]) -> 
 
 
 def optimizers(scope: Scope) -> Iterator[Issue]:
-    """Optimizers whose state is on one GPU, where all processes of a run would load it."""
+    """Yield issues about optimizers with their state on one GPU, onto which all processes of a run would load it."""
     if all(storage.device in _NO_GPU for storage in scope.storages):
         return
-    seen: set[int] = set()  # what is in two optimizers counts for the first: looking again and again could take forever
-    found = {
+    seen: set[int] = set()  # a node in two optimizers counts for the first one, so that each is visited once
+    mappings = {
         id(place.parent.node): (place.parent.path, place.parent.node)
         for place in scope.checkpoint.places
         if place.key == "param_groups" and place.parent and isinstance(place.parent.node, (Dict, Call))
     }
-    for path, node in found.values():
+    for path, node in mappings.values():
         state = strings_of(node).get("state")
         if not isinstance(state, Node) or (scope.reach is not None and id(state) not in scope.reach):
             continue
@@ -129,7 +133,7 @@ def optimizers(scope: Scope) -> Iterator[Issue]:
 
 
 def rng_states(scope: Scope) -> Iterator[Issue]:
-    """States of random generators that torch.set_rng_state would refuse."""
+    """Yield an issue about states of random generators that torch.set_rng_state would refuse."""
     storages = set(scope.storages)
     states = [
         info for info in scope.checkpoint.detected.rng_states if info.storage in storages and info.device not in _NO_GPU
@@ -137,13 +141,13 @@ def rng_states(scope: Scope) -> Iterator[Issue]:
     if states:
         text = (
             f"{count(len(states), 'state')} of random generators tagged for a GPU"
-            f" ({first_few([info.path for info in states])}): torch.set_rng_state takes them from the CPU alone"
+            f" ({some([info.path for info in states])}): torch.set_rng_state takes them from the CPU alone"
         )
         yield Issue("rng", text, Fix("-cpu", to_cpu=True))
 
 
 def _can_be_mapped(tags: Iterable[str]) -> bool:
-    """Whether ``--map`` can say each of `tags`; a file can have any."""
+    """Return whether ``--map`` accepts each of `tags`. A file may contain any text as a tag."""
     return all(_TAG.fullmatch(tag) and not tag.startswith(("cpu:", "mps:")) for tag in tags)
 
 
@@ -151,7 +155,7 @@ def _can_be_mapped(tags: Iterable[str]) -> bool:
 
 
 def prefixes(scope: Scope) -> Iterator[Issue]:
-    """What wrappers put before and into the names of state dicts."""
+    """Yield an issue about the segments that wrappers add to the names of state dicts."""
     every = [found.names() for found in scope.named()]
     chains = [_chain(names) for names in every]
     stripped = list(dict.fromkeys(max(chains, key=len, default=[]) + [w for chain in chains for w in chain]))
@@ -174,7 +178,7 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
     )
     averaged = [_is_average(names) for names in every]
     plain = [[name for name in names if name != _AVERAGES] for names in after]
-    if any(averaged):  # the model has no such name
+    if any(averaged):  # the model itself has no such name
         options.insert(0, Option("exclude", (_AVERAGES,)))
         safe = safe and not any(
             _AVERAGES in names and not is_one for names, is_one in zip(every, averaged, strict=True)
@@ -187,7 +191,7 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
         facts.insert(
             0,
             f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')}"
-            f" ({first_few([who[w] for w in stripped])})",
+            f" ({some([who[w] for w in stripped])})",
         )
     text: str = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
     if any(averaged):
@@ -201,7 +205,10 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
 
 
 def averages(scope: Scope) -> Iterator[Issue]:
-    """What torch's AveragedModel saved, and what goes on with it; :func:`prefixes` has what the model itself takes."""
+    """Yield issues about state dicts of torch's AveragedModel, with the code that resumes it.
+
+    The issue of :func:`prefixes` has the command for the model itself.
+    """
     source = scope.checkpoint.source
     for found in scope.named():
         if isinstance(found, StateDict) and _is_average(found.names()):
@@ -216,16 +223,15 @@ def averages(scope: Scope) -> Iterator[Issue]:
 
 
 def twins(scope: Scope) -> Iterator[Issue]:
-    """Averages of the weights (EMA) beside them, which a conversion to safetensors does not take by itself."""
-    for found in scope.checkpoint.detected.averages():
-        text = (
-            f"{found.path} is an average of the weights (EMA), with the same names; the command takes only the average"
-        )
-        yield Issue("ema", text, Fix("-ema", part=(Option("select", found.path),)))
+    """Yield issues about averages of the weights (EMA), which a conversion to safetensors leaves out."""
+    for average in scope.checkpoint.detected.averages():
+        path = average.path
+        text = f"{path} is an average of the weights (EMA), with the same names; the command takes only the average"
+        yield Issue("ema", text, Fix("-ema", part=(Option("select", path),)))
 
 
 def inner_models(scope: Scope) -> Iterator[Issue]:
-    """The model inside a module of Lightning's, whose attribute starts its names."""
+    """Yield an issue about a model in a Lightning module, if the name of its attribute starts the names."""
     root, main = scope.checkpoint.graph.root, scope.checkpoint.detected.main()
     if (
         not isinstance(root, Dict)
@@ -247,7 +253,7 @@ def inner_models(scope: Scope) -> Iterator[Issue]:
         taken.append(Option("include", (glob_of(prefix, prefix) + "*",)))
     wrapped = any(old != new for old, new in plain.items())
     if wrapped and not all(name.startswith(prefix) for name in names):
-        return  # the glob would not say which
+        return  # a glob for the prefix would not match the wrapped names
     edits = (*([Option("unwrap")] if wrapped else []), Option("strip_prefix", (prefix,)))
     text = (
         f"Lightning put {prefix} before {len(names) - len(others):,} of {count(len(names), 'name')}: the plain model"
@@ -257,21 +263,21 @@ def inner_models(scope: Scope) -> Iterator[Issue]:
 
 
 def inner_prefixes(scope: Scope) -> Iterator[Issue]:
-    """A ``module.`` that all names of one submodule go through: nn.DataParallel's, or the model's own."""
+    """Yield an issue about an inner ``module.`` in all names of a submodule, which may be that of nn.DataParallel."""
     found = wrapped_parts([found.names() for found in scope.named()])
     if found:
         fix = Fix("-inner", names=(Option("rename", (found.rename,)),)) if found.is_safe else None
         text = (
-            f"all names that start with {first_few(found.parents)} contain an inner module.: if nn.DataParallel wrapped"
+            f"all names that start with {some(found.parents)} contain an inner module.: if nn.DataParallel wrapped"
             " only that part, the plain model reports missing and unexpected keys"
         )
         yield Issue("inner-prefix", text, fix)
 
 
 def _chain(names: list[str]) -> list[str]:
-    """The wrappers that start every one of `names`, the outermost first.
+    """Return the wrappers that start all of `names`, the outermost one first.
 
-    ``module.`` only once, since a model can have one of its own.
+    ``module.`` occurs only once, because the model may have a module of this name.
     """
     chain: list[str] = []
     while names:
@@ -284,19 +290,24 @@ def _chain(names: list[str]) -> list[str]:
 
 
 def _all_start(names: list[str], wrapper: str) -> bool:
+    """Return whether all of `names`, except for the counter of an AveragedModel, start with `wrapper`."""
     return len(names) > (_AVERAGES in names) and all(
         name.startswith(wrapper) or (wrapper == _MODULE and name == _AVERAGES) for name in names
     )
 
 
 def _is_average(names: list[str]) -> bool:
-    """Whether `names` are those of an AveragedModel's state dict."""
+    """Return whether `names` are the names in the state dict of an AveragedModel."""
     return _AVERAGES in names and _all_start(names, _MODULE)
 
 
 def _is_for(stripped: list[str], chain: list[str], names: list[str]) -> bool:
-    """Whether taking off `stripped`, in this order, does to `names` what their `chain` of wrappers asks for: no less,
-    and nothing to a module of the model's own.
+    """Return whether removing the prefixes `stripped`, in this order, removes exactly the wrappers of `names`.
+
+    Args:
+        stripped: The prefixes to remove.
+        chain: The wrappers that start all of `names`.
+        names: The names of one state dict.
     """
     others = tuple(wrapper for wrapper in stripped if wrapper not in chain)
     return [w for w in stripped if w in chain] == list(dict.fromkeys(chain)) and not any(
@@ -308,7 +319,7 @@ def _is_for(stripped: list[str], chain: list[str], names: list[str]) -> bool:
 
 
 def unused_bytes(scope: Scope) -> Iterator[Issue]:
-    """Storages that are far bigger than what the tensors in them show."""
+    """Yield an issue about storages that are much larger than their tensors."""
     if not any(info.storage and info.nbytes < info.storage.nbytes for info in scope.checkpoint.tensors.values()):
         return
     users = Counter(each.storage for each in scope.checkpoint.references)
@@ -335,7 +346,7 @@ def unused_bytes(scope: Scope) -> Iterator[Issue]:
 
 
 def _covered(infos: list[TensorInfo]) -> int:
-    """How many bytes of a storage `infos` reach over."""
+    """Return how many bytes of a storage the tensors `infos` use."""
     covered = end = 0
     for start, stop in sorted(map(extent, infos)):
         covered += max(stop - max(start, end), 0)
@@ -344,47 +355,46 @@ def _covered(infos: list[TensorInfo]) -> int:
 
 
 def shared(scope: Scope) -> Iterator[Issue]:
-    """Tensors of the state dict that share memory, which the safetensors library refuses to save."""
+    """Yield an issue about tensors of the state dict that share memory, which the safetensors library refuses."""
     if scope.checkpoint.index.is_unshared:
         return
     by_storage: dict[Storage, list[tuple[str, TensorInfo]]] = {}
-    found = _for_safetensors(scope.checkpoint)
-    for name, info in found.items():
+    for name, info in _for_safetensors(scope.checkpoint).items():
         if info.storage is not None and info.nbytes:
             by_storage.setdefault(info.storage, []).append((name, info))
     pairs = []
     for views in by_storage.values():
         reach, whose = -1, ""
-        for (start, stop), name in sorted((extent(info), name) for name, info in views) if len(views) > 1 else []:
+        for (start, stop), name in sorted((extent(info), name) for name, info in views):
             if start < reach:
                 pairs.append(f"{whose} and {name}")
             if stop > reach:
                 reach, whose = stop, name
     if pairs:
         text = (
-            f"tensors of the state dict share memory ({first_few(pairs)}): safetensors' save_file refuses that, a"
+            f"tensors of the state dict share memory ({some(pairs)}): safetensors' save_file refuses that, a"
             " conversion takes it"
         )
         yield Issue("ties", text, _TO_SAFETENSORS)
 
 
 def _for_safetensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
-    """The tensors of the state dict that a conversion would take, if safetensors can hold each; else none."""
+    """Return the tensors of the main state dict by name, or none if safetensors cannot contain all of them."""
     main = checkpoint.detected.main()
-    found: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     for key, value in main[0].items() if len(main) == 1 else ():
         info = checkpoint.tensor_nodes.get(id(value))
         if info is None:
             continue
-        if not isinstance(key, str) or not is_text(key) or key == METADATA or key in found or not _fits(info):
+        if not isinstance(key, str) or not is_text(key) or key == METADATA or key in tensors or not _fits(info):
             return {}
-        found[key] = info
-    return found
+        tensors[key] = info
+    return tensors
 
 
 def _fits(info: TensorInfo) -> bool:
-    """Whether safetensors can hold `info`; not everything that it can, but nothing that it cannot."""
+    """Return whether safetensors can contain `info`. False also for some tensors that it could contain."""
     if info.kind != "strided" or info.storage is None or info.conj or info.neg:
         return False
-    held = get_dtype(info.dtype).word is not None and (info.shape != () or info.dtype != "float4_e2m1fn_x2")
-    return held and (info.contiguous or info.nbytes <= LIMITS.gathered_bytes)
+    has_word = get_dtype(info.dtype).word is not None and (info.shape != () or info.dtype != "float4_e2m1fn_x2")
+    return has_word and (info.contiguous or info.nbytes <= LIMITS.gathered_bytes)

@@ -17,7 +17,7 @@ from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.sharded import index as sharded
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option, literal, saved_by_torch
-from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope, first_few
+from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, imported_name, is_global, walk
 from ckptconv.pickles.paths import Place, is_item
@@ -25,13 +25,18 @@ from ckptconv.safety.torch_load import Loading
 
 _PICKLE, _LEGACY = WRITERS["pickle"].name, WRITERS["legacy"].name
 _MOST_DROPPED = 8  # items that one command leaves out
-_LOCAL = "/.__state__[1]/_local_tensor"  # where a DTensor has this process's part
+_LOCAL = "/.__state__[1]/_local_tensor"  # the path in a DTensor of the part of this process
 
 
 @dataclass(frozen=True)
 class LoadablePart:
-    """What of a checkpoint loads alone: the state dict that is meant when nobody says which (`path` is None), or what
-    stands at `path`. `nodes` are what is in it; `module`: what would give it.
+    """A part of a checkpoint that torch's safe loader loads.
+
+    Attributes:
+        nodes: The nodes that the part consists of.
+        path: The path of the part, or None for the main state dict.
+        nbytes: The bytes of its storages.
+        module: The pickled module whose state dict the part is, or None.
     """
 
     nodes: list[Node]
@@ -43,10 +48,15 @@ class LoadablePart:
 def refusals(
     scope: Scope, refused: Sequence[tuple[str, Value]], plain: tuple[Fix, str] | None
 ) -> tuple[list[Issue], LoadablePart | None, list[Issue]]:
-    """An issue for each thing `refused`, the fix with the last, what the fix takes, and other ways.
+    """Return the issues about what torch refuses, with a fix in the last one.
 
-    `plain`: what makes all of it plain, where that can be done, and what to say of it. Then that is the fix, and a part
-    that loads is another way.
+    Args:
+        scope: The checkpoint.
+        refused: The result of :func:`what_is_refused`.
+        plain: A fix that makes all of it plain, with its description, or None. It is preferred to a part that loads.
+
+    Returns:
+        The issues; the part that the fix takes, or None; and issues with other fixes.
     """
     found = Refused(scope.checkpoint, refused)
     if found.where and all(map(needed_import, found.where)):
@@ -57,12 +67,12 @@ def refusals(
         more = f" and {count(times - 1, 'more place')}" if times > 1 else ""
         texts.append(f"torch.load(weights_only=True) refuses {word}, at {first}{more}")
     if len(found.where) > SHOWN:
-        texts.append(f"and {len(found.where) - SHOWN:,} more like that: {first_few(list(found.where)[SHOWN:])}")
+        texts.append(f"and {len(found.where) - SHOWN:,} more like that: {some(list(found.where)[SHOWN:])}")
     if scope.checkpoint.script_classes is not None:
         texts = ["it is a TorchScript archive, which torch.jit.load loads and torch.load does not"]
     unwanted = found.droppable() if scope.checkpoint.storages and scope.checkpoint.script_classes is None else []
     if unwanted and (part is None or part.nbytes < _total(scope.checkpoint)):
-        part = None  # the whole file but for what is refused
+        part = None  # the complete file without the refused items
     fix, last = _fix(found, part, unwanted)
     others: list[Issue] = []
     if plain:
@@ -74,7 +84,7 @@ def refusals(
 
 
 def _to_import(found: Refused) -> Issue:
-    """What torch's safe loader takes once modules of torch or torchao are imported."""
+    """Return the issue for globals that torch's safe loader accepts after an import of torch's modules or torchao."""
     modules = dict.fromkeys(needed_import(name) or "" for name in found.where)
     first, _ = next(iter(found.where.values()))
     name, *others = found.where
@@ -85,11 +95,12 @@ def _to_import(found: Refused) -> Issue:
 
 
 def _total(checkpoint: Checkpoint) -> int:
+    """Return the bytes of all storages."""
     return sum(storage.nbytes for storage in checkpoint.storages.values())
 
 
 def _fix(found: Refused, part: LoadablePart | None, unwanted: Sequence[str]) -> tuple[Fix | None, str]:
-    """The fix that takes `part`, or what leaves the `unwanted` out, and what to say of it."""
+    """Return a fix that takes `part`, or leaves out the paths `unwanted`, and its description. The fix may be None."""
     checkpoint = found.checkpoint
     is_script = checkpoint.script_classes is not None
     drop = Option("drop", tuple(unwanted))
@@ -115,7 +126,10 @@ def _fix(found: Refused, part: LoadablePart | None, unwanted: Sequence[str]) -> 
 
 
 def what_is_refused(checkpoint: Checkpoint, loading: Loading) -> list[tuple[str, Value]]:
-    """What in the graph torch refuses however it is written: a global's name or a reason, and where it stands."""
+    """Return what torch refuses in the graph, whatever opcodes write it: the reasons, each with its node.
+
+    The reason may be the name of a global.
+    """
     if any(reason.is_spelling for reason in loading.reasons):
         return checkpoint.index.obstacles
     refused = [reason for reason in loading.reasons if reason.known == "refused"]
@@ -123,30 +137,35 @@ def what_is_refused(checkpoint: Checkpoint, loading: Loading) -> list[tuple[str,
 
 
 def around(checkpoint: Checkpoint, loading: Loading) -> list[Issue]:
-    """What torch refuses of the file around the pickle, and what of it is not known."""
+    """Return issues about the file around the pickle: what torch refuses, or what is not known."""
     refused = [reason for reason in loading.reasons if reason.known == "refused"]
     if refused:
         fix = Fix("-readable") if all(reason.is_spelling for reason in refused) else None
-        text = f"torch.load refuses it: {first_few([reason.text for reason in refused])}"
+        text = f"torch.load refuses it: {some([reason.text for reason in refused])}"
         return [Issue("container", text, fix, blocks=True)]
     if not loading.reasons:
         return []
     found = Refused(checkpoint, [(r.text, r.node) for r in loading.reasons if isinstance(r.node, Node)])
     texts = [reason.text for reason in loading.reasons if reason.node is None]
     texts += [f"{word} (at {path})" for word, (path, _) in found.where.items()]
-    return [Issue("not known", f"{first_few(texts)}: whether torch {loading.torch} loads that is not known")]
+    return [Issue("not known", f"{some(texts)}: whether torch {loading.torch} loads that is not known")]
 
 
 class Refused:
-    """What is in the way of torch's safe loader: `refused` is what the index of `checkpoint` has as obstacles, or some
-    of it, or what :func:`what_is_refused` gives.
+    """The objects of a checkpoint that torch's safe loader refuses.
+
+    Args:
+        checkpoint: The checkpoint.
+        refused: Reasons, each with its node: obstacles of the index, or the result of :func:`what_is_refused`.
+
+    Attributes:
+        where: For each reason, or name of a global: its first path, and the number of its places.
     """
 
     def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:
         self.checkpoint = checkpoint
         self.nodes = [node for _, node in refused]
         self.uses = checkpoint.index.referrers
-        #: Each global's name or reason, the path where it stands first, and the number of places.
         self.where: dict[str, tuple[str, int]] = {}
         for reason, node in refused:
             word = imported_name(node, 2) if isinstance(node, Global) else reason
@@ -155,20 +174,18 @@ class Refused:
             self.where[word] = first, times + 1 + more
 
     def loadable_part(self) -> LoadablePart | None:
-        """A part that loads without them, if there is a good one: the state dict, else the largest state dict, else
-        what has more than half of all bytes.
+        """Return a part that loads without the refused objects, or None.
+
+        It is the main state dict, or else the largest state dict, or else a part with more than half of all bytes.
         """
         tainted, detected = self.uses.above(self.nodes), self.checkpoint.detected
         meant = next(iter(detected.main()), None) if len(detected.main()) == 1 else None
         seen: set[int] = set()
 
         def sized(part: LoadablePart) -> LoadablePart:
-            """`part` with its bytes.
-
-            What stands in two parts counts for the first, for looking again and again could take forever.
-            """
-            found = self.checkpoint.index.storages_below(*part.nodes, seen=seen)
-            return replace(part, nbytes=sum(storage.nbytes for storage in found))
+            """Return `part` with its bytes. Each node counts for the first part only, and is visited once."""
+            storages = self.checkpoint.index.storages_below(*part.nodes, seen=seen)
+            return replace(part, nbytes=sum(storage.nbytes for storage in storages))
 
         modules = [
             LoadablePart([*map(detached, found.tensors.values())], found.path, 0, found) for found in detected.modules
@@ -182,17 +199,17 @@ class Refused:
         state_dicts = [LoadablePart([f.node], f.path, 0) for f in detected.state_dicts if id(f.node) not in tainted]
         others = state_dicts or loadable or _other_parts(self.checkpoint, tainted)
         largest = max(map(sized, others), key=lambda part: part.nbytes, default=None)
-        enough = 0 if state_dicts or loadable else sum(s.nbytes for s in self.checkpoint.storages.values()) // 2
+        enough = 0 if state_dicts or loadable else _total(self.checkpoint) // 2
         return largest if largest and largest.nbytes > enough else None
 
     def left_out(self, part: LoadablePart) -> list[str]:
-        """The items of the root that the `part` leaves out."""
+        """Return the paths of the root's items that `part` leaves out."""
         kept = self.uses.above([part.module.place.node] if part.module else part.nodes)
         places = self.checkpoint.index.places_in_root()
         return [place.path for place in places if is_item(place) and id(place.node) not in kept]
 
     def droppable(self) -> list[str]:
-        """Paths of items, a few, without which nothing is refused and no tensor is lost; none if there are no such."""
+        """Return the paths of a few items without which nothing is refused and no tensor is lost, or an empty list."""
         refused, index = {id(node) for node in self.nodes}, self.checkpoint.index
         tainted, opened = self.uses.above(self.nodes), {0}
         unwanted: list[Place] = []
@@ -202,7 +219,7 @@ class Refused:
                 continue
             if _holds_items(place.node) and id(place.node) not in refused:
                 opened.add(id(place.node))
-            elif place.key is None:  # without an element the others of a list would move up
+            elif place.key is None:  # the removal of an element would renumber the others
                 return []
             else:
                 unwanted.append(place)
@@ -219,17 +236,20 @@ class Refused:
 
 
 def _holds_items(node: Value) -> bool:
-    """Whether `node` is a mapping of Python's, out of which items can be left."""
+    """Return whether `node` is a dict or OrderedDict, from which items can be removed."""
     return isinstance(node, Dict) or (isinstance(node, Call) and is_global(node.callable, "collections.OrderedDict"))
 
 
 def partial_tensors(scope: Scope, refused: Sequence[tuple[str, Value]]) -> Iterator[Issue]:
-    """DTensors and their like, which a plain model refuses; where each part is the whole, the command that says so."""
+    """Yield an issue about tensors of which the file has one process's part, such as DTensors.
+
+    If each part is the complete tensor, the issue has the code that saves them as plain tensors.
+    """
     tensors = scope.checkpoint.tensors
     parts = {path: info for path, info in tensors.items() if info.kind == "partial"}
     if not parts:
         return
-    text = f"{first_few([*parts])}: the file has one process's part, and no plain model takes a tensor of that kind; "
+    text = f"{some([*parts])}: the file has one process's part, and no plain model takes a tensor of that kind; "
     local = [tensors.get(path + _LOCAL) for path in parts]
     needs = [needed_import(imported_name(node, 2)) if isinstance(node, Global) else None for _, node in refused]
     state_dict = _subscripts(scope.checkpoint)
@@ -252,7 +272,7 @@ def partial_tensors(scope: Scope, refused: Sequence[tuple[str, Value]]) -> Itera
 
 
 def _subscripts(checkpoint: Checkpoint) -> str | None:
-    """What Python writes behind the whole to get at its state dict; None where that is not clear."""
+    """Return the Python subscripts that lead from the root to the main state dict, or None if there are none."""
     main = checkpoint.detected.main()
     if len(main) != 1 or not isinstance(main[0], StateDict):
         return None
@@ -264,7 +284,7 @@ def _subscripts(checkpoint: Checkpoint) -> str | None:
 
 
 def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[LoadablePart]:
-    """The outermost parts that are not `tainted`, each an item of something that is itself an item."""
+    """Return the outermost parts without a `tainted` node that are reached from the root through items only."""
     items: dict[int, bool] = {}
     found: list[LoadablePart] = []
     for place in checkpoint.places:
@@ -278,11 +298,11 @@ def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[LoadablePart
 
 
 def nested(scope: Scope) -> Iterator[Issue]:
-    """Checkpoints in byte strings, which no command reads unless it is told to."""
+    """Yield issues about checkpoints in byte strings, which commands read only with ``select``."""
     graph = scope.checkpoint.graph
     if not graph.byte_strings and not any(is_global(each, "_codecs.encode") for each in graph.globals):
         return
-    from ckptconv.formats.torch_files import files_in  # which other files do without
+    from ckptconv.formats.torch_files import files_in
 
     found = files_in(scope.checkpoint.index.every_place, scope.checkpoint.blobs or scope.checkpoint.source)
     for place, held in islice(found, SHOWN):
@@ -291,7 +311,7 @@ def nested(scope: Scope) -> Iterator[Issue]:
 
 
 def containers(checkpoint: Checkpoint) -> list[Issue]:
-    """What torch does not read, for what it is."""
+    """Return an issue if ``torch.load`` cannot read the container of the checkpoint, or an empty list."""
     if isinstance(checkpoint.source, SourceFolder) and not checkpoint.format.startswith(sharded.NAME):
         text = "torch.load reads files, and these are several, with parts of the same tensors"
         return [Issue("parts", text, Fix("-whole"), blocks=True)]
@@ -300,7 +320,7 @@ def containers(checkpoint: Checkpoint) -> list[Issue]:
         return [Issue("pickle", text, Fix("-torch"), blocks=True)]
     if checkpoint.format != _LEGACY:
         return []
-    from ckptconv.formats.torch_legacy import unreadable  # which other files do without
+    from ckptconv.formats.torch_legacy import unreadable
 
     lost = unreadable(checkpoint)
     if lost is None:
@@ -310,7 +330,7 @@ def containers(checkpoint: Checkpoint) -> list[Issue]:
 
 
 def opcodes(checkpoint: Checkpoint) -> list[Issue]:
-    """A pickle that only has to be written in another way."""
+    """Return an issue if torch refuses the opcodes or the container, but nothing in the graph, or an empty list."""
     unread = containers(checkpoint)
     if unread:
         return unread
@@ -318,9 +338,7 @@ def opcodes(checkpoint: Checkpoint) -> list[Issue]:
     unknown = refused_opcodes(graph)
     if unknown:
         protocol = graph.protocol or "0 or 1"  # neither says which it is
-        text = (
-            f"torch.load(weights_only=True) does not know {first_few(unknown)}, which pickle protocol {protocol} uses"
-        )
+        text = f"torch.load(weights_only=True) does not know {some(unknown)}, which pickle protocol {protocol} uses"
     elif graph.protocol > 2:
         text = f"it was saved with pickle protocol {graph.protocol}, of which torch.load(weights_only=True) warns"
     else:
@@ -329,14 +347,15 @@ def opcodes(checkpoint: Checkpoint) -> list[Issue]:
 
 
 def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[Fix, str] | None:
-    """What makes everything `refused` plain, and what to say of it, if that can be: which is tried, on the file read
-    once more.
+    """Return a fix that makes everything `refused` plain, and its description, or None.
+
+    This reads the file again and tries it.
     """
     source = scope.checkpoint.source
     names = {imported_name(node, 2) for _, node in refused if isinstance(node, Global)}
     if not names or isinstance(source, SourceFolder) or scope.checkpoint.script_classes is not None:
         return None
-    from ckptconv.edits.apply import apply  # all edits, which files do without of which nothing is refused
+    from ckptconv.edits.apply import apply
     from ckptconv.edits.loadable.table import BY_CLASS
     from ckptconv.edits.options import Edits
 
