@@ -11,7 +11,7 @@ import inspect
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any, TypeAlias, cast
 
 import torch
@@ -21,7 +21,7 @@ from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import needed_import
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_devices
-from ckptconv.edits.retag import retag
+from ckptconv.edits.retag import retag, tags_of
 from ckptconv.errors import MalformedError, UnsupportedError
 from ckptconv.formats import torch_zip
 from ckptconv.hints import joined, option
@@ -55,7 +55,7 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
     if not checkpoint.is_byteorder_said:
         checkpoint.byteorder = _default_byteorder()
     if not callable(target):
-        tags = _tags(checkpoint) if target is None else [target]
+        tags = tags_of(checkpoint) if target is None else [target]
         require_devices(
             tags,
             where=where,
@@ -72,7 +72,8 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         if stream.failure:  # torch reports that reading failed, without the reason
             raise stream.failure from None
         if isinstance(error, pickle.UnpicklingError):
-            raise UnsupportedError("torch's safe loader refuses it", where=where, got=_reason(error)) from error
+            reason = re.search(r"WeightsUnpickler error:\s*(.*?)(?:\.? Please|$)", str(error), re.MULTILINE)
+            raise UnsupportedError("torch's safe loader refuses it", where=where, got=reason and reason[1]) from error
         if not isinstance(error, Exception):
             raise
         short = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
@@ -83,12 +84,6 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         ) from error
 
 
-def _reason(error: pickle.UnpicklingError) -> str | None:
-    """Return the part of torch's error that says what torch refuses, or None if it has no such part."""
-    found = re.search(r"WeightsUnpickler error:\s*(.*?)(?:\.? Please|$)", str(error), re.MULTILINE)
-    return found[1] if found else None
-
-
 def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
     """Raise UnsupportedError if torch's safe loader would refuse `checkpoint`, before a tensor is read.
 
@@ -97,7 +92,10 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
     unknown = sorted({node.name for node in checkpoint.graph.globals if isinstance(node, OtherDType)})
     if unknown:
         raise UnsupportedError("torch has no such dtype", where=checkpoint.source.path, got=", ".join(unknown))
-    trusted = set(_told())
+    trusted = {  # by the program that uses this package
+        each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}"
+        for each in torch.serialization.get_safe_globals()
+    }
     refused = [
         (reason, node)
         for reason, node in checkpoint.index.obstacles
@@ -132,18 +130,12 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
         )
 
 
-def _told() -> Iterator[str]:
-    """Yield the names of the globals that the program has told torch to trust."""
-    for told in torch.serialization.get_safe_globals():
-        yield told[1] if isinstance(told, tuple) else f"{told.__module__}.{told.__qualname__}"
-
-
 def _default_byteorder() -> str:
     """Return torch's setting for the byte order of files that do not record it: ``little`` or ``big``."""
-    told = torch.serialization.get_default_load_endianness()
-    if told == torch.serialization.LoadEndianness.NATIVE:
+    setting = torch.serialization.get_default_load_endianness()
+    if setting == torch.serialization.LoadEndianness.NATIVE:
         return sys.byteorder
-    return "big" if told == torch.serialization.LoadEndianness.BIG else "little"
+    return "big" if setting == torch.serialization.LoadEndianness.BIG else "little"
 
 
 def _meaning(map_location: LoadLocation | None) -> tuple[Devices, Any]:
@@ -182,9 +174,3 @@ def _device(word: object) -> str:
         return "meta"
     target = parse_target(word)
     return target.family if target.index is None else target.tag("")
-
-
-def _tags(checkpoint: Checkpoint) -> Iterable[str]:
-    """Yield the devices of all storages, and the devices in arguments of calls."""
-    yield from (storage.device for storage in checkpoint.storages.values())
-    yield from (argument.device for argument in checkpoint.index.device_arguments)

@@ -120,7 +120,7 @@ class _Found:
             elif isinstance(node, torch.Tensor):
                 self.free.append(place)
             elif isinstance(node, (torch.UntypedStorage, torch.storage.TypedStorage)):
-                self.storages.append(_untyped(node))
+                self.storages.append(node if isinstance(node, torch.UntypedStorage) else node._untyped_storage)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors, each once."""
@@ -270,11 +270,6 @@ def _tag(thing: torch.Tensor | torch.UntypedStorage) -> str:
     """Return the device of `thing`, as torch writes it into a file."""
     device = thing.device
     return device.type if device.type in _NO_INDEX else f"{device.type}:{device.index or 0}"
-
-
-def _untyped(storage: torch.UntypedStorage | torch.storage.TypedStorage) -> torch.UntypedStorage:
-    """Return the untyped storage of `storage`."""
-    return storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
 
 
 def _key(storage: torch.UntypedStorage) -> StorageWeakRef:
