@@ -1,4 +1,5 @@
-"""Questions about checkpoints that change nothing: what is inside, is it sound, does it load, are two the same.
+"""Answer questions about checkpoints without changing them: what is inside, is it sound, does it load, are two the
+same.
 
-May import: ``conversion`` and what stands below it. Start with ``summary``.
+May import ``conversion`` and what is below it. Start with ``summary``.
 """

@@ -1,4 +1,4 @@
-"""Summarise a checkpoint. All sizes in bytes."""
+"""Summarise a checkpoint. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _KINDS = get_args(_Kind)
 
 @dataclass(frozen=True)
 class Share:
-    """How many tensors have something in common, and the bytes of their storages."""
+    """The number of tensors that have something in common, and the bytes of their storages."""
 
     tensors: int
     nbytes: int
@@ -54,7 +54,7 @@ class Share:
 
 @dataclass(frozen=True)
 class StateDictSummary:
-    """A state dict: where it is, what it holds, and the first segments of its names with their number."""
+    """A state dict: its path, its size, and how many of its names start with each first segment."""
 
     path: str
     tensors: int
@@ -68,7 +68,7 @@ class StateDictSummary:
 class NamedTensor:
     """A name in the state dict that a module would give, and the path of its tensor in the file.
 
-    None where nothing but the module has one.
+    The path is None if only the module contains the tensor.
     """
 
     name: str
@@ -79,7 +79,7 @@ class NamedTensor:
 class ModuleSummary:
     """A whole module: its class, as the file names it, and the state dict that it would give.
 
-    ``trouble``: why it gives none; ``unknown``: names of what is there and no tensor that is known.
+    ``trouble`` says why it gives none. ``unknown`` are the names of parameters and buffers that are not known tensors.
     """
 
     path: str
@@ -94,11 +94,13 @@ class ModuleSummary:
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """One row of the tensor table; shape, stride and offset in elements.
+    """A row of the tensor table. Shape, stride and offset are in elements.
 
-    ``name`` is the key in a mapping, or the name in the state dict that the whole
-    module at the path ``module`` would give. ``storage`` is the number of its storage, from 0, which others
-    may show too. ``values`` is None where they were not asked for, or are no numbers.
+    Attributes:
+        name: The key in a mapping, or the name in the state dict that the whole module at the path ``module`` would
+            give.
+        storage: The number of its storage, from 0. Tensors with the same number share it.
+        values: None if the values were not asked for, or are not numbers.
     """
 
     path: str
@@ -120,9 +122,13 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class ReasonSummary:
-    """Why torch refuses the file, or why that is not known, and where; None where it is the file as a whole.
+    """A reason why torch refuses the file, or why that is not known.
 
-    ``needs`` is the module of torch or torchao that it wants imported first, if that is all.
+    Attributes:
+        refused: Whether torch refuses it.
+        text: The reason in words.
+        path: Where the reason is, or None if it is the file as a whole.
+        needs: The module of torch or torchao that has to be imported first, if that is all.
     """
 
     refused: bool
@@ -133,9 +139,15 @@ class ReasonSummary:
 
 @dataclass(frozen=True)
 class TorchLoadSummary:
-    """Whether ``torch.load`` loads the file: ``loads``, ``refused`` or ``not known``, on a machine that has none of
-    the devices in it; which call that is, and the version of torch whose rules were followed. ``other_torch`` is the
-    version that is installed if it is another one; ``needs`` is the version that the call needs at least.
+    """Whether ``torch.load`` loads the file on a machine without any of the devices in it.
+
+    Attributes:
+        answer: ``loads``, ``refused`` or ``not known``.
+        call: The call that was followed.
+        torch: The version of torch whose rules were followed.
+        reasons: Why it is refused, or not known.
+        other_torch: The version of torch that is installed, if it is another one.
+        needs: The lowest version of torch that the call needs, if it needs one.
     """
 
     answer: Answer
@@ -148,7 +160,7 @@ class TorchLoadSummary:
 
 @dataclass(frozen=True)
 class JournalSummary:
-    """An undo journal beside a file, as large as it is; ``hot``: the change that it is of was not finished."""
+    """An undo journal next to a file, and its size. It is ``hot`` if the change was not finished."""
 
     path: str
     nbytes: int
@@ -165,9 +177,9 @@ class RecordSummary:
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors that belong together, as people say it: what they are, where, how many, and their bytes.
+    """Tensors that belong together: what they are, their path, their number, and their bytes. Tied ones count once.
 
-    Tied ones count once. An EMA is a state dict at a path with a word for one.
+    A state dict is an EMA if its path has a word for one.
     """
 
     kind: _Kind
@@ -183,37 +195,37 @@ class Summary(Result):
     Attributes:
         path: The file or folder.
         format: The name of its format.
-        size: What it takes on the disk.
-        loads_here: Whether a plain ``torch.load(path)`` takes it on this machine; None if that is not known, as with
-            another version of torch than the rules are of.
+        size: Its size on the disk.
+        loads_here: Whether a plain ``torch.load(path)`` loads it on this machine. None if that is not known, as with a
+        version of torch whose rules are not known.
         findings: What is in the way, or unusual, each with the command that mends it.
-        remedy: One command for all of them, if there is one.
-        protocol: That of the pickle; None where there is none.
-        nbytes: What the tensors hold; tied ones count once.
-        stored_nbytes: What their storages take.
-        storages: How many there are.
-        dtypes: How many tensors have each, and their bytes; tied ones count once.
-        devices: The same for devices; empty where the format stores none.
-        state_dicts: Where they are, and the prefixes of their names.
-        modules: Those that were pickled whole, with the state dict that each would give.
-        ties: Paths of tensors that are one.
-        views: Paths of tensors that show a part of their storage, or not in its order.
-        rng_states: Paths of states of random generators.
+        remedy: One command that mends all findings, if there is one.
+        protocol: The protocol of the pickle, or None if there is no pickle.
+        nbytes: The size of all tensors; tied ones count once.
+        stored_nbytes: The size of their storages.
+        storages: The number of storages.
+        dtypes: The number of tensors of each dtype, and their bytes; tied ones count once.
+        devices: The same for devices. Empty if the format stores none.
+        state_dicts: The state dicts, and the prefixes of their names.
+        modules: The modules that were pickled whole, with the state dict that each would give.
+        ties: The paths of tensors that are the same.
+        views: The paths of tensors that show a part of their storage, or not in its order.
+        rng_states: The paths of states of random generators.
         weights_only: Whether ``torch.load(path, weights_only=True)`` is proved to load it, or there is no pickle.
-        obstacles: What that refuses, and how often.
+        obstacles: What ``weights_only=True`` refuses, and how often.
         torch_load: The proof: its answer, the call, the version of torch, the reasons.
         safety: How safe loading is.
-        concerns: What that rests on, and where it stands.
-        dangerous: Those globals of them that no checkpoint needs.
-        globals: All that the pickle names, and how often.
-        user_devices: Devices in the user's own data, by path, which conversions leave alone.
-        others: What is no tensor, by path, in words.
-        metadata: The texts that a safetensors file has.
+        concerns: What ``safety`` is based on, with the paths.
+        dangerous: The names of the concerns that attacks use and no checkpoint needs.
+        globals: All globals that the pickle names, and how often.
+        user_devices: Devices in the user's own data, by path. Conversions do not change them.
+        others: Everything but tensors, by path, in words.
+        metadata: The texts in the header of a safetensors file.
         journals: Undo journals of changes in place.
-        superseded: What such a change replaced and left in the file.
+        superseded: Records that a change in place replaced and left in the file.
         notes: What else to know.
-        tensors: A row for each, in the file's order.
-        parts: Tensors by what they belong to; ``as_dict()`` does not have them.
+        tensors: A row for each tensor, in the file's order.
+        parts: Tensors by what they belong to. ``as_dict()`` does not contain them.
         has_values: Whether the values of tensors were read.
     """
 
@@ -255,14 +267,15 @@ class Summary(Result):
 
 @for_python
 def inspect(path: Input, *, values: bool = False, histogram: bool = False, download: bool = False) -> Summary:
-    """What is in the checkpoint at `path`. Reads no tensor data, unless its `values` are asked for.
+    """Summarise the checkpoint at `path`. No tensor data is read, unless its values are asked for.
 
     Args:
         path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`ckptconv.open`.
-        values: Read all tensors in bounded memory, which needs torch: each has ``values``, which count NaN, infinities
-            and zeros and say the extremes, mean, standard deviation and norm.
+        values: Read all tensors in bounded memory, which needs torch. Each tensor then has ``values``: the counts of
+            NaN,
+        infinities and zeros, the extremes, mean, standard deviation and norm.
         histogram: The same, with a histogram of 32 bins for each tensor.
-        download: Of a URL, as for :func:`ckptconv.convert`.
+        download: For a URL, as for :func:`ckptconv.convert`.
 
     Returns:
         Tensors, devices, dtypes, names, and the rest.
@@ -276,7 +289,9 @@ def inspect(path: Input, *, values: bool = False, histogram: bool = False, downl
 
 @dataclass(frozen=True)
 class ValuesWanted:
-    """Which values are read: with a `histogram` or without, of the tensors that `select` gives of a summary."""
+    """Which values are read: those of the tensors that `select` returns for a summary, with histograms if `histogram`
+    is set.
+    """
 
     histogram: bool = False
     select: Callable[[Summary], Iterable[TensorSummary]] = lambda summary: summary.tensors
@@ -285,7 +300,10 @@ class ValuesWanted:
 def summary_of(
     path: Input, values: ValuesWanted | None = None, *, download: bool = False, progress: Meter | None = None
 ) -> Summary:
-    """:func:`inspect` in the words of the command line, with `values` if they are wanted."""
+    """Return what :func:`inspect` returns, in the words of the command line.
+
+    `values` says which values are read; None: none. `progress` is called with the bytes to read.
+    """
     with open_input(path, skims=values is None, download=download, progress=progress) as source:
         with gc_paused():
             checkpoint = opening.read(source)
@@ -302,7 +320,7 @@ def summary_of(
 
 
 def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
-    """The summary of `checkpoint`, to be loaded on `host`."""
+    """Return the summary of `checkpoint`, to be loaded on `host`."""
     detected = checkpoint.detected
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]
@@ -382,7 +400,7 @@ def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
 
 
 def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
-    """The tensors of `checkpoint` by what they belong to."""
+    """Return the tensors of `checkpoint` by what they belong to."""
     detected = checkpoint.detected
     whole: dict[int, tuple[_Kind, str]] = {}
     for found in detected.state_dicts:
@@ -408,6 +426,7 @@ def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
 
 
 def _torch_load(loading: Loading, checkpoint: Checkpoint, host: Host) -> TorchLoadSummary:
+    """Return whether torch loads `checkpoint`, with the paths of the reasons."""
     uses = checkpoint.index.referrers if loading.reasons else None
     return TorchLoadSummary(
         answer=loading.answer,
@@ -428,7 +447,7 @@ def _torch_load(loading: Loading, checkpoint: Checkpoint, host: Host) -> TorchLo
 
 
 def _journals(source: Readable) -> tuple[JournalSummary, ...]:
-    """The undo journals beside the files of `source`."""
+    """Return the undo journals next to the files of `source`."""
     if not source.is_stored:
         return ()
     folder = source.folder if isinstance(source, SourceFolder) else source.path
@@ -440,13 +459,14 @@ def _journals(source: Readable) -> tuple[JournalSummary, ...]:
 
 
 def _devices(checkpoint: Checkpoint, tensors: list[TensorInfo]) -> dict[str, Share]:
+    """Return the storages of each device by their bytes, and its `tensors` by their number."""
     own = {info.storage: info.own_device for info in tensors if info.storage and info.own_device}
     stored = [(own.get(each) or each.device, 0, each.nbytes) for each in checkpoint.storages.values()]
     return _shares([*stored, *((info.device, 1, 0) for info in tensors)])
 
 
 def _shares(counted: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
-    """The sums of so many tensors and bytes by their word."""
+    """Return the sums of (word, number of tensors, bytes), by word."""
     tensors, sizes = Counter[str](), Counter[str]()
     for (word, n, nbytes), times in Counter(counted).items():  # most are alike
         tensors[word] += times * n
@@ -455,6 +475,7 @@ def _shares(counted: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
 
 
 def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
+    """Return the summary of a state dict."""
     tensors = checkpoint.tensor_nodes
     infos = [info for _, value in found.items() if (info := tensors.get(id(value)))]
     parameters, nbytes = _sizes(infos, checkpoint)
@@ -470,6 +491,7 @@ def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
 
 
 def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
+    """Return the summary of a whole module."""
     tensors = checkpoint.tensor_nodes
     infos = dict.fromkeys(tensors[id(node)] for node in found.tensors.values())  # modules can be shared
     parameters, nbytes = _sizes([*infos], checkpoint)
@@ -487,7 +509,7 @@ def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
 
 
 def _sizes(infos: list[TensorInfo], checkpoint: Checkpoint) -> tuple[int, int]:
-    """The elements and bytes of `infos`, which are of `checkpoint`, ties once."""
+    """Return the elements and bytes of `infos`, which are tensors of `checkpoint`. Ties count once."""
     if not checkpoint.index.is_unshared:
         distinct = {(id(info.storage), info.offset, info.shape) if info.storage else id(info): info for info in infos}
         infos = list(distinct.values())
@@ -495,6 +517,7 @@ def _sizes(infos: list[TensorInfo], checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def _ties(tensors: list[TensorInfo]) -> tuple[tuple[str, ...], ...]:
+    """Return the paths of tied tensors, the first one and those that are tied to it together."""
     groups: dict[str, list[str]] = {}
     for info in tensors:
         if info.tied_to is not None:
@@ -506,7 +529,9 @@ def _ties(tensors: list[TensorInfo]) -> tuple[tuple[str, ...], ...]:
 
 
 def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, str]]:
-    """Path and short value of everything that is no tensor and stands in nothing that is shown whole."""
+    """Yield the path and a short text of everything but tensors, unless it is inside something that is shown as a
+    whole.
+    """
     hidden, tensors = set[int](), checkpoint.tensor_nodes
     shown: dict[int, tuple[bool, str | None]] = {}  # of what is shared, which can stand in any number of places
     for place in places:
@@ -529,7 +554,7 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
 
 
 def _shown(node: Value) -> tuple[bool, str | None]:
-    """Whether `node` is shown whole, and the words for it, if there are any."""
+    """Return whether `node` is shown as a whole, and the words for it, or None."""
     if not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or is_flat(node):
         return True, describe(node)
     if isinstance(node, Call) and isinstance(node.callable, Global) and node.callable.name == "scalar":

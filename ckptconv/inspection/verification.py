@@ -1,6 +1,6 @@
 """Verify a checkpoint: collect every fault, compare every checksum, and judge whether loading it runs code.
 
-Nothing in the file is run, and torch is not needed.
+Nothing in the file is executed, and torch is not needed.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ Status: TypeAlias = Literal["ok", "failed", "not checked"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found; ``str`` gives it as a printable line.
+    """One finding. ``str`` returns it as a printable line.
 
     Attributes:
         level: How bad it is.
-        what: What it is, in words.
+        what: What was found, in words.
         where: The file or record.
-        expected: What should stand there.
-        got: What stands there.
+        expected: What was expected there.
+        got: What is there.
         hint: What to do.
-        path: Of what needs code, where in the checkpoint it stands.
+        path: The path in the checkpoint of what needs code.
     """
 
     level: Level
@@ -91,14 +91,14 @@ class Verdict(Result):
     """What :func:`verify` found.
 
     Attributes:
-        path: What was looked at.
-        format: The name of its format; None where no checkpoint could be made of it.
-        safety: What loading it takes; None as above.
-        checked: How many records had a checksum.
+        path: The file or folder.
+        format: The name of its format, or None if it could not be read as a checkpoint.
+        safety: How safe loading is, or None as above.
+        checked: The number of records that have a checksum.
         nbytes: The bytes of those records.
         findings: What was found.
-        more: How many findings there are beyond the limit.
-        strict: Whether only what is proved to load with ``weights_only=True``, or has no pickle, is ``ok``.
+        more: The number of findings beyond the limit.
+        strict: Whether a checkpoint is ``ok`` only if it is proved to load with ``weights_only=True`` or has no pickle.
         torch: The version of torch whose rules `safety` follows.
     """
 
@@ -120,7 +120,7 @@ class Verdict(Result):
 
     @property
     def status(self) -> Status:
-        """``failed`` if anything is wrong with it, ``not checked`` if bytes of it could not be read, or ``ok``."""
+        """``failed`` if anything is wrong, else ``not checked`` if bytes could not be read, else ``ok``."""
         bad = {"damaged", "unknown", "dangerous"} | ({"needs code", "not proved"} if self.strict else set())
         levels = {finding.level for finding in self.findings}
         return "failed" if levels & bad else "not checked" if "not checked" in levels else "ok"
@@ -138,24 +138,26 @@ def verify(
     download: bool = False,
     progress: Meter | None = None,
 ) -> Verdict:
-    """Everything that is wrong with the checkpoint at `path`. Reads all bytes that have a checksum.
+    """Find all that is wrong with the checkpoint at `path`. All bytes that have a checksum are read.
 
     Args:
-        path: A file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one; or a
-            binary file object, as for :func:`ckptconv.open`.
-        strict: Only what is proved to load with ``weights_only=True`` by the rules of torch 2.13, or has no pickle
-            (safetensors), is ok.
-        expect_sha256: The hexadecimal digits of the whole file's, which is read for it.
-        download: Of a URL, as for :func:`ckptconv.convert`.
-        progress: Called with the bytes that have a checksum, it gives a context manager for what is called with those
-            that are done.
+        path: A file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one; or a binary
+        file object, as for :func:`ckptconv.open`.
+        strict: Accept a checkpoint only if it is proved to load with ``weights_only=True`` by the rules of torch 2.13,
+            or
+        has no pickle (safetensors).
+        expect_sha256: The SHA-256 of the file in hexadecimal digits. The whole file is then read.
+        download: For a URL, as for :func:`ckptconv.convert`.
+        progress: Called with the number of bytes that have a checksum. It returns a context manager for a function that
+            is
+        called with the number of bytes checked since its last call.
 
     Returns:
-        The findings; its ``.ok`` says whether there is none that matters.
+        The findings. ``.ok`` is True if none of them matters.
 
     Raises:
         InputError: Nothing can be opened at `path`.
-        UsageError: `expect_sha256` is no SHA-256, or `path` is no single file, which alone has one.
+        UsageError: `expect_sha256` is not a SHA-256, or `path` is not a single file.
     """
     return verdict_on(path, strict=strict, expect_sha256=expect_sha256, download=download, progress=progress)
 
@@ -205,7 +207,7 @@ def verdict_on(
 
 
 def _opened(path: Input, faults: CollectingSink, **how: Any) -> Readable:
-    """Open `path`. Raises InputError: why bytes did not come, rather than what their absence looks like."""
+    """Open `path`. If that fails because bytes could not be read, raise the InputError that says why."""
     try:
         return open_input(path, faults, **how)
     except InputError:
@@ -215,11 +217,12 @@ def _opened(path: Input, faults: CollectingSink, **how: Any) -> Readable:
 
 
 def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> list[str]:
-    """The checkpoints that `path` means: itself, or those in the folder `path` and below it, each to be looked at by
-    itself; the files of all ranks of a run are one, called by their pattern. `pickles`: what else is a pickle there
-    too, whatever it is called, for somebody loads it.
+    """Return the checkpoints that `path` means: itself, or those in the folder `path` and below it.
 
-    Raises InputError where a folder cannot be listed.
+    The files of all ranks of a run are one checkpoint, named by their pattern. `pickles`: add all other pickles too,
+    whatever their name, since somebody may load them.
+
+    Raises InputError if a folder cannot be listed.
     """
     folder = locate(path)
     if not os.fspath(path) or not is_folder(folder):  # pathlib takes nothing for the folder that we are in
@@ -233,6 +236,7 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
 
 
 def _is_pickle(path: Path) -> bool:
+    """Return whether the file at `path` starts like a pickle. A file that cannot be read does not."""
     try:
         with open_input(path) as source:
             head = source.read(0, min(_HEAD, source.size))
@@ -242,6 +246,7 @@ def _is_pickle(path: Path) -> bool:
 
 
 def _digits(sha256: str | None) -> str | None:
+    """Return `sha256` in lower case, or None for None. Raise UsageError if it is not a SHA-256."""
     if sha256 is None:
         return None
     digits = sha256.strip().lower()
@@ -254,7 +259,10 @@ def _digits(sha256: str | None) -> str | None:
 
 
 def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: CollectingSink, path: Path) -> list[Finding]:
-    """All that is to be said of `checkpoint`, in which there were `faults` and concerns `found`."""
+    """Return the findings about `checkpoint`, with its `faults`, the concerns `found` in it, and notes.
+
+    If it has faults, names that the reader met outside of the checkpoint are judged too.
+    """
     if faults.errors:  # then not all of it may have become a checkpoint
         known = {concern.name for concern in found}
         found = found + [concern for concern in concerns_in(faults.named) if concern.name not in known]
@@ -264,7 +272,9 @@ def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: Colle
 
 
 def _unproved(checkpoint: Checkpoint, loading: Loading, findings: list[Finding]) -> Iterator[Finding]:
-    """The finding that `checkpoint` is not proved to load, which fails a strict verification, unless `findings` do."""
+    """Yield the finding that `checkpoint` is not proved to load, unless other `findings` fail a strict verification
+    anyway.
+    """
     has_pickle = not checkpoint.is_state_dict
     if has_pickle and not loading.loads and all(finding.level in ("note", "warning") for finding in findings):
         word = "refuses it" if loading.answer == "refused" else "may refuse it"
@@ -276,7 +286,7 @@ def _unproved(checkpoint: Checkpoint, loading: Loading, findings: list[Finding])
 def _safety(
     checkpoint: Checkpoint | None, found: list[Concern], findings: list[Finding], loading: Loading | None
 ) -> Safety | None:
-    """What loading takes; None where that is not known."""
+    """Return how safe loading is, or None if that is not known."""
     levels = {finding.level for finding in findings}
     if "dangerous" in levels:
         return "dangerous"
@@ -286,7 +296,7 @@ def _safety(
 
 
 def _keep_unread(faults: CollectingSink) -> None:
-    """Put the reasons why bytes did not come in place of what their absence looked like to a reader."""
+    """Replace the faults that follow from bytes that could not be read by the reasons why those could not be read."""
     if faults.not_read:
         first, _ = faults.not_read[0]
         later = faults.errors[first:]
@@ -296,11 +306,12 @@ def _keep_unread(faults: CollectingSink) -> None:
 
 
 def status_of(error: CkptconvError) -> Status:
-    """Return ``not checked`` where `error` says that bytes could not be read, else ``failed``."""
+    """Return ``not checked`` if `error` says that bytes could not be read, else ``failed``."""
     return "not checked" if isinstance(error, UnreadableError) else "failed"
 
 
 def _of_error(error: CkptconvError) -> Finding:
+    """Return the finding that `error` is."""
     level: Level = "unknown" if isinstance(error, (UnsupportedError, LimitError)) else "damaged"
     level = "dangerous" if isinstance(error, DangerousError) else level
     level = "not checked" if status_of(error) == "not checked" else level
@@ -309,6 +320,7 @@ def _of_error(error: CkptconvError) -> Finding:
 
 
 def _of_concern(concern: Concern, path: Path) -> Finding:
+    """Return the finding that `concern` is, for the file at `path`."""
     more = f", and {count(concern.more, 'time')} more" if concern.more else ""
     hints = {
         "dangerous": "no checkpoint needs it, and attacks use it: do not load it",
@@ -318,7 +330,7 @@ def _of_concern(concern: Concern, path: Path) -> Finding:
 
 
 def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Finding]:
-    """What is neither damage nor danger."""
+    """Yield the findings that are neither damage nor danger."""
     path = checkpoint.source.path
     if not records and NO_CHECKSUMS not in checkpoint.notes:
         yield Finding(
@@ -334,6 +346,7 @@ def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Find
 
 
 def _check_sha256(source: Readable, expected: str, faults: CollectingSink) -> None:
+    """Read all of `source`, and add a fault if its SHA-256 is not `expected`."""
     import hashlib  # not at the start of commands that need none
 
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Render the difference of two checkpoints: the answer first, then group after group."""
+"""Draw the difference of two checkpoints: the answer first, then a group for each kind of difference."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ FACTS = (
 def difference_lines(
     difference: Difference, style: Style = PLAIN, *, everything: bool = False, names_only: bool = False
 ) -> Iterator[str]:
-    """The answer and what it rests on.
+    """Yield the answer and what it rests on.
 
-    Tensors of which one fact differs alike are one line, unless `everything` is shown; all lines are, in a pipe too.
-
-    `names_only`: nothing else was compared.
+    Tensors with the same change of one fact share a line, unless `everything` is shown. All lines are shown if they are
+    drawn for a program. `names_only`: nothing but names was compared.
     """
     what = count(difference.tensors, "name" if names_only else "tensor")
     if difference.same:
@@ -87,7 +86,7 @@ def difference_lines(
 
 
 def _alike(rows: list[list[str]]) -> list[list[str]]:
-    """`rows` of a name and what is said of it, those of which the same is said as one."""
+    """Return `rows` with those that differ only in their name, the first cell, as one row."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *said in rows:
         names.setdefault(tuple(said), []).append(name)
@@ -95,7 +94,7 @@ def _alike(rows: list[list[str]]) -> list[list[str]]:
 
 
 def _counts(difference: Difference) -> Iterator[str]:
-    """What differs, in a few words each."""
+    """Yield what differs, in a few words each."""
     for missing, side in ((difference.only_in_a, "A"), (difference.only_in_b, "B")):
         if missing:
             yield f"{count(len(missing), 'name')} only in {side}"
@@ -114,12 +113,12 @@ def _counts(difference: Difference) -> Iterator[str]:
 
 
 def _apart(difference: Difference) -> list[tuple[TensorDifference, ValueDifference]]:
-    """The tensors that have other values."""
+    """Return the tensors whose values differ, each with the difference."""
     return [(each, each.values) for each in difference.differing if each.values and each.values.differing]
 
 
 def _unknown(difference: Difference) -> list[TensorDifference]:
-    """The tensors whose values alone could not be compared."""
+    """Return the tensors whose values could not be compared and of which nothing else differs."""
     return [
         each
         for each in difference.differing
@@ -128,9 +127,7 @@ def _unknown(difference: Difference) -> list[TensorDifference]:
 
 
 def _all_values(difference: Difference) -> str:
-    """Words for the values of all names that both sides have, where none is beyond the
-    tolerance though other things differ.
-    """
+    """Return words for the values if all are equal or within the tolerance although something else differs, or ""."""
     values = [each.values for each in difference.differing]
     if not difference.tensors or any(found is None or found.differing for found in values):
         return ""
@@ -138,6 +135,7 @@ def _all_values(difference: Difference) -> str:
 
 
 def _value_lines(style: Style, difference: Difference, most: int | None) -> Iterator[str]:
+    """Yield the tensors whose values differ, their statistics if asked for, and those that could not be compared."""
     apart = sorted(_apart(difference), key=_rank)
     rows = [[each.path, *_how_far(each, values), bars(values.histogram, style)] for each, values in apart]
     what = f"{count(len(apart), 'tensor')}: elements that differ, max |A - B|, that in % of max |B|, max |A - B| / |B|"
@@ -151,8 +149,8 @@ def _value_lines(style: Style, difference: Difference, most: int | None) -> Iter
 
 
 def _rank(pair: tuple[TensorDifference, ValueDifference]) -> tuple[int, bool, float]:
-    """The smaller, the more it says: the largest difference first, floats before whole numbers, bits and states of
-    random generators last.
+    """Return a sort key: floats first, then integers, bits, and states of random generators, the largest difference
+    first.
     """
     found, values = pair
     kind = 0 if isinstance(values.largest, float) else 1 if values.largest is not None else 2
@@ -160,6 +158,7 @@ def _rank(pair: tuple[TensorDifference, ValueDifference]) -> tuple[int, bool, fl
 
 
 def _how_far(found: TensorDifference, values: ValueDifference) -> list[str]:
+    """Return the cells of a row: the share of elements that differ, and how far they are apart."""
     if found.rng_state:
         return ["state differs", "", "", "", ""]
     share = f"{values.differing:,} of {values.elements:,}"
@@ -173,7 +172,9 @@ def _how_far(found: TensorDifference, values: ValueDifference) -> list[str]:
 
 
 def _statistics(a: TensorValues, b: TensorValues) -> list[str]:
-    """What the elements of a tensor are on both sides; counts where there is something to count."""
+    """Return the cells of a row: what the elements are on both sides, with counts of NaN and infinities if there are
+    any.
+    """
     words = {"nan": "NaN", "inf": "inf"}
     bad = [f"{word} {x:,} → {y:,}" for name, word in words.items() if (x := getattr(a, name)) | (y := getattr(b, name))]
     numbers = [(name, getattr(a, name), getattr(b, name)) for name in ("min", "max", "mean", "std", "norm")]
@@ -181,7 +182,7 @@ def _statistics(a: TensorValues, b: TensorValues) -> list[str]:
 
 
 def _about_values(found: TensorDifference) -> str:
-    """Beside a fact that differs: whether the values do."""
+    """Return whether the values of a tensor differ, to be shown next to another fact that differs."""
     if found.values is None:
         return "" if found.shape else "values not compared"
     if found.values.differing:
@@ -190,17 +191,21 @@ def _about_values(found: TensorDifference) -> str:
 
 
 def _said(value: object) -> str:
+    """Return `value` as text, a shape as a list."""
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 def _number(value: float) -> str:
+    """Return `value` with few digits."""
     if isinstance(value, int) and abs(value) < 1_000_000:
         return f"{value:,}"
     return "inf" if isinf(value) else f"{float(value):.3g}"
 
 
 def _group(style: Style, label: str, what: str, rows: Sequence[list[str]], most: int | None) -> Iterator[str]:
-    """A group of findings: what it is, then a line for each, in columns."""
+    """Yield a group: `label` and `what` it is, then a line for each of `rows`, in columns. `most`: the largest number
+    of rows.
+    """
     if not rows:
         return
     yield from fact(style, label, what)
@@ -216,7 +221,9 @@ def _group(style: Style, label: str, what: str, rows: Sequence[list[str]], most:
 
 
 def _row(style: Style, row: list[str], widths: list[int]) -> Iterator[str]:
-    """The cells of `row` side by side, where the terminal is wide enough; else the name in lines of its own."""
+    """Yield the cells of `row` in one line if it fits the terminal, else the name and the other cells in lines of their
+    own.
+    """
     name, *rest = row
     wide = _GAP.join(padded(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
     close = _GAP.join(cell for cell in row if cell)

@@ -1,10 +1,9 @@
 """Fold repeated blocks: ``layers.0`` to ``layers.31`` are shown once if all of them are alike.
 
-The tensors' paths become a tree of their segments. Siblings whose segments are numbers fold into one branch
-if what is below them has the same segments, dtypes, shapes, devices and sizes. So two numbers of a path fold
-(layers and experts) where every layer has every expert, and only the inner one where not. A tied name is like
-another if both are tied to the same tensor. Every branch is compared by a number that stands for all below
-it, so this costs what sorting the names would.
+The paths of the tensors become a tree of their segments. Siblings whose segments are numbers fold into one branch if
+what is below them has the same segments, dtypes, shapes, devices, sizes and ties. So two numbers of a path fold (layers
+and experts) if every layer has every expert, and otherwise only the inner one. Branches are compared by a number that
+stands for everything below them, so this takes as long as sorting the names.
 """
 
 from __future__ import annotations
@@ -38,11 +37,17 @@ _NUMBER = regex(r"(\[?)(0|[1-9][0-9]{0,8})(\]?[./]?)")
 
 @dataclass(slots=True)
 class Branch:
-    """A level of the tree: its segment, the numbers of the siblings that it stands for,
-    and how many paths it stands for in all.
+    """A level of the tree, which may stand for several siblings.
 
-    ``tensors`` and ``nbytes`` count all below it, in all it stands for, tied names as tensors and not as bytes.
-    ``first`` is its place in the file's order.
+    Attributes:
+        segment: The segment of the first sibling.
+        numbers: The numbers of the siblings, or nothing if there is only one.
+        times: How many paths the branch stands for, those of folded levels above it included.
+        first: The position of its first tensor in the file's order.
+        tensor: The tensor at this path, or None.
+        below: The next level.
+        tensors: The number of all tensors that it stands for.
+        nbytes: Their bytes, without those of tied names.
     """
 
     segment: str
@@ -55,7 +60,7 @@ class Branch:
     nbytes: int = 0
 
     def name(self) -> str:
-        """The segment, with all its numbers where there are several: ``{0…31}.`` or ``[0…31]``."""
+        """Return the segment, with all numbers if there are several: ``{0…31}.`` or ``[0…31]``."""
         match = _NUMBER.fullmatch(self.segment)
         if not self.numbers or match is None:
             return self.segment
@@ -65,7 +70,7 @@ class Branch:
 
 
 def tree_of(tensors: Sequence[TensorSummary], *, fold: bool) -> list[Branch]:
-    """The tree's first level."""
+    """Return the first level of the tree of `tensors`. Repeated blocks are one branch if `fold` is set."""
     with gc_paused():
         return _tree_of(tensors, fold=fold)
 
@@ -83,7 +88,7 @@ def _tree_of(tensors: Sequence[TensorSummary], *, fold: bool) -> list[Branch]:
 
 
 def leaves(branches: list[Branch], prefix: str = "") -> Iterator[tuple[str, Branch]]:
-    """The branches that are tensors, each with its whole name."""
+    """Yield each branch that is a tensor, with its whole name, which starts with `prefix`."""
     for branch in branches:
         name = prefix + branch.name()
         if branch.tensor is not None:
@@ -92,7 +97,7 @@ def leaves(branches: list[Branch], prefix: str = "") -> Iterator[tuple[str, Bran
 
 
 class _Node:
-    """A level while the tree grows. Nodes of the same ``kind`` are alike in all that is below."""
+    """A level while the tree is built. Nodes of the same ``kind`` have the same below them."""
 
     __slots__ = ("below", "first", "kind", "tensor")
 
@@ -104,12 +109,16 @@ class _Node:
 
 
 def _pieces(path: str) -> list[str]:
+    """Return the segments of `path`. If there are more than 64, the last one contains the rest."""
     pieces = [piece for piece in (_PIECE if "[" in path or "\\" in path else _PLAIN_PIECE).findall(path) if piece]
     return pieces if len(pieces) <= _DEEPEST else [*pieces[: _DEEPEST - 1], "".join(pieces[_DEEPEST - 1 :])]
 
 
 def _compare(node: _Node, kinds: dict[Hashable, int]) -> int:
-    """Give `node` and all below it their kinds, each a number for what was not seen before."""
+    """Set the ``kind`` of `node` and of all nodes below it, and return it.
+
+    `kinds` maps what a node contains to its number; what is not in it gets a new number.
+    """
     tensor = node.tensor
     alike = tensor and (
         tensor.dtype,
@@ -125,6 +134,7 @@ def _compare(node: _Node, kinds: dict[Hashable, int]) -> int:
 
 
 def _branches(node: _Node, times: int, *, fold: bool) -> list[Branch]:
+    """Return the branches below `node`, which stands for `times` paths."""
     alike: dict[Hashable, list[tuple[int, str, _Node]]] = {}
     for piece, inner in node.below.items():
         match = _NUMBER.fullmatch(piece) if fold else None
@@ -134,6 +144,7 @@ def _branches(node: _Node, times: int, *, fold: bool) -> list[Branch]:
 
 
 def _branch(group: list[tuple[int, str, _Node]], times: int, *, fold: bool) -> Branch:
+    """Return the branch for a `group` of siblings that are alike, each with its number and segment."""
     _, piece, node = group[0]
     times *= len(group)
     numbers = sorted(number for number, _, _ in group) if len(group) > 1 else []
@@ -147,9 +158,7 @@ def _branch(group: list[tuple[int, str, _Node]], times: int, *, fold: bool) -> B
 
 
 def _runs(numbers: list[int]) -> str:
-    """`numbers`, which ascend, with what is consecutive as ``0…31``, and the middle left out where there
-    are many gaps.
-    """
+    """Return ascending `numbers` as text: consecutive ones as ``0…31``, without the middle if there are many gaps."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

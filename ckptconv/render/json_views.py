@@ -46,6 +46,7 @@ def as_dict(result: Result) -> dict[str, Any]:
 
 
 def _summary(summary: Summary) -> dict[str, Any]:
+    """Return the view of `summary`, whose tensors have values only if they were read."""
     view: dict[str, Any] = _plain(summary)
     del view["parts"], view["has_values"]  # the schema has neither
     if not summary.has_values:
@@ -55,6 +56,7 @@ def _summary(summary: Summary) -> dict[str, Any]:
 
 
 def _report(report: Report) -> dict[str, Any]:
+    """Return the view of `report`, with what its edits changed."""
     changes = report.changes
     view: dict[str, Any] = _plain(
         {
@@ -94,6 +96,7 @@ _VIEWS: dict[str, Any] = {"Report": _report, "Summary": _summary}
 
 
 def _rows(keys: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Return a dict with these `keys` for each of `rows`."""
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
@@ -118,6 +121,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _keys_of(kind: Any) -> tuple[str, ...]:
+    """Return the keys of the objects of a class in their order: those of ``_KEYS``, or the fields."""
     return _KEYS.get(kind.__name__) or tuple(field.name for field in fields(kind))
 
 

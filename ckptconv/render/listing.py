@@ -1,4 +1,4 @@
-"""Render many checkpoints as one table: a line for each."""
+"""Draw many checkpoints, or the items of a batch: one line for each, and their sum."""
 
 from __future__ import annotations
 
@@ -33,8 +33,13 @@ _LINES = 23  # on a terminal, which has 24 and shows a prompt
 
 
 class Line(NamedTuple):
-    """A checkpoint in the table: its path, what is said of it, its bytes (None: not known), and what it counts as in
-    the sum.
+    """A checkpoint in the table.
+
+    Attributes:
+        path: Its path.
+        texts: Its format, number of tensors, devices, and whether it loads here.
+        nbytes: Its size, or None if that is not known.
+        answer: What it counts as in the sum, a key of ``_ANSWERS``.
     """
 
     path: str
@@ -44,7 +49,7 @@ class Line(NamedTuple):
 
 
 def line_of(summary: Summary) -> Line:
-    """The line of a checkpoint."""
+    """Return the line of a checkpoint."""
     blocking = next((finding.kind for finding in summary.findings if finding.blocks), "")
     answer = (
         "DANGEROUS" if blocking == "dangerous" else {True: "yes", False: "no", None: "not known"}[summary.loads_here]
@@ -59,14 +64,18 @@ def line_of(summary: Summary) -> Line:
 
 
 def unread_line(path: str, nbytes: int | None) -> Line:
-    """Return the line of a path that could not be read, for which an error says why. `nbytes`: its size, if known."""
+    """Return the line of a path that could not be read, for which an error says why. `nbytes` is its size, if known."""
     return Line(path, (_UNKNOWN, _UNKNOWN, _UNKNOWN, "not readable"), nbytes, "not readable")
 
 
 def listing_lines(
     lines: Sequence[Line], style: Style, *, limit: int | None = None, everything: bool = False
 ) -> Iterator[str]:
-    """A table of `lines`, `limit` of them or `everything`, else what fits a terminal of 24 lines; then their sum."""
+    """Yield a table of `lines` and their sum.
+
+    The table has at most `limit` rows. Without `limit` it has all rows if `everything` is set or if it is drawn for a
+    program, and otherwise what fits a terminal of 24 lines.
+    """
     if limit is None and style.width is not None and not everything and len(lines) > _LINES - 3:
         limit = _LINES - 4
     shown = lines if everything else lines[:limit]
@@ -89,7 +98,7 @@ def listing_lines(
 
 
 def _drawn(lines: Sequence[Line], style: Style) -> Iterator[str]:
-    """`lines` under headings, none wider than the terminal: of a path that is too long stands the end."""
+    """Yield `lines` under headings, none wider than the terminal. A path that is too long loses its beginning."""
     sizes = [_UNKNOWN if line.nbytes is None else size(line.nbytes) for line in lines]
     rows = [(line.path, line.texts[0], nbytes, *line.texts[1:]) for line, nbytes in zip(lines, sizes, strict=True)]
     table = [_HEADINGS, *([style.text(text) for text in row] for row in rows)]
@@ -106,17 +115,18 @@ _REASONS = 10  # of failures
 
 
 def item_line(report: Report, style: Style, *, copied: bool = False) -> str:
-    """What became of one item, in one line. `copied`: it is no checkpoint, and was copied."""
+    """Return what was done to one item, in one line. `copied`: the item is not a checkpoint, and was copied."""
     said = [size(report.size), "copied" if report.written else "would be copied"] if copied else _parts(report)
     return _line(style, report.dst, ", ".join(said))
 
 
 def skipped_line(dst: str, style: Style) -> str:
-    """The line of an item whose output is there already."""
+    """Return the line of an item whose output `dst` exists."""
     return _line(style, dst, "exists, skipped")
 
 
 def _parts(report: Report) -> Iterator[str]:
+    """Yield what a conversion changed, in a few words each."""
     changes = report.changes
     old_format, new_format = report.formats
     yield size(report.nbytes) + (" in place" if report.in_place else "")
@@ -147,15 +157,15 @@ def sum_lines(
     seconds: float,
     in_full: bool,
 ) -> Iterator[str]:
-    """How many items there were and what became of them, what failed, and what was left in their folders.
+    """Yield how many items there were, what was done to them, why some failed, and what was left in their folders.
 
     Args:
-        outcomes: What became of each.
-        listing: What the command meant.
-        why: What went wrong, with the inputs of which that is true, those beside sets among them.
-        style: What it is drawn for.
+        outcomes: The outcome of each item.
+        listing: The items that the command found, and what it left out.
+        why: The inputs that failed, by the reason; files next to converted sets are among them.
+        style: What the text is drawn for.
         seconds: How long it took.
-        in_full: The report of each was shown.
+        in_full: Whether the report of each item was shown.
     """
     converted = [each.report for each in outcomes if each.report and not each.is_copy]
     copied = [each.report for each in outcomes if each.report and each.is_copy]
@@ -195,12 +205,13 @@ def sum_lines(
 
 
 def _some(things: Iterable[str]) -> str:
+    """Return the first three different `things`, and a mark if there are more."""
     listed = list(dict.fromkeys(things))
     return ", ".join(listed[:3]) + (", …" if len(listed) > 3 else "")
 
 
 def _line(style: Style, path: str, said: str) -> str:
-    """`path` and what is `said` of it; on a terminal as much of both as fits a line, of the path its end."""
+    """Return `path` and `text` in one line. On a terminal both are cut to fit it, the path at its beginning."""
     path, said = style.text(path), style.text(said)
     if style.width is not None:
         said = fitting(said, style.columns - 20, style)

@@ -1,4 +1,4 @@
-"""Render results for notebooks: a page in a frame that can do nothing outside of itself, or text."""
+"""Draw results for notebooks: as a page in a frame that has no access to anything outside of it, or as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None) -> dict[str, Any]:
-    """The page of `report`, which tells of how `checkpoint` was written; `most`: as many tensors, the largest."""
+    """Return the data of the page of `report`, which shows the `most` largest tensors of the output `checkpoint`, or
+    all.
+    """
     tensors, left_out = largest([*checkpoint.tensors.values()], lambda info: info.nbytes, _home, most)
     numbers = {info.path: i for i, info in enumerate(tensors)}
     tied = [numbers.get(info.tied_to or "", -1) for info in tensors]
@@ -73,6 +75,7 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
 
 
 def _home(info: TensorInfo) -> str:
+    """Return the path of the tensor that `info` is tied to, or its own path."""
     return info.tied_to or info.path
 
 
@@ -113,7 +116,13 @@ def _written(report: Report) -> Checkpoint | None:
 
 
 def _framed(data: Callable[..., dict[str, Any]], title: str, n: int) -> str:
-    """The page that shows `data` in a frame: of all `n` tensors, or of as many as there is room for; else nothing."""
+    """Return the page that `data` gives in a frame, or "" if it has no room even with few tensors.
+
+    Args:
+        data: Called with the number of tensors to show, it returns the data of the page.
+        title: The title of the frame.
+        n: The number of all tensors. Fewer are shown, the largest, if the page would be too large.
+    """
     empty = len(_frame(data(most=0), title))
     most = n
     for _ in range(_TRIES):
@@ -127,12 +136,13 @@ def _framed(data: Callable[..., dict[str, Any]], title: str, n: int) -> str:
 
 
 def _frame(data: dict[str, Any], title: str) -> str:
+    """Return the page of `data` in a frame."""
     page = page_of(data).replace("&", "&amp;").replace("'", "&#39;")  # all that ends an attribute in these marks
     return f"<iframe sandbox='allow-scripts' style='{_FRAME}' title='{escape(title)}' srcdoc='{page}'></iframe>"
 
 
 def _text_html(title: str, lines: Iterable[str]) -> str:
-    """`lines`, which are printable, or as many of them as a notebook should hold."""
+    """Return `lines`, which are printable, as HTML, or as many of them as there is room for."""
     shown, room = [], _MOST - len(escape(title)) - 500
     rest = 0
     for line in lines:
@@ -149,4 +159,5 @@ def _text_html(title: str, lines: Iterable[str]) -> str:
 
 
 def _folded(title: str, inside: str) -> str:
+    """Return `inside` as a block that shows only `title` until it is opened."""
     return f"<details><summary>{escape(title)}</summary>{inside}</details>"

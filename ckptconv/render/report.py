@@ -1,4 +1,9 @@
-"""Render the report of a conversion."""
+"""Draw the report of a conversion. Renamed tensors are grouped by what changed in their names.
+
+``module.* → *`` stands for all names that lost a prefix. Names are split into words, numbers and what is between them.
+What a name keeps is a ``*``, and what it loses or gains is written out: ``h*.* → layer*.*`` for ``h0.w → layer0.w``,
+``*.module.* → *.*`` for a wrapper anywhere inside.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ _Words = tuple[int, ...]
 
 
 class Pattern(NamedTuple):
-    """What became of names: how many in the state dict at each of the ``paths``, and the first of them."""
+    """How names changed: the number of names in the state dict at each of the ``paths``, and the first of them."""
 
     old: str
     new: str
@@ -37,7 +42,7 @@ class Pattern(NamedTuple):
 
 
 def patterns(changes: Iterable[NameChange]) -> list[Pattern]:
-    """`changes` by pattern, the commonest first."""
+    """Return `changes` by pattern, the commonest first."""
     found: dict[tuple[str, str], Pattern] = {}
     for change in changes:
         words = _pattern(change.old, change.new)
@@ -47,9 +52,9 @@ def patterns(changes: Iterable[NameChange]) -> list[Pattern]:
 
 
 def _pattern(old: str, new: str) -> tuple[str, str]:
-    """`old` and `new` with what they have in common as stars.
+    """Return `old` and `new` with stars for what they have in common.
 
-    Segments at the end are compared first: of ``module.module.w → module.w`` the first one went.
+    The last segments are compared first: of ``module.module.w → module.w`` the first one went.
     """
     a, b = old.split("."), new.split(".")
     tail = _common(reversed(a), reversed(b))
@@ -62,7 +67,7 @@ def _pattern(old: str, new: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def _words_apart(old: str, new: str) -> tuple[str, str]:
-    """What differs in two names, with the words and numbers that they still have in common as stars."""
+    """Return two names, or the parts of them that differ, with stars for the words that they still have in common."""
     was, becomes = re.findall(_WORD, old), re.findall(_WORD, new)
     ids: dict[str, int] = {}
     a, b = (tuple(ids.setdefault(word, len(ids)) for word in words) for words in (was, becomes))
@@ -71,7 +76,7 @@ def _words_apart(old: str, new: str) -> tuple[str, str]:
 
 
 def _common(a: Iterable[str], b: Iterable[str]) -> int:
-    """How many of the first words of `a` and `b` are the same."""
+    """Return how many of the first words of `a` and `b` are the same."""
     n = 0
     for x, y in zip(a, b, strict=False):
         if x != y:
@@ -82,8 +87,9 @@ def _common(a: Iterable[str], b: Iterable[str]) -> int:
 
 @lru_cache(maxsize=1024)
 def _kept(a: _Words, b: _Words) -> Sequence[tuple[int, int, int]]:
-    """The words that `a` and `b` have in common and in the same order, as many as there can be:
-    runs of (where in `a`, where in `b`, how many).
+    """Return the longest common subsequence of `a` and `b` as runs of (index in `a`, index in `b`, length).
+
+    It is empty if the table for it would be too large.
     """
     if len(a) * len(b) > _LARGEST_TABLE:
         return []
@@ -109,7 +115,7 @@ def _kept(a: _Words, b: _Words) -> Sequence[tuple[int, int, int]]:
 
 
 def _starred(words: list[str], runs: Iterable[tuple[int, int]]) -> str:
-    """`words` with each of the `runs` (first, number) as a star; dots and the like at its ends stay."""
+    """Return `words` with a star for each of the `runs` (first, number). Punctuation at the ends of a run stays."""
     parts, at = [], 0
     for first, number in runs:
         parts += words[at:first]
@@ -130,14 +136,14 @@ _IN_PLACE = {
 
 
 def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = False) -> Iterator[str]:
-    """What a conversion did, or, after a dry run, would do."""
+    """Yield what a conversion did, or would do after a dry run. `every_name` lists everything that changed."""
     yield from headline(style, report.dst, report_title(report))
     for label, what in report_facts(report, every_name=every_name):
         yield from fact(style, label, what)
 
 
 def report_title(report: Report) -> str:
-    """What was written, and how fast."""
+    """Return the format, the number of files, how much was written, and how fast."""
     written = size(report.nbytes)
     done = f"{written} written in {report.seconds:.2f} s" if report.written else f"would write {written}"
     new_format = report.formats[1]
@@ -145,7 +151,7 @@ def report_title(report: Report) -> str:
 
 
 def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
-    """What is below the first line: labels, and texts or parts of such."""
+    """Yield the facts below the first line. `every_name` lists everything that changed."""
     changes = report.changes
     old_format, new_format = report.formats
     if every_name and report.files:
@@ -183,7 +189,7 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
 
 
 def _verified(found: Verified) -> list[str]:
-    """What was compared, the input's own checksums first."""
+    """Return what was compared: the checksums of the input, then the output."""
     records, nbytes = count(found.records, "record"), size(found.nbytes)
     right = (
         f"{records} of the input ({nbytes}) compared with {'its checksum' if found.records == 1 else 'their checksums'}"
@@ -193,13 +199,18 @@ def _verified(found: Verified) -> list[str]:
 
 
 def _holds(container: str, quality: str) -> bool:
-    """Whether a container has a `quality` of :class:`~ckptconv.formats.writers.Writer`; of several nobody knows."""
+    """Return whether a container has the attribute `quality` of :class:`~ckptconv.formats.writers.Writer`.
+
+    It is True for a container that cannot be written, and for a mix of several.
+    """
     writer = None if " and " in container else writer_of(container)
     return writer is None or getattr(writer, quality)
 
 
 def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:
-    """What was cast, what was not, what that did to numbers and storages; and what of storages went."""
+    """Yield what was cast, what was not and why, the numbers that overflowed, and what storages were separated or
+    compacted.
+    """
     changes = report.changes
     for (old, new), done in changes.dtypes.items():
         sizes = f"{size(done.nbytes_before)} → {size(done.nbytes_after)}"
@@ -223,7 +234,9 @@ def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:
 
 
 def _plain_lines(made_plain: list[MadePlain], every_one: bool) -> Iterator[Fact]:
-    """What became plain, by what it was and is, and how code reads the first of them."""
+    """Yield the objects that became plain, by their old and new types, with the expression that reads the first of
+    them.
+    """
     groups: dict[tuple[str, str], list[MadePlain]] = {}
     for each in made_plain:
         groups.setdefault((each.old, each.new), []).append(each)
@@ -233,7 +246,7 @@ def _plain_lines(made_plain: list[MadePlain], every_one: bool) -> Iterator[Fact]
 
 
 def _tie_lines(report: Report) -> Iterator[Fact]:
-    """The names that a safetensors file has as texts alone."""
+    """Yield the names that the output has only as texts in its metadata."""
     if report.ties:
         listed = _listed(f"{name} → {first}" for name, first in report.ties)
         if not _holds(report.formats[1].split(" and ")[-1], "ties"):
@@ -245,7 +258,7 @@ def _tie_lines(report: Report) -> Iterator[Fact]:
 
 
 def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> Iterator[Fact]:
-    """What the output does not hold, the reasons apart, the largest first."""
+    """Yield what the output does not contain, by the reason, the largest first."""
     by_reason: dict[str, list[LeftBehind]] = {}
     for left in sorted(left_behind, key=lambda left: -left.nbytes):
         by_reason.setdefault(left.why, []).append(left)
@@ -260,7 +273,7 @@ def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> 
 
 
 def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[Fact]:
-    """The names that changed, by what changed in them."""
+    """Yield the names that changed, grouped by pattern unless `every_name` is set."""
     if every_name:
         for change in names:
             yield ("names", f"{change.path}: {change.old} → {change.new}")
@@ -275,7 +288,7 @@ def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[Fact]:
 
 
 def _renamed(pattern: Pattern) -> list[str]:
-    """One pattern, in how many names of which state dicts, and one of them."""
+    """Return a pattern, the number of names that it applies to, their state dicts, and an example."""
     example = f"{pattern.example.old} → {pattern.example.new}"
     where = "" if [*pattern.paths] == ["."] else f" in {_listed(pattern.paths)}"
     most, total = max(pattern.paths.values()), sum(pattern.paths.values())
@@ -288,16 +301,17 @@ def _renamed(pattern: Pattern) -> list[str]:
 
 
 def _all_or_some(things: Sequence[str], every_one: bool) -> str:
-    """`things`, or the first of them and how to see the others."""
+    """Return `things`, or the first of them and how to list the others."""
     if every_one or len(things) <= _SHOWN:
         return ", ".join(things)
     return ", ".join(things[:_SHOWN]) + _more(len(things) - _SHOWN)
 
 
 def _more(number: int, nbytes: str = "") -> str:
-    """That there are more things, and how to see them."""
+    """Return that there are `number` more things, and how to list them."""
     return f", … {number:,} more{nbytes} (" + option("verbose") + " lists all)"
 
 
 def _listed(things: Iterable[str]) -> str:
+    """Return the first of `things`, and the number of the others."""
     return ", ".join(first_of(things, _SHOWN))

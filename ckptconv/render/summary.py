@@ -1,4 +1,4 @@
-"""Render what ``inspect`` says of one checkpoint: the facts, then its tensors."""
+"""Draw what ``inspect`` found in a checkpoint: whether it loads here, what to type if not, its parts, its tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DANGEROUS = "dangerous"  # the kind of the finding that outweighs the others
 
 
 def facts(summary: Summary, style: Style, *, shown: int | None = None, most: int | None = None) -> Iterator[str]:
-    """The verdict, what is in the file by part, then everything else, in at most `most` lines.
+    """Yield the verdict, the parts, then everything else, in at most `most` lines.
 
     `shown` is the number of tensors that the table will have, if a filter left some out.
     """
@@ -53,8 +53,10 @@ def facts(summary: Summary, style: Style, *, shown: int | None = None, most: int
 
 
 def _blocks(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
-    """Lines that stand or go together, and their rank: what decides is 0, what is in it 1, why 2, what to know besides
-    more. Where there is no room, those of the highest rank go first.
+    """Yield lines that are shown or left out together, and their rank.
+
+    The rank is 0 for the verdict, 1 for what is in the file, 2 for reasons, and more for what else to know. If there is
+    no room, the lines of the highest rank are left out first.
     """
     yield 0, headline(style, summary.path, f"{summary.format}, {size(summary.size)}")
     yield from _verdict(summary, style)
@@ -79,7 +81,10 @@ def _blocks(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]
 
 
 def _in_place(summary: Summary, style: Style) -> Iterator[str]:
-    """What changes in place left: their journals, but for hot ones, which a note names; and what they replaced."""
+    """Yield what changes in place left behind: journals that can be undone, and records that were replaced.
+
+    Journals of interrupted changes are left out: a note names them.
+    """
     journals = [f"{each.path} ({size(each.nbytes)})" for each in summary.journals if not each.hot]
     if journals:
         what = f"{', '.join(first_of(journals, _SHOWN_LONG))}: "
@@ -91,13 +96,15 @@ def _in_place(summary: Summary, style: Style) -> Iterator[str]:
 
 
 def _values(style: Style, label: str, listed: list[str], n: int, most: int) -> Iterator[str]:
-    """`most` of what is `listed`, the first of `n`."""
+    """Yield a fact with the first `most` of the texts in `listed`, of which there are `n` in all."""
     rest = [f"… {n - most:,} more (" + option("json") + ")"] if n > most else []
     return fact(style, label, [*listed[:most], *rest], separator="; ")
 
 
 def _calm(draw: Callable[[int], Iterator[str]]) -> list[str]:
-    """The lines that `draw` gives for as many things as there is room for: a file can have thousands, of any length."""
+    """Return the lines that `draw` yields for as many things as fit five lines, at least one: a file can have
+    thousands.
+    """
     for most in range(_SHOWN, 0, -1):
         lines = list(draw(most))
         if len(lines) <= _SHOWN:
@@ -106,6 +113,7 @@ def _calm(draw: Callable[[int], Iterator[str]]) -> list[str]:
 
 
 def _short(text: str, most: int = _LONGEST) -> str:
+    """Return `text`, cut to `most` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -113,9 +121,9 @@ def _short(text: str, most: int = _LONGEST) -> str:
 
 
 def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
-    """Yes or no, what to type, what is in the way, the devices, and what else to know.
+    """Yield yes or no, what to type, the reasons, the devices, and what else to know, each with its rank.
 
-    The one command for all comes before the reasons, so that it is seen however many they are.
+    The one command that mends everything comes before the reasons, so that it is seen however many they are.
     """
     blocking = [finding for finding in summary.findings if finding.blocks]
     notes = [finding for finding in summary.findings if not finding.blocks]
@@ -149,7 +157,7 @@ def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str
 
 
 def _how(summary: Summary) -> str:
-    """The call that loads the file, where that was checked."""
+    """Return the call that loads the file, or "" if that was not checked."""
     each = "each shard with " if summary.format.startswith("sharded") else ""
     if summary.torch_load.answer != "loads":
         return ""
@@ -159,7 +167,7 @@ def _how(summary: Summary) -> str:
 
 
 def _remedy_first(summary: Summary, blocking: Sequence[Advice]) -> Command | None:
-    """The command for all, but where it is that of the only thing in the way, which has it below it."""
+    """Return the command that mends everything, or None if the only finding in the way has the same command."""
     remedy = command_in(summary.remedy)
     commands = [command for finding in blocking if (command := command_in(finding.command))]
     return None if remedy is None or [*map(_does, commands)] == [_does(remedy)] else remedy
@@ -168,6 +176,7 @@ def _remedy_first(summary: Summary, blocking: Sequence[Advice]) -> Command | Non
 def _reasons(
     label: str, blocking: Sequence[Advice], remedy: Command | None, style: Style, mending: _Mending
 ) -> Iterator[tuple[int, Iterable[str]]]:
+    """Yield the findings in the way, each with its command, after the `remedy` if there is one."""
     start = "no: "
     if remedy or not blocking or blocking[0].kind == _DANGEROUS:
         part = _part_of(remedy) if remedy else ""
@@ -186,28 +195,30 @@ def _reasons(
 
 
 class _Mending:
-    """The commands of a verdict. One that was said already is not said again, for another file's name either."""
+    """The commands of a verdict. A command that was shown is not shown again, even for another name of the output."""
 
     def __init__(self, style: Style) -> None:
         self.style = style
         self.said: set[tuple[object, ...]] = set()
 
     def is_new(self, command: Command) -> bool:
+        """Return whether no command that does the same was shown."""
         return _does(command) not in self.said
 
     def lines(self, command: Command | None) -> Iterator[str]:
+        """Yield the lines of `command`, unless it is None or one that does the same was shown."""
         if command and self.is_new(command):
             self.said.add(_does(command))
             yield from command_lines(self.style, command)
 
 
 def _does(command: Command) -> tuple[object, ...]:
-    """What the command does, without the name of its output: the input, and the options."""
+    """Return what the command does: its input and options, without the name of its output."""
     return (*command.arguments[:1], *command.arguments[2:])
 
 
 def _part_of(command: Command) -> str:
-    """The part that the command takes, if it leaves the rest behind."""
+    """Return the part that the command takes, or "" if it takes everything."""
     options = {each.keyword: each.value for each in command.arguments if isinstance(each, Option)}
     parts = ["the state dict"] if "state_dict" in options else []
     if "select" in options:
@@ -216,6 +227,7 @@ def _part_of(command: Command) -> str:
 
 
 def _first_word(style: Style, word: str, colour: str) -> Callable[[str], str]:
+    """Return a function that paints `word` at the start of a line."""
     return lambda line: style.paint(word, colour) + line.removeprefix(word) if word and line.startswith(word) else line
 
 
@@ -223,6 +235,7 @@ def _first_word(style: Style, word: str, colour: str) -> Callable[[str], str]:
 
 
 def _devices(summary: Summary, style: Style) -> Iterator[str]:
+    """Yield the devices in the file, and that a format without a pickle stores none."""
     if summary.devices:
         yield from fact(style, "devices", _shares(summary.devices), paint=partial(_accelerators, style))
     if summary.protocol is None:
@@ -230,6 +243,7 @@ def _devices(summary: Summary, style: Style) -> Iterator[str]:
 
 
 def _contents(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
+    """Yield the number of tensors and storages, their sizes, and their dtypes."""
     stored = "" if summary.stored_nbytes == summary.nbytes else f" ({size(summary.stored_nbytes)} stored)"
     storages = count(summary.storages, "storage")
     one = f", {next(iter(summary.dtypes))}" if len(summary.dtypes) == 1 else ""
@@ -239,7 +253,7 @@ def _contents(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[st
 
 
 def _parts(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
-    """State dicts, whole modules, and the tensors that are in none of them."""
+    """Yield state dicts, whole modules, and the tensors that are in neither."""
     modules = {found.path for found in summary.modules}
     of_kinds: dict[str, list[str]] = {}
     for part in summary.parts:
@@ -252,13 +266,13 @@ def _parts(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]
 
 
 def _some_parts(style: Style, kind: str, listed: list[str], most: int) -> Iterator[str]:
-    """A fact for each of `most` parts, and one for the rest."""
+    """Yield a fact for each of the first `most` parts, and one for the others."""
     for text in first_of(listed, most):
         yield from fact(style, kind, text)
 
 
 def _part(part: Part, summary: Summary) -> str:
-    """What one of the parts is; of a state dict, how its names begin."""
+    """Return the text of a part; for a state dict also how its names start."""
     found = next((each for each in summary.state_dicts if each.path == part.path), None)
     where = "" if part.path in ("", ".") else f"{_short(part.path, _LONGEST_PATH)}: "
     if found is None or part.kind not in ("model", "EMA"):
@@ -269,7 +283,7 @@ def _part(part: Part, summary: Summary) -> str:
 
 
 def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
-    """A fact for each of `most` whole modules, with the names of the state dict that it would give."""
+    """Yield a fact for each of the first `most` whole modules, with the names of the state dict that it would give."""
     said = any(finding.kind == "prefix" for finding in summary.findings)
     every = summary.modules
     for found in every[:most]:
@@ -296,18 +310,19 @@ def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
 
 
 def _shares(shares: dict[str, Share]) -> list[str]:
+    """Return each name with its tensors and bytes, or only the name if there is one."""
     if len(shares) == 1:
         return list(shares)
     return [f"{name} ×{share.tensors:,} ({size(share.nbytes)})" for name, share in shares.items()]
 
 
 def _accelerators(style: Style, line: str) -> str:
-    """`line` of devices with all but the CPU painted."""
+    """Return `line`, which lists devices, with all but the CPU painted."""
     return re.sub(r"(^|, )(?!cpu(?: |$)|…)([^ ,]+)(?=$|,| [×x])", lambda m: m[1] + style.paint(m[2], "device"), line)
 
 
 def _prefix(prefixes: dict[str, int], names: int) -> str:
-    """What most names start with, if that looks like a wrapper's doing: one first segment for all of them."""
+    """Return the prefix that all names start with, or how many start with one of a wrapper, or ""."""
     for prefix, n in prefixes.items():
         if n == names > 1:
             return f", all start with {_short(prefix)}"
@@ -317,6 +332,7 @@ def _prefix(prefixes: dict[str, int], names: int) -> str:
 
 
 def _special_tensors(summary: Summary, style: Style) -> Iterator[str]:
+    """Yield tied tensors, views, and devices in the user's own data."""
     ties = [" = ".join(tie[:_SHOWN]) + (" …" if len(tie) > _SHOWN else "") for tie in summary.ties]
     if ties:
         yield from fact(style, "tied", first_of(ties, _SHOWN_LONG))
@@ -331,6 +347,7 @@ def _special_tensors(summary: Summary, style: Style) -> Iterator[str]:
 
 
 def _safety(summary: Summary, style: Style) -> Iterator[str]:
+    """Yield unusual globals, pickles inside byte strings, and whether loading needs code, if no finding says so."""
     said = (*_USUAL_GLOBALS, *summary.obstacles)
     foreign = [name for name in summary.globals if not name.startswith(said)]
     if foreign:
@@ -359,9 +376,19 @@ def summary_lines(
     everything: bool = False,
     by_size: bool = False,
 ) -> Iterator[str]:
-    """`summary` and its `tensors`, if only those are to be shown.
+    """Yield `summary` and its tensors, or only the `tensors` that are given.
 
-    On a terminal all that takes 24 lines, the prompt among them, unless `limit` rows or `everything` is asked for.
+    On a terminal all lines fit 24 rows, with the prompt, unless `limit` rows or `everything` is asked for.
+
+    Args:
+        summary: What to draw.
+        style: What the text is drawn for.
+        tensors: The tensors to show, if not all.
+        tree: Whether to draw a tree in place of a table.
+        depth: The levels of the tree; implies `tree`.
+        limit: The largest number of rows.
+        everything: Whether to draw all rows, with repeated blocks unfolded.
+        by_size: Whether the largest tensors come first.
     """
     shown = summary.tensors if tensors is None else tensors
     in_brief = style.width is not None and limit is None and not everything

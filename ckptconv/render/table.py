@@ -1,4 +1,4 @@
-"""Render tensors as a table on a terminal, and as tab-separated lines in a pipe."""
+"""Draw tensors as a table or as a tree, on a terminal or as lines for a program."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 class Row(NamedTuple):
-    """A row as drawn: its texts under the headings, how far the first one is indented, its
-    bytes, and how many tensors it stands for.
+    """A row of the table or tree: the texts under the headings, the bytes, the number of tensors, and the indent of the
+    name.
     """
 
     texts: tuple[str, ...]
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def fields(tensor: TensorSummary, style: Style) -> tuple[str, str, str]:
-    """Dtype, shape and device of `tensor` as texts."""
+    """Return the dtype, shape and device of `tensor` as texts."""
     kind = "" if tensor.kind == "strided" else f" ({tensor.kind})"
     shape = "–" if 0 in tensor.shape else "×".join(map(str, tensor.shape)) or "scalar"
     return style.text(tensor.dtype + kind), style.text(shape), style.text(tensor.device or "-")
@@ -51,12 +51,10 @@ def table_lines(
     fold: bool = True,
     by_size: bool = False,
 ) -> Iterator[str]:
-    """The table of `tensors`, `limit` rows of it and no more than fit `height` lines, in their order or `by_size` of
-    the rows.
+    """Yield the table of `tensors`: at most `limit` rows, and as many as fit `height` lines.
 
-    Only terminals see blocks folded.
-
-    What stands in a whole module is called as in the state dict that it would give.
+    A terminal shows repeated blocks as one row if `fold` is set. Rows are in the file's order, or the largest first if
+    `by_size` is set. The names in whole modules are those of the state dict that the module would give.
     """
     tensors = _as_in_state_dicts(tensors)
     if style.width is None:
@@ -81,7 +79,7 @@ def table_lines(
 
 
 def _as_in_state_dicts(tensors: Sequence[TensorSummary]) -> Sequence[TensorSummary]:
-    """`tensors` under the paths that they would have in the state dicts of whole modules."""
+    """Return `tensors` with those in whole modules under the paths that they would have in a state dict."""
     new = {
         tensor.path: ("" if tensor.module == "." else tensor.module) + key_segment(tensor.name, 0)
         for tensor in tensors
@@ -100,13 +98,20 @@ def _as_in_state_dicts(tensors: Sequence[TensorSummary]) -> Sequence[TensorSumma
 
 
 def named(name: str, tensor: TensorSummary) -> str:
-    """`name`, and the path of the tensor that `tensor` is tied to, if it is."""
+    """Return `name`, and the path of the tensor that `tensor` is tied to, if there is one."""
     return f"{name} = {tensor.tied_to}" if tensor.tied_to else name
 
 
 def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int, folded: bool = True) -> Iterator[str]:
-    """What the rows above stand for, if they are `folded`, and what is missing: `drawn` of `rows` are there, `shown` of
-    `tensors`.
+    """Yield the line below a table: what is missing, or what the rows stand for. Yield nothing if neither is needed.
+
+    Args:
+        style: What the text is drawn for.
+        tensors: The number of all tensors.
+        drawn: The number of rows that are drawn.
+        rows: The number of all rows.
+        shown: The number of tensors that the drawn rows stand for.
+        folded: Whether a row can stand for several tensors.
     """
     if rows > drawn:
         left = count(tensors - shown, "more tensor")
@@ -125,9 +130,9 @@ def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int, fol
 def drawn(
     rows: list[Row], style: Style, tensors: int, *, every: int, height: int | None, folded: bool = True
 ) -> list[str]:
-    """`rows`, the first of `every` for all `tensors`, and the footer.
+    """Return `rows` under headings, and the footer, in at most `height` lines unless that is None.
 
-    As many rows as `height` lines take, if it is given.
+    `rows` are the first of `every` rows for all `tensors`. `folded`: a row can stand for several tensors.
     """
     n = len(rows)
     while True:
@@ -139,9 +144,9 @@ def drawn(
 
 
 def _draw(rows: list[Row], style: Style) -> Iterator[str]:
-    """`rows` under headings, none wider than the terminal.
+    """Yield `rows` under headings, no line wider than the terminal.
 
-    Names go on in the next line after a dot or a slash, beside a bar for the bytes where there is room.
+    A name that is too long goes on in the next line. If there is room, each row has a bar for its bytes.
     """
     if not rows:
         return
@@ -159,7 +164,10 @@ def _draw(rows: list[Row], style: Style) -> Iterator[str]:
 
 
 def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int], int]:
-    """The columns that there is room for, with their widths, and the width of the bar."""
+    """Return the widths of the columns that fit `width`, by their index, and the width of the bar, which can be 0.
+
+    `widths` are what the columns need. The column for devices is left out unless there are `devices`.
+    """
     most = max(12, width // 5)
     columns = {i: min(wanted, most) if 0 < i < 4 else wanted for i, wanted in enumerate(widths)}
     if not devices:
@@ -176,7 +184,7 @@ def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int
 
 
 def _drawn(row: Row, columns: dict[int, int], bar: str, style: Style) -> Iterator[str]:
-    """The lines of `row`: as many as its longest cell needs."""
+    """Yield the lines of `row`, as many as its longest cell needs."""
     lines = {i: broken(row.texts[i], width) if i else _indented(row, width) for i, width in columns.items()}
     styles = {1: _style_of(row.texts[1]), 3: "device" if row.texts[3] not in ("cpu", "-") else None}
     for at in range(max(map(len, lines.values()))):
@@ -188,24 +196,27 @@ def _drawn(row: Row, columns: dict[int, int], bar: str, style: Style) -> Iterato
 
 
 def _style_of(dtype: str) -> str | None:
-    """The style of a dtype by its kind: whole numbers, floating-point numbers of one byte, of two, and all others."""
+    """Return the style of `dtype`: integers, 8-bit floats and 16-bit floats each have one, and all others None."""
     kind = re.match(r"(?P<whole>q?u?int|bool)|(?P<byte>float[48])|(?P<half>b?float16)", dtype)
     return kind and kind.lastgroup
 
 
 def _indented(row: Row, width: int) -> list[str]:
+    """Return the name of `row`, indented, in lines of at most `width` columns."""
     indent = min(row.indent, width // 2)
     return [" " * indent + line for line in broken(_cut(row.texts[0]), width - indent, hanging=2)]
 
 
 def _cut(name: str) -> str:
-    """`name` without its middle, if it is longer than anybody reads."""
+    """Return `name` without its middle if it is longer than 300 characters."""
     half = _LONGEST_NAME // 2
     return name if len(name) <= _LONGEST_NAME else f"{name[:half]}...{name[-half:]}"
 
 
 def _bar(nbytes: int, largest: int, width: int, style: Style) -> str:
-    """`nbytes` beside `largest`, in eighths of a column."""
+    """Return a bar for `nbytes`, `width` columns wide for `largest`, in eighths of a column, or in whole ones without
+    Unicode.
+    """
     if not style.unicode:
         return "#" * round(width * nbytes / max(1, largest))
     whole, eighths = divmod(round(8 * width * nbytes / max(1, largest)), 8)
@@ -225,8 +236,10 @@ def tree_lines(
     by_size: bool = False,
     depth: int | None = None,
 ) -> Iterator[str]:
-    """The tree of `tensors`, `limit` rows of it and no more than fit `height` lines, siblings in their order or
-    `by_size`; `depth` levels of it. A terminal sees the share of each in all bytes.
+    """Yield the tree of `tensors`: at most `limit` rows, `depth` levels, and as many rows as fit `height` lines.
+
+    A terminal shows repeated blocks as one branch if `fold` is set, and the share of each branch in all bytes. Siblings
+    are in the file's order, or the largest first if `by_size` is set.
     """
     from ckptconv.render.folding import tree_of
 
@@ -254,7 +267,10 @@ def tree_lines(
 def _rows(
     branches: list[Branch], style: Style, *, by_size: bool, whole: int, depth: int | None, indent: int = 0
 ) -> Iterator[Row]:
-    """A row for each of `branches`, and of `depth` levels below them; sizes with their share in the `whole`, if any."""
+    """Yield a row for each of `branches`, and for `depth` levels below them, or all.
+
+    The names are indented by `indent`. Each row shows its share in the bytes of the `whole`, unless that is 0.
+    """
     for branch in sorted(branches, key=lambda branch: -branch.nbytes) if by_size else branches:
         name = ""
         while branch.tensor is None and not branch.numbers and len(branch.below) == 1:
@@ -278,7 +294,7 @@ def _rows(
 
 
 def _label(prefix: str, branch: Branch) -> str:
-    """The branch's name behind what its single parents are called; ``layers.0 … layers.31 ×32`` for many."""
+    """Return the name of `branch` after the `prefix` of its parents; ``layers.0 … layers.31 ×32`` for many siblings."""
     numbers = branch.numbers
     if not numbers:
         return prefix + branch.segment

@@ -1,4 +1,4 @@
-"""Styles, widths, line breaks and escapes that all renderers share."""
+"""Draw what all renderers share: styles, widths, line breaks, escapes, labelled facts and commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SEGMENT = r"(?:[^./ ]| (?=[×x][0-9]))*(?:[./ ]|$)"
 class Style(NamedTuple):
     """What the text is drawn for: a terminal of `width` columns, or a program if that is None.
 
-    It may have colours, and it is ASCII unless `unicode` is allowed.
+    The text has colours only if `colour` is set, and it is ASCII unless `unicode` is set.
     """
 
     width: int | None = None
@@ -46,10 +46,11 @@ class Style(NamedTuple):
 
     @property
     def columns(self) -> int:
+        """The width to draw for, which is at least 40."""
         return max(self.width or 0, _NARROWEST)
 
     def text(self, raw: object) -> str:
-        """`raw`, which a file may have said, so that it can go to the terminal: nothing in it moves the cursor."""
+        """Return `raw` as printable text. It may come from a file, so control characters are escaped."""
         text = str(raw)
         if text.isascii():
             return text if text.isprintable() else printable(text)
@@ -57,6 +58,7 @@ class Style(NamedTuple):
         return text if self.unicode else text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
 
     def paint(self, text: str, style: str | None) -> str:
+        """Return `text` in the colours of `style`, a key of ``_STYLES``, or as it is without colours or style."""
         if not (self.colour and style and text):
             return text
         from click import style as styled  # which results that nobody prints do without
@@ -72,7 +74,7 @@ PLAIN = Style()
 
 
 def cells(text: str) -> int:
-    """The columns that `text` takes on a terminal."""
+    """Return the number of terminal columns that `text` takes."""
     return len(text) if text.isascii() else sum(map(_cells_of, text))
 
 
@@ -84,19 +86,19 @@ def _cells_of(character: str) -> int:
 
 
 def rows_of(lines: Iterable[str], style: Style) -> int:
-    """How much of the screen `lines` take: the terminal breaks what is too long for it."""
+    """Return the number of terminal rows that `lines` take. A line that is wider than the terminal takes several."""
     return sum(max(1, -(-cells(re.sub(r"\x1b\[[0-9;]*m", "", line)) // style.columns)) for line in lines)
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:
-    """`text` with spaces up to `width` columns; on its left if it stands `right`."""
+    """Return `text` with spaces up to `width` columns. If `right` is set, the spaces are on its left."""
     gap = " " * (width - cells(text))
     return gap + text if right else text + gap
 
 
 def wrapped(text: str, room: int) -> list[str]:
-    """`text` in lines of at most `room` columns, broken at spaces, and in names and paths
-    only where a word needs more than a line.
+    """Return `text` in lines of at most `room` columns, broken at spaces. A word that is wider than a line is broken
+    too.
     """
     lines, line, used = [], "", 0
     for word in text.split(" "):
@@ -113,9 +115,9 @@ def wrapped(text: str, room: int) -> list[str]:
 
 
 def broken(name: str, room: int, *, hanging: int = 0) -> list[str]:
-    """`name` in lines of at most `room` columns, broken after dots, slashes and spaces, else where it must be.
+    """Return `name` in lines of at most `room` columns, broken after dots, slashes and spaces if possible.
 
-    All lines but the first indented by `hanging` columns.
+    All lines but the first are indented by `hanging` columns.
     """
     lines, line, used, most = [], "", 0, max(1, room)
     rest = max(1, room - hanging)
@@ -135,7 +137,8 @@ def broken(name: str, room: int, *, hanging: int = 0) -> list[str]:
 
 
 def _cut(text: str, most: int, rest: int) -> list[str]:
-    """Return `text` in pieces of at most `most` columns, after the first one at most `rest`, and at least a character.
+    """Return `text` in pieces: the first of at most `most` columns, the others of at most `rest`, all of one character
+    or more.
 
     A space at the end of `text` takes no column.
     """
@@ -149,7 +152,9 @@ def _cut(text: str, most: int, rest: int) -> list[str]:
 
 
 def fitting(text: str, room: int, style: Style, *, end: bool = False) -> str:
-    """`text`, or as much of its beginning, or of its `end`, as fits `room` columns, and a mark."""
+    """Return `text`, or as much of it as fits `room` columns with a mark. The beginning is kept, or the `end` if that
+    is set.
+    """
     if cells(text) <= room:
         return text
     mark = style.text("…")
@@ -167,7 +172,7 @@ def fitting(text: str, room: int, style: Style, *, end: bool = False) -> str:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts layer 2 before layer 10."""
+    """Return a sort key for `name` that puts layer 2 before layer 10."""
     return [
         (len(digits := part.lstrip("0")), digits) if i % 2 else (0, part)
         for i, part in enumerate(re.split(r"([0-9]+)", name))
@@ -178,7 +183,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def headline(style: Style, path: str, what: str) -> Iterator[str]:
-    """The first line: a path and what is there, which stands below a path that is too long."""
+    """Yield the first line: `path` and `what` is there. If one line is too short for both, `what` starts a new one."""
     path, what = f"{style.text(path)}:", style.text(what)
     if style.width is None or cells(path) + 1 + cells(what) <= style.columns:
         yield style.paint(f"{path} {what}", "title")
@@ -198,9 +203,10 @@ def fact(
     separator: str = ", ",
     paint: Callable[[str], str] = lambda line: line,
 ) -> Iterator[str]:
-    """A `label` and `what` it is: a sentence, or several things that are kept whole.
+    """Yield the lines of a fact: a `label`, and `what` it says.
 
-    What needs more lines stands below the text, not below the label.
+    `what` is a sentence, or several items with a `separator` between them. An item is broken only if it is wider than a
+    line. `paint` is applied to the text of each line on a terminal.
     """
     if style.width is None:
         text = style.text(what) if isinstance(what, str) else separator.join(map(style.text, what))
@@ -218,10 +224,10 @@ def fact(
 
 
 def command_lines(style: Style, command: Command) -> Iterator[str]:
-    """A command as it is typed.
+    """Yield the lines of `command`, as it is typed.
 
-    Where it needs more than a line, all lines but the last end in a backslash, so it can still be pasted; a flag stands
-    with its value, and a word that is wider than the terminal is left to the terminal.
+    If it is wider than the terminal, all lines but the last end in a backslash, so it can still be pasted. A flag and
+    its value stay in one line, and a word that is wider than the terminal is not broken.
     """
     indent = 2 * _INDENT
     line = ""
@@ -234,7 +240,7 @@ def command_lines(style: Style, command: Command) -> Iterator[str]:
 
 
 def first_of(items: Iterable[str], most: int, *, hint: str = "") -> list[str]:
-    """The first of `items`, `most` of them, and the number of the rest."""
+    """Return the first `most` of `items`, and the number of the others, followed by `hint`, as another item."""
     every = list(items)
     rest = [f"… {len(every) - most:,} more{hint}"] if len(every) > most else []
     return every[:most] + rest

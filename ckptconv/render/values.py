@@ -1,4 +1,4 @@
-"""Render the values of tensors as a table on a terminal, and as tab-separated lines in a pipe."""
+"""Draw the values of tensors (NaN, infinities, extremes, means) as a table, or as lines for a program."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def not_finite(tensors: Sequence[TensorSummary], kinds: Sequence[str] = ("nan", "inf")) -> list[TensorSummary]:
-    """Those of `tensors` that have any of `kinds`, ties once."""
+    """Return the `tensors` whose count of any of `kinds` is not 0. Tied tensors count once."""
     return [each for each in _untied(tensors) if each.values and any(getattr(each.values, kind) for kind in kinds)]
 
 
 def _untied(tensors: Sequence[TensorSummary]) -> list[TensorSummary]:
-    """The first of each of `tensors` that are tied: what they are tied to may have been filtered out."""
+    """Return `tensors` without those that are tied to an earlier one of them."""
     first: dict[str, TensorSummary] = {}
     for tensor in tensors:
         first.setdefault(tensor.tied_to or tensor.path, tensor)
@@ -36,7 +36,7 @@ def _untied(tensors: Sequence[TensorSummary]) -> list[TensorSummary]:
 
 
 def values_fact(tensors: Sequence[TensorSummary], style: Style) -> Iterator[str]:
-    """Whether anything in `tensors` is NaN or infinite, and where."""
+    """Yield the fact that says how many of `tensors` contain NaN or infinities, and which."""
     bad = not_finite(tensors)
     read = sum(tensor.values is not None for tensor in _untied(tensors))
     if not bad:
@@ -48,13 +48,14 @@ def values_fact(tensors: Sequence[TensorSummary], style: Style) -> Iterator[str]
 
 
 def _counted(values: TensorValues) -> str:
+    """Return the counts of NaN and of infinities in words, without those that are 0."""
     return ", ".join(f"{n:,} {word}" for n, word in ((values.nan, "NaN"), (values.inf, "inf")) if n)
 
 
 def values_lines(
     tensors: Sequence[TensorSummary], style: Style, *, limit: int | None = None, height: int | None = None
 ) -> Iterator[str]:
-    """The table of `tensors` and their values, `limit` rows of it and no more than fit `height` lines."""
+    """Yield the table of `tensors` and their values, at most `limit` rows, and as many as fit `height` lines."""
     if style.width is None:
         has_histogram = any(map(_histogram, tensors))
         if tensors[:limit]:
@@ -91,11 +92,12 @@ def values_lines(
 
 
 def _histogram(tensor: TensorSummary) -> Histogram | None:
+    """Return the histogram of `tensor`, or None if it was not computed."""
     return tensor.values.histogram if tensor.values else None
 
 
 def _fit(rows: Sequence[tuple[str, ...]], style: Style, *, histogram: bool) -> dict[int, int]:
-    """The columns that there is room for, with their widths."""
+    """Return the widths of the columns that fit the terminal, by their index."""
     widths = {i: max(map(cells, column)) for i, column in enumerate(zip(_HEADINGS, *rows, strict=True))}
     if not histogram:
         del widths[len(_HEADINGS) - 1]
@@ -111,7 +113,7 @@ def _fit(rows: Sequence[tuple[str, ...]], style: Style, *, histogram: bool) -> d
 def _drawn(
     rows: Sequence[tuple[str, ...]], columns: dict[int, int], tensors: Sequence[TensorSummary], style: Style
 ) -> Iterator[list[str]]:
-    """The lines of each row: the name goes on in the next one where it is too long."""
+    """Yield the lines of each row. A name that is too long goes on in the next line."""
     for row, tensor in zip(rows, tensors, strict=False):
         names = broken(row[0], columns[0], hanging=2)
         rest = "".join(_GAP + padded(row[i], width, right=i > 1) for i, width in columns.items() if i)
@@ -120,15 +122,16 @@ def _drawn(
 
 
 def short_number(number: float | int | None) -> str:
-    """`number` in few digits."""
+    """Return `number` with few digits, or ``-`` for None."""
     if number is None:
         return "-"
     return f"{number:.3g}" if isinstance(number, float) or abs(number) >= 10**6 else str(number)
 
 
 def bars(histogram: Histogram | None, style: Style) -> str:
-    """A `histogram` as a line of bars, from the most negative to the largest; where nothing is negative, without that
-    half.
+    """Return `histogram` as a line of bars, from the most negative numbers to the largest; "" for None.
+
+    The half for negative numbers is left out if there are none. Without Unicode the line has the counts.
     """
     if histogram is None:
         return ""

@@ -1,4 +1,4 @@
-"""Render the verdict of ``verify``: a line for each finding, and the verdict last."""
+"""Draw the verdict of ``verify``: a line for each finding, and the verdict as the last line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = False) -> Iterator[str]:
-    """`verdict`: each line begins with its level. `quiet`: nothing about what is sound; `verbose`: notes too."""
+    """Yield the lines of `verdict`. `quiet` leaves out what is sound, and `verbose` adds notes."""
     for finding in verdict.findings:
         if verbose if finding.level == "note" else not (quiet and verdict.ok):
             yield str(finding)
@@ -28,7 +28,7 @@ def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = Fals
 
 
 def _soundness(verdict: Verdict) -> Iterator[str]:
-    """What a sound checkpoint is said to be."""
+    """Yield what is said about a sound checkpoint: format, checksums, and safety if it is known."""
     yield str(verdict.format)
     yield f"{count(verdict.checked, 'checksum')} right ({size(verdict.nbytes)})" if verdict.checked else "no checksums"
     if verdict.safety:

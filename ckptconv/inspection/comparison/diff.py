@@ -58,9 +58,14 @@ class _Part:
 def command_that_fits(
     a: Checkpoint, b: Checkpoint, edits: Edits, paths: tuple[str, str], more: Sequence[Option] = ()
 ) -> str | None:
-    """The ``ckptconv diff`` that compares what `a` and `b`, of which no names match, have in common, if there is one.
+    """Return the ``ckptconv diff`` that compares what `a` and `b` have in common, or None if there is none.
 
-    `a` is edited, and a part is taken of `b` as `edits` say; `more` are options to repeat.
+    Args:
+        a: The first checkpoint, none of whose names is in `b`.
+        b: The second checkpoint.
+        edits: The edits of `a`, whose part is taken of `b` too.
+        paths: The paths of both.
+        more: Options to repeat.
     """
     if edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix:
         return None  # another edit of names would not come where it should
@@ -75,13 +80,14 @@ def command_that_fits(
 
 
 def options_of(edits: Edits) -> tuple[Option, ...]:
-    """The options that say which parts `edits` take, and which names they change."""
+    """Return the options for the parts that `edits` take, and for the names that they change."""
     asked = ("state_dict", "select", "include", "exclude", "unwrap", "rename", "strip_prefix", "add_prefix")
     values = ((name, getattr(edits, name)) for name in asked)
     return tuple(Option(name, value) for name, value in values if value not in (None, False, ()))
 
 
 def _parts(checkpoint: Checkpoint, edits: Edits) -> list[_Part]:
+    """Return the state dicts and modules of `checkpoint`, or only the part that `edits` take."""
     detected = checkpoint.detected
     taken = edits.select is not None or edits.state_dict
     parts = [
@@ -98,12 +104,14 @@ def _parts(checkpoint: Checkpoint, edits: Edits) -> list[_Part]:
 
 
 def _taking(path: str) -> tuple[Option, ...]:
+    """Return the options that take the part at `path`."""
     return () if path == "." else (Option("select", path),)
 
 
 def _options(ours: list[_Part], theirs: list[_Part]) -> tuple[Option, ...]:
-    """What to ask for, so that most names of one of `ours` are those of one of `theirs`, which is all that they have
-    or stands at the same path.
+    """Return the options with which most names of a part of `ours` are those of a part of `theirs`, or nothing.
+
+    The part of `theirs` is the whole checkpoint, or is at the same path.
     """
     best: tuple[tuple[int, int, list[str]], tuple[Option, ...]] = (0, 0, []), ()
     by_path = {their.path: their for their in theirs}
@@ -120,13 +128,15 @@ def _options(ours: list[_Part], theirs: list[_Part]) -> tuple[Option, ...]:
 
 
 def _simple(options: tuple[Option, ...]) -> tuple[int, list[str]]:
-    """The larger, the less there is to type; a prefix says more plainly what it takes off than ``--unwrap``."""
+    """Return a sort key that is larger for less to type. ``--unwrap`` counts as more than the prefix that
+    it takes off.
+    """
     words = [word for each in options for group in each.words() for word in group]
     return -len(words) - 2 * (Option("unwrap") in options), words
 
 
 def _renamed(ours: Collection[str], theirs: Collection[str]) -> Iterator[tuple[tuple[Option, ...], Collection[str]]]:
-    """`ours` as they are, and as edits make them that could give `theirs`, each with its option."""
+    """Yield `ours` without edits, and after each edit that could make them `theirs`, with the option for the edit."""
     yield (), ours
     yield (Option("unwrap"),), set(unwrapped(ours).values())
     for prefix in _before(theirs, ours):
@@ -136,7 +146,7 @@ def _renamed(ours: Collection[str], theirs: Collection[str]) -> Iterator[tuple[t
 
 
 def _before(short: Collection[str], long: Collection[str]) -> set[str]:
-    """What stands before some of the `short` names in `long`."""
+    """Return the prefixes that some of the first `short` names have in `long`."""
     return {
         name.removesuffix(each)
         for each, _ in zip(short, range(_TRIED), strict=False)
@@ -154,21 +164,22 @@ _ASKED = "left out as asked"
 @for_python
 @takes(DiffOptions, Compared)
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], **options: Unpack[DiffOptions]) -> Difference:
-    """What the checkpoints `a` and `b`, in whatever containers, do not have in common.
+    """Compare the checkpoints `a` and `b`, in whatever containers.
 
-    Neither is run, loaded or changed. What takes a part is for both, and where `b` has nothing such it is compared
-    whole; what edits names is for `a`. Where one of the two is safetensors, the state dict of the other is taken.
+    Neither is executed, loaded or changed. Options that take a part apply to both, and `b` is compared as a whole if it
+    does not have that part. Options that edit names apply to `a`. If one of the two is safetensors, the state dict of
+    the other is taken.
 
     Args:
-        a: The one checkpoint.
-        b: The other one.
+        a: The first checkpoint.
+        b: The second checkpoint.
         **options: The keys of :class:`~ckptconv.inspection.comparison.options.DiffOptions`.
 
     Returns:
-        What differs; its ``.same`` says whether that is nothing.
+        What differs. ``.same`` is True if nothing does.
 
     Raises:
-        CkptconvError: One of its subclasses, where one cannot be read or an edit cannot be made of `a`.
+        CkptconvError: One of its subclasses, if one cannot be read or an edit cannot be made of `a`.
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
     return compare(a, b, edits_from(**options), Compared.of(options))
@@ -183,10 +194,16 @@ def compare(
     brief: bool = False,
     progress: Meter | None = None,
 ) -> Difference:
-    """:func:`diff` with its options as data; file objects can be compared too.
+    """Return what :func:`diff` returns, with its options as data. File objects can be compared too.
 
-    `brief`: notes name a few paths of many. `progress` is called with the bytes to compare, and what it gives with each
-    number of bytes compared.
+    Args:
+        a: The first checkpoint.
+        b: The second checkpoint.
+        edits: What is edited.
+        compared: What is compared, and how exactly.
+        brief: Whether notes name only a few paths of many.
+        progress: Called with the bytes to compare. It returns a context manager for a function that is called with each
+        number of bytes compared.
     """
     with _paired(a, b, edits, compared, brief=brief, progress=progress) as comparison:
         comparison.values.run(progress)
@@ -204,7 +221,7 @@ def are_same(
     *,
     progress: Meter | None = None,
 ) -> bool:
-    """Whether :func:`compare` would find nothing, which is known at the first difference."""
+    """Return whether :func:`compare` would find nothing. It stops at the first difference."""
     with _paired(a, b, edits, compared, brief=True, progress=progress) as comparison:
         if comparison.differs_already():
             return False
@@ -220,7 +237,10 @@ def are_same(
 def _paired(
     a: Input, b: Input, edits: Edits, compared: Compared, *, brief: bool, progress: Meter | None
 ) -> Iterator[_Comparison]:
-    """The comparison of `a` and `b`, in which everything but values is compared. They must not change meanwhile."""
+    """Open `a` and `b`, and yield their comparison, in which everything but values was compared.
+
+    Raise InputChangedError if one of them changes before the end.
+    """
     with (
         open_input(a, download=compared.download, progress=progress) as source_a,
         open_input(b, download=compared.download, progress=progress) as source_b,
@@ -264,7 +284,9 @@ class _Comparison:
     # Parts
 
     def take_parts(self) -> None:
-        """Take of both sides what is asked for, or what the other can be compared with, and edit `a`'s names."""
+        """Take the part that is asked for on both sides, or that the other side can be compared with, and edit the
+        names of `a`.
+        """
         alone = bool(self.weights_alone)
         if alone and not (self.a.tensors or self.b.tensors):
             self.notes.append(f"neither has a tensor: {self.weights_alone[0]}")
@@ -302,10 +324,7 @@ class _Comparison:
         return f"{why}: " + command("diff", *files, *options_of(self.edits), *self.compared.options())
 
     def take_part_of_b(self, *, alone: bool) -> list[LeftBehind]:
-        """Take of `b` what is asked for, if `b` has such, and what the other can be compared with.
-
-        What is left behind.
-        """
+        """Take the part of `b` that is asked for, if `b` has it, and return what is left behind."""
         path = self.edits.select
         if path is not None:
             try:
@@ -326,7 +345,7 @@ class _Comparison:
             raise RefusedError(error.what, where=error.where, hint=hint) from None
 
     def filter_b(self) -> None:
-        """Leave out of `b` what the globs say, those that mean something there."""
+        """Apply the globs to `b`, except those that match nothing there, which are noted."""
         include, exclude = (_meaningful(self.b, globs) for globs in (self.edits.include, self.edits.exclude))
         for glob in (*self.edits.include, *self.edits.exclude):
             if glob not in include and glob not in exclude:
@@ -337,9 +356,7 @@ class _Comparison:
     # Names, and everything but values
 
     def pair(self) -> None:
-        """Find the names that both sides have, and compare everything but values,
-        unless names are all that is asked for.
-        """
+        """Pair the names of both sides, and compare everything but values, unless only names are asked for."""
         self.pairing.run()
         if self.compared.names_only:
             return
@@ -356,6 +373,7 @@ class _Comparison:
                     self.others.append((OtherDifference(f"__metadata__/{key}", *words), None))
 
     def compare_tensors(self, pair: tuple[Place, Place]) -> None:
+        """Compare two tensors of one name, except for their values, which are noted to be compared."""
         place_a, place_b = pair
         side_a, side_b = self.pairing.a, self.pairing.b
         a, b = side_a.tensor(place_a.node), side_b.tensor(place_b.node)
@@ -385,7 +403,7 @@ class _Comparison:
             self.places[place_a.path] = pair
 
     def compare_storages(self, place_a: Place, place_b: Place) -> None:
-        """Two bare storages, which are compared as bytes."""
+        """Compare two storages without tensors, as bytes."""
         a, b = self.pairing.a.storages[id(place_a.node)], self.pairing.b.storages[id(place_b.node)]
         words = self.pairing.a.words(place_a.node), self.pairing.b.words(place_b.node)
         classes = storage_id(place_a.node).cls.name, storage_id(place_b.node).cls.name
@@ -400,7 +418,7 @@ class _Comparison:
     # What comes of it
 
     def with_statistics(self, differing: Sequence[TensorDifference]) -> tuple[TensorDifference, ...]:
-        """`differing`, each with what its elements are on both sides."""
+        """Return `differing`, each with what its elements are on both sides."""
         a, b = (
             values_of(
                 {each.path: side.at(self.places[each.path][i]) for each in differing},
@@ -412,7 +430,7 @@ class _Comparison:
         return tuple(replace(each, statistics=(a.get(each.path), b.get(each.path))) for each in differing)
 
     def differs_already(self) -> bool:
-        """Whether something other than values differs."""
+        """Return whether something other than values differs."""
         pairing = self.pairing
         if pairing.a.only or pairing.b.only:
             return True
@@ -421,6 +439,7 @@ class _Comparison:
         return bool(others) or next(unlike, None) is not None or None in self.values.found.values()
 
     def result(self) -> Difference:
+        """Return the difference."""
         differing = []
         for found, keys in self.found:
             values = _sum([self.values.found[key] for key in keys]) if keys else None
@@ -452,13 +471,14 @@ class _Comparison:
         )
 
     def differs(self, key: Key) -> bool:
+        """Return whether the values of `key` differ, or cannot be compared."""
         values = self.values.found[key]
         return values is None or values.differing > 0
 
     # Notes
 
     def more_notes(self, near: list[str]) -> Iterator[str]:
-        """What else to know. `near` are the paths of tensors that differ within the tolerance."""
+        """Yield what else to know. `near` are the paths of tensors that differ within the tolerance."""
         if near:
             most = max(self.values.near.values())
             yield (
@@ -485,7 +505,7 @@ class _Comparison:
                     )
 
     def notes_of_rest(self) -> Iterator[str]:
-        """What was not compared because one side has tensors with names and nothing else."""
+        """Yield what was not compared because one side has only tensors with names."""
         for side, own, passed_over in zip("AB", self.rest, self.pairing.passed_over, strict=True):
             paths = [*own, *passed_over]
             if paths:
@@ -493,10 +513,11 @@ class _Comparison:
                 yield f"not compared: {what}; {self.weights_alone[0]}"
 
     def some(self, paths: Sequence[str]) -> str:
+        """Return `paths` as text: all of them, or only a few in a brief note."""
         return some(paths, _SHOWN if self.brief else len(paths))
 
     def notes_of_ties(self) -> Iterator[str]:
-        """Which names are one tensor on one side alone."""
+        """Yield which names are one tensor on one side only."""
         names = [place.path for place, _ in self.pairing.tensors]
         groups = _groups(self.a, names), _groups(self.b, names)
         for this, other, word in ((0, 1, "A"), (1, 0, "B")):
@@ -510,7 +531,7 @@ class _Comparison:
 
 
 def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `globs` that mean a tensor of `checkpoint`."""
+    """Return those of `globs` that match a tensor of `checkpoint`."""
     state_dicts = {id(found.node) for found in checkpoint.detected.state_dicts} if globs else set()
     tensors = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes] if globs else []
     named = [place for place in tensors if place.parent is not None and id(place.parent.node) in state_dicts]
@@ -529,17 +550,19 @@ def _why_weights_alone(checkpoint: Checkpoint) -> str | None:
 
 
 def _pair(a: _T, b: _T) -> tuple[_T, _T] | None:
+    """Return `a` and `b` if they differ, else None."""
     return None if a == b else (a, b)
 
 
 def _are_numbers(a: str, b: str) -> bool:
+    """Return whether the dtypes `a` and `b` can be compared as numbers."""
     from ckptconv.byteranges.kernels.comparing import comparable
 
     return comparable(a, b)
 
 
 def _class_of(node: Call, info: TensorInfo, side: Side) -> str:
-    """The class of the tensor that `node` makes."""
+    """Return the name of the class of the tensor that `node` makes."""
     cls = args_of(node)[1] if str(node.callable) in FROM_TYPE and len(args_of(node)) > 1 else None
     if isinstance(cls, Global) and not info.is_parameter:
         return side.name(cls)
@@ -547,7 +570,7 @@ def _class_of(node: Call, info: TensorInfo, side: Side) -> str:
 
 
 def _groups(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:
-    """For each of `names` the first of them that is the same tensor."""
+    """Return for each of `names` the first of them that is the same tensor."""
     first: dict[str, str] = {}
     groups = {}
     for name in names:
@@ -557,7 +580,7 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:
 
 
 def _sum(found: list[ValueDifference | None]) -> ValueDifference | None:
-    """What several tensors that make one differ in; None where that of one is not known."""
+    """Return the difference of a tensor that consists of several, or None if that of one of them is not known."""
     values = [each for each in found if each is not None]
     if len(values) < len(found) or len(values) == 1:
         return found[0] if len(found) == 1 else None

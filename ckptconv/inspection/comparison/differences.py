@@ -9,10 +9,14 @@ from ckptconv.result import Result
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What the header of one side says of a tensor.
+    """What the header of one side says about a tensor.
 
-    ``dtype`` and ``shape`` are torch's, ``nbytes`` are those of its elements, ``tied_to`` is the path of an earlier
-    tensor that is the same.
+    Attributes:
+        path: Its path.
+        dtype: Its dtype, as torch calls it.
+        shape: Its shape.
+        nbytes: The bytes of its elements.
+        tied_to: The path of an earlier tensor that is the same, or None.
     """
 
     path: str
@@ -24,20 +28,27 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class OnlyIn(TensorFacts):
-    """A tensor whose name the other side has not."""
+    """A tensor whose name the other side does not have."""
 
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How far two tensors of one shape are apart: of so many `elements`, ``differing`` ones differ.
+    """How far two tensors of one shape are apart.
 
-    ``not_finite`` of those that differ are NaN or an infinity on at least one side. ``largest`` is ``|a - b|`` and
-    ``largest_relative`` ``|a - b| / |b|``, each the largest of all other elements; the second is inf where b is 0 and
-    a is not. Both are None for dtypes whose bits mean no number to torch. NaN equals NaN, an infinity itself, and -0.0
-    equals 0.0. Whole numbers are exact. ``histogram``, where it was asked for: how many of the finite elements that
-    are not equal have which ``|a - b|``; those within the tolerance count too. ``relative_to_max`` is
-    ``largest`` divided by the largest ``|b|`` of all finite elements, equal ones among them. It is inf if that is 0,
-    and None if it is not known.
+    NaN equals NaN, an infinity equals itself, and -0.0 equals 0.0. Integers are compared exactly.
+
+    Attributes:
+        elements: The number of elements.
+        differing: How many of them differ.
+        largest: The largest ``|a - b|`` of the elements that are finite on both sides. None for dtypes whose bits torch
+        does not read as numbers.
+        largest_relative: The largest ``|a - b| / |b|`` of the same elements, inf if b is 0 and a is not. None as above.
+        not_finite: How many of the differing elements are NaN or an infinity on at least one side.
+        histogram: The distribution of ``|a - b|`` over the finite elements that are not equal, also those within the
+        tolerance. None if it was not asked for.
+        relative_to_max: ``largest`` divided by the largest ``|b|`` of all finite elements, also of equal ones. It is
+            inf if
+        that is 0, and None if it is not known.
     """
 
     elements: int
@@ -51,15 +62,22 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """Two tensors of one name, at `path` in both. What differs is a pair, of A and of B, else None.
+    """Two tensors of one name, and what differs. A fact that differs is a pair, of A and of B; otherwise it is None.
 
-    These are ``dtype``, ``shape``, ``device``, ``requires_grad``, ``class_name`` and ``made_of``. ``class_name``:
-    ``Tensor``, ``Parameter``, or the class of their own that they have. ``made_of`` says in words what else they are
-    made of: their kinds (strided, sparse), or what the calls hold that make them. ``values`` is None where values were
-    not compared, because shapes or kinds differ; if nothing else differs, because elements share bytes with what is not
-    theirs, and the storages are not equal. ``rng_state``: it is the state of a random generator. ``statistics``: what
-    the elements of each are, where that was asked for; None for a side whose are no numbers. ``sides``: what the
-    headers of A and of B say.
+    Attributes:
+        path: The path in both.
+        dtype: Their dtypes.
+        shape: Their shapes.
+        device: Their devices.
+        requires_grad: Whether they require gradients.
+        class_name: ``Tensor``, ``Parameter``, or the name of their own class.
+        made_of: Their kinds (strided, sparse) in words, or what else the calls that make them contain.
+        values: How far the values are apart. None if they were not compared, because shapes or kinds differ. If nothing
+        else differs, None means that the elements share bytes with other data and the storages are not equal.
+        rng_state: Whether it is the state of a random generator.
+        statistics: What the elements are on each side, if that was asked for; None for a side whose elements are not
+        numbers.
+        sides: What the headers of A and B say.
     """
 
     path: str
@@ -77,10 +95,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class OtherDifference:
-    """What stands at `path` in `a` and in `b`, and is no tensor in one of them.
-
-    In words; None where there is nothing.
-    """
+    """What is at `path` in `a` and in `b`, in words, if it is not a tensor in both. None: nothing is there."""
 
     path: str
     a: str | None
@@ -93,18 +108,18 @@ class Difference(Result):
 
     Attributes:
         a: The first checkpoint.
-        b: The second one.
+        b: The second checkpoint.
         formats: The format of each.
         tensors: The number of names that both have.
-        nbytes: The bytes that those tensors have in `a`; tied ones count once.
-        only_in_a: Tensors whose name `b` has not.
-        only_in_b: Tensors whose name `a` has not.
-        differing: Tensors of both in which anything differs; none where names alone were compared.
-        others: What differs and is no tensor; nothing where names alone were compared.
+        nbytes: The bytes of those tensors in `a`; tied ones count once.
+        only_in_a: Tensors whose name `b` does not have.
+        only_in_b: Tensors whose name `a` does not have.
+        differing: Tensors of both in which anything differs. Empty if only names were compared.
+        others: What differs and is not a tensor. Empty if only names were compared.
         notes: What was not compared, and what else to know.
-        suggestion: Where no name is in both because they stand at other paths, or have something before them, the
-            command that compares those tensors.
-        near: The number of tensors in which numbers differ within the tolerance, and none beyond it.
+        suggestion: If no name is in both, the command that compares the tensors under their other paths or prefixes, or
+        None.
+        near: The number of tensors in which numbers differ, all within the tolerance.
     """
 
     a: str
@@ -123,5 +138,5 @@ class Difference(Result):
 
     @property
     def same(self) -> bool:
-        """Whether they have everything in common that was compared."""
+        """Whether everything that was compared is the same."""
         return not (self.only_in_a or self.only_in_b or self.differing or self.others)

@@ -15,7 +15,7 @@ _ANY = "safetensors"  # a format that every checkpoint could become: its name th
 
 
 class Pair(NamedTuple):
-    """Two checkpoints of one name; None where one side has none."""
+    """Two checkpoints of one name. One is None if a side has no such checkpoint."""
 
     name: str
     a: Path | None
@@ -23,11 +23,13 @@ class Pair(NamedTuple):
 
 
 def pairs_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Pair] | None:
-    """The checkpoints to compare, where `a` or `b` is a folder of checkpoints, sorted by name. Of a folder and a file
-    it is the one of the file's name alone, unless that is the file itself.
+    """Return the pairs of checkpoints to compare, sorted by name, or None if `a` and `b` themselves are to be compared.
 
-    A name is the path in the folder; of those that only one side has, ``model.pt`` and ``model.safetensors`` are one,
-    as a conversion of the folder has it. None: `a` and `b` are to be compared as they are. Raises InputError.
+    If both are folders of checkpoints, a name is the path in the folder. ``model.pt`` and ``model.safetensors`` are
+    paired if no other file on either side would have that name after a conversion. If one is such a folder and the
+    other is a file, the only pair is the file and the checkpoint of the same name, unless that is the file itself.
+
+    Raises InputError.
     """
     paths = [locate(each) for each in (a, b)]
     folders = [_named_in(each) if is_folder(each) else {} for each in paths]
@@ -44,11 +46,12 @@ def pairs_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Pair]
 
 
 def _is_same(a: Path, b: Path) -> bool:
+    """Return whether `a` and `b` are the same file."""
     return a == b if is_url(a) or is_url(b) else os.path.samefile(a, b)
 
 
 def _named_in(folder: Path) -> dict[str, Found]:
-    """The checkpoints in `folder` by their paths there; none where it is one itself, by what stands directly in it."""
+    """Return the checkpoints in `folder` by their paths there, or nothing if the folder is a checkpoint itself."""
     every = [each for each in find(folder) if each.kind in ("file", "shards", "dcp")]
     if any(each.kind != "file" and each.parts[0].parent == folder for each in every):
         return {}
@@ -56,6 +59,7 @@ def _named_in(folder: Path) -> dict[str, Found]:
 
 
 def _paired(a: dict[str, Found], b: dict[str, Found]) -> list[Pair]:
+    """Return the pairs of `a` and `b`, first by equal names, then by names that would be equal after a conversion."""
     pairs = [Pair(name, a[name].path, b[name].path) for name in a.keys() & b.keys()]
     rest = [{name: each for name, each in side.items() if name not in other} for side, other in ((a, b), (b, a))]
     keys = [{name: _key(name, each) for name, each in side.items()} for side in rest]
@@ -69,7 +73,7 @@ def _paired(a: dict[str, Found], b: dict[str, Found]) -> list[Pair]:
 
 
 def _key(name: str, found: Found) -> str:
-    """What `found`, called `name` in its folder, has in common with the same in another container."""
+    """Return what `found`, called `name` in its folder, has in common with the same checkpoint in another container."""
     if found.kind == "shards":
         return name if found.path.is_dir() else os.path.dirname(name)
     return os.path.join(os.path.dirname(name), name_in_folder(found, _ANY))

@@ -1,4 +1,4 @@
-"""The keywords of ``diff``, each declared once, and how exactly they have two checkpoints compared as data."""
+"""Declare the keywords of ``diff``, each once, and make them data."""
 
 # No annotations from __future__: what stands in Annotated is read when the package is imported.
 
@@ -45,7 +45,7 @@ class Compared(FromKeywords):
     download: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ArgumentTypeError or UsageError for what makes no sense."""
+        """Raise ArgumentTypeError for a value of a wrong type, and UsageError for one that makes no sense."""
         check_flags(self)
         for name, tolerance in (("rtol", self.rtol), ("atol", self.atol)):
             if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
@@ -61,7 +61,7 @@ class Compared(FromKeywords):
                 raise UsageError(option("names_only") + " reads no tensor, and " + option(name) + " reads those")
 
     def options(self) -> list[Option]:
-        """What of it is not as usual, for a command that is to be typed."""
+        """Return the options that are not at their defaults, for a command that is to be typed."""
         said = (Option(each.name, getattr(self, each.name)) for each in fields(self))
         return [each for each in said if each.value]
 

@@ -63,7 +63,7 @@ _SETS = {"builtins.set": "set", "builtins.frozenset": "frozenset"}
 
 
 class Side:
-    """One of the two checkpoints, after its names were changed, and what its nodes mean."""
+    """One of the two checkpoints, after its names were edited, and the meaning of its nodes."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -80,29 +80,31 @@ class Side:
         self.sorted: dict[int, list[Said] | None] = {}
 
     def tensor(self, node: Value) -> TensorInfo | None:
-        """The tensor that `node` makes, where it has a name."""
+        """Return the tensor that `node` makes, if it has a name, else None."""
         return self.checkpoint.tensor_nodes.get(id(node)) if isinstance(node, Call) else None
 
     def at(self, place: Place) -> TensorInfo:
-        """The tensor at `place`. A node can stand at several places: at all but the first it is tied to itself."""
+        """Return the tensor at `place`. A node can be at several places; all but the first have a tensor that is tied
+        to the first.
+        """
         return self.checkpoint.tensors.get(place.path) or self.checkpoint.tensor_nodes[id(place.node)]
 
     def facts(self, place: Place) -> tuple[str, str, tuple[int, ...], int, str | None]:
-        """The path, dtype, shape, bytes and tie of the tensor at `place`, as a result has them."""
+        """Return the path, dtype, shape, bytes and tie of the tensor at `place`."""
         info = self.at(place)
         return place.path, info.dtype, info.shape, info.nbytes, info.tied_to
 
     def inner_tensor(self, node: Value) -> TensorInfo | None:
-        """The tensor with a storage that `node` makes, wherever it stands."""
+        """Return the tensor with a storage that `node` makes, even inside another tensor, else None."""
         part = strided_part(node) if isinstance(node, Call) else None
         return self.reader.strided_or_none(part.function, part.args.items) if part else None
 
     def name(self, node: Value) -> str:
-        """The name that unpickling looks up, where `node` is one."""
+        """Return the name that unpickling looks up for `node`, or "" if it is not a global."""
         return imported_name(node, self.protocol) if isinstance(node, Global) else ""
 
     def kind(self, node: Value) -> str:
-        """What `node` is, in a word or two: a type, or the class of an object."""
+        """Return the type of `node` in a word or two, or the class of an object."""
         if isinstance(node, Call):
             name = self.name(node.callable)
             data = self.data(node)
@@ -112,7 +114,7 @@ class Side:
         return _KINDS.get(type(node)) or type_of(node).__name__
 
     def data(self, node: Value) -> _Data | None:
-        """`node` as text or bytes, if it is."""
+        """Return `node` as text or bytes, or None if it is neither."""
         if isinstance(node, str):
             return _Data("str", node.encode("utf-8", "surrogatepass"))
         if isinstance(node, bytes):
@@ -137,7 +139,9 @@ class Side:
         return None
 
     def encoded(self, kind: str, args: list[Value]) -> _Data | None:
-        """Bytes that a pickle of protocol 2 writes as a text and its encoding."""
+        """Return the bytes that a pickle of protocol 2 writes as a text and its encoding, or None if `args` are not
+        that.
+        """
         text, encoding = args
         if encoding not in _LATIN_1:
             return None
@@ -149,18 +153,20 @@ class Side:
             return None
 
     def members(self, node: Value) -> list[Value] | None:
-        """The members of a set; None for everything else."""
+        """Return the members of a set, or None for everything else."""
         return None if isinstance(node, (List, Tuple)) else members_of(node)
 
     def set_of(self, node: Value) -> Node | None:
-        """The node that holds the members of a set: itself, or the list it is made of; None for everything else."""
+        """Return the node that contains the members of a set: itself, or the list it is made of. None for everything
+        else.
+        """
         if isinstance(node, Call) and members_of(node, 0) is not None:
             made_of = args_of(node)
             return made_of[0] if made_of and isinstance(made_of[0], Node) else node
         return node if isinstance(node, (Set, FrozenSet)) else None
 
     def words(self, node: Value) -> str:
-        """`node` in the words that a person is shown."""
+        """Return `node` in words."""
         if not isinstance(node, Node):
             return describe(node)
         if id(node) not in self.said:  # once: it can stand in any number of places
@@ -168,6 +174,7 @@ class Side:
         return self.said[id(node)]
 
     def _words(self, node: Node) -> str:
+        """Return the words of a `node` that were not asked for before."""
         if isinstance(node, Call) and (info := self.tensor(node)):
             return f"a tensor, {info.dtype} {list(info.shape)}"
         if isinstance(node, PersistentId):
@@ -201,9 +208,12 @@ _KINDS: dict[type, str] = {
 
 @dataclass(frozen=True)
 class _Data:
-    """The bytes of a text or bytes object of this `kind`, in memory or as a range of the file.
+    """The bytes of a text or bytes object, in memory or as a range of the file.
 
-    `is_text`: the range holds UTF-8 text, from which the bytes have to be encoded as Latin-1.
+    Attributes:
+        kind: Its type.
+        of: The bytes, or the range.
+        is_text: Whether the range contains UTF-8 text, from which the bytes have to be encoded as Latin-1.
     """
 
     kind: str
@@ -211,7 +221,7 @@ class _Data:
     is_text: bool = False
 
     def chunks(self) -> Iterator[bytes]:
-        """The bytes themselves."""
+        """Yield the bytes."""
         chunks = iter([self.of]) if isinstance(self.of, bytes) else read(self.of)
         if not self.is_text:
             yield from chunks
@@ -224,10 +234,10 @@ class _Data:
 
 @dataclass(slots=True)
 class Meaning:
-    """What a key or member of `side` means, as long as there is `room`.
+    """The meaning of a key or member of `side`, with `room` for so many atoms.
 
-    A tuple or frozenset means a number, the same in `numbers` for the same items. So it is gone through once, however
-    large it is and however often it is shared.
+    The meaning of a tuple or frozenset is a number, the same in `numbers` for the same items. So each is looked into
+    once, however large it is and however often it is shared.
     """
 
     side: Side
@@ -235,7 +245,7 @@ class Meaning:
     room: int = KEY_SIZE
 
     def of(self, value: Value, depth: int) -> Meant:
-        """The meaning of `value`, down to `depth` levels; None if it is too large or an object is in it."""
+        """Return the meaning of `value`, down to `depth` levels. None if it is too large or contains an object."""
         if id(value) in self.side.meant:
             return self.side.meant[id(value)]
         data = self.side.data(value)
@@ -252,7 +262,7 @@ class Meaning:
         return meant
 
     def of_items(self, value: Node, depth: int) -> Meant:
-        """The meaning of a tuple or frozenset `value`, from that of its items; None for everything else."""
+        """Return the meaning of a tuple or frozenset, made of that of its items. None for everything else."""
         is_tuple = isinstance(value, Tuple)
         items = value.items if isinstance(value, Tuple) else self.side.members(value)
         if items is None or not (is_tuple or self.side.kind(value) == "frozenset"):
@@ -268,19 +278,19 @@ class Meaning:
 
 
 def inside_word(word: Call) -> Value:
-    """The node that holds the arguments of `word`, which makes a ``torch.device`` or ``torch.Size``."""
+    """Return the node that contains the arguments of `word`, which makes a ``torch.device`` or ``torch.Size``."""
     args = args_of(word)
     return args[0] if len(args) == 1 and isinstance(args[0], Tuple) else word.args
 
 
 def said_in(word: Call) -> list[Said]:
-    """The arguments of `word`, which makes a ``torch.device`` or ``torch.Size``."""
+    """Return the arguments of `word`, which makes a ``torch.device`` or ``torch.Size``."""
     inside = inside_word(word)
     return [_atom(item) for item in inside.items] if isinstance(inside, Tuple) else []
 
 
 def _atom(value: Value) -> Said:
-    """`value` as a kind and a value that sorts among others of its kind. A node is its own id."""
+    """Return `value` as a kind and a value that sorts among others of its kind. A node is its own id."""
     if isinstance(value, float):
         return "float", struct.pack(">d", value + 0.0 if value == value else float("nan"))  # -0.0 is 0.0
     if value is None or isinstance(value, bool):
@@ -298,13 +308,16 @@ _KEY_DEPTH = 16  # levels of a key or member that is compared by what it is
 
 @dataclass
 class Pairing:
-    """Walks the sides `a` and `b`.
+    """The walk through the sides `a` and `b`, and what it found.
 
-    `tensors_alone`: only the tensors that are items of the roots are meant, and nothing that hangs on them.
-
-    ``tensors`` are the pairs of places where both have a tensor, ``storages`` those where both have a
-    bare storage; ``others`` is what differs already. ``passed_over``: how many things on each side were
-    not looked at because they are no tensors.
+    Attributes:
+        a: The first side.
+        b: The second side.
+        tensors_alone: Whether to pair only the tensors that are items of the roots.
+        tensors: The pairs of places where both have a tensor.
+        storages: The pairs of places where both have a storage without a tensor.
+        others: What differs already.
+        passed_over: The paths on each side that were skipped because they are not tensors.
     """
 
     a: Side
@@ -327,7 +340,7 @@ class Pairing:
         self._meanings: dict[object, int] = {}  # of tuples and frozensets that are keys or members, numbered
 
     def run(self) -> None:
-        """Find everything. Raises LimitError where two graphs share their parts in ways that would take forever."""
+        """Find everything. Raise LimitError if two graphs share their parts in ways that would take too long."""
         if self.tensors_alone:
             self._items(self.a.root, self.b.root)
             return
@@ -339,8 +352,9 @@ class Pairing:
                 todo += self._pairs_below(a, b)[::-1]
 
     def same_parts(self, a: Call, b: Call) -> tuple[bool, list[tuple[TensorInfo, TensorInfo]]]:
-        """Whether the calls `a` and `b`, which make tensors that have no storage of their own, hold the same beside
-        tensors, and the tensors in them, pair by pair.
+        """Compare the calls `a` and `b`, which make tensors without a storage of their own.
+
+        Return whether everything but the tensors in them is the same, and the pairs of those tensors.
         """
         same = True
         tensors = []
@@ -366,6 +380,7 @@ class Pairing:
     # Steps
 
     def _step(self, place: Place | None) -> None:
+        """Count a step, and the length of the path of `place`. Raise LimitError if there were too many."""
         self._steps -= 1
         if place:
             place.length = len(place.segment) + (place.parent.length if place.parent else 0)
@@ -378,7 +393,7 @@ class Pairing:
             )
 
     def _differ(self, a: Place, b: Place) -> bool:
-        """Note what the nodes at `a` and `b` do not have in common, and say whether to look into them."""
+        """Note how the nodes at `a` and `b` differ, and return whether to look into them."""
         left, right = a.node, b.node
         tensors = bool(self.a.tensor(left)), bool(self.b.tensor(right))
         if isinstance(left, Call) and isinstance(right, Call) and all(tensors):
@@ -405,9 +420,8 @@ class Pairing:
         return True
 
     def _same_alone(self, a: Value, b: Value) -> bool:
-        """Whether `a` and `b` are the same as far as that can be told without looking into them.
-
-        What nobody looks into is compared whole.
+        """Return whether `a` and `b` are the same without what is inside them. What is not looked into is compared as a
+        whole.
         """
         if type(a) is type(b) and isinstance(a, (str, bytes, int)):
             return a == b
@@ -421,6 +435,7 @@ class Pairing:
         return self._alike[pair]
 
     def _is_same(self, a: Value, b: Value) -> bool:
+        """Return what :meth:`_same_alone` does, without its memory."""
         data = self.a.data(a), self.b.data(b)
         if data[0] and data[1]:
             return data[0].kind == data[1].kind and same_streams(data[0].chunks(), data[1].chunks())
@@ -445,7 +460,7 @@ class Pairing:
         return True
 
     def _same_words(self, a: Call, b: Call) -> bool:
-        """Whether two of torch's small words, devices and sizes, are the same."""
+        """Return whether two devices or two sizes are the same."""
         devices = torch_device(a), torch_device(b)
         if devices != (None, None):
             return devices[0] == devices[1]
@@ -455,7 +470,7 @@ class Pairing:
         return self._alike[pair]
 
     def _pairs_below(self, a: Place, b: Place) -> list[Place]:
-        """The places below `a` and `b` that both have, in turn; what one alone has is noted."""
+        """Return the places below `a` and `b` that both have, in turn. What only one has is noted."""
         sets = self.a.set_of(a.node), self.b.set_of(b.node)
         if sets[0] and sets[1]:
             pair = id(sets[0]), id(sets[1])
@@ -478,7 +493,7 @@ class Pairing:
         return pairs
 
     def _listed_again(self, a: Value, b: Value) -> tuple[set[int], set[int]]:
-        """The ids of the arguments and states of `a` and of `b` that were looked into as such, one beside the other."""
+        """Return the ids of the arguments and states of `a` and of `b` whose pairs were looked into before."""
         if not (isinstance(a, Call) and isinstance(b, Call)):  # nothing else has any
             return set(), set()
         parts = zip(parts_listed(a, self.a.leaf), parts_listed(b, self.b.leaf), strict=False)
@@ -488,8 +503,10 @@ class Pairing:
         return {pair[0] for pair in again}, {pair[1] for pair in again}
 
     def _below(self, place: Place, side: Side, again: set[int]) -> dict[object, Place]:
-        """The places right below `place` by what they are paired by: their segments, or the keys as they are meant,
-        where these are no texts. Arguments and states whose ids are in `again` are left out.
+        """Return the places directly below `place` by what they are paired by.
+
+        That is the segment, or the meaning of a key that is not a text. Arguments and states whose ids are in `again`
+        are left out.
         """
         node = place.node
         keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []
@@ -515,9 +532,8 @@ class Pairing:
         return found
 
     def _sorted(self, node: Value, side: Side) -> list[Said] | None:
-        """What is the same for sets of the same members, in whatever order.
-
-        None where some are objects, which are paired by their places.
+        """Return the members of a set sorted by their meaning, or None if some are objects, which are paired by their
+        places.
         """
         stand_in = id(side.set_of(node))
         if stand_in not in side.sorted:  # once: any number of sets can be made of one list
@@ -527,10 +543,7 @@ class Pairing:
         return side.sorted[stand_in]
 
     def _canonical(self, value: Value, side: Side) -> Meant:
-        """`value`, a key or member, so that it can be compared with others and sorted.
-
-        None where it is an object, or too large.
-        """
+        """Return the meaning of the key or member `value`, or None if it is an object or too large."""
         meaning = Meaning(side, self._meanings)
         meant = meaning.of(value, _KEY_DEPTH)
         self._steps -= KEY_SIZE - meaning.room - 1
@@ -540,6 +553,7 @@ class Pairing:
     # What was found
 
     def _other(self, a: Place, b: Place) -> None:
+        """Note that what is at `a` and `b` differs."""
         words = self.a.words(a.node), self.b.words(b.node)
         if words[0] == words[1]:
             kinds = self.a.kind(a.node), self.b.kind(b.node)
@@ -551,9 +565,7 @@ class Pairing:
         self.others.append(OtherDifference(a.path, *words))
 
     def _alone(self, place: Place, side: Side) -> None:
-        """Note what stands at `place` of `side` and not in the other: its tensors, each,
-        and what is no tensor as one thing.
-        """
+        """Note what is at `place` of `side` and not in the other: each tensor, and everything else as one."""
         self._step(place)
         if side.tensor(place.node):
             side.only.append(OnlyIn(*side.facts(place)))
@@ -593,8 +605,9 @@ class Pairing:
 
 
 def _parts(node: Node, side: Side) -> list[Value]:
-    """What `node`, in the call of a tensor, is made of, without its device and its
-    attributes, which are compared elsewhere.
+    """Return what `node`, in the call of a tensor, consists of, without its device and its attributes.
+
+    Those are compared elsewhere.
     """
     if side.data(node) is not None or is_word(node):
         return []
@@ -615,18 +628,18 @@ def _parts(node: Node, side: Side) -> list[Value]:
 
 
 def _quantizer(node: Value) -> Value:
-    """The scheme, scales and zero points of the quantized tensor that `node` makes."""
+    """Return the scheme, scales and zero points of the quantized tensor that `node` makes."""
     part = strided_part(node) if isinstance(node, Call) else None
     return next(iter(part.args.items[4:5]), None) if part else None
 
 
 def _numbered(place: Place, members: list[Value]) -> dict[object, Place]:
-    """The `members` of the set at `place`, paired by their places."""
+    """Return the `members` of the set at `place`, by their numbers."""
     return {n: Place(place, f"/{{{n}}}", member, place.depth + 1) for n, member in enumerate(members)}
 
 
 def _apart(a: Value, b: Value, words: str) -> tuple[str, str]:
-    """Where `a` and `b` differ, which look alike at their beginnings, in `words`."""
+    """Return where `a` and `b` differ, although both start like `words`."""
     if isinstance(a, (str, bytes)) and isinstance(b, (str, bytes)) and type(a) is type(b):
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         start = max(0, at - 10)

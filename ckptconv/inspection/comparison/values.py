@@ -1,7 +1,7 @@
-"""Compare the values of paired tensors: as bytes first, as numbers where those differ.
+"""Compare the values of paired tensors: as bytes first, and as numbers if those differ.
 
-torch is not imported unless bytes differ, or do not stand in the order of their tensors. A storage whose checksum is
-known on both sides, and equal, is read only where that is asked for.
+torch is imported only if bytes differ, or are not stored in the order of their tensors. A storage that has the same
+known checksum on both sides is read only if that is asked for.
 """
 
 from __future__ import annotations
@@ -45,12 +45,17 @@ def unequal_parts(
     progress: Callable[[int], None] | None = None,
     counts: Callable[[int, Unequal], bool] = lambda i, part: True,
 ) -> dict[int, list[Unequal]]:
-    """Where `pairs` of ranges of one length differ: by their index, the parts, of some megabytes, in which they do.
+    """Return the parts, of some megabytes, in which `pairs` of ranges of one length differ, by the index of the pair.
 
-    Those that are the same are not in it.
+    Pairs that are equal are not in it.
 
-    `progress` is called with the number of bytes that were compared since the last time, `counts` with each part and
-    the index of its pair, in any thread: whether the part matters. Raises what reading and these raise.
+    Args:
+        pairs: The ranges to compare.
+        progress: Called with the number of bytes that were compared since its last call.
+        counts: Called with the index of a pair and an unequal part of it, in any thread. It returns whether the part
+        matters.
+
+    Raises what reading and these functions raise.
     """
     found: dict[int, list[Unequal]] = {}
     large = []
@@ -73,7 +78,7 @@ def unequal_parts(
 
 
 class _Reader:
-    """What the threads share: the segments that nobody has taken, and what was found."""
+    """What the threads share: the segments that no thread has taken, and what was found."""
 
     def __init__(
         self,
@@ -112,13 +117,14 @@ class _Reader:
             raise
 
     def take(self) -> tuple[int, int, int] | None:
+        """Return the next segment, or None if there are no more."""
         with self.lock:
             return None if self.stopped else next(self.segments, None)
 
     def same_bytes(
         self, a: ByteRange, b: ByteRange, offset: int, length: int, buffers: tuple[bytearray, bytearray]
     ) -> int:
-        """How many bytes of a segment are the same, in whole buffers."""
+        """Return how many bytes of a segment are the same, in whole buffers."""
         for at in range(0, length, _BUFFER):
             n = min(_BUFFER, length - at)
             left, right = buffers if n == _BUFFER else (bytearray(n), bytearray(n))
@@ -144,13 +150,19 @@ _LOOKED_AT = 1 << 20  # bytes, a multiple of each size
 
 
 class DifferenceFound(Exception):
-    """Values differ, and nobody asks for more."""
+    """Values differ, and only whether they do was asked for."""
 
 
 class Values:
     """Compares the values of pairs of tensors of `a` and `b`, each pair of views once.
 
-    `full`: what has one checksum on both sides is read too. `histogram`: of those that differ, by how much.
+    Args:
+        a: The first checkpoint.
+        b: The second checkpoint.
+        rtol: The relative tolerance.
+        atol: The absolute tolerance.
+        full: Whether to read storages that have the same checksum on both sides.
+        histogram: Whether to make histograms of the differences.
     """
 
     #: Raise :class:`DifferenceFound` at the first difference.
@@ -181,7 +193,7 @@ class Values:
         self._rest = 2 * (a.source.size + b.source.size)  # bytes that may be read for nothing but the largest of B
 
     def want(self, a: TensorInfo, b: TensorInfo) -> Key:
-        """Have `a` and `b`, of one shape, compared; where the result will be found."""
+        """Note that `a` and `b`, of one shape, are to be compared, and return the key of the result."""
         a, b = in_numbers(a), in_numbers(b)
         key = a.view, b.view
         if key not in self.found and key not in self.wanted:
@@ -198,8 +210,9 @@ class Values:
         return key
 
     def want_storages(self, key: Key, a: TensorInfo, b: TensorInfo) -> None:
-        """Have the storages of `a` and `b` compared, whose elements share bytes with what is not theirs: only if those
-        are equal the elements are known to be.
+        """Note that the storages of `a` and `b` are to be compared, whose elements share bytes with other data.
+
+        The elements are known to be equal only if the storages are.
         """
         assert a.storage and b.storage
         if a.view[1:] != b.view[1:] or a.storage.nbytes != b.storage.nbytes:
@@ -211,11 +224,11 @@ class Values:
 
     @property
     def unread(self) -> int:
-        """How many pairs of storages are taken for equal by their checksums alone."""
+        """The number of pairs of storages that are taken for equal by their checksums."""
         return len(self._believed.difference(_storages(a, b) for a, b in self.wanted.values()))
 
     def known_equal(self, a: TensorInfo, b: TensorInfo) -> bool:
-        """Whether `a` and `b` are the same view of storages that have the same checksum, by what their files say."""
+        """Return whether `a` and `b` are the same view of storages for which their files have the same checksum."""
         if not a.storage or not b.storage or not self.is_same_view(a, b):
             return False
         data = a.storage.data, b.storage.data
@@ -223,11 +236,11 @@ class Values:
         return a.storage.nbytes == b.storage.nbytes and len(sums) == 2 and sums[0] is not None and sums[0] == sums[1]
 
     def is_same_view(self, a: TensorInfo, b: TensorInfo) -> bool:
-        """Whether `a` and `b` are the same elements of their storages, read in one way."""
+        """Return whether `a` and `b` are the same elements of their storages, in the same byte order."""
         return a.view[1:] == b.view[1:] and self.orders[0] == self.orders[1]
 
     def run(self, progress: Meter | None) -> None:
-        """Compare what is wanted: as bytes where they can be, and as numbers where they differ."""
+        """Compare what was noted: as bytes if possible, and as numbers if those differ."""
         self._budget = Budget(chain.from_iterable(self.wanted.values()), "compare a part: ")
         as_bytes = {key: spans for key, (a, b) in self.wanted.items() if (spans := self.spans(a, b))}
         pairs, homes = _merged(as_bytes)
@@ -258,15 +271,17 @@ class Values:
             self.found[key] = None if values is None or values.differing else ValueDifference(elements, 0)
 
     def elements(self, infos: tuple[TensorInfo, TensorInfo]) -> tuple[Piece, Piece]:
-        """The elements of both in row-major order."""
+        """Return the elements of both in row-major order."""
         return piece_of(infos[0], self.orders[0]), piece_of(infos[1], self.orders[1])
 
     def equal(self, key: Key) -> None:
+        """Note that the values of `key` are equal."""
         self.found[key] = _equal(prod(self.wanted[key][0].shape) * self._repeats[key])
 
     def spans(self, a: TensorInfo, b: TensorInfo) -> tuple[ByteRange, ByteRange] | None:
-        """Ranges of the files which, if they are the same, say that `a` and `b` are: the elements,
-        or the whole storages of the same view.
+        """Return ranges of the files that are equal if `a` and `b` are, or None if there are none.
+
+        They contain the elements, or the whole storages of the same view.
         """
         if a.dtype != b.dtype or (a.conj, a.neg) != (b.conj, b.neg) or self.orders[0] != self.orders[1]:
             return None
@@ -292,8 +307,10 @@ class Values:
         home: tuple[ByteRange, ByteRange],
         unequal: Sequence[Unequal],
     ) -> None:
-        """Compare as numbers what differs as bytes. The views `keys` have one dtype and may overlap in `home`, so what
-        lies between two of their ends is compared once.
+        """Compare views as numbers that differ as bytes.
+
+        The views `keys` have one dtype and may overlap in `home`. So what is between two of their ends is compared
+        once.
         """
         infos = self.wanted[keys[0]]
         starts = {key: spans[key][0].offset - home[0].offset for key in keys}
@@ -314,10 +331,10 @@ class Values:
             self.conclude(key, together.of(at[starts[key]], at[stops[key]]))
 
     def see_rest(self, comparer: Comparer, b: TensorInfo, span: ByteRange, parts: Sequence[Unequal]) -> None:
-        """Let `comparer` see the elements of `b`, which are `span`, outside of `parts`: its largest may be there.
+        """Pass `comparer` the elements of `b`, stored in `span`, outside of `parts`: its largest may be there.
 
-        Views that are paired with several others are read as long as all together have no more bytes than the files.
-        After that the largest element is not known.
+        Views that are paired with several others are read until all together have as many bytes as the files. After
+        that the largest element is not known.
         """
         ends = [(0, 0), *parts, (span.length, 0)]
         gaps = [(at + length, stop) for (at, length), (stop, _) in pairwise(ends) if at + length < stop]
@@ -335,7 +352,7 @@ class Values:
     def compared(
         self, infos: tuple[TensorInfo, TensorInfo], spans: Sequence[ByteRange], parts: Sequence[Unequal]
     ) -> Comparer:
-        """What `parts` of `spans`, which are the elements of `infos`, have as numbers."""
+        """Compare `parts` of `spans`, which are the elements of `infos`, as numbers."""
         for info in infos:
             self._budget.spend(sum(length for _, length in parts), f"the tensors up to {info.path}")
         comparer = self.comparer(*infos)
@@ -352,8 +369,9 @@ class Values:
         return comparer
 
     def without_equal_storages(self, slow: list[tuple[Key, Piece, Piece]]) -> list[tuple[Key, Piece, Piece]]:
-        """`slow` without what are the same views of equal storages: those that are deflated are
-        compared once, however many views they have.
+        """Return `slow` without the pairs that are the same view of equal storages.
+
+        Deflated storages are compared once, however many views they have.
         """
         same: dict[tuple[int, int], bool] = {}
         left = []
@@ -376,7 +394,7 @@ class Values:
         return left
 
     def compare_streams(self, slow: list[tuple[Key, Piece, Piece]]) -> None:
-        """Compare what has to be inflated, gathered, turned round or widened."""
+        """Compare what has to be inflated, gathered, byte-swapped or widened."""
         for key, *pieces in slow:
             for info, piece in zip(self.wanted[key], pieces, strict=True):
                 check_repeats(info)
@@ -402,11 +420,13 @@ class Values:
                 self.conclude(key, comparer)
 
     def comparer(self, a: TensorInfo, b: TensorInfo) -> Comparer:
+        """Return a comparer for the dtypes of `a` and `b`."""
         from ckptconv.byteranges.kernels.comparing import Comparer
 
         return Comparer(a.dtype, b.dtype, self.rtol, self.atol, histogram=self.histogram)
 
     def conclude(self, key: Key, comparer: Comparer) -> None:
+        """Note what `comparer` found about `key`. Raise DifferenceFound if it differs and only that was asked for."""
         if comparer.differing and self.stops:
             raise DifferenceFound
         from ckptconv.byteranges.kernels.summing import bins_of
@@ -427,7 +447,7 @@ class Values:
 
 
 class _Together:
-    """`comparers` of ranges in a row, and what any of them that are neighbours have found together, in few steps."""
+    """The results of `comparers` of adjacent ranges, and of any neighbours among them together, in few steps."""
 
     def __init__(self, comparers: Sequence[Comparer]) -> None:
         self.n = len(comparers)
@@ -436,7 +456,7 @@ class _Together:
             self.nodes[i] = self.nodes[2 * i] | self.nodes[2 * i + 1]
 
     def of(self, first: int, stop: int) -> Comparer:
-        """Return what those from `first` to before `stop` have found."""
+        """Return the result of those from `first` to before `stop`."""
         found, first, stop = [], first + self.n, stop + self.n
         while first < stop:
             found += self.nodes[first : first + (first & 1)] + self.nodes[stop - (stop & 1) : stop]
@@ -445,7 +465,7 @@ class _Together:
 
 
 class _Judge:
-    """Compares parts of `pairs` whose bytes differ at once, as numbers: the values of tensors that are those parts."""
+    """Compares parts of `pairs` whose bytes differ as numbers at once, as far as they are elements of tensors."""
 
     def __init__(
         self,
@@ -460,7 +480,9 @@ class _Judge:
             self.keys.setdefault(i, []).append(key)
 
     def counts(self, i: int, part: Unequal) -> bool:
-        """Whether something in the `part` of pair `i` is left to compare. Raises DifferenceFound."""
+        """Return whether something in the `part` of pair `i` is left to compare. Raise DifferenceFound if
+        it differs.
+        """
         is_left = False
         for key in self.keys[i]:
             infos, spans = self.values.wanted[key], self.spans[key]
@@ -476,7 +498,7 @@ class _Judge:
         return is_left
 
     def surely_differ(self, dtype: str, spans: tuple[ByteRange, ByteRange], part: Unequal) -> bool:
-        """Whether numbers at the start of a `part` of `spans` differ, where that can be told without torch."""
+        """Return whether numbers at the start of a `part` of `spans` differ, if that can be told without torch."""
         offset, length = part[0], min(part[1], _LOOKED_AT)
         code = _STRUCT_CODES.get(dtype)
         if code is None or self.values.rtol or self.values.atol or self.values.orders[0] != "little":
@@ -487,14 +509,14 @@ class _Judge:
 
 
 def _widened(data: bytes) -> bytes:
-    """Numbers in bfloat16 as float32."""
+    """Return numbers in bfloat16 as float32."""
     wide = bytearray(2 * len(data))
     wide[2::4], wide[3::4] = data[::2], data[1::2]
     return bytes(wide)
 
 
 def bytes_of(storage: Storage) -> TensorInfo:
-    """All bytes of `storage` as a tensor of them."""
+    """Return all bytes of `storage` as a tensor of them."""
     return TensorInfo(
         "",
         None,
@@ -513,7 +535,7 @@ def bytes_of(storage: Storage) -> TensorInfo:
 
 
 def _relative(largest: float | int | None, largest_of_b: float | None) -> float | None:
-    """Return `largest` divided by `largest_of_b`; None if one of them is not known."""
+    """Return `largest` divided by `largest_of_b`, or None if one of them is not known."""
     if largest is None or largest_of_b is None:
         return None
     return float(largest) / largest_of_b if largest_of_b else inf if largest else 0.0
@@ -521,16 +543,19 @@ def _relative(largest: float | int | None, largest_of_b: float | None) -> float 
 
 @lru_cache(maxsize=64)  # most tensors have the shape of others
 def _equal(elements: int) -> ValueDifference:
-    """What tensors that are the same have."""
+    """Return the result for tensors that are the same."""
     return ValueDifference(elements, 0)
 
 
 def _storages(a: TensorInfo, b: TensorInfo) -> tuple[int, int]:
+    """Return the ids of the storages of `a` and `b`."""
     return id(a.storage), id(b.storage)
 
 
 def _merged(spans: dict[Key, tuple[ByteRange, ByteRange]]) -> tuple[list[tuple[ByteRange, ByteRange]], dict[Key, int]]:
-    """`spans` that overlap as one, so that nothing is read twice; and where in the list each is."""
+    """Return `spans` with those that overlap merged, so that nothing is read twice, and the index of each
+    in that list.
+    """
 
     def place(key: Key) -> tuple[int, int]:
         a, b = spans[key]
@@ -554,7 +579,7 @@ def _merged(spans: dict[Key, tuple[ByteRange, ByteRange]]) -> tuple[list[tuple[B
 
 
 def _shared(parts: Sequence[Unequal], home: ByteRange, span: ByteRange, info: TensorInfo) -> list[Unequal]:
-    """Those of the `parts` of `home` that lie in `span`, as parts of it, in whole elements of `info`."""
+    """Return the `parts` of `home` that are in `span`, as parts of `span`, in whole elements of `info`."""
     itemsize, before = get_dtype(info.dtype).itemsize, span.offset - home.offset
     found = []
     for offset, length in parts:

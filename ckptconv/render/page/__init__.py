@@ -21,12 +21,12 @@ from ckptconv.errors import printable
 
 
 def hashes() -> tuple[str, str]:
-    """The script and the style of all these pages, as the policy of a page around them has to allow them."""
+    """Return the hashes of the script and of the style, for the policy of a page that contains such pages."""
     return _sum(_script()), _sum(_text("page.css"))
 
 
 def page_of(data: dict[str, Any]) -> str:
-    """The page that shows `data`."""
+    """Return the page that shows `data`."""
     script, style = _script(), _text("page.css")
     return Template(_text("page.html")).substitute(
         policy=f"default-src 'none'; script-src '{_sum(script)}'; style-src '{_sum(style)}'; base-uri 'none';"
@@ -39,17 +39,18 @@ def page_of(data: dict[str, Any]) -> str:
 
 
 def _script() -> str:
+    """Return the script of the page."""
     return _text("vendor/d3-hierarchy.min.js") + _text("page.js")
 
 
 @cache
 def _text(name: str) -> str:
-    """The file `name`, without what only its readers need."""
+    """Return the file `name` without indents, empty lines and comment lines."""
     lines = map(str.strip, files(__package__).joinpath(name).read_text("utf-8").splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("// ")) + "\n"
 
 
 @cache
 def _sum(text: str) -> str:
-    """`text` as a policy allows it."""
+    """Return the hash of `text` as a policy names it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

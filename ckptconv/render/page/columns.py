@@ -1,4 +1,6 @@
-"""The tensors of a page in columns, in which what repeats is a number, so that a page of thousands is small."""
+"""Pack the tensors of a page in columns. Repeated texts become numbers, so that a page of thousands of tensors is
+small.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,10 @@ Extent = tuple[tuple[int, ...], int, str] | None
 def largest(
     things: Sequence[_T], nbytes: Callable[[_T], int], home: Callable[[_T], str], most: int | None
 ) -> tuple[Sequence[_T], list[tuple[str, str]]]:
-    """`things`, or as many of them as `most` says, those with most bytes; and a fact that says so.
+    """Return the `most` things with the most bytes in their order, or all, and a fact that says what was left out.
 
-    `home`: the path of a thing, or of what it is tied to. What is tied counts once.
+    `nbytes` returns the bytes of a thing, and `home` its path, or that of the tensor that it is tied to. Tied things
+    count once.
     """
     if most is None or len(things) <= most:
         return things, []
@@ -55,9 +58,15 @@ def columns(
     storage: Sequence[int | None] | None = None,
     histograms: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Tensors at `paths`, in one file or in each of two, with what is known of them.
+    """Return the data of tensors at `paths`, in one file or in each of two.
 
-    `tied`: for each the number of the one that it is tied to, or -1. `storage`: the number of its storage.
+    Args:
+        paths: The path of each tensor.
+        sides: For each file the extent of each tensor, or None if the file does not have it.
+        tied: For each tensor the number of the tensor that it is tied to, or -1.
+        facts: What is known of the tensors; None is left out.
+        storage: For each tensor the number of its storage, or None.
+        histograms: What :func:`bars` returns.
     """
     return {
         "paths": _front_coded(paths),
@@ -70,7 +79,7 @@ def columns(
 
 
 def _counted(side: Iterable[Extent]) -> Iterator[tuple[int, int, int] | None]:
-    """Yield the bytes and the elements of each tensor, and 0 where an earlier one of the page is tied to it, else 1."""
+    """Yield the bytes and elements of each tensor, and 0 if it is tied to an earlier tensor of the page, else 1."""
     homes: set[str] = set()
     for extent in side:
         yield extent and (extent[1], prod(extent[0]), int(extent[2] not in homes))
@@ -81,9 +90,14 @@ def _counted(side: Iterable[Extent]) -> Iterator[tuple[int, int, int] | None]:
 def words(
     name: str, values: Iterable[str | None], *, table: bool = True, colour: bool = False, ordered: Sequence[str] = ()
 ) -> dict[str, Any] | None:
-    """A fact in words, None where no tensor has one. The page may colour by it, in the order `ordered` if it has one.
+    """Return a fact in words, or None if no tensor has one.
 
-    `table`: it has a column there, and else stands with what is selected.
+    Args:
+        name: The name of the fact.
+        values: For each tensor the words, or None.
+        table: Whether the table has a column for it. Otherwise it is shown for a selected tensor.
+        colour: Whether the page can colour by it.
+        ordered: The order of the words, if they have one.
     """
     values = list(values)
     if not any(values):
@@ -92,7 +106,14 @@ def words(
 
 
 def numbers(name: str, values: Iterable[Any], form: str = "number", *, bad: bool = False) -> dict[str, Any] | None:
-    """A fact that is a number, or a pair of them, None where no tensor has one; `bad`: unless it is 0."""
+    """Return a fact that is a number or a pair of numbers, or None if no tensor has one.
+
+    Args:
+        name: The name of the fact.
+        values: For each tensor the number, or None.
+        form: How the page writes the number.
+        bad: Whether a number other than 0 is a warning.
+    """
     values = list(values)
     if all(value is None for value in values):
         return None
@@ -100,7 +121,7 @@ def numbers(name: str, values: Iterable[Any], form: str = "number", *, bad: bool
 
 
 def values_numbers(values: Sequence[Any]) -> list[dict[str, Any] | None]:
-    """What `values` of tensors say, or pairs of such: a fact for each of their numbers."""
+    """Return a fact for each number in `values`, which has the values of each tensor, a pair of such, or None."""
 
     def of(value: Any, name: str) -> Any:
         if isinstance(value, tuple):
@@ -111,7 +132,7 @@ def values_numbers(values: Sequence[Any]) -> list[dict[str, Any] | None]:
 
 
 def bars(title: str, histograms: Iterable[Histogram | None]) -> list[dict[str, Any]]:
-    """The `histograms` of tensors, nothing where there is not one."""
+    """Return the `histograms` of the tensors under a `title`, or an empty list if there are none."""
     found = list(histograms)
     if not any(found):
         return []
@@ -121,33 +142,42 @@ def bars(title: str, histograms: Iterable[Histogram | None]) -> list[dict[str, A
 def listed(
     label: str, groups: Sequence[Sequence[int]], says: Sequence[str] = (), *, bad: bool = False
 ) -> dict[str, Any] | None:
-    """Tensors to be named above all others: by their numbers, those of a group together, with what each `says`."""
+    """Return tensors to show above all others, or None if there are none.
+
+    Args:
+        label: What they have in common.
+        groups: The numbers of tensors, those of a group together.
+        says: A text for each group.
+        bad: Whether the list is a warning.
+    """
     if not groups:
         return None
     return {"label": label, "groups": groups[:_LISTED], "of": len(groups), "says": says[:_LISTED], "bad": bad}
 
 
 def typed(kind: str, label: str, command: Command, keyword: str) -> list[str | None]:
-    """`command` with an option, None as its value: the page puts there the path of what is selected, or by `kind` a
-    glob that means it.
+    """Return the words of `command` with the option `keyword`, and None as its value.
+
+    The page replaces None by the path of what is selected, or by a glob that matches it; `kind` says which.
     """
     (flag, _), *_ = Option(keyword, "").words()
     return [kind, label, *chain.from_iterable(command.words()), flag, None]
 
 
 def shape_words(shape: Sequence[int]) -> str:
+    """Return `shape` as text."""
     return "×".join(map(str, shape)) or "scalar"
 
 
 def _coded(values: Iterable[Hashable], ordered: Sequence[Hashable] = ()) -> dict[str, Any]:
-    """`values` as numbers of words, -1 for None."""
+    """Return the different `values`, those of `ordered` first, and for each value its number, which is -1 for None."""
     of: dict[Hashable, int] = {word: i for i, word in enumerate(ordered)}
     at = [-1 if value is None else of.setdefault(value, len(of)) for value in values]
     return {"words": [*of], "at": at}
 
 
 def _front_coded(paths: Sequence[str]) -> list[Any]:
-    """For each path how many characters it begins with as the one before it does, and the rest."""
+    """Return for each path how many characters it shares with the beginning of the path before it, and the rest."""
     found: list[Any] = []
     before = ""
     for path in paths:
@@ -159,7 +189,7 @@ def _front_coded(paths: Sequence[str]) -> list[Any]:
 
 
 def _rounded(number: Any) -> Any:
-    """`number`, or each of several, with few digits; infinities, and what JavaScript would round, as texts."""
+    """Return `number` with few digits. Infinities, and integers that JavaScript would round, are texts."""
     if isinstance(number, tuple):
         return [_rounded(each) for each in number]
     if not isinstance(number, float):

@@ -1,4 +1,4 @@
-"""What the page of a difference shows, as data: two maps of what differs, and by how much."""
+"""Make the data of the page of a difference: two maps of the tensors that differ, and how far they are apart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _NOT_FINITE, _NO_NUMBER = "NaN or inf on one side", "not known"
 
 
 def difference_data(difference: Difference, command: Command | None = None, most: int | None = None) -> dict[str, Any]:
-    """The page of `difference`, which `command` finds; `most`: of as many tensors, the largest."""
+    """Return the data of the page of `difference`, which shows the `most` largest tensors, or all.
+
+    The page offers `command`, which found the difference, for a part of the tensors, unless it is None.
+    """
     rows, left_out = largest([*_rows(difference)], lambda row: max(each.nbytes for each in row.there), _home, most)
     paths = f"{difference.a} ↔ {difference.b}"
     suggestion = difference.suggestion
@@ -58,7 +61,7 @@ def difference_data(difference: Difference, command: Command | None = None, most
 
 
 class _Row:
-    """A tensor that is on one side alone, or that differs: what headers say of it on either side."""
+    """A tensor that only one side has, or that differs, and its facts on both sides."""
 
     def __init__(self, a: TensorFacts | None, b: TensorFacts | None, found: TensorDifference | None) -> None:
         self.sides = a, b
@@ -79,7 +82,7 @@ class _Row:
 
     @property
     def apart(self) -> str | None:
-        """How far the values are apart, in words; None where they are not."""
+        """How far the values are apart, in words; None if they are equal or were not compared."""
         values = self.values
         if values is None or not values.differing:
             return None
@@ -90,11 +93,12 @@ class _Row:
         return next(word for least, word in _APART if values.largest >= least)
 
     def pair(self, says: Any) -> str:
-        """What the sides say, once where both say the same."""
+        """Return what `says` returns for both sides, once if it is the same."""
         return " → ".join(dict.fromkeys(says(each) for each in self.there))
 
 
 def _rows(difference: Difference) -> Iterator[_Row]:
+    """Yield the rows of `difference`: tensors that differ, then those of one side only."""
     missing: list[tuple[OnlyIn | None, OnlyIn | None]]
     missing = [*((each, None) for each in difference.only_in_a), *((None, each) for each in difference.only_in_b)]
     for found in difference.differing:
@@ -105,11 +109,13 @@ def _rows(difference: Difference) -> Iterator[_Row]:
 
 
 def _home(row: _Row) -> str:
+    """Return the path that the tensor is tied to on all sides that have it, or its own."""
     homes = {each.tied_to for each in row.there}
     return homes.pop() or row.path if len(homes) == 1 else row.path
 
 
 def _facts(difference: Difference) -> list[tuple[str, str]]:
+    """Return the labelled facts of the page."""
     files = zip("AB", (difference.a, difference.b), difference.formats, strict=True)
     same = difference.tensors - len(difference.differing)
     found = [(label, f"{path} ({format_})") for label, path, format_ in files]
@@ -123,7 +129,7 @@ def _facts(difference: Difference) -> list[tuple[str, str]]:
 
 
 def _lists(rows: Sequence[_Row]) -> Iterator[dict[str, Any] | None]:
-    """The tensors that are furthest apart, those with NaN, and those of one side alone."""
+    """Yield the tensors that are furthest apart, those with NaN, and those of one side only; None for an empty list."""
     far = [(row.values.largest, i) for i, row in enumerate(rows) if row.values and row.values.largest]
     far.sort(key=lambda each: (-each[0], each[1]))
     yield listed("furthest apart", [[i] for _, i in far], [_short(largest) for largest, _ in far])
@@ -135,10 +141,12 @@ def _lists(rows: Sequence[_Row]) -> Iterator[dict[str, Any] | None]:
 
 
 def _short(number: float) -> str:
+    """Return `number` with few digits."""
     return "inf" if isinf(number) else f"{number:.3g}"
 
 
 def _columns(rows: Sequence[_Row]) -> dict[str, Any]:
+    """Return the tensors of the page in columns."""
     values = [row.values for row in rows]
     numbers_in = {row.path: i for i, row in enumerate(rows)}
     statistics = [row.found.statistics if row.found else None for row in rows]
@@ -185,12 +193,13 @@ def _columns(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _changed(found: TensorDifference | None, name: str) -> str | None:
+    """Return the values of the attribute `name` on both sides, or None if they do not differ."""
     pair = getattr(found, name, None)
     return pair and f"{pair[0]} → {pair[1]}"
 
 
 def _tied(row: _Row, numbers_in: dict[str, int]) -> int:
-    """The number of the tensor that it is tied to wherever it is, or -1."""
+    """Return the number of the tensor that it is tied to on all sides that have it, or -1."""
     homes = {each.tied_to for each in row.there}
     home = homes.pop()
     return -1 if homes or home is None else numbers_in.get(home, -1)

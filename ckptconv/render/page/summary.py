@@ -1,4 +1,4 @@
-"""What the page of a checkpoint shows, as data: the facts as texts, and the tensors in columns."""
+"""Make the data of the page of a checkpoint: facts as texts, and tensors in columns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PARTS, _OTHERS, _ALONE = 12, 24, 3
 
 
 def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
-    """The page of `summary`, or of as many of its tensors as `most` says, the largest."""
+    """Return the data of the page of `summary`, which shows the `most` largest tensors, or all."""
     tensors, left_out = largest(summary.tensors, lambda tensor: tensor.nbytes, _home, most)
     src = Path(summary.path)
     return {
@@ -55,7 +55,7 @@ def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
 
 
 def _verdict(summary: Summary) -> dict[str, Any]:
-    """What inspect says first: whether it loads here, what is in the way, and what to type."""
+    """Return whether the checkpoint loads here, what is in the way, and what to type."""
     says = {
         True: "It loads on this machine: torch.load takes it as it is.",
         False: "It does not load on this machine as it is.",
@@ -74,6 +74,7 @@ def _verdict(summary: Summary) -> dict[str, Any]:
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
+    """Return the labelled facts of the page."""
     parts = [
         f"{_part(part)}: {count(part.tensors, 'tensor')}, {_share(part.nbytes, summary)}" for part in summary.parts
     ]
@@ -96,15 +97,17 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _part(part: Part) -> str:
+    """Return what `part` is and where."""
     return part.kind if part.path in ("", ".") else f"{part.kind} at {part.path}"
 
 
 def _share(nbytes: int, summary: Summary) -> str:
+    """Return `nbytes` with their share in the bytes of all tensors."""
     return f"{size(nbytes)} ({100 * nbytes / max(summary.nbytes, 1):.3g} %)"
 
 
 def _parameters(summary: Summary) -> str:
-    """How many numbers the tensors hold, and of these each part: an optimizer's are no parameters of a model."""
+    """Return how many numbers the tensors contain, in all and for each kind of part."""
     part_of = _parts(summary)
     numbers: Counter[str] = Counter()
     for tensor in summary.tensors:
@@ -115,7 +118,7 @@ def _parameters(summary: Summary) -> str:
 
 
 def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
-    """What of several parts could be taken alone or left out, what that leaves, and the command that does it."""
+    """Yield what could be taken alone or left out, with the size of the result, and the command that does it."""
     if len(summary.parts) < 2:
         return
     src, places = Path(summary.path), {found.path for found in summary.state_dicts}
@@ -134,7 +137,7 @@ def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _lists(summary: Summary, tensors: Sequence[TensorSummary]) -> list[dict[str, Any]]:
-    """What is tied, and what is not finite."""
+    """Return the tensors that are tied, and those with NaN or infinities."""
     numbers = {tensor.path: i for i, tensor in enumerate(tensors)}
     ties = [[numbers[path] for path in tie if path in numbers] for tie in summary.ties]
     bad, says = [], []
@@ -151,6 +154,7 @@ def _lists(summary: Summary, tensors: Sequence[TensorSummary]) -> list[dict[str,
 
 
 def _columns(summary: Summary, tensors: Sequence[TensorSummary]) -> dict[str, Any]:
+    """Return `tensors` in columns."""
     places = {tensor.path: i for i, tensor in enumerate(tensors)}
     part_of = _parts(summary)
     values = [tensor.values for tensor in tensors]
@@ -174,11 +178,12 @@ def _columns(summary: Summary, tensors: Sequence[TensorSummary]) -> dict[str, An
 
 
 def _home(tensor: TensorSummary) -> str:
+    """Return the path of the tensor that `tensor` is tied to, or its own path."""
     return tensor.tied_to or tensor.path
 
 
 def _parts(summary: Summary) -> Any:
-    """A function that names the part that a tensor belongs to."""
+    """Return a function that returns the kind of part that a tensor belongs to."""
     rng = set(summary.rng_states)
     parts = sorted(((part.path, part.kind) for part in summary.parts), key=lambda part: -len(part[0]))
 
@@ -194,7 +199,7 @@ def _parts(summary: Summary) -> Any:
 
 
 def _stride(tensor: TensorSummary) -> str:
-    """The stride, and whether the elements stand in their order."""
+    """Return the stride, and whether the elements are contiguous."""
     step, said = 1, ", ".join(map(str, tensor.stride))
     for n, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=False):
         if stride != step and n > 1:
@@ -204,7 +209,7 @@ def _stride(tensor: TensorSummary) -> str:
 
 
 def _stored(tensor: TensorSummary) -> str | None:
-    """What is stored beside the elements, None where that is nothing."""
+    """Return the storage that contains more than the elements, or None if the storage has the size of the tensor."""
     if tensor.storage_nbytes is None or tensor.storage_nbytes == tensor.nbytes:
         return None
     return f"in a storage of {size(tensor.storage_nbytes)}, from element {tensor.offset:,}"

@@ -1,1 +1,1 @@
-"""JavaScript of others that pages contain, its licences, and what makes it again of what its authors published."""
+"""JavaScript of others that pages contain, its licences, and the script that fetches it again from its authors."""

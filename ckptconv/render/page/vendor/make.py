@@ -1,7 +1,7 @@
-"""Make the JavaScript of others that pages contain, of what their authors published: version and SHA-512 stand here.
+"""Fetch the JavaScript of others that pages contain. Its version and SHA-512 are constants of this file.
 
-``python ckptconv/render/page/vendor/make.py FOLDER`` writes the files into FOLDER, for a comparison; without FOLDER,
-into the one that this file is in. It needs npm and a network.
+``python ckptconv/render/page/vendor/make.py FOLDER`` writes the files into FOLDER, for a comparison. Without FOLDER it
+writes them next to this file. It needs npm and a network.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ FILES = {"package/dist/d3-hierarchy.min.js": "d3-hierarchy.min.js", "package/LIC
 
 
 def published(package: str, integrity: str) -> dict[str, bytes]:
-    """The files of what was published as `package`, by their names in the archive.
+    """Return the files of the npm package `package`, by their names in the archive.
 
     Args:
-        package: Its name and version.
-        integrity: Of the archive, as npm says it in lock files.
+        package: The name and version.
+        integrity: The hash of the archive, as npm writes it in lock files.
 
     Raises:
-        OSError: There is no npm.
-        subprocess.CalledProcessError: It could not get the package.
-        ValueError: What it got is not what is expected.
+        OSError: npm is not installed.
+        subprocess.CalledProcessError: npm could not get the package.
+        ValueError: The archive has another hash.
     """
     with tempfile.TemporaryDirectory() as work:
         subprocess.run(["npm", "pack", package], cwd=work, check=True, capture_output=True, timeout=60)
@@ -43,7 +43,7 @@ def published(package: str, integrity: str) -> dict[str, bytes]:
 
 
 def make(folder: Path) -> None:
-    """Write the files into `folder`. Raises as :func:`published` does."""
+    """Write the files into `folder`. Raise what :func:`published` raises."""
     found = published(PACKAGE, INTEGRITY)
     for member, name in FILES.items():
         (folder / name).write_bytes(found[member])
