@@ -1,9 +1,8 @@
 """What a reader does with a fault in its input: raise it, or collect it and go on.
 
-Whoever wants a checkpoint has the first fault raised; ``verify`` collects them all.
-
-A reader hands a fault to :meth:`FaultSink.found` of its source and goes on without the member, the tensor or the shard
-that is meant. Where it cannot go on it raises, and who collects takes that as one more.
+A command that needs a checkpoint has the first fault raised; ``verify`` collects all. A reader gives a fault to
+:meth:`FaultSink.found` of its source, and goes on without the member, the tensor or the shard. If it cannot go on, it
+raises the fault, and a caller that collects faults adds it.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from ckptconv.limits import LIMITS
 
 
 class UnreadRecord(NamedTuple):
-    """Bytes that a reader has no need to look at, and what they are called in errors."""
+    """Bytes that a reader does not need to read, and their name in errors."""
 
     name: str
     data: ByteRange | Inflate
 
 
 class PickleSequence(NamedTuple):
-    """`number` pickles one behind the other, from the start of `of` on, and what they are called in errors.
+    """Consecutive pickles, `number` of them, from the start of `of` on, and their name in errors.
 
-    `known` are the globals that whoever reads them has to know.
+    `known` contains the globals that a program that reads them has to know.
     """
 
     name: str
@@ -36,9 +35,10 @@ class PickleSequence(NamedTuple):
 
 
 class FaultSink:
-    """For those who want a sound checkpoint or none: what is found is raised.
+    """A sink that raises each fault.
 
-    A context manager: an InputError that is raised inside is found, and the reader goes on behind it.
+    A context manager: an InputError that is raised in the block is given to :meth:`found`. If that returns, the reader
+    goes on after the block.
     """
 
     def __enter__(self) -> FaultSink:
@@ -51,42 +51,49 @@ class FaultSink:
         return False
 
     def found(self, error: CkptconvError) -> None:
-        """Take `error`, and return if the reader should go on."""
+        """Take the fault `error`, and return if the reader should go on."""
         raise error
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
-        """`records` have a checksum, or a deflate stream, that could be checked. Here nobody asks."""
+        """Take `records` that have a checksum or a deflate stream to check. This sink does not check them."""
 
     def unreachable(self, error: CkptconvError) -> None:
-        """Bytes could not be read, for the reason `error`, which whoever asked for them raises, handles or drops. What
-        is found from then on may be due to that.
+        """Take the reason why bytes could not be read, an `error` that the caller will raise, handle or drop.
+
+        Later faults may be consequences of it.
         """
 
     def pickles(self, found: PickleSequence) -> None:
-        """`found` are about to be parsed. Only who goes on where they cannot be asks for what they name."""
+        """Take pickles that are about to be parsed. A sink that goes on if they are invalid scans what they name."""
 
-    def about(self, part: str) -> FaultSink:  # noqa: ARG002 - an error that is raised passes who knows
-        """The sink for a `part` of the file."""
+    def about(self, part: str) -> FaultSink:  # noqa: ARG002 - a raised error passes code that knows the part
+        """Return the sink for a `part` of the file."""
         return self
 
     def again(self) -> FaultSink:
-        """The sink for parts that were read before and are now put together."""
+        """Return the sink for a whole that is put together from parts that were read before."""
         return self
 
 
-#: The sink of those who say nothing.
+#: The usual sink.
 RAISED = FaultSink()
 
 
 class CollectingSink(FaultSink):
-    """For those who want to know all: ``errors`` in the order in which they were found, each line once, at most
-    ``LIMITS.findings`` of them and how many MORE; what is unread, and every pickle.
+    """A sink that keeps all faults.
+
+    Attributes:
+        errors: The faults in the order in which they were found, each message once, at most ``LIMITS.findings``.
+        more: The number of further faults.
+        not_read: For each time that bytes could not be read, the number of faults before and the reason.
+        records: The records that were not read.
+        named: The pickles.
     """
 
     def __init__(self) -> None:
         self.errors: list[CkptconvError] = []
         self.more = 0
-        self.not_read: list[tuple[int, CkptconvError]] = []  # how many faults were known, and why bytes did not come
+        self.not_read: list[tuple[int, CkptconvError]] = []
         self.records: list[UnreadRecord] = []
         self.named: list[PickleSequence] = []
         self._lines: set[str] = set()
@@ -100,7 +107,7 @@ class CollectingSink(FaultSink):
             self.more += 1
             return
         self._lines.add(line)
-        self.errors.append(error.with_traceback(None))  # which would keep all that was read
+        self.errors.append(error.with_traceback(None))  # the traceback would keep all that was read
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
         """Keep `records`."""
@@ -111,22 +118,23 @@ class CollectingSink(FaultSink):
         self.not_read.append((len(self.errors), error))
 
     def pickles(self, found: PickleSequence) -> None:
-        """Keep `found`."""
+        """Keep the pickles."""
         self.named.append(found)
 
     def about(self, part: str) -> FaultSink:
-        """One that says what is found to be of `part`."""
+        """Return a sink that names `part` in each fault, and gives it to this one."""
         return _About(self, part)
 
     def again(self) -> FaultSink:
-        """Return one that keeps nothing if there are faults: the whole has those of its parts again. Else return this
-        one, for faults that only the whole has.
+        """Return this sink if it has no faults, so that it takes those that only the whole has.
+
+        Otherwise return a sink that is dropped, because the whole has the faults of its parts again.
         """
         return CollectingSink() if self.errors else self
 
 
 class _About(FaultSink):
-    """The sink `of`, for a `part`."""
+    """A sink that gives the faults of a `part` to the sink `of`."""
 
     def __init__(self, of: FaultSink, part: str) -> None:
         self.of = of

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
@@ -49,9 +48,7 @@ class Pieces:
     def __enter__(self) -> Pieces:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._files.close()
 
     def chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:

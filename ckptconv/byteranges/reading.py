@@ -1,4 +1,4 @@
-"""Read what stands somewhere a buffer at a time, inflate what is deflated, and compare two streams."""
+"""Read pieces a buffer at a time, inflate what is deflated, decode texts that contain bytes, compare two streams."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from ckptconv.errors import MalformedError
 from ckptconv.light_dataclass import dataclass
 
 BUFFER = 4 << 20  # bytes held at once
+_STEP = 1 << 20  # bytes of a text that are decoded at once
 
 
 def announce(pieces: Iterable[Piece], *, keep: Path | None = None) -> int:
-    """Tell the far sources of `pieces` what is about to be read of them, in this order; how many bytes of it they will
-    `keep` in a folder, because it is read more than once.
+    """Tell the remote sources of `pieces` which ranges will be read, in this order.
+
+    If the ranges are read more than once, `keep` is the folder to keep them in. Return how many bytes that are.
     """
-    found: dict[int, tuple[Readable, list[tuple[int, int]]]] = {}
+    remote: dict[int, tuple[Readable, list[tuple[int, int]]]] = {}
     for span in (span for piece in pieces for span in piece.read_from()):
         source, offset = located(span)
         if isinstance(source, Readable) and source.is_far:
-            found.setdefault(id(source), (source, []))[1].append((offset, offset + span.length))
-    for source, ranges in found.values():
+            remote.setdefault(id(source), (source, []))[1].append((offset, offset + span.length))
+    for source, ranges in remote.values():
         source.announce(ranges, keep=keep)
-    return sum(stop - start for _, ranges in found.values() for start, stop in ranges) if keep else 0
+    return sum(stop - start for _, ranges in remote.values() for start, stop in ranges) if keep else 0
 
 
 def located(span: ByteRange) -> tuple[ByteSource, int]:
-    """The source in which the bytes of `span` stand, which is no slice of another, and where they begin in it."""
+    """Return the source that contains the bytes of `span` and is not a slice of another, and their offset in it."""
     source: ByteSource = span.source
     offset = span.offset
     while isinstance(source, SliceSource):
@@ -41,11 +43,11 @@ def located(span: ByteRange) -> tuple[ByteSource, int]:
 
 
 def read(piece: Piece) -> Iterator[bytes]:
-    """The bytes of a piece that is a literal, deflated, or made of ranges.
+    """Yield the bytes of a piece that is a literal, deflated, or made of ranges.
 
     Raises:
         InputChangedError: A file became shorter.
-        MalformedError: What is deflated is not what the archive promises.
+        MalformedError: Deflated bytes do not have the length or the checksum that the archive declares.
     """
     if isinstance(piece, Literal):
         yield piece.data
@@ -57,7 +59,7 @@ def read(piece: Piece) -> Iterator[bytes]:
 
 
 def read_into(piece: Piece, offset: int, buffer: memoryview) -> None:
-    """Fill a buffer from a place in a piece that is a literal or made of ranges."""
+    """Fill `buffer` with the bytes at `offset` of a piece that is a literal or made of ranges."""
     if isinstance(piece, Literal):
         buffer[:] = piece.data[offset : offset + len(buffer)]
     for part in piece.ranges():
@@ -76,16 +78,16 @@ def crc32_of(piece: ByteRange | Literal, start: int = 0) -> int:
 
 
 def inflated(piece: Inflate) -> Iterator[bytes]:
-    """The bytes that `piece` stands for.
+    """Yield the inflated bytes of `piece`.
 
-    Raises MalformedError where they are not as many, or not those, that the archive promises.
+    Raises MalformedError if they do not have the length or the checksum that the archive declares.
     """
     inflater = zlib.decompressobj(-15)
     length = crc32 = 0
     where = piece.of.where
     wrong_size = MalformedError("a deflated record has another size than promised", where=where, expected=piece.length)
     for chunk in read(piece.of):
-        while True:  # bytes can wait inside the inflater when it has taken the whole chunk
+        while True:  # bytes can wait in the inflater after it has taken the whole chunk
             try:
                 data = inflater.decompress(chunk, BUFFER)
             except zlib.error as error:
@@ -105,7 +107,7 @@ def inflated(piece: Inflate) -> Iterator[bytes]:
 
 
 def same_streams(a: Iterator[bytes | memoryview], b: Iterator[bytes | memoryview]) -> bool:
-    """Whether `a` and `b` give the same bytes, in whatever buffers."""
+    """Return whether `a` and `b` yield the same bytes, however these are divided into buffers."""
     left = right = memoryview(b"")
     while True:
         left, right = left or _next(a), right or _next(b)
@@ -118,21 +120,18 @@ def same_streams(a: Iterator[bytes | memoryview], b: Iterator[bytes | memoryview
 
 
 def _next(stream: Iterator[bytes | memoryview]) -> memoryview:
-    """The next buffer with anything in it; an empty one at the end."""
+    """Return the next buffer that is not empty, or an empty one at the end."""
     return next((memoryview(chunk) for chunk in stream if chunk), memoryview(b""))
 
 
-_STEP = 1 << 20  # bytes of the file that are decoded at once
-
-
 def no_bytes(where: str) -> MalformedError:
-    """The error for a text at `where` that says none."""
+    """Return the error for a text at `where` that does not contain bytes."""
     return MalformedError("a text that stands for bytes has characters that no byte has", where=where)
 
 
 @dataclass
 class Step:
-    """What was decoded last: step `index` of the text at `offset`."""
+    """The bytes that were decoded last: those of step `index` of the text at `offset`."""
 
     offset: int = -1
     index: int = -1
@@ -140,26 +139,30 @@ class Step:
 
 
 class Latin1Text(ComputedSource):
-    """The bytes that the UTF-8 text `of` says, read by position without being held. ``fd`` is -1.
+    """The bytes in a long text, each a character below 256 that the file stores as UTF-8, read by position.
 
-    `where` is for messages. Texts that are read in turn can share the step decoded `last`, and the memory that it
-    takes. Raises MalformedError where the text has a character above 255, or is no UTF-8.
+    Pickles of protocol 2 store bytes objects so, among them the data of numpy arrays.
     """
 
     def __init__(self, of: ByteRange, where: str = "", last: Step | None = None) -> None:
+        """Find the length of the bytes in the text `of`.
+
+        `where` is for messages. Texts that are read in turn can share the memory of the `last` step. Raises
+        MalformedError if the text contains a character above 255, or is not UTF-8.
+        """
         self.path, self.fd = of.source.path, -1
         self._of, self._where, self._last = of, where or str(of.source.path), last or Step()
-        self._starts = [0]  # which byte of the result each step of the file begins with
+        self._starts = [0]  # the offset in the result of each step's first byte
         for i in range(-(-of.length // _STEP)):
             self._starts.append(self._starts[-1] + len(self._step(i)))
         self.size = self._starts.pop()
 
     def _step(self, i: int) -> bytes:
-        """The bytes of the characters that begin in step `i` of the text."""
+        """Return the bytes of the characters that begin in step `i` of the text."""
         of, last = self._of, self._last
         if (last.offset, last.index) != (of.offset, i):
             start, end = i * _STEP, min((i + 1) * _STEP, of.length)
-            # one byte more: a character has at most two, of which the last begins with the bits 10
+            # one byte more, because a character has at most two, the second of which begins with the bits 10
             utf8 = of.source.read(of.offset + start, min(end + 1, of.length) - start)
             first = start and _continues(utf8[0])
             stop = len(utf8) if end == of.length or _continues(utf8[-1]) else len(utf8) - 1
@@ -172,7 +175,7 @@ class Latin1Text(ComputedSource):
         return last.data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
+        """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
         while buffer:
             i = bisect_right(self._starts, offset) - 1
             part = self._step(i)[offset - self._starts[i] :][: len(buffer)]
@@ -181,5 +184,5 @@ class Latin1Text(ComputedSource):
 
 
 def _continues(byte: int) -> bool:
-    """Whether `byte` is the second one of a character."""
+    """Return whether `byte` is the second byte of a character."""
     return byte & 0xC0 == 0x80

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 
 from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.fault_sink import FaultSink, UnreadRecord
@@ -158,9 +157,7 @@ class Sums:
             self._threads.submit(self._run)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_stopped = True
         self._threads.shutdown()
 

@@ -1,6 +1,6 @@
 """Byte ranges and what is computed from them, as data: the pieces of storages and output files.
 
-All kinds answer the questions of :class:`Piece`. How the bytes themselves come is in ``reading`` and ``materialise``.
+All kinds have the methods of :class:`Piece`. The modules ``reading`` and ``materialise`` produce the bytes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ Overflow: TypeAlias = Mapping[tuple[str, ...], int]
 #: Called with the number of bytes written since the last call.
 Progress: TypeAlias = Callable[[int], None]
 
-#: Called with how many bytes there will be, it gives a context manager for what is called as they come.
+#: Called with the number of bytes that there will be. Returns a context manager for the function that reports them.
 Meter: TypeAlias = "Callable[[int], AbstractContextManager[Progress | None]]"
 
-#: Bytes of a block that filesystems share between files, where both places agree modulo this.
+#: Bytes of a block that filesystems share between files, if both offsets agree modulo this number.
 FILESYSTEM_BLOCK = 4096
 
 
 class ByteSource(Protocol):
-    """Bytes that are read by position: :class:`~ckptconv.byteranges.sources.Readable` without its sink for faults."""
+    """A source of bytes that are read by position.
+
+    It is :class:`~ckptconv.byteranges.sources.Readable` without its sink for faults, whose module needs byte ranges.
+    """
 
     path: Path
     fd: int
@@ -45,77 +48,77 @@ class ByteSource(Protocol):
 
 
 class Piece:
-    """What an output file, or a storage, is made of: ``length`` bytes, and what can be asked of them unread.
+    """A part of an output file or of a storage: ``length`` bytes, and what is known of them without reading them.
 
-    The answers here are those of most kinds.
+    The methods here are those of most kinds.
     """
 
     __slots__ = ()
 
     length: int
 
-    #: Whether these are bytes of the source as it has them, stored or deflated: a record, or a part of a stored one.
+    #: Whether the source contains these bytes, stored or deflated: a record, or a part of a stored one.
     is_record: ClassVar[bool] = False
 
-    #: Whether the bytes stand nowhere, not even deflated: torch makes them.
+    #: Whether the bytes are in no source, not even deflated, so that torch has to compute them.
     is_computed: ClassVar[bool] = False
 
     def ranges(self) -> tuple[ByteRange, ...]:
-        """The ranges of the source whose bytes, one behind another, these are; none where they are others."""
+        """Return the ranges that this piece consists of, in order, or none if it does not consist of ranges."""
         return ()
 
     def read_from(self) -> tuple[ByteRange, ...]:
-        """The ranges that are read to make it."""
+        """Return the ranges that are read to produce the bytes."""
         return self.ranges()
 
     def is_at_hand(self) -> bool:
-        """Whether each of its bytes is known, or stands in the source, before anything is written."""
+        """Return whether each byte is known, or is stored in a source, before anything is written."""
         return bool(self.ranges())
 
     def part_at(self, offset: int) -> tuple[Piece, int]:
-        """The one of several parts that has the byte at `offset`, and where in it that is; else itself."""
+        """Return the part that contains the byte at `offset`, and the offset in it. Most pieces are their only part."""
         return self, offset
 
     def resolved(self, sums: Sequence[int]) -> Piece:  # noqa: ARG002
-        """With the checksums in it, which are those of `sums`."""
+        """Return the piece with the checksums `sums` in it, if it contains checksums."""
         return self
 
     def stored(self) -> ByteRange | None:
-        """The whole range of the source that this is made of, if it stands there as it is: what has the checksum."""
+        """Return the range that this is made of if it is stored in one: the range that has the checksum. Else None."""
         return None
 
     def crc32_known(self) -> int | None:
-        """The checksum that the bytes should have, where their source says it."""
+        """Return the CRC-32 that the source declares for the bytes, or None."""
         return None
 
     def with_checksums(self) -> tuple[ByteRange, ...]:
-        """The ranges that this is made of whose checksums say whether it is what it should be."""
+        """Return the ranges that this is made of and that have checksums."""
         whole = self.stored()
         return tuple(span for span in ((whole,) if whole else self.ranges()) if span.crc32 is not None)
 
     def checked_range(self) -> ByteRange | None:
-        """That of these ranges which whoever computes the bytes reads from end to end, and checks beside it."""
+        """Return the range whose checksum is verified while the bytes are computed from it, or None."""
         return None
 
     def spooled(self) -> Inflate | None:
-        """What has to be inflated into a file of its own, because it is read at any place."""
+        """Return the deflated bytes that have to be inflated into a file, to be read at any offset, or None."""
         return None
 
     def uncast(self) -> Piece:
-        """What a cast starts from; all others are their own."""
+        """Return what a cast converts, or the piece itself if it is not a cast."""
         return self
 
     def slice(self, offset: int, length: int) -> Piece:
-        """A part of the bytes: of a cast, whole elements. All of them are the piece itself."""
+        """Return the piece of `length` bytes at `offset`; of a cast, these must be whole elements."""
         return self if (offset, length) == (0, self.length) else self._part(offset, length)
 
     def _part(self, offset: int, length: int) -> Piece:
-        raise NotImplementedError  # nobody takes a part of what is made for one tensor, or for the file
+        raise NotImplementedError  # what is made for one tensor, or for the file, is used completely
 
 
 @dataclass(slots=True)
 class Literal(Piece):
-    """Bytes of our own."""
+    """Bytes that this program wrote."""
 
     data: bytes
     length: int = field(init=False, repr=False)
@@ -132,7 +135,7 @@ class Literal(Piece):
 
 @dataclass(unsafe_hash=True, slots=True)  # not frozen: that makes them four times as slow
 class ByteRange(Piece):
-    """`length` bytes at `offset` of `source`. ``crc32`` is what their checksum should be, where the source says it."""
+    """`length` bytes at `offset` of `source`. ``crc32`` is the checksum that the source declares, or None."""
 
     source: ByteSource
     offset: int
@@ -143,7 +146,7 @@ class ByteRange(Piece):
 
     @property
     def where(self) -> str:
-        """The place in words, for errors."""
+        """The file and the offset, for errors."""
         return f"{self.source.path} at byte {self.offset}"
 
     def ranges(self) -> tuple[ByteRange, ...]:
@@ -161,7 +164,7 @@ class ByteRange(Piece):
 
 @dataclass(frozen=True)
 class Inflate(Piece):
-    """`length` bytes that the deflate stream `of` gives; ``crc32`` is that of the result."""
+    """`length` bytes that are deflated in `of`. ``crc32`` is the checksum of the inflated bytes, or None."""
 
     of: ByteRange
     length: int
@@ -181,7 +184,7 @@ class Inflate(Piece):
 
 @dataclass(frozen=True)
 class InflateSlice(Piece):
-    """`length` bytes at `offset` of what the deflate stream `of` gives."""
+    """`length` bytes at `offset` of the inflated bytes of `of`."""
 
     of: Inflate
     offset: int
@@ -196,10 +199,9 @@ class InflateSlice(Piece):
 
 @dataclass(frozen=True)
 class Concat(Piece):
-    """`parts` one behind another, `length` bytes in all.
+    """The bytes of `parts` in order, `length` bytes in all.
 
-    They are parts of `whole`, whose checksum says whether they are what they should be; where that
-    is None, each is whole and has its own.
+    If `whole` is a range, they are parts of it and it has the checksum. If it is None, each part has its own.
     """
 
     parts: tuple[ByteRange, ...]
@@ -208,7 +210,7 @@ class Concat(Piece):
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each part begins, and where the last one ends."""
+        """The offset of each part, and of the end."""
         return [0, *accumulate(part.length for part in self.parts)]
 
     def ranges(self) -> tuple[ByteRange, ...]:
@@ -218,7 +220,7 @@ class Concat(Piece):
         return self.whole
 
     def crc32_known(self) -> int | None:
-        """That of whole records, one behind another, follows from theirs."""
+        """Return the checksum that follows from those of the parts, or None if one is unknown or they are not whole."""
         if self.whole is not None:
             return None
         crc32 = 0
@@ -246,9 +248,9 @@ class Concat(Piece):
 
 @dataclass(frozen=True)
 class Gather(Piece):
-    """The elements of a strided view of `of`, in row-major order, `length` bytes in all.
+    """The elements of a strided view of `of` in row-major order, `length` bytes in all.
 
-    Shape, stride and offset count elements of `itemsize` bytes.
+    `shape`, `stride` and `offset` count elements of `itemsize` bytes.
     """
 
     of: ByteRange | Inflate
@@ -269,8 +271,13 @@ class Gather(Piece):
 
 @dataclass(frozen=True)
 class ChunkPlacement:
-    """A part of a tensor, whole in `of`: its first index and its number of indices in each dimension
-    of the tensor, and its own strides in `of`.
+    """A rectangular part of a tensor, all of it in `of`.
+
+    Attributes:
+        of: The range that contains its elements.
+        offsets: Its first index in each dimension of the tensor.
+        sizes: The number of its indices in each dimension.
+        stride: Its strides in `of`, in elements.
     """
 
     of: ByteRange
@@ -281,8 +288,9 @@ class ChunkPlacement:
 
 @dataclass(frozen=True)
 class Assemble(Piece):
-    """The elements of a tensor of `shape`, in row-major order, `length` bytes in all: each of `itemsize` bytes, and in
-    one of `placements`, which are in the order of their first indices.
+    """The elements of a tensor of `shape` in row-major order, `length` bytes in all, `itemsize` bytes each.
+
+    Each element is in one of `placements`, which are in the order of their first indices.
     """
 
     placements: tuple[ChunkPlacement, ...]
@@ -301,12 +309,15 @@ class Assemble(Piece):
 
 @dataclass(frozen=True)
 class Cast(Piece):
-    """Each element of `of`, which are of the dtype `old`, as one of the dtype `new`, `length` bytes in all.
+    """The elements of `of` cast from the dtype `old` to the dtype `new`, `length` bytes in all.
 
-    ``conj`` and ``neg`` are torch's lazy bits, resolved on the way. `swapped_in`: in `of` the bytes of each number
-    stand the other way round; `swapped_out`: so they shall stand in the result. ``paths`` are those of the tensors that
-    show these elements, and ``shown`` which ones they show, from the first up to the second of each pair; none: all of
-    them.
+    Attributes:
+        conj: Conjugate each number: torch's lazy bit is resolved.
+        neg: Negate each number: torch's lazy bit is resolved.
+        swapped_in: In `of`, the bytes of each number are in the reverse order.
+        swapped_out: In the result, the bytes of each number are in the reverse order.
+        paths: The paths of the tensors that show these elements.
+        shown: The elements that these show, as pairs of a first element and the one after the last. Empty: all.
     """
 
     of: Piece
@@ -348,9 +359,7 @@ class Cast(Piece):
 
 @dataclass(frozen=True)
 class Deferred(Piece):
-    """`length` bytes that hold checksums: `make` gives them, called with those of
-    :attr:`OutFile.sums`, in order, when all are known.
-    """
+    """`length` bytes that contain checksums: `make` returns them for the checksums of :attr:`OutFile.sums`."""
 
     length: int
     make: Callable[[Sequence[int]], bytes]
@@ -359,18 +368,22 @@ class Deferred(Piece):
         return Literal(self.make(sums))
 
 
-#: What a storage's bytes are made of.
+#: The pieces that the bytes of a storage can be.
 Data: TypeAlias = "ByteRange | Inflate | Concat | Assemble | Cast"
 
 
 @dataclass(frozen=True)
 class OutFile:
-    """One file to write: its `pieces` in order, and their `size` in bytes. ``mode`` are its permissions where it is
-    new, as far as the umask allows them.
+    """A file to write.
 
-    ``sums`` is that whose CRC-32 is computed beside the copy: checked where a range says what it should be, and handed
-    to the :class:`Deferred` pieces. What is computed in it is one of `pieces`. `direct`: it is written around the page
-    cache, as far as it is copied.
+    Attributes:
+        path: Its path.
+        pieces: Its bytes, in order.
+        size: The number of its bytes.
+        sums: Pieces whose CRC-32 is computed while the file is written. It is checked if a range declares one, and
+            given to the :class:`Deferred` pieces. A computed piece among them is also one of `pieces`.
+        mode: Its permissions if it is new, less the umask.
+        direct: What is copied is written around the page cache.
     """
 
     path: Path
@@ -382,13 +395,13 @@ class OutFile:
 
     @classmethod
     def copy_of(cls, source: ByteSource, path: Path) -> OutFile:
-        """All of `source`, as the file `path`."""
+        """Return a plan to copy all of `source` to `path`."""
         pieces = (ByteRange(source, 0, source.size),) if source.size else ()
         return cls(path, pieces, source.size, mode=source.mode)
 
 
 def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """`pieces`, literal bytes joined, and ranges that follow one another in one source."""
+    """Return `pieces` with adjacent literals joined, and ranges that are adjacent in one source."""
     out: list[Piece] = []
     literal = bytearray()
     for piece in pieces:

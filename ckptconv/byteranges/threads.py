@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 #: Seconds after which an idle thread looks for a task again. In CPython 3.11, signals at random moments could leave a
@@ -87,9 +86,7 @@ class Threads:
     def __enter__(self) -> Threads:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def submit(self, call: Callable[..., _T], *args: object) -> Task[_T]:

@@ -1,20 +1,20 @@
 """The undo journal: which bytes of a file an in-place change replaces, the old ones and the new ones.
 
-It stands beside the file as ``.NAME.ckptconv-undo`` from before the first byte changes. *Hot*: the change has begun and
-was not finished. *Done*: it was. Nothing reads a journal to restore a file unasked.
+It is next to the file as ``.NAME.ckptconv-undo`` from before the first byte changes. *Hot*: the change has begun and is
+not finished. *Done*: it is finished. A file is restored from its journal only when the user asks for that.
 
 Layout, integers little-endian:
 
     magic     16 bytes
-    state     4 bytes: b"hot " or b"done"; the only bytes that ever change, within one sector
-    length    4 bytes: of the header
+    state     4 bytes: b"hot " or b"done"; the only bytes that change later, within one sector
+    length    4 bytes: the length of the header
     header    JSON: version, inode, old_size, new_size, patches [[offset, old length, new length], ...],
               poison [[offset, byte], ...], leader, members, rest
     bytes     of each change the old ones, then the new ones
-    sum       32 bytes: SHA-256 of all but the state
+    sum       32 bytes: SHA-256 of everything except the state
 
-A journal is hostile input: whoever can write the folder can plant one. It counts only where nobody but the owner of
-the file, or the user who runs this, can have written it (:func:`read_journal`).
+A journal is hostile input: any user who can write the folder can plant one. It is trusted only if no user except the
+owner of the file and the current user can have written it (:func:`read_journal`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,16 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
-#: What a disk writes whole or not at all, in bytes.
+MAGIC = b"ckptconv undo 1\n"
+HOT, DONE = b"hot ", b"done"
+_LENGTH = struct.Struct("<I")
+_HEAD = len(MAGIC) + len(HOT) + _LENGTH.size
+_SUM = 32  # bytes of a SHA-256
+NO_JOURNAL = "there is no undo journal: no change in place is left to take back"
+_LOOK = "look at it, and remove it if the file beside it is whole"
+_POISON = 2  # the most bytes of poison in a change
+_NAME = regex(r"\.(.+)\.ckptconv-undo", re.DOTALL)
+#: The number of bytes that a disk writes completely or not at all.
 SECTOR = 512
 
 
@@ -44,9 +53,9 @@ class Patch:
     """Bytes of a file that are replaced.
 
     Attributes:
-        offset: Where they stand, in bytes from the start of the file.
-        old: What stands there before.
-        new: What stands there afterwards: as many bytes, but in the last patch of a file that grows.
+        offset: Their offset in the file.
+        old: The bytes before.
+        new: The bytes afterwards, as many unless this is the last patch of a file whose size changes.
     """
 
     offset: int
@@ -55,20 +64,20 @@ class Patch:
 
     @property
     def end(self) -> int:
-        """Where the longer of both ends."""
+        """The offset of the end of the longer one."""
         return self.offset + max(len(self.old), len(self.new))
 
 
 @dataclass(frozen=True)
 class Patches:
-    """All that changes in one file.
+    """All changes of one file.
 
     Attributes:
-        way: ``same size``, or ``appended`` where the file grows by a new pickle and a new directory.
-        patches: In the order of their offsets; none overlaps another.
+        way: ``same size``, or ``appended`` if the file grows by a new pickle and a new directory.
+        patches: The changes in the order of their offsets. They do not overlap.
         old_size: The size of the file before, in bytes.
-        new_size: Its size afterwards.
-        poison: Offsets in what changes, and a byte for each that makes every reader refuse the file.
+        new_size: The size of the file afterwards, in bytes.
+        poison: Pairs of an offset in a patch and a byte that makes every reader refuse the file.
     """
 
     way: str
@@ -79,12 +88,15 @@ class Patches:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are new."""
-        return sum(len(each.new) for each in self.patches)
+        """The number of new bytes."""
+        return sum(len(patch.new) for patch in self.patches)
 
 
 def between(offset: int, old: bytes, new: bytes) -> Iterator[Patch]:
-    """The sectors in which `old`, which stands at `offset`, and `new`, as long, differ; neighbours as one."""
+    """Yield patches for the sectors in which `old`, the bytes at `offset`, and `new` differ, one for adjacent sectors.
+
+    Both have the same length.
+    """
     start: int | None = None
     at = 0
     while at < len(old):
@@ -100,30 +112,19 @@ def between(offset: int, old: bytes, new: bytes) -> Iterator[Patch]:
         yield Patch(offset + start, old[start:], new[start:])
 
 
-MAGIC = b"ckptconv undo 1\n"
-HOT, DONE = b"hot ", b"done"
-_LENGTH = struct.Struct("<I")
-_HEAD = len(MAGIC) + len(HOT) + _LENGTH.size
-_SUM = 32  # bytes of a SHA-256
-NO_JOURNAL = "there is no undo journal: no change in place is left to take back"
-_LOOK = "look at it, and remove it if the file beside it is whole"
-_POISON = 2  # bytes at most, of a change
-_NAME = regex(r"\.(.+)\.ckptconv-undo", re.DOTALL)
-
-
 @dataclass(frozen=True)
 class Journal:
     """One in-place change of one file.
 
     Attributes:
-        inode: That of the file. The device is not kept: a reboot changes its number.
-        old_size: The file's size before, in bytes.
-        new_size: Its size afterwards.
-        patches: In the order of their offsets; none overlaps another.
-        poison: Offsets, and the byte that stands at each while the change goes on: no reader takes such a file.
-        leader: The name of the file whose journal says whether the whole set is done; None: this one.
+        inode: The inode of the file. The device is not recorded, because a reboot changes its number.
+        old_size: The size of the file before, in bytes.
+        new_size: The size of the file afterwards, in bytes.
+        patches: The changes in the order of their offsets. They do not overlap.
+        poison: Pairs of an offset and the byte that is there while the change goes on: every reader refuses the file.
+        leader: The name of the file whose journal says whether the whole set is done, or None for this file.
         members: In the leader's journal, the names of all files of the set.
-        rest: The SHA-256, in hex, of what is no tensor in the file before; None where the patches are all of it.
+        rest: The SHA-256, in hex, of everything except tensors in the old file, or None if the patches contain that.
     """
 
     inode: int
@@ -137,47 +138,47 @@ class Journal:
 
     @property
     def fits_a_sector(self) -> bool:
-        """Whether the disk writes the whole change at once, so that no reader can see a part of it."""
+        """Whether the disk writes the whole change in one step, so that no reader can see a part of it."""
         first, last = self.patches[0].offset, self.patches[-1].end - 1
         return self.old_size == self.new_size and first // SECTOR == last // SECTOR
 
     def packed(self) -> bytes:
-        """The bytes of the journal, hot."""
+        """Return the bytes of the journal in the state hot."""
         header = {
             "version": 1,
             "inode": self.inode,
             "old_size": self.old_size,
             "new_size": self.new_size,
-            "patches": [[each.offset, len(each.old), len(each.new)] for each in self.patches],
-            "poison": [list(each) for each in self.poison],
+            "patches": [[patch.offset, len(patch.old), len(patch.new)] for patch in self.patches],
+            "poison": [list(pair) for pair in self.poison],
             "leader": self.leader,
             "members": list(self.members),
             "rest": self.rest,
         }
         text = json.dumps(header).encode()
-        rest = _LENGTH.pack(len(text)) + text + b"".join(part for each in self.patches for part in (each.old, each.new))
-        import hashlib  # not at the start of commands that need none
+        rest = _LENGTH.pack(len(text)) + text + b"".join(patch.old + patch.new for patch in self.patches)
+        import hashlib
 
         return MAGIC + HOT + rest + hashlib.sha256(MAGIC + rest).digest()
 
 
 def journal_path(target: Path) -> Path:
-    """Where the journal of the file `target` stands."""
+    """Return the path of the journal of the file `target`."""
     return target.parent / f".{target.name}.ckptconv-undo"
 
 
 def target_of(name: str) -> str | None:
-    """The name of the file whose journal is called `name`; None where that is no journal's name."""
-    found = _NAME.fullmatch(name)
-    return found and found[1]
+    """Return the name of the file whose journal is called `name`, or None if `name` is not that of a journal."""
+    match = _NAME.fullmatch(name)
+    return match and match[1]
 
 
 def journals_of(path: Path, *, follow: bool = True) -> list[tuple[Path, bytes]]:
-    """The files that have a journal beside them, with the state that it claims: `path`, or those in the folder `path`.
+    """Return the files that have a journal, each with the state that the journal claims.
 
     Args:
-        path: A file, or a folder; one that cannot be listed has none.
-        follow: Of a link to a file, look beside the file itself.
+        path: A file, or a folder of files. A folder that cannot be listed has no journals.
+        follow: If `path` is a link to a file, look next to that file.
     """
     targets = [Path(os.path.realpath(path)) if follow and path.is_symlink() else path]
     if path.is_dir():
@@ -188,16 +189,16 @@ def journals_of(path: Path, *, follow: bool = True) -> list[tuple[Path, bytes]]:
 
 
 def state_of(target: Path) -> bytes | None:
-    """The state that the journal beside `target` claims, without trusting it; None: there is no journal.
+    """Return the state that the journal of `target` claims, or None if there is no journal. It is not trusted.
 
-    A file with anything odd in it counts as hot: it is for a person to look at. A link, a FIFO or a folder does not
-    count: we never write one there.
+    A file with unexpected bytes counts as hot, so that a person looks at it. A link, a FIFO or a folder is not a
+    journal, because this program never writes one.
     """
     path = journal_path(target)
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return None
-    except OSError:  # also where the name of a journal would be too long
+    except OSError:  # also if the name of a journal would be too long
         return None
     try:
         with _opened(path) as fd:
@@ -209,7 +210,7 @@ def state_of(target: Path) -> bytes | None:
 
 
 def refuse_no_journal(target: Path) -> None:
-    """Raise RefusedError where something that is no file is in the place of the journal of `target`."""
+    """Raise RefusedError if something else than a file has the name of the journal of `target`."""
     path = journal_path(target)
     with contextlib.suppress(OSError):
         mode = os.lstat(path).st_mode
@@ -222,15 +223,15 @@ def refuse_no_journal(target: Path) -> None:
 
 
 def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
-    """The journal of `target`, and its state.
+    """Return the journal of `target`, and its state.
 
     Args:
-        target: The file that it belongs to.
-        owner: The user who owns that file.
+        target: The file that was changed.
+        owner: The number of the user who owns that file.
 
     Raises:
-        InputError: There is none, or it cannot be read.
-        RefusedError: Somebody else may have written it.
+        InputError: There is no journal, or it cannot be read.
+        RefusedError: Another user may have written it.
         MalformedError: It is damaged.
         LimitError: It is too large.
     """
@@ -276,7 +277,7 @@ def read_bytes(fd: int, length: int, offset: int) -> bytes:
 
 
 def _check_owner(path: Path, info: os.stat_result, owner: int) -> None:
-    """Raise RefusedError unless nobody but the file's owner, or we, can have written what `info` describes."""
+    """Raise RefusedError if a user other than `owner` and the current one can have written what `info` describes."""
     problem = None
     if not stat.S_ISREG(info.st_mode):
         problem = "it is no regular file"
@@ -317,7 +318,7 @@ def _from_header(header: dict[str, Any], data: memoryview) -> Journal:
     at = 0
     for offset, n_old, n_new in header["patches"]:
         middle, end = at + n_old, at + n_old + n_new
-        if min(n_old, n_new) < 0 or at == end:  # one of nothing hides what stands behind it
+        if min(n_old, n_new) < 0 or at == end:  # an empty patch would hide the next one
             raise ValueError
         patches.append(Patch(offset, bytes(data[at:middle]), bytes(data[middle:end])))
         at = end
@@ -338,10 +339,10 @@ def _from_header(header: dict[str, Any], data: memoryview) -> Journal:
 
 
 def _is_sound(journal: Journal) -> bool:
-    """Whether the numbers and names in `journal`, which may be anything that JSON can say, make sense together."""
+    """Return whether the numbers and names in `journal`, which may be any values of JSON, make sense together."""
     numbers = [journal.inode, journal.old_size, journal.new_size]
     numbers += [number for offset, byte in journal.poison for number in (offset, byte)]
-    numbers += [each.offset for each in journal.patches]
+    numbers += [patch.offset for patch in journal.patches]
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or not journal.patches:
         return False
     names = [*journal.members, *([] if journal.leader is None else [journal.leader])]
@@ -350,18 +351,17 @@ def _is_sound(journal: Journal) -> bool:
     if len(journal.poison) > _POISON:
         return False
     at = 0
-    for each in journal.patches:
-        last = each is journal.patches[-1]
-        same_length = len(each.old) == len(each.new)
-        to_the_end = each.offset + len(each.old) == journal.old_size and each.offset + len(each.new) == journal.new_size
-        if each.offset < at or not (same_length or (last and to_the_end)):
+    for patch in journal.patches:
+        old_end, new_end = patch.offset + len(patch.old), patch.offset + len(patch.new)
+        to_the_end = patch is journal.patches[-1] and (old_end, new_end) == (journal.old_size, journal.new_size)
+        if patch.offset < at or not (old_end == new_end or to_the_end):
             return False
-        at = each.end
+        at = patch.end
     grows = journal.old_size != journal.new_size
     within = at <= max(journal.old_size, journal.new_size) and grows == (
         len(journal.patches[-1].old) != len(journal.patches[-1].new)
     )
     return within and all(
-        byte < 256 and any(each.offset <= offset < each.end for each in journal.patches)
+        byte < 256 and any(patch.offset <= offset < patch.end for patch in journal.patches)
         for offset, byte in journal.poison
     )

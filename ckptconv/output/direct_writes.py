@@ -1,10 +1,10 @@
 """Write large outputs around the page cache, straight from the pages of the source.
 
-An output that is large beside the available memory drives everything else out of the cache when it is written through
-it, and is itself not there when somebody reads it. `docs/speed.md` has the measurements behind the rule.
+An output that is large compared with the available memory would drive everything else out of the cache, and would not
+be in it when it is read. `docs/speed.md` has measurements.
 
-The source is mapped, but only the kernel reads the mapping. So a source that becomes shorter makes the call fail
-(EFAULT) and does not end the process.
+The source is mapped, but only the kernel reads the mapping. So if the source becomes shorter, the call fails (EFAULT)
+and the process goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, ByteRange, OutFile
@@ -24,13 +23,13 @@ from ckptconv.byteranges.threads import Task, Threads
 from ckptconv.output import filesystem
 from ckptconv.output.destinations import FileDestination
 
-WINDOW = 8 << 20  # bytes of a write
-_AT_ONCE = 4  # writes on their way
-_SHARE = 2  # files of 1/2 of the available memory or more are large: the source does not fit in beside them
-_LEAST = 64 << 20  # bytes: less goes through the cache, and nobody asks how much memory there is
-_OLD_LIMIT = "memory.limit_in_bytes"  # of control groups, version 1
+WINDOW = 8 << 20  # bytes of one write
+_AT_ONCE = 4  # concurrent writes
+_SHARE = 2  # files of at least half of the available memory are large: the source does not fit in with them
+_LEAST = 64 << 20  # bytes: fewer go through the cache in any case
+_OLD_LIMIT = "memory.limit_in_bytes"  # the name in version 1 of control groups
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
-#: By the write; or by the mapping: of a filesystem without (FUSE's direct_io), of files that are too many, of memory.
+#: Errors of the write, or of the mapping: the filesystem has none (FUSE's direct_io), too many files, no memory.
 _REFUSED = (
     *(errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP),
     *(errno.ENODEV, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
@@ -38,9 +37,10 @@ _REFUSED = (
 
 
 def planned_directly(files: tuple[OutFile, ...], target: Path) -> tuple[OutFile, ...]:
-    """`files`, of the file or folder `target`; those to be written around the page cache are marked `direct`.
+    """Return `files` with those marked `direct` that are to be written around the page cache.
 
-    If all files together are large, those that are mostly copied are marked.
+    If all files together are large, these are the ones that are mostly copied and that the filesystem can write so.
+    `target` is the file, or the folder of the files.
     """
     total = sum(file.size for file in files)
     if total < _LEAST or total * _SHARE < available_memory():
@@ -50,17 +50,17 @@ def planned_directly(files: tuple[OutFile, ...], target: Path) -> tuple[OutFile,
 
 
 def _aligned(file: OutFile) -> int:
-    """How many bytes of `file` stand in a source at the same place modulo a block."""
-    at = found = 0
+    """Return how many bytes of `file` are in a source at the same offset modulo a block."""
+    at = aligned = 0
     for piece in file.pieces:
         if isinstance(piece, ByteRange) and piece.source.fd >= 0 and (piece.offset - at) % FILESYSTEM_BLOCK == 0:
-            found += piece.length
+            aligned += piece.length
         at += piece.length
-    return found
+    return aligned
 
 
 def _is_possible(file: OutFile, folder: Path) -> bool:
-    """Whether `file` can be written directly in `folder`, and cannot share blocks with its source, which is better."""
+    """Return whether `file` can be written directly in `folder`, and cannot share blocks with its source."""
     if not hasattr(os, "O_DIRECT") or not hasattr(os, "O_TMPFILE"):
         return False
     try:
@@ -77,9 +77,9 @@ def _is_possible(file: OutFile, folder: Path) -> bool:
 
 
 def shares_blocks(fd: int, file: OutFile) -> bool:
-    """Whether the filesystem shares blocks with the file that most of `file` is copied from.
+    """Return whether the open file `fd` can share blocks with the file that contains the longest range of `file`.
 
-    Asking it can put one of those blocks into `fd`.
+    The attempt may put a block of that range into `fd`.
     """
     ranges = (span for piece in file.pieces for span in piece.ranges())
     longest = max(ranges, key=lambda span: span.length, default=None)
@@ -89,31 +89,32 @@ def shares_blocks(fd: int, file: OutFile) -> bool:
 
 
 def _reopened(fd: int) -> int:
-    """The file `fd`, opened a second time for writes around the page cache. Raises OSError."""
+    """Open the file `fd` a second time, for writes around the page cache. Raises OSError."""
     return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
 
 
 def available_memory() -> int:
-    """The bytes that files can have in the page cache: the system's available memory, or the limit of the process's
-    control groups if that is lower.
+    """Return how many bytes files can have in the page cache.
+
+    That is the system's available memory, or the limit of the process's control groups if that is lower.
     """
-    found = [sys.maxsize]
+    limits = [sys.maxsize]
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text()
-        found.append(int(text.split("MemAvailable:")[1].split()[0]) * 1024)
+        limits.append(int(text.split("MemAvailable:")[1].split()[0]) * 1024)
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, group = line.split(":", 2)
             folder, name = ("/sys/fs/cgroup", "memory.max") if not kinds else ("/sys/fs/cgroup/memory", _OLD_LIMIT)
             if not kinds or "memory" in kinds.split(","):
-                for where in (f"{folder}{group}", folder):
-                    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                        found.append(int(Path(where, name).read_text()))
-    return min(found)
+                for path in (f"{folder}{group}", folder):
+                    with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+                        limits.append(int(Path(path, name).read_text()))
+    return min(limits)
 
 
 class DirectDestination(FileDestination):
-    """The file `fd`, to which whole blocks of other files go around the page cache, some windows at once.
+    """The file `fd`, to which blocks of other files are written around the page cache, several windows at once.
 
     A context manager: leaving it ends the threads.
     """
@@ -127,22 +128,20 @@ class DirectDestination(FileDestination):
     def __enter__(self) -> DirectDestination:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._threads.shutdown()
         finally:
             os.close(self._direct)
 
     def copy(self, at: int, span: ByteRange) -> None:
-        """Begin to copy `span`, at most a window of whole blocks, to `at`. Raises errors of copies begun before."""
+        """Begin to copy `span`, at most a window of whole blocks, to `at`. Raises errors of earlier copies."""
         while len(self._running) >= _AT_ONCE:
             self._running.popleft().result()
         self._running.append(self._threads.submit(self._copy, at, span))
 
     def settle(self) -> None:
-        """Wait for all copies that have begun. Raises their errors."""
+        """Wait for the end of all copies. Raises their errors."""
         while self._running:
             self._running.popleft().result()
 
@@ -160,8 +159,8 @@ class DirectDestination(FileDestination):
         import mmap
 
         fd, length, offset = span.source.fd, span.length, span.offset
-        mapped = mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)  # unmapped when the view goes
-        with contextlib.suppress(OSError):  # of an older kernel; a page that cannot be read makes the write below fail
+        mapped = mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)  # unmapped with the view
+        with contextlib.suppress(OSError):  # an older kernel; if a page cannot be read, the write fails
             mapped.madvise(_MADV_POPULATE_READ)
         view = memoryview(mapped)
         while view:

@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from ckptconv.byteranges import reading
@@ -70,11 +69,9 @@ class Transfer:
         self._sums.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._sums.__exit__(kind, error, trace)
-        self._pieces.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._sums.__exit__()
+        self._pieces.__exit__()
 
     def fill(self, out: Destination, progress: Progress | None) -> None:
         """Write all pieces to `out`. Raises OSError, OutputError, and what reading raises."""
@@ -220,9 +217,7 @@ class CastThreads:
     def __enter__(self) -> CastThreads:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
 
     def begin(self, piece: Cast, at: int) -> None:
@@ -325,7 +320,7 @@ class VirtualFile(io.RawIOBase):
     def close(self) -> None:
         """Refuse further reading, and remove the files that hold inflated bytes."""
         super().close()
-        self._reader.__exit__(None, None, None)
+        self._reader.__exit__()
         self.readinto = self._refuse  # type: ignore[method-assign]
 
     def _filling(self) -> Generator[int, memoryview, None]:

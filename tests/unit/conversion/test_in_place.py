@@ -543,10 +543,11 @@ def test_another_file_in_place_of_a_journal_is_not_marked(checkpoint: Path, monk
     """Whoever can write the folder swaps them between the change and the mark."""
     other = checkpoint.with_name("other")
     other.write_bytes(bytes(100))
+    apply = writing.apply
 
     def swapped(fd: int, journal: Journal) -> int:
         other.rename(journal_path(checkpoint))
-        return writing.apply(fd, journal)
+        return apply(fd, journal)
 
     monkeypatch.setattr(writing, "apply", swapped)
     with pytest.raises(ckptconv.OutputError, match="another file took the place"):
@@ -939,12 +940,12 @@ def test_a_set_of_old_and_new_files_is_no_set(sharded: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("fault", range(4))
 def test_a_fault_in_a_set_takes_all_back(sharded: Path, fault: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = itertools.count()
+    calls, apply = itertools.count(), writing.apply
 
     def failing(fd: int, journal: Journal) -> int:
         if next(calls) == fault:
             raise OSError(errno.EIO, "Input/output error")
-        return writing.apply(fd, journal)
+        return apply(fd, journal)
 
     monkeypatch.setattr(writing, "apply", failing)
     refused_in_place(ckptconv.OutputError, "nothing was changed", sharded, strip_prefix="module.")
