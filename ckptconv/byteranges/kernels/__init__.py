@@ -1,6 +1,6 @@
-"""Loops over numbers that need torch. Imported only when numbers are cast, gathered, assembled or compared.
+"""Loops over numbers that need torch. Imported only when numbers are cast, gathered, assembled, summed or compared.
 
-The import fails with a MissingTorchError if torch is not installed, or is and cannot be imported.
+The import raises MissingTorchError if torch is not installed or cannot be imported.
 """
 
 from ckptconv.errors import MissingTorchError, require_torch

@@ -1,8 +1,8 @@
 """Cast numbers as torch does, resolve conjugate and negative bits, and swap byte order.
 
-Where torch's answer depends on the processor, or on where in a vector a number stands, one of its answers is given:
-NaNs become bfloat16 as in its plain code (vector instructions lose sign and payload in ways of their own), and float32
-from float16 as in its vectors (its plain code loses both).
+If torch's result depends on the processor, or on the position of a number in a vector, one of its results is chosen:
+NaNs become bfloat16 as in its plain code (vector instructions lose sign and payload in several ways), and float32 from
+float16 as in its vectors (its plain code loses both).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ckptconv.byteranges.spans import Cast
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INT64 = torch.iinfo(torch.int64)
 _NAN = 0x7FC0  # of bfloat16: c10/util/BFloat16.h, round_to_nearest_even
-_QUIET = 0x7FC00000  # the bits of float32 that every NaN has that comes from arithmetic,
-_PAYLOAD = 0x007FE000  # and those that float16 has as well
-_HALF = 0x7FFF  # of float16 all but the sign
+_QUIET = 0x7FC00000  # the bits that every NaN from arithmetic has in float32
+_PAYLOAD = 0x007FE000  # the bits of a NaN's payload in float32 that float16 has too
+_HALF = 0x7FFF  # all bits of float16 except the sign
 
 
 class CastBuffer:
@@ -52,7 +52,7 @@ class CastBuffer:
         data, out = self.room[:filled], self._out[: filled // self._old.itemsize * self._new.itemsize]
         piece, overflowed = self._piece, 0
         if piece.swapped_in:
-            _turn_round(data, self._old)
+            _reverse_bytes(data, self._old)
         if piece.conj or piece.neg:
             _flip_signs(data, self._old, conj=piece.conj, neg=piece.neg)
         if self._old != self._new:
@@ -63,12 +63,12 @@ class CastBuffer:
             if too_large is not None:
                 overflowed = _count(too_large, at // self._old.itemsize, shown)
         if piece.swapped_out:
-            _turn_round(out, self._new)
+            _reverse_bytes(out, self._new)
         return out, overflowed
 
 
 def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]) -> int:
-    """How many are `too_large` of elements, the first of which has the number `first`, or of those that are `shown`."""
+    """Return how many elements are `too_large`, of those that are `shown`. The first element has the number `first`."""
     if not shown:
         return int(too_large.sum())
     last = first + len(too_large)
@@ -77,9 +77,9 @@ def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]
 
 
 def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
-    """Which finite `numbers` were too large for the dtype of `rounded`, None for none.
+    """Return which finite `numbers` were too large for the dtype of `rounded`, or None if none was.
 
-    NaNs in it are made the same on all machines.
+    Make the NaNs in `rounded` the same on all machines.
     """
     if not rounded.is_floating_point():
         return _outside(numbers, torch.iinfo(rounded.dtype))
@@ -92,8 +92,8 @@ def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
     if numbers.dtype == torch.float64 and rounded.dtype != torch.float32:
         finite = numbers.isfinite()  # torch rounds twice, by way of float32
     if finite is not None or numbers.dtype.itemsize == 1 or not numbers.is_floating_point():
-        numbers = numbers.float()  # torch has no order for float8 and some integers
-    low, high = torch.aminmax(numbers)  # which are NaN where there is one
+        numbers = numbers.float()  # torch cannot compare float8 and some integers
+    low, high = torch.aminmax(numbers)  # both are NaN if there is a NaN
     largest = torch.finfo(rounded.dtype).max
     if low >= -largest and high <= largest:
         return None
@@ -107,8 +107,8 @@ def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
 
 
 def _keep_nans(halves: torch.Tensor, floats: torch.Tensor) -> None:
-    """Let the NaNs among `halves` have in `floats` the sign and the payload that they had."""
-    if floats.aminmax().min.isnan():  # which is quicker than to ask each
+    """Give the NaNs in `floats` the sign and the payload that they have in `halves`."""
+    if floats.aminmax().min.isnan():  # this is faster than to look at each
         is_nan = halves.isnan()
         bits = halves.view(torch.int16)[is_nan].to(torch.int32)
         sign = torch.iinfo(torch.int32).min
@@ -116,9 +116,9 @@ def _keep_nans(halves: torch.Tensor, floats: torch.Tensor) -> None:
 
 
 def _shorten_nans(floats: torch.Tensor, halves: torch.Tensor) -> None:
-    """Let the NaNs among `floats` have in `halves` their sign and the payload that fits.
+    """Give the NaNs in `halves` the sign that they have in `floats`, and the part of the payload that fits.
 
-    The plain code of torch 2.6 writes other bits than its vectors do, at the end of a tensor.
+    At the end of a tensor, the plain code of torch 2.6 writes other bits than its vectors do.
     """
     is_nan = floats.isnan()
     bits = floats.view(torch.int32)[is_nan]
@@ -127,9 +127,9 @@ def _shorten_nans(floats: torch.Tensor, halves: torch.Tensor) -> None:
 
 
 def _outside(numbers: torch.Tensor, info: torch.iinfo) -> torch.Tensor | None:
-    """Which integers among `numbers` a dtype of integers, which `info` describes, cannot say."""
+    """Return which integers in `numbers` the dtype that `info` describes does not have, or None if it has all."""
     if numbers.dtype == torch.uint64:
-        wide = numbers.view(torch.int64)  # where the largest half is negative
+        wide = numbers.view(torch.int64)  # in which the upper half is negative
         return None if info.max > _INT64.max else (wide < 0) | (wide > info.max)
     wide = numbers.to(torch.int64)
     return (wide < info.min) | (wide > min(info.max, _INT64.max))
@@ -137,23 +137,26 @@ def _outside(numbers: torch.Tensor, info: torch.iinfo) -> torch.Tensor | None:
 
 @cache
 def _most(dtype: torch.dtype) -> float:
-    """The largest number of `dtype` and half of the step to it: what is larger is rounded to more than it has, and so
-    is this number, but in float8_e4m3fn, whose largest number is even.
+    """Return the largest number of `dtype` plus half of the step to it.
+
+    Larger numbers are rounded to more than `dtype` has. So is this number, except in float8_e4m3fn, whose largest
+    number is even.
     """
     largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
     before = (largest.view(_WORDS[dtype.itemsize]) - 1).view(dtype)
     return float(largest.double() + (largest.double() - before.double()) / 2)
 
 
-def _turn_round(data: memoryview, dtype: torch.dtype) -> None:
-    """Let the bytes of each number in `data` stand the other way round."""
+def _reverse_bytes(data: memoryview, dtype: torch.dtype) -> None:
+    """Reverse the bytes of each number in `data`."""
     numbers = torch.frombuffer(data, dtype=torch.uint8).view(-1, _width(dtype))
     numbers.copy_(numbers.flip(1))
 
 
 def _flip_signs(data: memoryview, dtype: torch.dtype, *, conj: bool, neg: bool) -> None:
-    """Do what torch had put off, to signs as bits: arithmetic would change NaNs, in some
-    places of a vector and not in others.
+    """Resolve torch's lazy bits by flipping bits of signs.
+
+    Arithmetic would change NaNs at some positions of a vector and not at others.
     """
     words = torch.frombuffer(data, dtype=_WORDS[_width(dtype)])
     sign = torch.iinfo(words.dtype).min
@@ -164,5 +167,5 @@ def _flip_signs(data: memoryview, dtype: torch.dtype, *, conj: bool, neg: bool) 
 
 
 def _width(dtype: torch.dtype) -> int:
-    """The bytes of one real number of `dtype`."""
+    """Return the number of bytes of one real number of `dtype`."""
     return dtype.itemsize // (2 if dtype.is_complex else 1)

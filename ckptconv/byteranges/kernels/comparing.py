@@ -1,9 +1,8 @@
 """Compare the numbers of two tensors: how many elements differ, and by how much.
 
-Whole numbers are compared exactly, whatever their width; all others as float64, complex numbers by their modulus.
-Tensors of two dtypes are compared by value. All NaNs are the same, whatever their bits, and so are, as for torch, all
-complex numbers with one in either part. What is NaN or infinite on one side, and not the same on the other, is no
-distance, and counted apart.
+Integers are compared exactly, other numbers as float64, complex numbers by their modulus. Tensors of two dtypes are
+compared by value. All NaNs are equal, and so are, as for torch, all complex numbers with a NaN in either part. If
+elements differ and one of them is NaN or infinite, they have no distance and are counted separately.
 """
 
 from __future__ import annotations
@@ -23,8 +22,13 @@ _MODEST = 1 << 62
 
 
 class _Far(NamedTuple):
-    """Of the elements that differ at all: how many are out of tolerance, the largest differences, and how many have
-    none because one of the two is no finite number.
+    """Facts about the elements that differ.
+
+    Attributes:
+        outside: How many are out of tolerance.
+        largest: The largest difference.
+        relative: The largest relative difference.
+        not_finite: How many have no difference, because one of the two is not finite.
     """
 
     outside: int
@@ -34,25 +38,29 @@ class _Far(NamedTuple):
 
 
 def comparable(a: str, b: str) -> bool:
-    """Whether values of the dtypes `a` and `b` can be compared: both are numbers, or both are the same bits."""
+    """Return whether values of the dtypes `a` and `b` can be compared: both are numbers, or the dtypes are the same."""
     return a == b or (is_number(a) and is_number(b))
 
 
 class Comparer:
-    """Compares elements of the dtype `a` with elements of the dtype `b` by ``torch.allclose``'s rule.
+    """A comparison of elements by the rule of ``torch.allclose``.
 
-    ``differing`` are so many of them, ``not_finite`` those of them that are NaN or infinite on at least one side.
-    ``largest`` and ``largest_relative`` are the largest differences of all others, those within the tolerance too: of
-    whole numbers an int, None where bits mean no number. ``largest_of_b`` is the largest magnitude of the finite
-    elements of `b` that were seen. ``exponents``, if `histogram`: how many of those that are finite and not equal are
-    apart by a number with which exponent.
+    Attributes:
+        differing: The number of elements that differ by more than the tolerance.
+        not_finite: The number of these that are NaN or infinite on at least one side.
+        largest: The largest difference of the others, within the tolerance or not: an int for integers, None if the
+            elements are not numbers.
+        largest_relative: The largest relative difference of the others, or None if the elements are not numbers.
+        largest_of_b: The largest magnitude of the finite elements of `b`, or None if they are not numbers.
+        exponents: With `histogram`, how many differences of finite numbers have which exponent.
     """
 
     def __init__(self, a: str, b: str, rtol: float = 0.0, atol: float = 0.0, *, histogram: bool = False) -> None:
+        """Compare elements of the dtype `a` with elements of the dtype `b`."""
         numbers = is_number(a) and is_number(b)
         self._dtypes = (getattr(torch, a), getattr(torch, b)) if numbers else None
         self._rtol, self._atol = rtol, atol
-        self._width = get_dtype(a).itemsize  # of what is compared as bits
+        self._width = get_dtype(a).itemsize  # of elements that are compared as bits
         self._unequal = False
         self._histogram = histogram
         self.exponents = Counter[int]()
@@ -64,11 +72,11 @@ class Comparer:
 
     @property
     def is_near(self) -> bool:
-        """Whether elements differ, and all of them within the tolerance."""
+        """Whether elements differ, but none by more than the tolerance."""
         return self._unequal and not self.differing
 
     def __or__(self, other: Comparer) -> Comparer:
-        """Return what both together have found, in elements of the same two dtypes."""
+        """Return both comparisons together. They have the same dtypes."""
         both = copy(self)
         both._unequal |= other._unequal
         both.differing += other.differing
@@ -85,7 +93,7 @@ class Comparer:
         return both
 
     def add(self, a: memoryview, b: memoryview) -> None:
-        """Compare the elements in `a` with those in `b`; what both buffers hold is taken as it is."""
+        """Compare the elements in `a` with those in `b`, as many."""
         if self._dtypes is None or self.largest is None or self.largest_relative is None:
             x, y = torch.frombuffer(a, dtype=torch.uint8), torch.frombuffer(b, dtype=torch.uint8)
             self.differing += int((x != y).view(-1, self._width).any(1).sum())
@@ -106,7 +114,7 @@ class Comparer:
             self.largest_relative = max(self.largest_relative, far.relative)
 
     def see(self, b: memoryview) -> None:
-        """Count the elements in `b` for ``largest_of_b`` alone: they are equal on both sides, or compared already."""
+        """Update only ``largest_of_b`` by the elements in `b`, which are equal on both sides or compared already."""
         if self._dtypes is None or self.largest_of_b is None:
             return
         numbers = torch.frombuffer(b, dtype=self._dtypes[1])
@@ -119,14 +127,20 @@ class Comparer:
     def _real(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         apart = (a - b).abs_()
         most = float(apart.max())
-        if isfinite(most):  # as nearly always: then nothing is NaN, and equal is what is 0 apart
+        if isfinite(most):  # nearly always: then nothing is NaN, and a difference of 0 means equal
             return self._finite(apart, b.abs(), most) if most else None
         unequal = (a != b) & ~(a.isnan() & b.isnan())
         finite = unequal & a.isfinite() & b.isfinite()
         return self._with_others(unequal, apart[finite], b[finite].abs())
 
     def _finite(self, apart: torch.Tensor, size: torch.Tensor, most: float | int) -> _Far:
-        """Of numbers, of which some differ: `apart` by so much, at `most` so much, where `b`'s are of this `size`."""
+        """Return the facts about finite numbers, some of which differ.
+
+        Args:
+            apart: The differences.
+            size: The magnitudes in `b`.
+            most: The largest difference.
+        """
         outside = (
             int((apart > self._atol + self._rtol * size).sum()) if self._rtol or self._atol else apart.count_nonzero()
         )
@@ -135,7 +149,7 @@ class Comparer:
         return _Far(int(outside), most, float(relative.max()))
 
     def _count(self, apart: torch.Tensor) -> None:
-        """Count the numbers that are `apart` at all; what float64 has no number for is its largest."""
+        """Count the exponents of the differences `apart` that are not 0. Infinity counts as the largest number."""
         if self._histogram:
             self.exponents.update(exponents_of(apart[apart != 0].clamp_(max=torch.finfo(torch.float64).max)))
 
@@ -147,7 +161,7 @@ class Comparer:
         return self._with_others(unequal, torch.hypot(apart[:, 0], apart[:, 1]), b[finite].abs())
 
     def _whole(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
-        """Numbers of up to 64 bits differ by up to 65: those are compared in halves, the upper with its sign."""
+        """Compare integers. Numbers of 64 bits differ by up to 65 bits: they are compared in halves."""
         if _is_modest(a) and _is_modest(b):
             numbers = _as_whole(b)
             apart = (_as_whole(a) - numbers).abs_()
@@ -170,15 +184,16 @@ class Comparer:
         return far._replace(largest=largest)
 
     def _with_others(self, unequal: torch.Tensor, apart: torch.Tensor, size: torch.Tensor) -> _Far | None:
-        """Of numbers that are `unequal`, of which those that are finite on both sides are `apart`
-        by so much, where `b`'s are of this `size`.
+        """Return the facts about the `unequal` numbers, or None if there are none.
+
+        Those that are finite on both sides have the differences `apart`, and the magnitudes `size` in `b`.
         """
         others = int(unequal.sum()) - apart.numel()
         far = self._far(apart, size) if apart.numel() else _Far(0, 0.0, 0.0)
         return far._replace(outside=far.outside + others, not_finite=others) if unequal.any() else None
 
     def _far(self, apart: torch.Tensor, size: torch.Tensor) -> _Far:
-        """Of finite numbers that differ: `apart` by so much, where `b`'s are of this `size`."""
+        """Return the facts about finite numbers with the differences `apart` and the magnitudes `size` in `b`."""
         outside = apart.numel()
         if self._rtol or self._atol:
             within = apart.isfinite() & (apart <= self._atol + self._rtol * size)
@@ -189,7 +204,7 @@ class Comparer:
 
 
 def _is_modest(numbers: torch.Tensor) -> bool:
-    """Whether the differences of whole `numbers` fit 64 bits."""
+    """Return whether all differences of the integers `numbers` fit into 64 bits."""
     if numbers.dtype.itemsize < 8:
         return True
     low, high = numbers.view(torch.int64).aminmax()
@@ -203,7 +218,7 @@ def _as_whole(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper 32 bits of whole `numbers`, with the sign, and the lower ones."""
+    """Return the upper 32 bits of the integers `numbers`, with the sign, and the lower 32 bits."""
     unsigned = numbers.dtype == torch.uint64
     words = numbers.view(torch.int64) if unsigned else _as_whole(numbers)
     high = words >> 32

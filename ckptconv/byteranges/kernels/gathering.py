@@ -1,8 +1,8 @@
-"""Gather the elements of a strided view in row-major order, in bounded memory.
+"""Gather the elements of a strided view, or assemble a tensor from chunks, in row-major order and bounded memory.
 
-A view's rows can lie far apart (a transposed weight's elements are a row of the storage away from one another), so each
-block of the output is filled from tiles: stretches of the storage that are read at once, because what lies between
-their elements costs less to read than another call.
+The rows of a view can be far apart (adjacent elements of a transposed weight are a row of the storage apart). So each
+block of the output is filled from tiles: stretches of the storage that are read in one call, because the bytes between
+their elements cost less to read than another call.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import torch
 
 from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Gather
 
-_BLOCK = 16 << 20  # bytes of output that are held at once
-_TILE = 16 << 20  # bytes of a storage that are held at once: a block of a transposed weight is one tile
-_GAP = 4096  # bytes that are read and thrown away rather than read around
+_BLOCK = 16 << 20  # bytes of output that are in memory at once
+_TILE = 16 << 20  # bytes of a storage that are in memory at once: a block of a transposed weight is one tile
+_GAP = 4096  # bytes that are read and dropped rather than skipped
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the number of indices in each dimension
 
 
 def gather(view: Gather, storage: ByteRange) -> Iterator[memoryview]:
-    """The elements of `view` on `storage`, in row-major order, up to 16 MiB at a time, in a
-    buffer that the next ones take over.
-    """
+    """Yield the elements of `view` on `storage` in row-major order, up to 16 MiB at a time, in the same buffer."""
     itemsize = view.itemsize
     room = memoryview(bytearray(min(view.length, _BLOCK)))
     tiles = Tiles()
@@ -36,13 +34,13 @@ def gather(view: Gather, storage: ByteRange) -> Iterator[memoryview]:
 
 
 class Tiles:
-    """Fills blocks with what is read in tiles, into room of its own."""
+    """A reader of tiles, with memory for one of them."""
 
     def __init__(self) -> None:
         self._room = memoryview(b"")
 
     def fill(self, block: torch.Tensor, view: Gather, storage: ByteRange, region: Region) -> None:
-        """Let `block` have the elements of `region` of `view` on `storage`."""
+        """Fill `block` with the elements of `region` of `view` on `storage`."""
         for starts, sizes in _tiles(region, view.stride, view.itemsize):
             need = _packed(sizes, view.stride, view.itemsize)
             if len(self._room) < need:
@@ -55,9 +53,7 @@ class Tiles:
 
 
 def halved(shape: tuple[int, ...], most: int) -> Iterator[Region]:
-    """`shape` in regions of at most `most` elements, cut along the first dimension that can be cut:
-    row-major order stays.
-    """
+    """Yield regions of `shape` of at most `most` elements, cut along the first dimensions, in row-major order."""
     return _parts(
         ((0,) * len(shape), shape),
         lambda sizes: prod(sizes) <= most,
@@ -68,7 +64,7 @@ def halved(shape: tuple[int, ...], most: int) -> Iterator[Region]:
 def _parts(
     region: Region, fits: Callable[[tuple[int, ...]], bool], longest: Callable[[tuple[int, ...]], int]
 ) -> Iterator[Region]:
-    """`region` in parts whose sizes fit, each cut in half along its longest dimension until it does."""
+    """Yield the parts of `region`, each cut in half along its `longest` dimension until its sizes fit."""
     todo = [region]
     while todo:
         starts, sizes = todo.pop()
@@ -86,9 +82,7 @@ def _cut(starts: tuple[int, ...], sizes: tuple[int, ...], dimension: int) -> lis
 
 
 def _tiles(region: Region, stride: tuple[int, ...], itemsize: int) -> Iterator[Region]:
-    """`region` in parts that can be read into a buffer of at most 16 MiB each, cut along
-    the dimension that reaches farthest.
-    """
+    """Yield the parts of `region` that fit into a buffer of 16 MiB, cut along the dimension that reaches farthest."""
     return _parts(
         region,
         lambda sizes: _packed(sizes, stride, itemsize) <= _TILE,
@@ -97,14 +91,15 @@ def _tiles(region: Region, stride: tuple[int, ...], itemsize: int) -> Iterator[R
 
 
 def _packed(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
-    """The bytes of all stretches of a tile."""
+    """Return the number of bytes of all stretches of a tile."""
     span, apart = _stretch(sizes, stride, itemsize)
     return span * prod(sizes[d] for d in apart) * itemsize
 
 
 def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> tuple[int, list[int]]:
-    """The elements of storage that are read at once, and the dimensions along which such
-    stretches lie apart, the nearest first.
+    """Return how many elements of the storage a stretch has, and the dimensions along which stretches are apart.
+
+    The dimension with the smallest stride is first.
     """
     span = 1
     dimensions = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: stride[d])
@@ -112,14 +107,14 @@ def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> 
         if (stride[d] - span) * itemsize > _GAP:
             apart = dimensions[i:]
             whole = span + sum((sizes[d] - 1) * stride[d] for d in apart)
-            dense = whole * itemsize <= prod(sizes[d] for d in apart) * _GAP  # as where dimensions overlap
+            dense = whole * itemsize <= prod(sizes[d] for d in apart) * _GAP  # for example if dimensions overlap
             return (whole, []) if dense else (span, apart)
         span += (sizes[d] - 1) * stride[d]
     return span, []
 
 
 def _read_tile(view: Gather, storage: ByteRange, tile: Region, scratch: memoryview) -> torch.Tensor:
-    """The elements of `tile` as a view of what was read into `scratch`: stretch by stretch, packed."""
+    """Read the stretches of `tile` into `scratch`, one after another, and return its elements as a view of that."""
     starts, sizes = tile
     itemsize = view.itemsize
     span, apart = _stretch(sizes, view.stride, itemsize)
@@ -137,7 +132,7 @@ def _read_tile(view: Gather, storage: ByteRange, tile: Region, scratch: memoryvi
 
 
 def assemble(piece: Assemble) -> Iterator[memoryview]:
-    """The elements of `piece`, up to 16 MiB at a time, in a buffer that the next ones take over."""
+    """Yield the elements of `piece` in row-major order, up to 16 MiB at a time, in the same buffer."""
     room = memoryview(bytearray(min(piece.length, _BLOCK)))
     tiles = Tiles()
     for region in halved(piece.shape, _BLOCK // piece.itemsize):
@@ -152,7 +147,7 @@ def assemble(piece: Assemble) -> Iterator[memoryview]:
 
 
 def _shared(region: Region, placement: ChunkPlacement) -> Region | None:
-    """What of `region` is in `placement`."""
+    """Return the region that is in both `region` and `placement`, or None."""
     starts = tuple(map(max, region[0], placement.offsets))
     ends = (
         min(a + n, b + m) for a, n, b, m in zip(region[0], region[1], placement.offsets, placement.sizes, strict=True)
@@ -162,11 +157,11 @@ def _shared(region: Region, placement: ChunkPlacement) -> Region | None:
 
 
 def _moved(region: Region, origin: tuple[int, ...]) -> Region:
-    """`region`, counted from `origin`."""
+    """Return `region` with its indices counted from `origin`."""
     return tuple(start - first for start, first in zip(region[0], origin, strict=True)), region[1]
 
 
 def _slices(region: Region, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """`region` as an index into what begins at `origin`."""
+    """Return `region` as an index into a block that begins at `origin`."""
     starts, sizes = _moved(region, origin)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))

@@ -1,8 +1,8 @@
-"""Sum numbers up: counts of NaN, infinities and zeros, extremes, moments, and how many have which magnitude.
+"""Compute statistics of numbers: counts of NaN, infinities and zeros, extremes, moments, and a histogram.
 
-Counts are exact, and so are the extremes. Mean and squares are float64: each block's by two passes over it, and blocks
-are put together by Chan's formulas, so that neither many elements nor a mean far from 0 costs more than a few digits.
-Complex numbers count by their magnitude.
+Counts and extremes are exact. Mean and squares are float64: each block's come from two passes over it, and blocks are
+combined by Chan's formulas, so that neither many elements nor a mean far from 0 loses more than a few digits. Complex
+numbers count by their magnitude.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _NUMBERS = {
     "complex128",
 }
 BINS = 32
-_EXPONENT = 52  # the bit of a float64 at which its exponent begins, which 11 bits and the sign are
+_EXPONENT = 52  # the first bit of the exponent of a float64, which has 11 bits and is followed by the sign
 _SIGN = 1 << 11
 _BIAS = 1023
-_BLOCK = 1 << 15  # elements that are summed at once: as few as torch gives to one thread, and they stay in its cache
+_BLOCK = 1 << 15  # elements that are summed at once: so few that torch uses one thread, and they stay in its cache
 
 
 def is_number(name: str) -> bool:
-    """Whether elements of the dtype `name` are numbers, one in each item, that this torch knows."""
+    """Return whether elements of the dtype `name` are numbers, one in each item, and this torch has the dtype."""
     return name in _NUMBERS and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def as_real(numbers: torch.Tensor) -> torch.Tensor:
-    """Real `numbers` as float64."""
+    """Return the real `numbers` as float64."""
     if numbers.dtype == torch.bool:
         return (numbers.view(torch.uint8) != 0).double()
     return (numbers.float() if numbers.dtype.itemsize == 1 else numbers).double()
 
 
 def as_complex(numbers: torch.Tensor) -> torch.Tensor:
-    """`numbers` as complex128."""
+    """Return `numbers` as complex128."""
     if numbers.dtype == torch.complex32:
         return torch.view_as_complex(numbers.view(torch.float16).double().view(-1, 2))
     return (
@@ -59,7 +59,7 @@ def as_complex(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def exponents_of(values: torch.Tensor) -> Counter[int]:
-    """How many of `values`, finite float64, have which sign and exponent."""
+    """Return how many of `values`, finite float64, have which sign and exponent, as the upper 12 bits."""
     words = (values.view(torch.int64) >> _EXPONENT) & (2 * _SIGN - 1)
     counts = torch.bincount(words, minlength=1)
     used = counts.nonzero().view(-1)
@@ -67,10 +67,10 @@ def exponents_of(values: torch.Tensor) -> Counter[int]:
 
 
 def bins_of(exponents: Counter[int]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The edges of the bins, and how many numbers each has.
+    """Return the edges of the bins, and how many numbers are in each.
 
-    Half of the bins are for negative numbers. From the largest magnitude down each is half as wide as the one
-    before it, but for the two around 0, which have the rest. A bin has its edge on the side of 0; zeros of both
+    Half of the bins are for negative numbers. From the largest magnitude on, each bin is half as wide as the one before
+    it, except for the two around 0, which contain the rest. A bin contains its edge on the side of 0. Zeros of both
     signs, and float64's subnormal numbers, are on the positive side.
     """
     half = BINS // 2
@@ -86,14 +86,22 @@ def bins_of(exponents: Counter[int]) -> tuple[tuple[float, ...], tuple[int, ...]
 
 
 class Statistics:
-    """What numbers of the dtype `name` have in sum.
+    """Statistics of numbers.
 
-    ``finite`` are so many of them, of which ``zeros`` are 0; the others are ``nan`` or ``inf``. ``low`` and ``high``
-    are the extremes of the finite ones, None where there are none, ``mean`` is their mean, and ``squares`` the sum of
-    the squares of their distances from it. ``exponents``: how many have which sign and exponent, if `histogram`.
+    Attributes:
+        finite: The number of finite ones.
+        nan: The number of NaNs.
+        inf: The number of infinities.
+        zeros: The number of zeros.
+        low: The smallest finite number, or None if there is none.
+        high: The largest finite number, or None if there is none.
+        mean: The mean of the finite numbers.
+        squares: The sum of the squares of their distances from the mean.
+        exponents: With `histogram`, how many have which sign and exponent.
     """
 
     def __init__(self, name: str, *, histogram: bool = False) -> None:
+        """Count numbers of the dtype `name`."""
         self._dtype: torch.dtype = getattr(torch, name)
         self._histogram = histogram
         self.nan = self.inf = self.zeros = self.finite = 0
@@ -103,7 +111,7 @@ class Statistics:
         self.exponents = Counter[int]()
 
     def add(self, data: memoryview) -> None:
-        """Count the elements in `data` in."""
+        """Add the elements in `data`."""
         numbers = torch.frombuffer(data, dtype=self._dtype)
         for at in range(0, len(numbers), _BLOCK):
             self._add(numbers[at : at + _BLOCK])
@@ -111,7 +119,7 @@ class Statistics:
     def _add(self, numbers: torch.Tensor) -> None:
         values = _magnitudes(as_complex(numbers)) if numbers.is_complex() else as_real(numbers)
         total = float(values.sum())
-        if not isfinite(total):  # as it nearly never is
+        if not isfinite(total):  # rarely
             values = self._finite(values)
             total = float(values.sum())
         n = len(values)
@@ -126,7 +134,7 @@ class Statistics:
         self._put(n, low, high, mean, float(torch.dot(values, values)))
 
     def _finite(self, values: torch.Tensor) -> torch.Tensor:
-        """The finite ones of `values`; the others are counted."""
+        """Count the values that are not finite, and return the finite ones."""
         is_finite = values.isfinite()
         nan = int(values.isnan().sum())
         self.nan += nan
@@ -134,19 +142,19 @@ class Statistics:
         return values[is_finite]
 
     def _put(self, n: int, low: float | int, high: float | int, mean: float, squares: float) -> None:
-        """Count `n` finite numbers in, of which that is known."""
+        """Add `n` finite numbers with these extremes, this mean and this sum of squares."""
         before, self.finite = self.finite, self.finite + n
         self.low = low if self.low is None else min(self.low, low)
         self.high = high if self.high is None else max(self.high, high)
         apart = mean - self.mean
         if isfinite(apart):
             self.mean += apart * (n / self.finite)
-        else:  # of numbers near the largest of float64
+        else:  # the numbers are near the largest of float64
             self.mean = self.mean * (before / self.finite) + mean * (n / self.finite)
         self.squares += squares + (apart * apart * (before / self.finite) * n if before else 0.0)
 
     def merge(self, other: Statistics) -> None:
-        """Count in what `other` has counted."""
+        """Add the numbers that `other` has counted."""
         self.nan += other.nan
         self.inf += other.inf
         self.zeros += other.zeros
@@ -155,7 +163,7 @@ class Statistics:
             self._put(other.finite, other.low, other.high, other.mean, other.squares)
 
     def repeat(self, times: int) -> None:
-        """Count everything so many `times`."""
+        """Multiply all counts by `times`."""
         self.nan *= times
         self.inf *= times
         self.zeros *= times
@@ -165,28 +173,28 @@ class Statistics:
 
     @property
     def std(self) -> float | None:
-        """The standard deviation, as torch has it: of fewer than two numbers there is none."""
+        """The standard deviation, as torch computes it, or None for fewer than two numbers."""
         return sqrt(self.squares / (self.finite - 1)) if self.finite > 1 else None
 
     @property
     def norm(self) -> float:
-        """The square root of the sum of all squares."""
+        """The square root of the sum of the squares of all finite numbers."""
         return sqrt(self.squares + self.finite * (self.mean * self.mean))
 
 
 def _magnitudes(numbers: torch.Tensor) -> torch.Tensor:
-    """Of complex `numbers`; what is NaN in one part is NaN."""
+    """Return the magnitudes of complex `numbers`: NaN if one part is NaN."""
     values = numbers.abs()
     values[numbers.isnan()] = torch.nan
     return values
 
 
 def _extremes(numbers: torch.Tensor) -> tuple[float | int, float | int]:
-    """The smallest and the largest of `numbers`, of which there are some: whole ones exactly."""
+    """Return the smallest and the largest of `numbers`, at least one. They are exact."""
     if numbers.is_floating_point():
         low, high = numbers.aminmax()
         return float(low) + 0.0, float(high) + 0.0  # -0.0 is 0.0
-    if numbers.dtype == torch.uint64:  # which torch has no order of: the upper half as int64 is negative
+    if numbers.dtype == torch.uint64:  # torch cannot compare it: as int64, the upper half is negative
         turned = numbers.view(torch.int64) ^ torch.iinfo(torch.int64).min
         low, high = turned.aminmax()
         return int(low) + (1 << 63), int(high) + (1 << 63)
