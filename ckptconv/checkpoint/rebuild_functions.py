@@ -302,9 +302,10 @@ class TensorReader:
                 "too many calls around each other make a tensor", expected=f"at most {LIMITS.nested_calls}"
             )
         self.depth += 1
-        info = self.of_call(function, args)
-        self.depth -= 1
-        return info
+        try:
+            return self.of_call(function, args)
+        finally:
+            self.depth -= 1
 
     def of_call(self, function: str, args: list[Value]) -> TensorInfo | None:
         """Return the same as :meth:`read`, without checking the depth."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.index import Index
+from ckptconv.checkpoint.merging import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
 from ckptconv.checkpoint.state_dicts import StateDict

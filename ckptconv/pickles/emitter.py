@@ -537,6 +537,12 @@ def _doing(effect: Effect) -> list[_Step]:
 # Atoms
 
 
+def _with_length(short: str, long: str, data: bytes) -> bytes:
+    """Return an opcode, the length of `data`, and `data`. The length has one byte after `short`, four after `long`."""
+    n = len(data)
+    return (CODES[short] + bytes([n]) if n < 256 else CODES[long] + n.to_bytes(4, "little")) + data
+
+
 def _write_int(w: _Writer, value: int) -> None:
     if 0 <= value < 256:
         w.out += _BININT1[value]
@@ -546,9 +552,7 @@ def _write_int(w: _Writer, value: int) -> None:
         w.out += CODES["BININT"] + value.to_bytes(4, "little", signed=True)
     else:
         data = value.to_bytes((value if value >= 0 else ~value).bit_length() // 8 + 1, "little", signed=True)
-        n = len(data)
-        w.out += CODES["LONG1"] + bytes([n]) if n < 256 else CODES["LONG4"] + n.to_bytes(4, "little")
-        w.out += data
+        w.out += _with_length("LONG1", "LONG4", data)
 
 
 def _write_str(w: _Writer, value: str) -> None:
@@ -566,10 +570,8 @@ def _write_bytes(w: _Writer, value: bytes) -> None:
         _write_str(w, value.decode("latin-1"))
         _write_str(w, "latin1")
         w.out += CODES["TUPLE2"] + CODES["REDUCE"]
-    elif len(value) < 256:
-        w.out += CODES["SHORT_BINBYTES"] + bytes([len(value)]) + value
     else:
-        w.out += CODES["BINBYTES"] + len(value).to_bytes(4, "little") + value
+        w.out += _with_length("SHORT_BINBYTES", "BINBYTES", value)
     w.put(value)
 
 
@@ -584,9 +586,7 @@ def _write_bytearray(w: _Writer, value: ByteArray) -> None:
 
 
 def _write_py2_string(w: _Writer, value: Py2String) -> None:
-    n = len(value.data)
-    w.out += CODES["SHORT_BINSTRING"] + bytes([n]) if n < 256 else CODES["BINSTRING"] + n.to_bytes(4, "little")
-    w.out += value.data
+    w.out += _with_length("SHORT_BINSTRING", "BINSTRING", value.data)
     w.put(value)
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.checkpoint.effect_order import drop_effect_order
+from ckptconv.checkpoint.merging import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.conversion.convert import write

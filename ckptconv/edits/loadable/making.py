@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.checkpoint.dangerous_globals import is_dangerous
-from ckptconv.checkpoint.effect_order import drop_effect_order
 from ckptconv.checkpoint.legacy_python import text_of
+from ckptconv.checkpoint.merging import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.safe_globals import is_torchs, needed_import
 from ckptconv.edits.changes import Changes, MadePlain

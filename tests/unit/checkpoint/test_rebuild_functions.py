@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,13 @@ def test_a_change_of_a_jagged_tensor_is_found(jagged: Path, tmp_path: Path) -> N
     changed["j"]._offsets[1] = 3
     torch.save(changed, tmp_path / "other.pt")
     assert [each.path for each in ckptconv.diff(jagged, tmp_path / "other.pt").differing] == ["j"]
+
+
+def test_a_bad_tensor_does_not_change_what_is_found_in_the_next(tmp_path: Path) -> None:
+    """verify finds the same fault in each of sixty tensors, which are more than calls may be nested."""
+    torch.save({f"w{i}": torch.ones(3) for i in range(60)}, tmp_path / "good.pt")
+    with zipfile.ZipFile(tmp_path / "good.pt") as good, zipfile.ZipFile(tmp_path / "bad.pt", "w") as bad:
+        for name in good.namelist():
+            data = good.read(name)
+            bad.writestr(name, data.replace(b"K\x03\x85", b"K\x09\x85") if name.endswith("data.pkl") else data)
+    assert str(ckptconv.verify(tmp_path / "bad.pt")).count("a tensor reaches outside its storage") == 60
