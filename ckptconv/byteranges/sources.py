@@ -16,8 +16,57 @@ from types import TracebackType
 from typing import TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.byteranges.locks import lock_shared
-from ckptconv.errors import InputChangedError, InputError, MissingInputError, UnreadableError, UnsupportedError
+from ckptconv.errors import (
+    InputChangedError,
+    InputError,
+    MissingInputError,
+    RefusedError,
+    UnreadableError,
+    UnsupportedError,
+)
+
+
+def lock_exclusive(fd: int, where: object) -> None:
+    """Lock the open file `fd` for a change, until it is closed.
+
+    Raises:
+        RefusedError: Somebody reads or changes it, or the filesystem has no locks.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RefusedError(
+            "another process reads or changes the file", where=where, hint="try again when it has ended"
+        ) from error
+    except OSError as error:
+        raise RefusedError(
+            f"the file cannot be locked ({os.strerror(error.errno or 0)}), so it is not changed in place",
+            where=where,
+            hint="convert it to another file",
+        ) from error
+
+
+def lock_shared(fd: int, where: object) -> None:
+    """Lock the open file `fd` for reading, until it is closed; where there are no locks, do nothing.
+
+    Raises:
+        UnreadableError: Somebody changes it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on Unix, where nothing is changed in place
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UnreadableError(
+            "another process changes the file in place", where=where, hint="try again when it has ended"
+        ) from error
+    except OSError:
+        pass
+
 
 _R = TypeVar("_R", bound="Readable")
 

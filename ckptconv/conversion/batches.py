@@ -36,7 +36,6 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.output import files as output_files
 from ckptconv.output.files import DiskWait, FolderSync, Steps
 from ckptconv.pickles.graph import gc_paused
-from ckptconv.stores import is_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -177,7 +176,7 @@ def _paths_and_size(task: Task) -> tuple[set[str], int]:
     paths = {os.path.abspath(src), os.path.abspath(dst)}
     is_copy = task.job.request is not None and task.job.request.kind == "other"
     is_index = not is_copy and os.fspath(src).lower().endswith(".json")
-    if task.stamp or is_url(src) or is_index:
+    if task.stamp or is_index:
         return paths, _WAITING
     try:
         found = os.stat(src)

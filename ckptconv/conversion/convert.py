@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptconv.byteranges.fault_sink import RAISED
 from ckptconv.byteranges.record_checks import CheckingSink
@@ -21,17 +21,13 @@ from ckptconv.conversion.plan import Plan, Report, Verified, report_of
 from ckptconv.conversion.targets import Request, find_request, through_link
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import edits_from
-from ckptconv.errors import ArgumentTypeError, RefusedError, TargetExistsError, UsageError, count, size
+from ckptconv.errors import ArgumentTypeError, RefusedError, TargetExistsError, UsageError
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, option
-from ckptconv.output import far_targets
-from ckptconv.output import files as output_files
-from ckptconv.output.direct_writes import planned_directly
-from ckptconv.output.far_folders import old_set
 from ckptconv.output.files import Steps, waited_for
-from ckptconv.output.folders import NewFolder, OtherFile, check_inside, open_other, write_folder
+from ckptconv.output.folders import NewFolder, check_inside
 from ckptconv.pickles.graph import gc_paused
-from ckptconv.stores import is_url
+from ckptconv.stores import store_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,20 +85,22 @@ def running(request: Request, progress: Meter | None = None) -> Steps[Report]:
     output = request.output
     path, link = _path_of(request)
     with ExitStack() as opened:
-        faults = CheckingSink(keep=_folder_for(path)) if output.verify else None
+        store = store_of(path, writing=True)
+        faults = CheckingSink(keep=store.scratch(path)) if output.verify else None
         if output.download and not request.is_folder:
             _check_target(None, path, force=output.force)
-        download = output.download and _folder_for(path)
+        download = output.download and store.scratch(path)
         source = opened.enter_context(open_input(request.src, faults or RAISED, download=download, progress=progress))
         if not request.is_folder:
             _check_target(source, path, force=output.force)
         with gc_paused():
             plan = plan_source(source, path, request.edits, output, is_folder=request.is_folder, opened=opened)
-        plan = _placed(plan, output, link)
+        placed = store.place(plan.as_new(), replace=output.force, verify=output.verify)
+        plan = replace(plan, files=placed.files, old=placed.old, notes=plan.notes + link + placed.notes)
         verified = overflowed = None
         if not output.dry_run:
             read = faults.waiting if faults and source.is_far else 0  # a local file is compared in no time
-            with progress(read + _work(plan, output)) if progress else nullcontext() as tick:
+            with progress(read + placed.work) if progress else nullcontext() as tick:
                 if faults:
                     faults.check(tick if read else None)
                     verified = Verified(faults.checked, faults.nbytes, output=True)
@@ -132,22 +130,10 @@ def _path_of(request: Request) -> tuple[Path, tuple[str, ...]]:
     return path, ()
 
 
-def _folder_for(path: Path) -> Path:
-    """Return a folder for temporary files that are needed to write `path`."""
-    if is_url(path):
-        import tempfile
-
-        return Path(tempfile.gettempdir())
-    return path if path.is_dir() else path.parent
-
-
 def _check_target(source: Readable | None, path: Path, *, force: bool) -> None:
     """Raise an error if the file `path` cannot be written, and RefusedError if it is `source`."""
-    if is_url(path):
-        far_targets.check_object(path, replace=force)
-        return
     try:
-        output_files.check_target(path, replace=force)
+        store_of(path, writing=True).check_target(path, replace=force)
     except TargetExistsError:
         with contextlib.suppress(OSError):  # the file may be gone by now
             if source is not None and source.is_same_file(os.stat(path)):
@@ -156,47 +142,20 @@ def _check_target(source: Readable | None, path: Path, *, force: bool) -> None:
         raise
 
 
-def _placed(plan: Plan, output: OutputOptions, notes: tuple[str, ...]) -> Plan:
-    """Return `plan` with `notes` and with how its files get to their target.
-
-    A local file may be written around the page cache. In a store, the files replace those of an old set.
-    """
-    path = plan.target
-    if not is_url(path):
-        return replace(plan, files=planned_directly(plan.files, path), notes=plan.notes + notes)
-    old = plan.old
-    if plan.is_folder:
-        new: list[OutFile | OtherFile] = [*plan.files, *plan.others]
-        old = old_set(path, new, plan.may_go, replace=output.force)
-        if others := [other for other in plan.others if other.kind != "folder"]:
-            nbytes = size(sum(other.size for other in others))
-            notes += (f"{count(len(others), 'other file')} ({nbytes}) copied first, one after another",)
-    notes += far_targets.far_writer(path).about_upload(plan.files, verify=output.verify)
-    return replace(plan, old=old, notes=plan.notes + notes + old.about)
-
-
-def _work(plan: Plan, output: OutputOptions) -> int:
-    """Return how many bytes are written to carry out `plan`, or read back from a store."""
-    if not is_url(plan.target):
-        return plan.size
-    others = sum(other.size for other in plan.others) * (1 + output.verify)
-    return others + int(far_targets.far_writer(plan.target).work_of(plan.files, verify=output.verify))
-
-
 def _writing(plan: Plan, source: Readable, output: OutputOptions, progress: Progress | None = None) -> Steps[Overflow]:
     """Carry out `plan` on `source`, in steps, and return how many numbers overflowed.
 
     Raises the errors of :func:`ckptconv.output.files.write`. `progress` is called with each number of bytes written.
     """
-    how: dict[str, Any] = {"replace": output.force, "verify": output.verify, "progress": progress}
-    if is_url(plan.target):
-        with far_targets.others_uploaded(plan.others, **how):
-            overflowed: Overflow = far_targets.far_writer(plan.target).upload(plan.files, source, old=plan.old, **how)
-        return overflowed
-    if not plan.is_folder:
-        return (yield from output_files.writing(plan.files[0], source, **how))
-    new = NewFolder(plan.target, plan.files, plan.others, plan.may_go, plan.like)
-    return write_folder(new, source, jobs=output.jobs, **how)
+    return store_of(plan.target, writing=True).writing(
+        plan.as_new(),
+        source,
+        replace=output.force,
+        verify=output.verify,
+        jobs=output.jobs,
+        progress=progress,
+        old=plan.old,
+    )
 
 
 #: :func:`_writing` to its end.
@@ -206,18 +165,15 @@ write = waited_for(_writing)
 def _copying(request: Request, progress: Meter | None) -> Steps[Report]:
     """Copy ``request.src``, which is not a checkpoint, as it is, in steps, and return the report."""
     src, dst, output = request.src, request.dst, request.output
-    if request.within and not is_url(src):
+    from_store, store = store_of(src), store_of(dst, writing=True)
+    if request.within and from_store.has_folders:
         check_inside(src, request.within)
-    with open_other(src) as source:
-        check = far_targets.check_object if is_url(dst) else output_files.check_target
-        check(dst, replace=output.force)
+    with from_store.open(src) as source:
+        store.check_target(dst, replace=output.force)
         if not output.dry_run:
+            new = NewFolder(dst, [OutFile.copy_of(source, dst)], is_folder=False)
             with progress(source.size) if progress else nullcontext() as tick:
-                how: dict[str, Any] = {"replace": output.force, "verify": output.verify, "progress": tick}
-                if is_url(dst):
-                    far_targets.far_writer(dst).upload([OutFile.copy_of(source, dst)], source, **how)
-                else:
-                    yield from output_files.writing(OutFile.copy_of(source, dst), source, **how)
+                yield from store.writing(new, source, replace=output.force, verify=output.verify, progress=tick)
         return Report(
             src=str(src),
             dst=str(dst),

@@ -30,8 +30,8 @@ from ckptconv.formats.sharded.index import family_of
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.output.folders import OtherFile, names_in, others_in, rest_of
-from ckptconv.stores import first_bytes, is_url, list_folder
+from ckptconv.output.folders import OtherFile, names_in, rest_of
+from ckptconv.stores import first_bytes, list_folder, store_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ def plan_source(
     plan = read_and_plan(source, path, edits, output, is_folder=is_folder)
     if is_folder:
         return replace(plan, may_go=_successor(plan), like=folder.folder if folder and folder.is_stored else None)
-    about = _about_config(source.path.parent, plan) if source.is_stored and not source.is_far else []
+    about = _about_config(source.path.parent, plan) if source.is_stored else []
     return replace(plan, notes=(*plan.notes, *about))
 
 
@@ -79,7 +79,7 @@ def _plan_folder(source: SourceFolder, target: Path, edits: Edits, output: Outpu
         RefusedError: Two files would have one name.
     """
     folder, is_whole = source.folder, source.path.is_dir()
-    is_listed = output.copy_others or not source.is_far
+    is_listed = output.copy_others or source.is_stored
     every = find(folder) if is_whole else find_in(folder) if is_listed else []
     chosen = [found for found in every if found.kind in ("file", "shards", "dcp")]
     if not is_whole:
@@ -106,7 +106,7 @@ def _plan_folder(source: SourceFolder, target: Path, edits: Edits, output: Outpu
         if not is_whole:  # next to an index, other checkpoints are not copied
             beside = {found.path.name for found in every if found.kind == "other"}
             taken |= {name for name in list_folder(folder)[1] if name not in beside}
-        others, left = others_in(folder, target, taken, deep=is_whole)
+        others, left = store_of(folder).others_in(folder, target, taken, deep=is_whole)
         failed += tuple(left)
     else:
         notes = _about_left(folder, every)
@@ -124,7 +124,7 @@ def _plan_folder(source: SourceFolder, target: Path, edits: Edits, output: Outpu
         notes=(*plan.notes, *notes),
         failed=failed,
         may_go=may_go,
-        like=None if source.is_far else folder,
+        like=folder if source.is_stored else None,
     )
 
 
@@ -257,7 +257,7 @@ def _successor(plan: Plan) -> Callable[[str], bool]:
 
 def _about_old(target: Path, new: Sequence[Path], may_go: Callable[[str], bool]) -> list[str]:
     """Return a note about the files of an old folder `target` that are not among the `new` ones and `may_go`."""
-    if is_url(target) or not target.is_dir():
+    if not (store_of(target, writing=True).has_folders and target.is_dir()):
         return []
     kept = {str(path.relative_to(target)) for path in new}
     gone = sorted(name for name in names_in(target) if name not in kept and may_go(name))

@@ -16,9 +16,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.byteranges.locks import lock_exclusive
 from ckptconv.byteranges.record_checks import CheckingSink
-from ckptconv.byteranges.sources import MORE_FILES, ComputedSource, Source, SourceFolder, check_system, leave_spare
+from ckptconv.byteranges.sources import (
+    MORE_FILES,
+    ComputedSource,
+    Source,
+    SourceFolder,
+    check_system,
+    leave_spare,
+    lock_exclusive,
+)
 from ckptconv.byteranges.undo_journal import (
     DONE,
     HOT,

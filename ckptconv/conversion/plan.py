@@ -28,13 +28,13 @@ from ckptconv.formats.sharded.writing import layout as shards_layout
 from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual_format, words, writer_for
 from ckptconv.hints import Placeholder, option
 from ckptconv.light_dataclass import dataclass
-from ckptconv.output.far_folders import NO_OLD_SET, OldSet
-from ckptconv.output.folders import OtherFile, no_name
+from ckptconv.output.folders import NewFolder, OtherFile, no_name
 from ckptconv.output.transfer import VirtualFile
 from ckptconv.pickles.graph import Global
 from ckptconv.result import Result
 from ckptconv.safety.scan import dangers_carried
 from ckptconv.safety.torch_load import CALL, torch_loading
+from ckptconv.stores.base import NO_OLD_SET, OldSet
 
 
 class _Planned(ComputedSource):
@@ -107,6 +107,10 @@ class Plan:
     def size(self) -> int:
         """The bytes of all files."""
         return sum(file.size for file in self.files) + sum(other.size for other in self.others)
+
+    def as_new(self) -> NewFolder:
+        """Return what is to be written."""
+        return NewFolder(self.target, self.files, self.others, self.may_go, self.like, self.is_folder)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from ckptconv.formats.sharded.index import is_index_file, sets_in
 from ckptconv.formats.writers import SUFFIXES, WRITERS, admitted, suffix_of
 from ckptconv.hints import Placeholder, command, option
 from ckptconv.light_dataclass import dataclass
-from ckptconv.output import far_targets
-from ckptconv.stores import is_folder, is_url, list_folder, locate
+from ckptconv.stores import is_folder, is_url, locate, store_of
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,7 @@ class Listing:
 
 def is_there(request: Request) -> bool:
     """Return whether the output of `request` exists. An empty folder does not count."""
-    if is_url(request.dst):
-        return far_targets.is_there(request.dst, is_folder=request.is_folder)
-    if request.is_folder and request.dst.is_dir():
-        return any(list_folder(request.dst))
-    return os.path.lexists(request.dst)
+    return store_of(request.dst, writing=True).exists(request.dst, is_folder=request.is_folder)
 
 
 def size_of(request: Request) -> int:
@@ -156,8 +151,7 @@ def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
         raise UsageError("no output given: its path is empty")
     if "\0" in os.fspath(path):
         raise UsageError("no such path can exist", where=path)
-    is_object = isinstance(dst, Path) and is_url(dst) and not os.fspath(dst).startswith(("http", "hf:"))
-    if not is_object and (error := no_path_error(dst, is_output=True)):
+    if not getattr(dst, "can_write", False) and (error := no_path_error(dst, is_output=True)):
         raise error
     if format is not None and format not in WRITERS:
         raise UsageError(f"no format is called {format!r}", expected=" or ".join(WRITERS))
@@ -206,7 +200,7 @@ def list_requests(
         _refuse_odd_suffix(path, output.format, paths)
     if output.copy_others and (web := next((src for src in paths if os.fspath(src).startswith("http")), None)):
         raise UsageError(option("copy_others") + " looks into a folder, and web servers list none", where=web)
-    if output.copy_others and all(_is_file(src) and not is_index_file(src) for src in paths):
+    if output.copy_others and all(src.is_file() and not is_index_file(src) for src in paths):
         raise UsageError(option("copy_others") + " is for folders, and the input is none", where=paths[0])
     if len(paths) > 1 and not to_folder:
         paths = _as_pattern(paths)
@@ -262,11 +256,6 @@ def list_in_place(
             path = src if is_set else each.path
             requests.append(Request(path, path, each.kind, edits, output))
     return Listing(tuple(requests), len(requests) > 1, unentered=tuple(unentered))
-
-
-def _is_file(path: Path) -> bool:
-    """Return whether `path` is a file. A URL is one unless it is a folder."""
-    return not is_folder(path) if is_url(path) else path.is_file()
 
 
 def _merging(srcs: Sequence[Path], path: Path) -> str | None:

@@ -125,9 +125,9 @@ def _open_url(given: str | os.PathLike[str], faults: FaultSink, **how: Any) -> R
     path = locate(given)
     if not is_url(path):
         return open_input(path, faults)
-    from ckptconv.stores.paths import FarPath
     from ckptconv.stores.remote import (
         FarFolder,
+        FarPath,
         open_far,  # local files do not need it
     )
 

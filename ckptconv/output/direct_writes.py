@@ -16,12 +16,12 @@ import sys
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, ByteRange, OutFile
 from ckptconv.byteranges.threads import Task, Threads
 from ckptconv.output import filesystem
-from ckptconv.output.destinations import FileDestination
 
 WINDOW = 8 << 20  # bytes of one write
 _AT_ONCE = 4  # concurrent writes
@@ -34,6 +34,47 @@ _REFUSED = (
     *(errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP),
     *(errno.ENODEV, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
 )
+
+
+class Destination(Protocol):
+    """Where bytes go. ``fd`` is -1 where the kernel has no file for it. All methods raise OSError."""
+
+    fd: int
+
+    def write(self, at: int, data: bytes | memoryview) -> None:
+        """Put `data` at `at`; threads may do so at once."""
+
+    def read(self, at: int, length: int) -> bytes:
+        """What stands at `at`, at most `length` bytes."""
+
+    def start_writeback(self, at: int, length: int) -> None:
+        """Have what was put there written to the disk, and do not wait for it."""
+
+
+class FileDestination:
+    """The file `fd`."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def write(self, at: int, data: bytes | memoryview) -> None:
+        """Put `data` at `at`."""
+        view = memoryview(data)
+        while view:
+            done = os.pwrite(self.fd, view, at)
+            at += done
+            view = view[done:]
+
+    def read(self, at: int, length: int) -> bytes:
+        """What stands at `at`."""
+        return os.pread(self.fd, length, at)
+
+    def start_writeback(self, at: int, length: int) -> None:
+        """Begin to write it to the disk."""
+        filesystem.start_writeback(self.fd, at, length)
+
+    def settle(self) -> None:
+        """Wait for what is not written yet: nothing. Raises what went wrong with it."""
 
 
 def planned_directly(files: tuple[OutFile, ...], target: Path) -> tuple[OutFile, ...]:

@@ -20,16 +20,14 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
-from ckptconv.byteranges.locks import lock_shared
-from ckptconv.byteranges.sources import Readable, check_system
+from ckptconv.byteranges.sources import Readable, check_system, lock_shared
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of, target_of
 from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.hints import command, option, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.output import filesystem
-from ckptconv.output.destinations import FileDestination, FileObjectDestination
-from ckptconv.output.direct_writes import DirectDestination, shares_blocks
+from ckptconv.output.direct_writes import DirectDestination, FileDestination, shares_blocks
 from ckptconv.output.transfer import Transfer
 
 _P = ParamSpec("_P")
@@ -271,20 +269,6 @@ def _destination(fd: int, *, direct: bool) -> AbstractContextManager[FileDestina
         with contextlib.suppress(OSError):
             return DirectDestination(fd)
     return contextlib.nullcontext(FileDestination(fd))
-
-
-def write_to_object(file: OutFile, out: FileObjectDestination, *, verify: bool) -> Overflow:
-    """Write `file` to `out`, and return what overflowed. After an error, the bytes written until then stay.
-
-    With `verify`, read everything back and compare it. Raises OutputError, and what reading the ranges raises.
-    """
-    transfer = Transfer(file, file.path.parent, compared=verify)
-    with as_output_error(file.path), transfer:
-        transfer.fill(out, None)
-        if verify:
-            transfer.compare(out)
-        out.finish(file.size)
-    return transfer.overflowed
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
@@ -45,10 +44,6 @@ from ckptconv.output.files import (
     sync_name,
     temporary_beside,
 )
-from ckptconv.stores import is_url
-
-if TYPE_CHECKING:
-    from ckptconv.stores.paths import FarPath
 
 _ATTEMPTS = 3  # to delete a folder: a signal can end the first
 _APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of rename, if something has the name now
@@ -63,12 +58,14 @@ class OtherFile:
         source: Where it is.
         kind: ``file``, ``link`` or ``folder``, or ``kept`` if it stays in a folder that is converted in place.
         size: The number of bytes to copy.
+        open: Opens `source`.
     """
 
     path: Path
     source: Path
     kind: str
     size: int
+    open: Callable[[Path], Readable] = Source
 
 
 def no_name(name: str) -> bool:  # noqa: ARG001 - the signature of `NewFolder.may_go`
@@ -93,7 +90,7 @@ def names_in(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class NewFolder:
-    """A folder to write.
+    """A folder to write, or a single file.
 
     Attributes:
         target: Its path.
@@ -101,6 +98,7 @@ class NewFolder:
         others: What is copied to paths below `target`.
         may_go: Returns whether a name in an old folder may be removed although the new one does not have it.
         like: The folder whose modes, and those of its folders, new folders get. None: the usual modes.
+        is_folder: False for a single file, which is at `target`.
     """
 
     target: Path
@@ -108,6 +106,7 @@ class NewFolder:
     others: Sequence[OtherFile] = ()
     may_go: Callable[[str], bool] = no_name
     like: Path | None = None
+    is_folder: bool = True
 
     @cached_property
     def entries(self) -> list[OutFile | OtherFile]:
@@ -364,28 +363,24 @@ def _change_names(a: Path, b: Path) -> None:
 
 
 def others_in(
-    folder: Path, target: Path, taken: Collection[str], *, deep: bool
+    folder: Path, target: Path, taken: Collection[str], *, deep: bool, has_links: bool
 ) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
     """Return what to copy from `folder` to `target`, and the paths that cannot be copied, each with the reason.
 
     Args:
-        folder: The folder, here or remote.
+        folder: The folder.
         target: The new folder.
         taken: Names of files that are not to be copied, relative to `folder`.
         deep: Whether to look below `folder` too.
+        has_links: Whether there can be links in `target`. If not, a link becomes the file that it leads to.
     """
     found: list[OtherFile] = []
     left: list[tuple[Path, CkptconvError]] = []
-    if is_url(folder):
-        names = {name: each.size for name, each in cast("FarPath", folder).below().items() if deep or "/" not in name}
-        own = {name for name in names if is_own_file(name.rpartition("/")[2])}
-        chosen = names.keys() - own.union(taken)
-        return [OtherFile(target / name, folder / name, "file", names[name]) for name in sorted(chosen)], left
     for name, status in _entries(folder, deep=deep):
         if name in taken:
             continue
         try:
-            if stat.S_ISLNK(status.st_mode) and is_url(target):  # it becomes a file there
+            if stat.S_ISLNK(status.st_mode) and not has_links:  # it becomes a file there
                 check_inside(folder / name, folder)
             kind = _kind(folder, name, status)
         except RefusedError as error:
@@ -394,15 +389,6 @@ def others_in(
             size = os.stat(folder / name).st_size if kind == "file" else 0
             found.append(OtherFile(target / name, folder / name, kind, size))
     return found, left
-
-
-def open_other(path: Path) -> Readable:
-    """Open the file `path`, here or remote. Raises InputError."""
-    if not is_url(path):
-        return Source(path)
-    from ckptconv.stores.remote import FarSource
-
-    return FarSource(cast("FarPath", path))
 
 
 def check_inside(path: Path, folder: Path) -> None:
@@ -478,7 +464,7 @@ def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress 
         except OSError:  # the filesystem has no hard links, or the file belongs to another user
             shutil.copy2(other.source, path, follow_symlinks=False)
     else:
-        with open_other(other.source) as source:
+        with other.open(other.source) as source:
             if source.size != other.size:
                 raise InputChangedError(
                     "the file changed while others were read: size",

@@ -29,7 +29,7 @@ from ckptconv.output.direct_writes import WINDOW, DirectDestination
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.casting import CastBuffer
-    from ckptconv.output.destinations import Destination
+    from ckptconv.output.direct_writes import Destination
 
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
 _BEHIND = 8 << 20  # bytes after which writing to disk is started: a call for each small tensor costs more than it gives

@@ -1,6 +1,6 @@
 """Where files are: on this machine, in memory, or behind a URL.
 
-:func:`locate` reads a path or a URL. A remote path (:class:`ckptconv.stores.paths.FarPath`) knows its URL, its secrets
+:func:`locate` reads a path or a URL. A remote path (:class:`ckptconv.stores.remote.FarPath`) knows its URL, its secrets
 and its folder's listing. The modules for remote files are imported for the first URL, and the libraries for transport
 for the first request.
 """
@@ -16,6 +16,7 @@ from typing import Protocol, cast
 from ckptconv.byteranges.sources import Source, list_local
 from ckptconv.errors import InputError
 from ckptconv.lazy_regex import regex
+from ckptconv.stores.posix import store_of as store_of
 
 _URL = regex(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
 #: Names that are devices on Windows, with any suffix.
@@ -51,7 +52,7 @@ def locate(given: str | os.PathLike[str]) -> Path:
     """
     if not is_url(given):
         return Path(os.fsdecode(given))
-    from ckptconv.stores.paths import far_path
+    from ckptconv.stores.remote import far_path
     from ckptconv.stores.urls import local_path
 
     path = far_path(given)

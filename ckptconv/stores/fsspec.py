@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace as changed
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from ckptconv.errors import CkptconvError, MissingInputError, TransferError, UnsupportedError, UsageError
+from ckptconv.byteranges.sources import Readable
+from ckptconv.byteranges.spans import OutFile, Overflow, Progress
+from ckptconv.errors import (
+    CkptconvError,
+    MissingInputError,
+    OutputError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+    size,
+)
+from ckptconv.stores.base import NO_OLD_SET, OldSet
+from ckptconv.stores.remote import far_path
 from ckptconv.stores.requests import Answer, Entry, Transient, Version
+from ckptconv.stores.uploads import WritableStore, digest, hint_if_replaced, read_back, refuse_existing
 from ckptconv.stores.urls import Secrets, Url
 
 
@@ -81,13 +100,187 @@ class FsspecTransport(Location):
         """Nothing is open."""
 
 
-def entries(url: Url, shown: object) -> Iterator[Entry]:
-    """The files in the folder `url` and in those below it. Raises InputError."""
-    at = Location(url, shown)
-    with at.as_error(url):
-        at.files.invalidate_cache()
-        found: dict[str, dict[str, Any]] = at.files.find(at.path, detail=True)
-    root = at.path.rstrip("/") + "/"
-    for path, said in found.items():
-        if path.startswith(root):
-            yield Entry(path[len(root) :], said.get("size") or 0)
+_CHUNK = 8 << 20
+
+
+_Send = Callable[[Path, Location], None]
+
+
+@contextlib.contextmanager
+def _appearing(at: Location) -> Iterator[_Send]:
+    """Give a function that sends files to the filesystem of `at`. They appear when the ``with`` ends, or never.
+
+    Raises UnsupportedError.
+    """
+    files = at.files
+    if type(files).mv is not AbstractFileSystem.mv:  # else it copies, which others could see half
+        with _moved(at) as send:
+            yield send
+        return
+    if not _has_commit(at):
+        what = "this filesystem has no move and no transaction, so a file there could be seen half"
+        raise UnsupportedError(what, where=at.shown, hint="write a file here, and copy it there")
+    with _as_output_error(at), files.transaction:
+
+        def send(here: Path, there: Location) -> None:
+            with open(here, "rb") as data, files.open(there.path, "wb") as out:
+                shutil.copyfileobj(data, out, _CHUNK)
+
+        yield send
+
+
+def _has_commit(at: Location) -> bool:
+    """Whether a file there appears only when a transaction ends: a file is opened, and its class has ``commit``."""
+    probe = _beside(at)
+    with _as_output_error(at):
+        at.files.transaction.start()
+        try:
+            with at.files.open(probe, "wb") as file:
+                kind = type(file)
+        finally:
+            with contextlib.suppress(Exception):  # of what cannot take it back
+                at.files.transaction.complete(commit=False)
+            with contextlib.suppress(Exception):  # of what is not there
+                at.files.rm_file(probe)
+    return getattr(kind, "commit", AbstractBufferedFile.commit) is not AbstractBufferedFile.commit
+
+
+@contextlib.contextmanager
+def _moved(at: Location) -> Iterator[_Send]:
+    """As :func:`_appearing`, by moves: files have temporary names until all are there."""
+    sent: list[tuple[str, str]] = []
+
+    def send(here: Path, there: Location) -> None:
+        sent.append((_beside(there), there.path))
+        at.files.makedirs(str(PurePosixPath(there.path).parent), exist_ok=True)
+        at.files.put_file(str(here), sent[-1][0])
+
+    try:
+        with _as_output_error(at):
+            yield send
+            while sent:
+                at.files.mv(*sent[0])
+                del sent[0]
+    finally:
+        for temporary, _ in sent:
+            with contextlib.suppress(Exception):  # of a filesystem that nobody here knows
+                at.files.rm_file(temporary)
+
+
+def _beside(at: Location) -> str:
+    from ckptconv.output.files import temporary_beside
+
+    return str(temporary_beside(Path(at.path)))
+
+
+@contextlib.contextmanager
+def _as_output_error(at: Location) -> Iterator[None]:
+    """Raise whatever a filesystem raises as an OutputError."""
+    with at.secrets.kept():
+        try:
+            yield
+        except CkptconvError:
+            raise
+        except Exception as error:
+            raise OutputError(f"could not be written: {at.said(error)}", where=at.shown) from error
+
+
+class FsspecStore(WritableStore):
+    """The filesystems of fsspec. They are tried as they are."""
+
+    def transport(self, url: Url, shown: object) -> FsspecTransport:
+        """Return what reads ranges of the file `url`."""
+        return FsspecTransport(url, shown)
+
+    def entries(self, url: Url, shown: object) -> Iterator[Entry]:
+        """The files in the folder `url` and in those below it. Raises InputError."""
+        at = Location(url, shown)
+        with at.as_error(url):
+            at.files.invalidate_cache()
+            found: dict[str, dict[str, Any]] = at.files.find(at.path, detail=True)
+        root = at.path.rstrip("/") + "/"
+        for path, said in found.items():
+            if path.startswith(root):
+                yield Entry(path[len(root) :], said.get("size") or 0)
+
+    def has_object(self, path: Path) -> bool:
+        """Whether there is a file at `path`. Raises OutputError."""
+        at = Location(far_path(path).url, path)
+        with _as_output_error(at):
+            return bool(at.files.exists(at.path))
+
+    def version(self, path: Path) -> object:
+        """What tells the file at `path` from another one there, as far as its filesystem says. Raises OutputError."""
+        at = Location(far_path(path).url, path)
+        with _as_output_error(at):
+            at.files.invalidate_cache()
+            return at.files.info(at.path)
+
+    def about_upload(self, files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
+        """Notes on what writing `files` takes, and on what is not promised."""
+        back = f"the output is read back ({size(sum(file.size for file in files))}) when everybody can see it"
+        return (
+            "written to a temporary file here first, and then sent; fsspec does not say what happens when two write to"
+            " one place, and of its filesystems only those in memory and of local folders are tested",
+            *([back] if verify else []),
+        )
+
+    def work_of(self, files: Sequence[OutFile], *, verify: bool) -> int:
+        """The length of a progress bar: bytes that are made here first, and read back."""
+        return sum(file.size for file in files) * (1 + verify)
+
+    def upload(
+        self,
+        files: Sequence[OutFile],
+        source: Readable,
+        *,
+        replace: bool,
+        verify: bool,
+        old: OldSet = NO_OLD_SET,
+        progress: Progress | None = None,
+    ) -> Overflow:
+        """Write `files`, each of which is made here first. Return what overflowed.
+
+        Raises OutputError, UnsupportedError if a file could be seen half on this filesystem, and TargetExistsError.
+        """
+        from ckptconv.output.files import fill
+
+        overflowed: Counter[tuple[str, ...]] = Counter()
+        sent: list[tuple[Path, int, bytes]] = []
+
+        def refuse() -> None:
+            for file in files:
+                refuse_existing(file.path, self.has_object, replace=replace)
+
+        refuse()
+        at = Location(far_path(files[0].path).url, files[0].path)
+        with old.leaving(self.delete) as leave, _appearing(at) as send:
+            for file in files:
+                with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
+                    here = Path(folder) / file.path.name
+                    overflowed.update(fill(here, changed(file, path=here), source, verify=verify, progress=progress))
+                    source.check_unchanged()
+                    with open(here, "rb") as data:
+                        chunks = iter(lambda: data.read(_CHUNK), b"")
+                        sent += [(file.path, file.size, digest(chunks))] if verify else []
+                    send(here, Location(far_path(file.path).url, file.path))
+            refuse()
+            leave()
+        for path, length, md5 in sent:
+            try:
+                read_back(path, [(length, md5)], None, progress)
+            except OutputError as error:
+                error.hint = error.hint or hint_if_replaced()
+                raise
+        old.leave_last(self.delete)
+        return dict(overflowed)
+
+    def delete(self, path: Path, etag: str | None = None) -> bool:  # noqa: ARG002 - fsspec lists none
+        """Delete the file at `path`, and return True. Raises OutputError."""
+        at = Location(far_path(path).url, path)
+        with _as_output_error(at):
+            at.files.rm_file(at.path)
+        return True
+
+
+STORE = FsspecStore()

@@ -35,6 +35,7 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.hints import option
+from ckptconv.stores.remote import RemoteStore
 from ckptconv.stores.requests import (
     KIB,
     POLICY,
@@ -386,14 +387,37 @@ class HttpTransport:
         return TransferError("cannot be read: the server refuses", where=where, got=got)
 
 
-def hub_transport(url: Url, shown: object) -> HttpTransport:
+class HttpStore(RemoteStore):
+    """Web servers and the Hub, which are only read."""
+
+    can_write = False
+
+    def transport(self, url: Url, shown: object) -> HttpTransport:
+        """Return what reads ranges of the file `url`."""
+        return HttpTransport(url, shown) if url.is_http else _hub_transport(url, shown)
+
+    def entries(self, url: Url, shown: object) -> Iterator[Entry]:
+        """Return the files in the folder `url` of a repository. Raises InputError, also for a web server's folder."""
+        if url.is_http:
+            raise UnsupportedError(
+                "a folder, and web servers list none",
+                where=shown,
+                hint="give the URL of a file in it; of a sharded set that of its index, …/model.safetensors.index.json",
+            )
+        return _hub_entries(url, shown)
+
+
+STORE = HttpStore()
+
+
+def _hub_transport(url: Url, shown: object) -> HttpTransport:
     """The file ``hf://[datasets/|spaces/]OWNER/REPO[@REVISION]/PATH``, by the Hub's own URLs and with its token."""
     kind, repo, revision, path = url.on_hub
     folder = "" if kind == "models" else f"{kind}/"
     return _on_hub(f"{folder}{repo}/resolve/{revision}/{path}", shown)
 
 
-def hub_entries(url: Url, shown: object) -> Iterator[Entry]:
+def _hub_entries(url: Url, shown: object) -> Iterator[Entry]:
     """The files in the folder `url` of a repository, as the Hub's tree API lists them.
 
     Raises InputError.

@@ -1,4 +1,4 @@
-"""File objects that somebody else has open: what they must offer, and reading them by position."""
+"""File objects that the caller has open: what they must offer, and reading and writing them by position."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import STEP, ComputedSource
-from ckptconv.errors import ArgumentTypeError, CkptconvError, InputChangedError, UnreadableError, UsageError
+from ckptconv.errors import (
+    ArgumentTypeError,
+    CkptconvError,
+    InputChangedError,
+    OutputError,
+    UnreadableError,
+    UsageError,
+)
 from ckptconv.hints import UNNAMED
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
+
+    from ckptconv.byteranges.spans import OutFile, Overflow
 
 
 class BinaryFile(Protocol):
@@ -32,8 +41,17 @@ class BinaryFile(Protocol):
         """The position."""
 
 
+class WritableFile(BinaryFile, Protocol):
+    """A file object as ``open(path, "wb")`` and ``io.BytesIO`` give them; it is read only where that is asked for."""
+
+    def write(self, data: memoryview, /) -> int | None:
+        """Write `data` at the position, or the first of it, and say how many bytes."""
+
+
 #: What can be read: a path, or a file object.
 Input: TypeAlias = "str | os.PathLike[str] | BinaryFile"
+#: What can be written: a path, or a file object.
+Output: TypeAlias = "str | os.PathLike[str] | WritableFile"
 
 
 class FileObjectSource(ComputedSource):
@@ -119,3 +137,61 @@ def seeking(file: BinaryFile, otherwise: str, hint: str) -> Iterator[None]:
     except (AttributeError, OSError, ValueError) as error:
         why = "it is not open for that" if isinstance(error, io.UnsupportedOperation) else error
         raise UsageError(f"the file object {otherwise}: {why}", where=path_of(file)) from error
+
+
+class FileObjectDestination:
+    """`file`, from its position on, which is after the last byte when :meth:`write_all` ends. Its caller closes it."""
+
+    fd = -1
+
+    def __init__(self, file: WritableFile) -> None:
+        """Raises ArgumentTypeError for a file of text, UsageError where `file` cannot seek or cannot be written."""
+        self.path = path_of(file)
+        self._file, self._lock = file, threading.Lock()
+        with seeking(file, "cannot be written", "save to an io.BytesIO(), and write its getvalue()"):
+            try:
+                file.write(memoryview(b""))
+            except TypeError as error:
+                hint = "open it with mode 'wb'"
+                raise ArgumentTypeError("the file is open as text", where=self.path, hint=hint) from error
+            self._start = file.tell()
+
+    def write(self, at: int, data: bytes | memoryview) -> None:
+        """Put `data` at `at`."""
+        view, end = memoryview(data), self._start + at + len(data)
+        with self._lock:
+            self._file.seek(self._start + at)
+            while view:
+                done = self._file.write(view)
+                view = view[len(view) if done is None else done :]
+            if self._file.tell() != end:
+                raise OutputError("the file object writes elsewhere than it was told to: is it open for appending?")
+
+    def read(self, at: int, length: int) -> bytes:
+        """What stands at `at`."""
+        with self._lock:
+            self._file.seek(self._start + at)
+            parts = []
+            while length and (part := self._file.read(length)):
+                parts.append(part)
+                length -= len(part)
+            return b"".join(parts)
+
+    def start_writeback(self, at: int, length: int) -> None:
+        """Nothing: when a file object reaches a disk is its own affair."""
+
+    def write_all(self, file: OutFile, *, verify: bool) -> Overflow:
+        """Write `file`, and return what overflowed. After an error, the bytes written so far stay.
+
+        Raises OutputError, and what reading the ranges of `file` raises. With `verify` all is read back and compared.
+        """
+        from ckptconv.output.files import as_output_error
+        from ckptconv.output.transfer import Transfer
+
+        transfer = Transfer(file, file.path.parent, compared=verify)
+        with as_output_error(file.path), transfer:
+            transfer.fill(self, None)
+            if verify:
+                transfer.compare(self)
+            self._file.seek(self._start + file.size)
+        return transfer.overflowed

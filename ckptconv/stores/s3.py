@@ -6,20 +6,63 @@ no credentials the requests are unsigned, as public buckets take them.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
-from collections.abc import Iterator
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import replace as changed
+from functools import partial
+from itertools import count as count_from
+from pathlib import Path
 from typing import Any
 
 import botocore.session
 from botocore import UNSIGNED
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError, SSLError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    EndpointConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    SSLError,
+)
 from botocore.loaders import create_loader
 from botocore.parsers import ResponseParserError
 
-from ckptconv.errors import CkptconvError, InputChangedError, MissingInputError, TransferError
+from ckptconv.byteranges import reading
+from ckptconv.byteranges.record_checks import Sums
+from ckptconv.byteranges.sources import Readable, Source
+from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
+from ckptconv.errors import (
+    CkptconvError,
+    InputChangedError,
+    MissingInputError,
+    OutputError,
+    TargetExistsError,
+    TransferError,
+    count,
+    size,
+)
+from ckptconv.hints import shell
+from ckptconv.stores.base import AGAIN, ANOTHER, NO_OLD_SET, OldSet, hint_to_replace
+from ckptconv.stores.remote import FarSource, far_path
 from ckptconv.stores.requests import KIB, POLICY, Answer, Entry, Transient, Version, check_range, paged, received
+from ckptconv.stores.uploads import (
+    Part,
+    Sent,
+    WritableStore,
+    digest,
+    hint_if_replaced,
+    is_streamed,
+    parts_of,
+    read_back,
+)
 from ckptconv.stores.urls import Secrets, Url
 
 _CHUNK = 256 * KIB
@@ -57,15 +100,6 @@ def is_transient(error: Exception) -> bool:
         return isinstance(error, (HTTPClientError, IncompleteReadError)) and not isinstance(error, SSLError)
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return str(error.response.get("Error", {}).get("Code", "")) in _AGAIN or status >= 500 or status == 429
-
-
-def entries(url: Url, shown: object) -> Iterator[Entry]:
-    """The objects whose keys start with that of the folder `url`; what stands for an empty folder is none.
-
-    Raises InputError.
-    """
-    with contextlib.closing(S3Transport(url, shown)) as s3:
-        yield from paged(s3.page, "", shown)
 
 
 class S3Transport:
@@ -157,3 +191,463 @@ class S3Transport:
             return Transient(f"the store answers {got}")
         hint = "say who you are as for other programs: aws configure, or AWS_ACCESS_KEY_ID" if status == 403 else None
         return TransferError("cannot be read: the store refuses", where=self._where, got=got, hint=hint)
+
+
+_HELD = 256 << 20  # bytes of parts that are in memory at once
+_TAKEN = (409, 412)  # the status where somebody else's object is there, or is being made
+
+
+def _requests(file: OutFile, files: int) -> int:
+    """How many requests write `file`, if none has to be repeated; `files` is how many are written together."""
+    parts = parts_of(file, _is_copied)
+    return 1 if _is_one_request(parts) and files == 1 else len(parts) + 2
+
+
+def _say_what_is_left(error: BaseException, path: Path) -> None:
+    """Add to `error` that an upload to `path` may have stayed open, and the command that lists it."""
+    url = far_path(path).url
+    lists = shell("aws", "s3api", "list-multipart-uploads", "--bucket", url.host, "--prefix", url.path)
+    what = f"an upload may have stayed open, and its parts cost space: {lists} lists it"
+    if isinstance(error, CkptconvError):
+        error.hint = f"{error.hint}; {what}" if error.hint else what
+    else:  # Ctrl-C, for example: the command line prints notes
+        from ckptconv.output.signals import with_note
+
+        with_note(error, what)
+
+
+def _condition(path: Path, old: OldSet, *, is_free: bool) -> dict[str, str]:
+    """On what the object at `path` appears: what was listed there still is, or nothing is, but where it `is_free`."""
+    if path in old.etags and path not in old.first:
+        etag = old.etags[path]
+        return {"IfMatch": etag} if etag else {}
+    return {} if is_free else {"IfNoneMatch": "*"}
+
+
+def _is_copied(source: ByteSource) -> bool:
+    """Whether the store itself can copy from `source`, because that is an object of S3 too."""
+    return isinstance(source, FarSource) and source.url.scheme == "s3"
+
+
+def _is_one_request(parts: Sequence[Part]) -> bool:
+    return len(parts) <= 1 and not any(part.copied for part in parts)
+
+
+def _bytes_of(part: Part) -> bytes:
+    return b"".join(chunk for piece in part.pieces for chunk in reading.read(piece))
+
+
+class _Upload:
+    """A file on its way to `target`; nobody sees anything of it before :meth:`appear`.
+
+    A small file that `is_alone` takes one request.
+    """
+
+    def __init__(self, target: _Object, *, is_alone: bool) -> None:
+        self._target, self._is_alone = target, is_alone
+        self.path = target.path
+        self._data = b""
+        self._id: str | None = None
+        self._etags: list[str] = []
+        self._sent: list[Sent] = []
+        self._etag: str | None = None  # of the object, when it is there
+        self._is_aborted = False
+
+    def send(self, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
+        """Send all of `file`, through a temporary file if it has to be computed; give what overflowed."""
+        if is_streamed(file):
+            self._send(file, progress)
+            return {}
+        from ckptconv.output.files import fill
+
+        with tempfile.TemporaryDirectory(prefix="ckptconv-") as folder:
+            here = Path(folder) / file.path.name
+            overflowed = fill(here, changed(file, path=here), source, verify=verify, progress=progress)
+            source.check_unchanged()
+            with Source(here) as whole:
+                self._send(OutFile.copy_of(whole, file.path), progress)
+            return overflowed
+
+    def _send(self, file: OutFile, progress: Progress | None) -> None:
+        parts = parts_of(file, _is_copied)
+        is_compared = not any(part.copied for part in parts)
+        keep = Path(tempfile.gettempdir()) if file.sums and is_compared else None
+        reading.announce((piece for part in parts if not part.copied for piece in part.pieces), keep=keep)
+        with Sums(file.sums if is_compared else ()) as sums:
+            if self._is_alone and _is_one_request(parts):
+                self._data = b"".join(map(_bytes_of, parts))
+                if progress:
+                    progress(len(self._data))
+                self._sent = [(len(self._data), digest([self._data]))]
+            else:
+                self._begin()
+                assert self._id is not None
+                sent = self._target.send(parts, self._id, progress)
+                self._etags, self._sent = [etag for etag, _ in sent], [part for _, part in sent]
+            sums.results()
+
+    def _begin(self) -> None:
+        """Begin the upload in a thread, which Ctrl-C does not interrupt: its answer is waited for, so that the upload
+        can be aborted.
+        """
+        began: Future[str] = Future()
+
+        def begin() -> None:
+            try:
+                self._id = self._target.begin()
+                began.set_result(self._id)
+            except BaseException as error:  # for who waits
+                began.set_exception(error)
+
+        try:
+            threading.Thread(target=begin, daemon=True).start()
+            began.result()
+        except (KeyboardInterrupt, SystemExit):
+            with contextlib.suppress(Exception):  # what was interrupted matters more
+                began.result(POLICY.deadline)
+            raise
+
+    def appear(self, condition: dict[str, str]) -> None:
+        """Make the whole object visible, if the store finds the `condition` to hold."""
+        if self._id is None:
+            self._etag = self._target.put(self._data, condition)
+        else:
+            self._etag = self._target.complete(self._id, self._etags, condition)
+
+    def read_back(self, progress: Progress | None, hint: str | None = None) -> None:
+        """Compare what has appeared with what was sent. Raises OutputError, with the `hint` where it differs."""
+        try:
+            read_back(self._target.path, self._sent, self._etag, progress)
+        except OutputError as error:
+            error.hint = error.hint or hint
+            raise
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has appeared."""
+        return self._etag is not None
+
+    def forget(self, *, is_new: bool) -> None:
+        """Abort the upload. An object that has appeared is deleted if it `is_new`, so that it replaced nothing, and if
+        nobody has replaced it meanwhile.
+        """
+        if self.is_there:
+            if is_new and self._target.etag() == self._etag:
+                self._target.delete()
+        elif self._id is not None:
+            self._target.abort(self._id)
+            self._is_aborted = True
+
+    @property
+    def may_be_open(self) -> bool:
+        """Whether the store may still have an upload that nobody completes: a request to begin or abort one failed."""
+        has_begun = self._id is not None and not (self._is_aborted or self.is_there)
+        return has_begun or self._target.may_have_begun
+
+
+class _Object:
+    """The object at `path`, to be written."""
+
+    def __init__(self, path: Path, shared: Any = None) -> None:
+        """Ask with the `shared` client, if there is one: to make another takes longer than a request."""
+        url = far_path(path).url
+        self.path, self._secrets = path, Secrets(url)
+        self.may_have_begun = False  # an upload whose id did not come
+        with self._as_output_error():
+            try:
+                self.client = shared or client()
+            except ValueError as error:  # of an endpoint that is no URL
+                what = f"the request to S3 cannot be made: {self._secrets.hidden(str(error))}"
+                raise OutputError(what, where=path) from error
+        self._at = {"Bucket": url.host, "Key": url.path}
+
+    def head(self) -> dict[str, Any] | None:
+        """What the store says of the object; None where it has none."""
+        with self._as_output_error():
+            try:
+                return self._asked(self.client.head_object)
+            except ClientError as error:
+                if _status(error) == 404:
+                    return None
+                raise
+
+    def etag(self) -> str | None:
+        """The ETag of what is there, if anything is. Raises OutputError."""
+        return (self.head() or {}).get("ETag")
+
+    def put(self, data: bytes, condition: dict[str, str]) -> str:
+        """Write all of it in one request; its ETag."""
+        with self._as_output_error():
+            sum_ = digest([data])
+            more = {"Body": data, "ContentMD5": _base64(sum_), **condition}
+            return self._appeared(lambda: f'"{sum_.hex()}"', self.client.put_object, **more)
+
+    def delete(self) -> None:
+        """Delete it, whether it is there or not."""
+        with self._as_output_error():
+            self._asked(self.client.delete_object)
+
+    def begin(self) -> str:
+        """Begin an upload, of which nobody sees anything; its id."""
+
+        def create(**how: Any) -> dict[str, Any]:
+            try:
+                said: dict[str, Any] = self.client.create_multipart_upload(**how)
+            except (ClientError, BotoCoreError) as error:
+                no_answer = _status(error) >= 500 if isinstance(error, ClientError) else True
+                self.may_have_begun |= no_answer and not isinstance(error, EndpointConnectionError)
+                raise
+            return said
+
+        with self._as_output_error():
+            return str(self._asked(create)["UploadId"])
+
+    def abort(self, upload: str) -> None:
+        """Abort an upload, which deletes its parts."""
+        with self._as_output_error():
+            self._asked(self.client.abort_multipart_upload, UploadId=upload)
+
+    def send(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
+        """Send or copy `parts`, several at once; for each its ETag, and what is remembered of it."""
+        with self._as_output_error():
+            return self._sent(parts, upload, progress)
+
+    def complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
+        """Complete an upload, which makes the object visible; its ETag."""
+        with self._as_output_error():
+            return self._complete(upload, etags, condition)
+
+    def _sent(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
+        largest = max((part.length for part in parts if not part.copied), default=1)
+        threads = max(1, min(POLICY.concurrency, _HELD // largest))
+        done: dict[int, tuple[str, Sent]] = {}
+        with ThreadPoolExecutor(threads) as pool:
+            tasks = {pool.submit(self._part, part, upload, n): (n, part) for n, part in enumerate(parts, 1)}
+            try:
+                for task in as_completed(tasks):
+                    number, part = tasks[task]
+                    done[number] = task.result()
+                    if progress:
+                        progress(part.length)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return [done[number] for number in sorted(done)]
+
+    def _part(self, part: Part, upload: str, number: int) -> tuple[str, Sent]:
+        more = {"UploadId": upload, "PartNumber": number}
+        if not part.copied:
+            data = _bytes_of(part)
+            sum_ = digest([data])
+            said = self._asked(self.client.upload_part, Body=data, ContentMD5=_base64(sum_), **more)
+            return str(said["ETag"]), (len(data), sum_)
+        (span,) = part.pieces
+        assert isinstance(span, ByteRange) and isinstance(span.source, FarSource)
+        version, url = span.source.requests.version, span.source.url
+        match = {"CopySourceIfMatch": version.etag} if version and version.etag else {}
+        done = self._asked(
+            self.client.upload_part_copy,
+            CopySource={"Bucket": url.host, "Key": url.path},
+            CopySourceRange=f"bytes={span.offset}-{span.offset + span.length - 1}",
+            **match,
+            **more,
+        )
+        return str(done["CopyPartResult"]["ETag"]), span
+
+    def _complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
+        """As :meth:`complete`. A lost answer is no fault if the object is there with the ETag of its parts."""
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
+        more = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **condition}
+
+        def whole() -> str:
+            digests = [bytes.fromhex(etag.strip('"')) for etag in etags if len(etag.strip('"')) == 32]
+            return f'"{digest(digests).hex()}-{len(etags)}"'
+
+        return self._appeared(whole, self.client.complete_multipart_upload, **more)
+
+    def _appeared(self, etag: Callable[[], str], call: Callable[..., dict[str, Any]], **more: Any) -> str:
+        """Let the object appear; its ETag. An answer that was lost is no fault where the next one says that there is no
+        such upload any more, or an object already, and that one has the `etag` of what was sent.
+        """
+        calls = count_from(1)
+
+        def counted(**how: Any) -> dict[str, Any]:
+            next(calls)
+            return call(**how)
+
+        try:
+            return str(self._asked(counted, **more).get("ETag", ""))
+        except ClientError as error:
+            was_lost = next(calls) > 2 and _status(error) in (404, *_TAKEN)
+            if not was_lost or (found := self.etag()) != etag():
+                raise
+            return str(found)
+
+    def _asked(self, call: Callable[..., dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """The store's answer to `call`, repeated until the deadline where that may help. Raises as botocore does."""
+        deadline = time.monotonic() + POLICY.deadline
+        for attempt in range(POLICY.attempts):
+            try:
+                return call(**self._at, **more)
+            except (ClientError, BotoCoreError) as error:
+                wait = POLICY.backoff * 2**attempt
+                is_last = attempt + 1 == POLICY.attempts or time.monotonic() + wait > deadline
+                if is_last or not is_transient(error):
+                    raise
+                time.sleep(wait)
+        raise AssertionError("the last attempt has raised")
+
+    @contextlib.contextmanager
+    def _as_output_error(self) -> Iterator[None]:
+        with self._secrets.kept():
+            try:
+                yield
+            except (ClientError, BotoCoreError, ResponseParserError) as error:
+                raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> OutputError | TargetExistsError:
+        """`error` in our words."""
+        if isinstance(error, ClientError):
+            said = error.response.get("Error", {})
+            got = f"{_status(error)} {said.get('Code', '')}"
+            if _status(error) in _TAKEN and error.operation_name != "UploadPartCopy":
+                there = "the output exists by now"
+                return TargetExistsError(there, where=self.path, got=got, hint=hint_to_replace())
+            return OutputError(f"could not be written: {said.get('Message', 'refused')}", where=self.path, got=got)
+        return OutputError(f"could not be written: {type(error).__name__}", where=self.path)
+
+
+def _status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _base64(digest: bytes) -> str:
+    """`digest` as the store wants it in ``Content-MD5``, to compare the bytes that came."""
+    return base64.b64encode(digest).decode()
+
+
+class S3Store(WritableStore):
+    """Objects in S3, and in stores that have its interface."""
+
+    def transport(self, url: Url, shown: object) -> S3Transport:
+        """Return what reads ranges of the object `url`."""
+        return S3Transport(url, shown)
+
+    def entries(self, url: Url, shown: object) -> Iterator[Entry]:
+        """Yield the objects whose keys start with the key of `url`, except those that stand for an empty folder.
+
+        Raises InputError.
+        """
+        with contextlib.closing(S3Transport(url, shown)) as s3:
+            yield from paged(s3.page, "", shown)
+
+    def has_object(self, path: Path) -> bool:
+        """Return whether there is an object at `path`. Raises OutputError."""
+        return _Object(path).head() is not None
+
+    def version(self, path: Path) -> object:
+        """Return the ETag of the object at `path`, or None if there is no object. Raises OutputError."""
+        return _Object(path).etag()
+
+    def about_upload(self, files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
+        """Return notes on requests, bytes sent and bytes copied, and with `verify` on what is read back."""
+        streamed = [file for file in files if is_streamed(file)]
+        notes = []
+        if made := sum(file.size for file in files if not is_streamed(file)):
+            notes.append(f"what is computed ({size(made)}) is written to a temporary file here first, and then sent")
+        parts = [part for file in streamed for part in parts_of(file, _is_copied)]
+        inside, through = (sum(part.length for part in parts if part.copied is kind) for kind in (True, False))
+        if streamed:
+            requests = sum(_requests(file, len(files)) for file in streamed)
+            notes.append(
+                f"{count(requests, 'request')}: {size(through)} sent from here, {size(inside)} copied within S3"
+            )
+        if verify:
+            back = sum(file.size for file in files)
+            requests = sum(-(-nbytes // POLICY.part) for nbytes in (*(file.size for file in files), inside)) + len(
+                files
+            )
+            source = f", and the {size(inside)} of the input that S3 copies are read" if inside else ""
+            notes.append(
+                f"the output is read back ({size(back)}) when everybody can see it{source}: about"
+                f" {count(requests, 'request')} more"
+            )
+        if inside:
+            notes.append("S3 copies no access list, tags or encryption key: the output gets its bucket's defaults")
+            if not verify and (sums := sum(len(file.sums) for file in streamed)):
+                notes.append(f"the checksums of {count(sums, 'record')} are not compared: their bytes stay in S3")
+        return tuple(notes)
+
+    def work_of(self, files: Sequence[OutFile], *, verify: bool) -> int:
+        """Return the number of bytes made here first, sent or copied, and read back."""
+        return sum(file.size * (1 + (not is_streamed(file)) + verify) for file in files)
+
+    def upload(
+        self,
+        files: Sequence[OutFile],
+        source: Readable,
+        *,
+        replace: bool,
+        verify: bool,
+        old: OldSet = NO_OLD_SET,
+        progress: Progress | None = None,
+    ) -> Overflow:
+        """Write `files`. Return what overflowed.
+
+        A file is there whole or not at all: after an error, uploads that have begun are aborted. The index appears when
+        all other files are there and, with `verify`, have been read back.
+
+        Raises OutputError, TargetExistsError, and what reading raises.
+        """
+        overflowed: Counter[tuple[str, ...]] = Counter()
+        begun: list[_Upload] = []
+        shared = _Object(files[0].path).client
+        deleting = partial(self.delete, shared=shared)
+
+        def appear(each: _Upload) -> None:
+            try:
+                each.appear(_condition(each.path, old, is_free=replace and len(files) == 1))
+            except TargetExistsError as error:
+                if replace:
+                    raise OutputError(ANOTHER, where=each.path, got=error.got, hint=AGAIN) from error
+                raise
+
+        with old.leaving(deleting) as leave:
+            try:
+                for file in files:
+                    begun.append(_Upload(_Object(file.path, shared), is_alone=len(files) == 1))
+                    overflowed.update(begun[-1].send(file, source, verify=verify, progress=progress))
+                source.check_unchanged()
+                leave()
+                *others, last = begun
+                for each in others:
+                    appear(each)
+                for each in others if verify else ():
+                    each.read_back(progress)
+                appear(last)
+            except BaseException as error:
+                is_whole = bool(begun) and begun[-1].is_there  # Ctrl-C came right behind the last
+                for each in () if is_whole else begun:
+                    with contextlib.suppress(OutputError):  # what went wrong first matters more
+                        each.forget(is_new=not replace or each.path not in old.etags)
+                if left := [] if is_whole else [each.path for each in begun if each.may_be_open]:
+                    _say_what_is_left(error, left[0])
+                raise
+        if verify:
+            last.read_back(progress, hint=hint_if_replaced())
+        old.leave_last(deleting)
+        return dict(overflowed)
+
+    def delete(self, path: Path, etag: str | None = None, shared: Any = None) -> bool:
+        """Delete the object at `path` if its ETag is `etag` or that is None. Return whether it was deleted.
+
+        Raises OutputError.
+        """
+        target = _Object(path, shared)
+        is_same = etag is None or target.etag() == etag
+        if is_same:
+            target.delete()
+        return is_same
+
+
+STORE = S3Store()

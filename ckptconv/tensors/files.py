@@ -29,12 +29,9 @@ from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
 from ckptconv.guesses import close_matches
 from ckptconv.hints import for_python
-from ckptconv.output import far_targets
-from ckptconv.output import files as output_files
-from ckptconv.output.destinations import FileObjectDestination, Output
 from ckptconv.pickles.graph import gc_paused
-from ckptconv.stores import is_url, locate
-from ckptconv.stores.memory import Input, is_file_object, path_of
+from ckptconv.stores import is_url, locate, store_of
+from ckptconv.stores.memory import FileObjectDestination, Input, Output, is_file_object, path_of
 
 if TYPE_CHECKING:
     import torch
@@ -265,10 +262,7 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
     with gc_paused():
         checkpoint = checkpoint_of_object(obj)
         plan = make_plan(checkpoint, target, edits, replace(output, format=format_))
-    if out:
-        overflowed = output_files.write_to_object(plan.files[0], out, verify=output.verify)
-    else:
-        overflowed = write(plan, checkpoint.source, output)
+    overflowed = out.write_all(plan.files[0], verify=output.verify) if out else write(plan, checkpoint.source, output)
     seconds = time.monotonic() - started
     verified = Verified(0, 0, output=True) if output.verify else None
     return report_of(plan, checkpoint.source, seconds=seconds, written=True, overflowed=overflowed, verified=verified)
@@ -287,8 +281,5 @@ def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:
     if os.path.isdir(text) or text.endswith(os.sep):
         raise UsageError("the output is a folder", where=text, expected="the path of a file")
     target, format_ = find_target(Path(), locate(path) if is_url(path) else text, output.format)
-    if is_url(target):
-        far_targets.check_object(target, replace=output.force)
-    else:
-        output_files.check_target(target, replace=output.force)
+    store_of(target, writing=True).check_target(target, replace=output.force)
     return target, format_

@@ -25,9 +25,8 @@ from typing import Any
 from unittest import mock
 
 from ckptconv.stores import remote, requests
-from ckptconv.stores.paths import far_path
+from ckptconv.stores.remote import far_path
 from ckptconv.stores.requests import POLICY
-from ckptconv.stores.transports import entries_of
 
 __all__ = ["BODY", "END", "FILE", "FIRST", "LAST", "ON", "SIZE", "read"]
 
@@ -220,7 +219,7 @@ def read(data: bytes, folder: Path) -> bool:
 
 
 def _list(server: _Server) -> None:
-    found = entries_of(far_path("hf://owner/repo/").url, "hf://owner/repo/")
+    found = far_path("hf://owner/repo/").find_store().entries(far_path("hf://owner/repo/").url, "hf://owner/repo/")
     for _ in range(_ENTRIES):
         asked = server.asked  # a page without entries costs a request, and each may take its time
         if _timed(server, lambda: next(found, None), lambda asked=asked: server.asked - asked) is None:

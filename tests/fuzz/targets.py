@@ -33,14 +33,13 @@ from ckptconv.formats.opening import open_input
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.inspection.summary import Summary, summarize
 from ckptconv.inspection.verification import verify
-from ckptconv.output.destinations import FileObjectDestination
-from ckptconv.output.files import write_to_object
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import Blob, Graph, gc_paused
 from ckptconv.pickles.parser import parse
 from ckptconv.render.summary import facts
 from ckptconv.render.table import table_lines, tree_lines
 from ckptconv.render.text import Style
+from ckptconv.stores.memory import FileObjectDestination
 from tests.fuzz import folders, http_answers, unpicklers
 from tests.support import row_pickles
 from tests.support.reference_machine import trace
@@ -280,7 +279,7 @@ def _converted(given: Given, target: Path, edits: Edits, format: str, *, copy_ti
             write(plan, source, output)
             return target
         memory = Memory(target)
-        write_to_object(plan.files[0], FileObjectDestination(memory), verify=False)
+        FileObjectDestination(memory).write_all(plan.files[0], verify=False)
         source.check_unchanged()
         return memory
 

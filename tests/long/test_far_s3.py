@@ -124,7 +124,7 @@ def test_an_object_that_is_there(store: Store, folder: Path, monkeypatch: pytest
     store.put("there.pt", b"old")
     with pytest.raises(TargetExistsError):
         ckptconv.convert(folder / "zip.pt", url("there.pt"))
-    monkeypatch.setattr("ckptconv.output.far_targets.check_object", lambda *_, **__: None)
+    monkeypatch.setattr("ckptconv.stores.s3.S3Store.check_target", lambda *_, **__: None)
     for name in ("zip.pt", "s.safetensors"):
         with pytest.raises(TargetExistsError, match="exists by now"):
             ckptconv.convert(url(name), url("there.pt"), format="pt")
@@ -169,18 +169,18 @@ def read_wrongly(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
 
 def test_what_is_read_back_is_not_there(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody replaced or deleted it in that moment: no word of ours about their object, and it stays."""
-    from ckptconv.output import read_back
+    from ckptconv.stores import uploads
 
     def replace(data: bytes | None) -> Any:
         def before(path: Any, *args: Any) -> None:
             store.client.delete_object(Bucket=BUCKET, Key="theirs.pt") if data is None else store.put("theirs.pt", data)
-            read_back.read_back(path, *args)
+            uploads.read_back(path, *args)
 
         return before
 
     for data, said in ((b"theirs", "is not the one that was written"), (None, "could not be read back")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ckptconv.output.s3_upload.read_back", replace(data))
+            patch.setattr("ckptconv.stores.s3.read_back", replace(data))
             with pytest.raises(OutputError, match=said):
                 ckptconv.convert(url("zip.pt"), url("theirs.pt"), verify=True)
         assert store.keys("theirs.pt") == (["theirs.pt"] if data else [])

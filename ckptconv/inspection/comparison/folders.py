@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckptconv.conversion.discovery import find
 from ckptconv.conversion.target_names import Found, name_in_folder
-from ckptconv.stores import is_folder, is_url, locate
+from ckptconv.stores import is_folder, locate
 
 _ANY = "safetensors"  # a format that every checkpoint could become: its name there is one for all containers
 
@@ -38,7 +38,7 @@ def pairs_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Pair]
     if not any(folders) or is_folder(paths[0]) == is_folder(paths[1]):
         return None
     file = paths[1 if folders[0] else 0]
-    if not (is_url(file) or file.is_file()):
+    if not file.is_file():
         return None
     alone = {file.name: Found(file, "file", (file,))}
     found = _paired(*(each or alone for each in folders))
@@ -47,7 +47,7 @@ def pairs_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Pair]
 
 def _is_same(a: Path, b: Path) -> bool:
     """Return whether `a` and `b` are the same file."""
-    return a == b if is_url(a) or is_url(b) else os.path.samefile(a, b)
+    return a == b or (a.exists() and b.exists() and a.samefile(b))
 
 
 def _named_in(folder: Path) -> dict[str, Found]:

@@ -13,8 +13,7 @@ from unittest import mock
 
 import pytest
 
-from ckptconv.byteranges.locks import lock_exclusive
-from ckptconv.byteranges.sources import PartSource, Source
+from ckptconv.byteranges.sources import PartSource, Source, lock_exclusive
 from ckptconv.errors import InputChangedError, InputError, RefusedError, UnreadableError
 from tests.support.no_files import NO_FILES
 

@@ -232,7 +232,7 @@ assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 _NEEDED = {
     "": "byteranges checkpoint cli conversion dtypes edits errors formats guesses hints inspection lazy_regex"
     " light_dataclass limits output pickles render result safety stores",
-    "byteranges": "checksums fault_sink locks reading sources spans undo_journal",
+    "byteranges": "checksums fault_sink reading sources spans undo_journal",
     "checkpoint": "dangerous_calls dangerous_globals describe index legacy_python model"
     " pickled_modules rebuild_functions safe_globals state_dicts storage_ids "
     " tensor_info weights_only",
@@ -251,7 +251,7 @@ _NEEDED = {
     "pickles": "graph lenient machine parser paths rows",
     "render": "facts json_views listing result summary table text tree values",
     "safety": "nested_pickles scan torch_load",
-    "stores": "memory",
+    "stores": "base memory posix",
 }
 #: Modules of Python that take long to import.
 _HEAVY = {"bz2", "ctypes", "difflib", "gzip", "hashlib", "lzma", "random", "shutil", "tarfile", "tempfile", "textwrap"}

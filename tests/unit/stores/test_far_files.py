@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import ckptconv
 from ckptconv.errors import InputChangedError, MalformedError, MissingInputError, TransferError, UsageError
 from ckptconv.formats.opening import open_input
-from ckptconv.stores.paths import far_path
+from ckptconv.stores.remote import far_path
 from ckptconv.stores.requests import POLICY, Extents, enlarged, in_parts, merged
 from ckptconv.stores.urls import local_path, parse
 from tests.support.command import Command
@@ -407,7 +407,7 @@ def test_what_is_here_needs_nothing_of_it(folder: Path) -> None:
 import ckptconv
 ckptconv.inspect(sys.argv[1])
 ckptconv.convert(sys.argv[1], sys.argv[2], map_location="cuda:1", force=True)
-ours = {"ckptconv.stores.paths", "ckptconv.stores.requests", "ckptconv.stores.remote"} & sys.modules.keys()
+ours = {"ckptconv.stores.requests", "ckptconv.stores.remote"} & sys.modules.keys()
 far = [*ours, *({"urllib3", "botocore", "fsspec"} & sys.modules.keys())]
 assert not far, far
 """

@@ -25,9 +25,8 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.limits import LIMITS
-from ckptconv.output.folders import open_other
-from ckptconv.stores import is_folder
-from ckptconv.stores.paths import far_path
+from ckptconv.stores import is_folder, store_of
+from ckptconv.stores.remote import far_path
 from ckptconv.stores.requests import POLICY
 from tests.support.command import Command
 from tests.support.fake_s3 import running_fake
@@ -152,7 +151,7 @@ def test_others_come_along(name: str, far: str, run: Path, tmp_path: Path, comma
             each: len(data) for each, data in near.items()
         }
         for each in near:
-            with open_other(far_path(dst) / each) as source:
+            with store_of(far_path(dst)).open(far_path(dst) / each) as source:
                 assert source.read(0, source.size) == near[each]
 
 

@@ -17,10 +17,9 @@ from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.targets import find_request
 from ckptconv.edits.options import edits_from
 from ckptconv.errors import OutputError, TargetExistsError
-from ckptconv.output import read_back, s3_upload
-from ckptconv.output.far_targets import others_uploaded
 from ckptconv.output.folders import OtherFile
-from ckptconv.stores.paths import far_path
+from ckptconv.stores import s3, uploads
+from ckptconv.stores.remote import far_path
 from ckptconv.stores.requests import POLICY
 from tests.long import test_far_s3
 from tests.long.test_far_s3 import (  # noqa: F401  # collected here too
@@ -110,9 +109,9 @@ def test_what_somebody_else_has_put_in_the_place_of_a_shard_stays(
 
     def replaced(path: Path, *args: Any) -> None:
         store.put("raced/model-00001-of-00002.safetensors", b"theirs")
-        read_back.read_back(path, *args)
+        uploads.read_back(path, *args)
 
-    monkeypatch.setattr(s3_upload, "read_back", replaced)
+    monkeypatch.setattr(s3, "read_back", replaced)
     with pytest.raises(OutputError, match="somebody has replaced it"):
         ckptconv.convert(url("zip.pt"), url("raced/"), verify=True, **SET)
     assert store.keys("raced/") == ["raced/model-00001-of-00002.safetensors"]
@@ -124,7 +123,7 @@ def test_what_somebody_else_has_put_in_the_place_of_another_file_stays(store: St
     for name in "ab":
         (tmp_path / name).write_bytes(b"ours")
     others = [OtherFile(far_path(url(f"others/{name}")), tmp_path / name, "file", 4) for name in "ab"]
-    uploaded = others_uploaded(others, replace=False, verify=False)
+    uploaded = s3.STORE.others_uploaded(others, replace=False, verify=False)
     uploaded.__enter__()
     store.put("others/b", b"theirs")
     assert not uploaded.__exit__(OutputError, OutputError("no room"), None)
@@ -252,14 +251,14 @@ def test_what_comes_behind_the_last_request_takes_nothing_back(
 ) -> None:
     """Ctrl-C when all is there: what was there before is gone by then."""
     ckptconv.convert(url("zip.pt"), url(target), **old)
-    appear = s3_upload._Upload.appear
+    appear = s3._Upload.appear
 
     def interrupted(self: Any, condition: dict[str, str]) -> None:
         appear(self, condition)
         if self.path.name.endswith((".pt", ".json")):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(s3_upload._Upload, "appear", interrupted)
+    monkeypatch.setattr(s3._Upload, "appear", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ckptconv.convert(url("zip.pt"), url(target), strip_prefix="module.", force=True, **new)
     index = "" if target == "last.pt" else "model.safetensors.index.json"

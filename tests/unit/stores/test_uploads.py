@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptconv.byteranges.spans import ByteRange, Literal, OutFile, Piece
-from ckptconv.output.upload_parts import LEAST, Part, parts_of
+from ckptconv.stores.uploads import LEAST, Part, parts_of
 
 GIB = 1 << 30
 MOST_PARTS, LARGEST = 10_000, 5 * GIB  # S3's own

@@ -1,0 +1,87 @@
+"""Files on this machine, by way of :mod:`ckptconv.output`, which is imported when something is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptconv.byteranges.sources import Readable, Source, list_local
+from ckptconv.errors import CkptconvError
+from ckptconv.stores.base import NO_OLD_SET, OldSet, Placement, Store
+
+if TYPE_CHECKING:
+    from ckptconv.byteranges.spans import Overflow, Progress
+    from ckptconv.output.files import Steps
+    from ckptconv.output.folders import NewFolder, OtherFile
+
+
+class PosixStore(Store):
+    """The files of this machine."""
+
+    has_folders = True
+
+    def open(self, path: Path) -> Readable:
+        """Open the file `path`. Raises InputError."""
+        return Source(path)
+
+    def exists(self, path: Path, *, is_folder: bool) -> bool:
+        """Return whether there is anything at `path`; if `is_folder`, an empty folder does not count."""
+        return any(list_local(path)) if is_folder and path.is_dir() else os.path.lexists(path)
+
+    def check_target(self, path: Path, *, replace: bool) -> None:
+        """Raise if a file cannot be written to `path`, as :func:`ckptconv.output.files.check_target` says."""
+        from ckptconv.output.files import check_target
+
+        check_target(path, replace=replace)
+
+    def scratch(self, path: Path) -> Path:
+        """Return the folder of `path`, or `path` if it is a folder."""
+        return path if path.is_dir() else path.parent
+
+    def others_in(
+        self, folder: Path, target: Path, taken: Collection[str], *, deep: bool
+    ) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
+        """Return the other files in `folder`; links that lead out of the folder cannot be copied."""
+        from ckptconv.output.folders import others_in
+
+        return others_in(folder, target, taken, deep=deep, has_links=store_of(target).has_folders)
+
+    def place(self, new: NewFolder, *, replace: bool, verify: bool) -> Placement:  # noqa: ARG002 - as elsewhere
+        """Plan which files are written around the page cache."""
+        from ckptconv.output.direct_writes import planned_directly
+
+        work = sum(each.size for each in new.entries)
+        return Placement(planned_directly(tuple(new.files), new.target), work)
+
+    def writing(
+        self,
+        new: NewFolder,
+        source: Readable,
+        *,
+        replace: bool,
+        verify: bool,
+        jobs: int = 1,
+        progress: Progress | None = None,
+        old: OldSet = NO_OLD_SET,  # noqa: ARG002 - an old folder is replaced at once
+    ) -> Steps[Overflow]:
+        """Write a file or a folder, whole or not at all."""
+        from ckptconv.output.files import writing
+        from ckptconv.output.folders import write_folder
+
+        if new.is_folder:
+            return write_folder(new, source, replace=replace, verify=verify, jobs=jobs, progress=progress)
+        return (yield from writing(new.files[0], source, replace=replace, verify=verify, progress=progress))
+
+
+POSIX = PosixStore()
+
+
+def store_of(path: Path, *, writing: bool = False) -> Store:
+    """Return the store of `path`, which :func:`ckptconv.stores.locate` has returned.
+
+    Raises UsageError if a package that the store needs is not installed. The error says whether that is for `writing`.
+    """
+    find: Callable[[bool], Store] | None = getattr(path, "find_store", None)
+    return find(writing) if find else POSIX
