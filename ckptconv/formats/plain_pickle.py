@@ -1,18 +1,18 @@
-"""A plain pickle with torch's tensors in it, as ``pickle.dump`` writes it: reader and writer.
+"""A plain pickle that contains torch's tensors, as ``pickle.dump`` writes it: reader and writer.
 
 Layout: one pickle, in which each storage is a call:
 
-    torch.storage._load_from_bytes(BYTES)   BYTES are a whole file that holds one storage: torch's older format
+    torch.storage._load_from_bytes(BYTES)   BYTES are a complete file with one storage, in torch's older format
                                             (:mod:`ckptconv.formats.torch_legacy`), or, from a few versions,
-                                            its zip format
-    torch.FloatStorage([1.0, 2.0])          the same before torch 0.4, when numbers stood in lists
+                                            in its zip format
+    torch.FloatStorage([1.0, 2.0])          a storage before torch 0.4, which wrote numbers in lists
 
-So a location tag stands inside each BYTES, where no ``map_location`` of the outer ``pickle.load`` reaches it. Protocols
-0 to 2 have no opcode for bytes: Python 3 writes ``_codecs.encode(TEXT, 'latin1')``, Python 2 its ``str``. Two tensors
-on one storage get a call each, and share nothing afterwards.
+So each BYTES contains a location tag, which no ``map_location`` of the outer ``pickle.load`` reaches. Protocols 0 to 2
+have no opcode for bytes: Python 3 writes ``_codecs.encode(TEXT, 'latin1')``, and Python 2 its ``str``. Two tensors on
+one storage get a call each, and do not share memory after loading.
 
-Read, a call becomes a reference to a storage, whose bytes are a range of the file; written, a reference becomes a call
-again. Source: ``__reduce__`` in ``torch/storage.py`` of torch 2.13.
+The reader turns each call into a reference to a storage, whose bytes are a range of the file. The writer turns each
+reference into a call. Source: ``__reduce__`` in ``torch/storage.py`` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from ckptconv.checkpoint.legacy_python import modernize
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.storage_ids import new_id, storage_id
 from ckptconv.checkpoint.tensor_info import Reference, Storage
-from ckptconv.dtypes import BY_STORAGE_CLASS
 from ckptconv.errors import (
     DangerousError,
     InputError,
@@ -83,11 +82,11 @@ from ckptconv.pickles.parser import parse
 from ckptconv.pickles.paths import find_places
 
 NAME = WRITERS["pickle"].name
-_LEGACY = b"\x80\x02" + MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it here
-_LEGACY_TEXT = _LEGACY.decode("latin-1").encode()  # as a text that stands for bytes
+_LEGACY = b"\x80\x02" + MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it in protocol 2
+_LEGACY_TEXT = _LEGACY.decode("latin-1").encode()  # as a text that represents bytes
 _OLD_START = regex(rb"\([dl]p[01]\n|[}\]]q[\0\1]|\(?c[\w.]+\n\w+\n(?:p[01]\n|q[\0\1])?[\]()]|\(i[\w.]+\n\w+\n")
 _LATIN_1 = ("latin1", "latin-1")
-#: How :mod:`struct` packs the numbers of those storages that were lists.
+#: The formats of :mod:`struct` for the numbers of storages that are lists.
 _NUMBERS = {
     "DoubleStorage": "d",
     "FloatStorage": "f",
@@ -101,8 +100,9 @@ _NUMBERS = {
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that starts with `head` can be a pickle: protocols 2 and higher say so, a dict, a list or an
-    object of older ones is told by how it starts.
+    """Return whether a file that starts with `head` can be a pickle.
+
+    Protocols 2 and higher have a signature. In older protocols only dicts, lists and objects are recognised.
     """
     return (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5")) or bool(_OLD_START.match(head))
 
@@ -111,7 +111,7 @@ def looks_like(head: bytes) -> bool:
 
 
 class StorageFile(NamedTuple):
-    """A file that stands in the pickle, from byte `start` to `end`: one storage of torch's older format."""
+    """A file in the pickle, from byte `start` to `end`: one storage in torch's older format."""
 
     start: int
     end: int
@@ -120,15 +120,15 @@ class StorageFile(NamedTuple):
 
 @dataclass(eq=False)
 class PickleFile:
-    """The files of storages in a pickle, by the storages' keys, as far as they stand in it byte for byte."""
+    """The files in a pickle by the keys of their storages, without those that are not byte for byte in it."""
 
     files: dict[str, StorageFile]
 
 
 def read(source: Readable) -> Checkpoint:
-    """The checkpoint in `source`.
+    """Return the checkpoint in `source`.
 
-    Raises UnsupportedError with what is in it where that is no tensor, MalformedError, LimitError.
+    Raises UnsupportedError, which names the content if there are no tensors in it, MalformedError, LimitError.
     """
     where = str(source.path)
     source.faults.pickles(PickleSequence(where, source, 1, (LOADER,)))
@@ -138,8 +138,13 @@ def read(source: Readable) -> Checkpoint:
         raise pickle_error(source) from None
     calls = [call for call in graph.calls if is_global(call.callable, LOADER)]
     lists = [call for call in graph.calls if _numbers(call) is not None]
-    has_tensors = bool(calls or lists) or any(_is_torchs(call) for call in graph.calls)
-    has_file = not has_tensors and _has_file(graph, source)
+    has_tensors = bool(calls or lists) or any(
+        isinstance(call.callable, Global) and call.callable.module == "torch._utils" for call in graph.calls
+    )
+    has_file = False  # whether a byte string is a file of torch.save
+    if not has_tensors:
+        places = find_places(graph.root, leaf_of({}), where, graph.opcodes)
+        has_file = next(files_in(places, source), None) is not None
     if graph.references or not (has_tensors or has_file):
         raise pickle_error(source)
     if end != source.size:
@@ -167,18 +172,11 @@ def read(source: Readable) -> Checkpoint:
     return checkpoint
 
 
-def _has_file(graph: Graph, source: Readable) -> bool:
-    """Return whether a byte string somewhere in `graph` is a file of torch.save."""
-    places = find_places(graph.root, leaf_of({}), str(source.path), graph.opcodes)
-    return next(files_in(places, source), None) is not None
-
-
-def _is_torchs(call: Call) -> bool:
-    return isinstance(call.callable, Global) and call.callable.module == "torch._utils"
-
-
 def _numbers(call: Call) -> List | None:
-    """The list that is the storage that `call` makes, if it was complete by then."""
+    """Return the list of numbers from which `call` makes a storage, or None.
+
+    The list must be complete before the call.
+    """
     cls, args = call.callable, args_of(call)
     if not isinstance(cls, Global) or cls.module not in ("torch", "torch.cuda") or cls.name not in _NUMBERS:
         return None
@@ -189,9 +187,13 @@ def _numbers(call: Call) -> List | None:
 
 
 class _Reader:
-    """Puts references to storages for the calls in `graph` that make them.
+    """Replaces the calls in `graph` that make storages by references to storages.
 
-    ``spans``: the bytes of the storages by key, ``files`` what they stand in.
+    Attributes:
+        spans: The bytes of the storages by key.
+        files: The files that contain the storages by key, if they are in the pickle byte for byte.
+        notes: Notes for the checkpoint.
+        warnings: Warnings for the checkpoint.
     """
 
     def __init__(self, source: Readable, graph: Graph) -> None:
@@ -207,7 +209,7 @@ class _Reader:
         self.warnings: list[str] = []
 
     def read(self, calls: list[Call]) -> None:
-        """Put references for `calls`."""
+        """Replace `calls`, which this sorts. Raises MalformedError, UnsupportedError, LimitError, DangerousError."""
         graph = self.graph
         calls.sort(key=lambda call: call.order or 0)
         new: dict[Node, Node] = {}
@@ -225,13 +227,17 @@ class _Reader:
         graph.references = [node for node in new.values() if isinstance(node, PersistentId)]
 
     def reference(self, call: Call, key: str) -> PersistentId:
-        """The storage `key`, which `call` makes."""
-        numbers = _numbers(call)
-        if numbers is not None and isinstance(call.callable, Global):
-            cls = call.callable
-            self.spans[key] = span = self.packed(numbers, cls, key)
-            tag, numel = "cuda:0" if cls.module == "torch.cuda" else "cpu", span.length
-            numel //= BY_STORAGE_CLASS[cls.name].itemsize
+        """Return the reference for `call`, whose storage gets the key `key`."""
+        numbers, cls = _numbers(call), call.callable
+        if numbers is not None and isinstance(cls, Global):
+            self.use(numbers, key)
+            values = [*numbers.elements()]
+            try:
+                data = struct.pack(f"<{len(values)}{_NUMBERS[cls.name]}", *values)
+            except (struct.error, OverflowError) as error:
+                raise MalformedError(f"a list holds what {cls} cannot", where=self.where(key), got=error) from None
+            tag, numel = "cuda:0" if cls.module == "torch.cuda" else "cpu", len(values)
+            self.spans[key] = ByteRange(BytesSource(data, self.source.path), 0, len(data))
         else:
             cls, tag, numel, self.spans[key] = self.nested(call, key)
         module = "torch.storage" if cls.name == "UntypedStorage" else "torch"
@@ -239,19 +245,8 @@ class _Reader:
         tag = self.words.setdefault(tag, tag)
         return PersistentId(new_id(cls, key, tag, numel), call.order)
 
-    def packed(self, numbers: List, cls: Global, key: str) -> ByteRange:
-        self.use(numbers, key)
-        values = [*numbers.elements()]
-        try:
-            data = struct.pack(f"<{len(values)}{_NUMBERS[cls.name]}", *values)
-        except (struct.error, OverflowError) as error:
-            raise MalformedError(f"a list holds what {cls} cannot", where=self.where(key), got=error) from None
-        return ByteRange(BytesSource(data, self.source.path), 0, len(data))
-
     def nested(self, call: Call, key: str) -> tuple[Global, str, int, ByteRange]:
-        """Class, location tag, number of elements and bytes of the one storage in the file with which
-        `call` is called.
-        """
+        """Return the class, tag, number of elements and bytes of the storage in the file that `call` loads."""
         args = args_of(call)
         if call.kind != "REDUCE" or call.effects or len(args) != 1:
             self.refuse(key, "something else is done to it than torch does")
@@ -266,13 +261,14 @@ class _Reader:
                 f"it names what no checkpoint needs ({some(dangers)})", where=self.where(key), hint="do not load it"
             )
         root = graph.root
-        made = [*graph.calls, *graph.discarded, *graph.globals]
-        if not isinstance(root, PersistentId) or len(made) != 1 or len(spans) != 1:  # the class alone
+        others = [*graph.calls, *graph.discarded, *graph.globals]
+        if not isinstance(root, PersistentId) or len(others) != 1 or len(spans) != 1:  # one global: the class
             self.refuse(key, "its file holds something else than one storage")
         cls, _, tag, numel = storage_id(root)
         return cls, tag, numel, next(iter(spans.values()))
 
     def legacy(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
+        """Return the graph and the storages of a file in torch's older format."""
         parsed = torch_legacy.parse_file(file, start, end, self.where(key))
         self.notes += [note for note in parsed.notes if note not in self.notes]
         self.warnings += [text for text in parsed.warnings if text not in self.warnings]
@@ -281,6 +277,7 @@ class _Reader:
         return parsed.graph, parsed.spans
 
     def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
+        """Return the graph and the storages of a file in torch's zip format."""
         window = SliceSource(file, start, end - start)
         window.faults = self.source.faults.about(f"storage {key}")
         inner = torch_zip.read_inner(window)
@@ -294,8 +291,7 @@ class _Reader:
         return inner.graph, spans
 
     def bytes_of(self, value: Value, key: str) -> tuple[Readable, int, int]:
-        """Where the bytes that `value` says stand: a file, a start and an end."""
-        path = self.source.path
+        """Return the bytes that `value` represents: a file, a start and an end."""
         self.use(value, key)
         if isinstance(value, Call) and is_global(value.callable, "_codecs.encode") and not value.effects:
             text, encoding = (*args_of(value), None, None)[:2]
@@ -314,10 +310,10 @@ class _Reader:
             value = value.data
         if not isinstance(value, bytes):
             self.refuse(key, "what it is loaded from is no bytes")
-        return BytesSource(value, path), 0, len(value)
+        return BytesSource(value, self.source.path), 0, len(value)
 
     def use(self, value: Value, key: str) -> None:
-        """Refuse what torch never writes, and what could make a small file large: one `value` for two storages."""
+        """Refuse one `value` for two storages: torch never writes that, and it could make a small file large."""
         if id(value) in self.used:
             self.refuse(key, "its bytes are another storage's as well")
         self.used.add(id(value))
@@ -335,7 +331,7 @@ class _Reader:
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """The file that `checkpoint`, edited, becomes at `path`. Raises RefusedError for what torch could not read back."""
+    """Plan the file at `path` for an edited `checkpoint`. Raises RefusedError if torch could not read it back."""
     refuse_unknown_dtypes(checkpoint)
     _refuse_loader(checkpoint)
     say_for_older_loaders(checkpoint)
@@ -358,8 +354,9 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 
 
 def _refuse_loader(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError where the source names what makes a storage here, and nobody
-    could tell one from the other afterwards.
+    """Raise RefusedError if the source names the function that makes storages here.
+
+    A reader could not distinguish such a name from the calls of this format.
     """
     if any(is_global(node, LOADER) for node in checkpoint.graph.globals):
         raise RefusedError(
@@ -370,24 +367,28 @@ def _refuse_loader(checkpoint: Checkpoint) -> None:
 
 
 def _about_texts(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What torch's loader does by itself and Python's has to be told."""
-    every = walk([checkpoint.graph.root, *checkpoint.graph.discarded])
-    if any(isinstance(node, Py2String) and not node.data.isascii() for node in every):
+    """Return a note if pickle.load needs an argument that torch's loader does not need."""
+    nodes = walk([checkpoint.graph.root, *checkpoint.graph.discarded])
+    if any(isinstance(node, Py2String) and not node.data.isascii() for node in nodes):
         return ("it has texts of Python 2 that are no ASCII: pickle.load needs encoding='utf-8' (or 'bytes')",)
     return ()
 
 
 def _head_of(reference: Reference, number: int) -> bytes:
-    """What stands before the bytes of a storage in its file, whose key is `number`."""
+    """Return the bytes before the storage of `reference` in its file, in which its key is `number`."""
     cls, _, _, numel = storage_id(reference.node)
     return torch_legacy.storage_file_head(cls, str(number), reference.storage.device, numel)
 
 
 def call_again(checkpoint: Checkpoint, head_of: Callable[[Reference, int], bytes]) -> dict[Blob, tuple[bytes, Storage]]:
-    """Put a call for each reference to a storage, one for all that mean the same.
+    """Replace each reference to a storage by a call, and equal references by the same call.
 
-    What its argument is made of: all but the storage's bytes, which is asked for by the reference's number, and the
-    storage.
+    Args:
+        checkpoint: The checkpoint, whose graph changes.
+        head_of: Return the bytes before the storage in its file, for a reference and its number.
+
+    Returns:
+        For the argument of each call, the bytes before the storage, and the storage.
     """
     loader = Global("torch.storage", "_load_from_bytes")
     calls: dict[tuple[str, str], Call] = {}
