@@ -198,13 +198,13 @@ def read(source: Readable) -> Checkpoint:
     Raises UnsupportedError, which names the format of the source, if it is not a checkpoint, and every error of a
     reader.
     """
-    said = interrupted(source)
+    unfinished = interrupted(source)
     try:
         checkpoint = read_folder(source) if isinstance(source, SourceFolder) else read_file(source)
     except InputError as error:
-        error.hint = said or error.hint
+        error.hint = unfinished or error.hint
         raise
-    checkpoint.notes += [said] if said else []
+    checkpoint.notes += [unfinished] if unfinished else []
     checkpoint.notes += source.about()
     return checkpoint
 
@@ -220,13 +220,14 @@ def read_selected(source: Readable, select: str | None) -> tuple[Checkpoint, str
         return checkpoint, None
     from ckptconv.formats.torch_files import files_in
 
-    places = (each for each in checkpoint.index.every_place if select in (each.path, printable(each.path)))
-    found = next(files_in(places, checkpoint.blobs or checkpoint.source), None)
-    if found is None:
-        return checkpoint, select
-    inner = read_file(found[1])
-    inner.notes.append(f"read from the file in the byte string at {select}; everything around that file is left behind")
-    return inner, None
+    places = (place for place in checkpoint.index.every_place if select in (place.path, printable(place.path)))
+    for _, file in files_in(places, checkpoint.blobs or checkpoint.source):
+        inner = read_file(file)
+        inner.notes.append(
+            f"read from the file in the byte string at {select}; everything around that file is left behind"
+        )
+        return inner, None
+    return checkpoint, select
 
 
 def interrupted(source: Readable) -> Message | None:
@@ -275,10 +276,11 @@ def _format_of(source: Readable) -> Format | None:
     for format_ in _file_formats():
         if format_.looks_like(head):
             return format_
+    from ckptconv.formats import plain_pickle
     from ckptconv.formats.foreign.zips_and_pickles import looks_like_pickle
 
     # protocols 0 and 1, which have no signature
-    return format_ if head and looks_like_pickle(source, head) else None
+    return plain_pickle if head and looks_like_pickle(source, head) else None
 
 
 def _read_as(source: Readable, format_: Format | None) -> Checkpoint:

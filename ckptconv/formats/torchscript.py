@@ -1,18 +1,18 @@
-"""TorchScript archives (``torch.jit.save``): read for what is in them and for their weights.
+"""TorchScript archives (``torch.jit.save``): read for their content and their weights.
 
 They are programs, so they are not written.
 
-Layout: that of torch's zip format (:mod:`ckptconv.formats.torch_zip`), and beside that
+Layout: that of torch's zip format (:mod:`ckptconv.formats.torch_zip`), with these records:
 
     data.pkl                  the module: objects of the classes in code/, each with a dict of attributes;
                               storages are data/KEY
-    code/__torch__/A/B.py     the classes ``__torch__.A.B.Name``, in a part of Python's grammar; deflated
-    code/….py.debug_pkl       where its lines came from
+    code/__torch__/A/B.py     the classes ``__torch__.A.B.Name``, in a subset of Python's grammar; deflated
+    code/….py.debug_pkl       the origin of the code's lines
     constants.pkl             the tuple of what the code calls CONSTANTS.c0, CONSTANTS.c1, …; storages are constants/KEY
-    traced_inputs.pkl         the shapes of the inputs that a model was traced with
-    extra/NAME                what its author put in (``_extra_files``)
+    traced_inputs.pkl         the shapes of the inputs with which a model was traced
+    extra/NAME                files of the author (``_extra_files``)
 
-A class in the code that is a module, with the names that are no identifiers as the last one's:
+A class of a module in the code, with a name that is not an identifier on its last line:
 
     class Linear(Module):
       __parameters__ = ["weight", "bias", ]
@@ -29,7 +29,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate
@@ -43,7 +43,7 @@ from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 
 NAME = "TorchScript"
-#: What else there is, by the first part of its name, for who takes the weights alone.
+#: Descriptions of the records that a copy of the weights does not contain, by the first part of their names.
 _PROGRAM = {
     "code": "the program",
     "bytecode": "the program",
@@ -61,17 +61,16 @@ _CLASS_LINE = regex(
     rb"|  (?P<name>\w+) : (?P<type>[^\n]+))$",
     re.MULTILINE,
 )
-_Word = TypeVar("_Word")
 _DEVICE = regex(rb'\btorch\.device\("([^"\\\n]{1,40})"\)|\btorch\.(cuda)\(')
 _ESCAPE = regex(rb"\\([0-7]{3}|.)", re.DOTALL)
 _ESCAPED = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
 
 
 def read_program(source: Readable, checkpoint: Checkpoint) -> None:
-    """Add to `checkpoint`, read from `source`, what the program beside it says: the classes of its modules, devices,
-    what a copy of its weights leaves behind.
+    """Add information about the program to `checkpoint`, read from `source`.
 
-    Raises MalformedError, LimitError.
+    This adds the classes of its modules, its constants, notes on devices, and the records that a copy of the weights
+    leaves behind. Raises MalformedError, LimitError.
     """
     archive = checkpoint.container
     assert isinstance(archive, Archive)
@@ -79,20 +78,33 @@ def read_program(source: Readable, checkpoint: Checkpoint) -> None:
     checkpoint.script_classes = {}
     devices: Counter[str] = Counter()
     where: dict[str, str] = {}
-    words = _Words(source)
+    words = 0
+
+    def counted(items: Iterator[Any]) -> Iterator[Any]:
+        nonlocal words
+        for item in items:
+            words += 1
+            if words > LIMITS.script_words:
+                raise LimitError(
+                    "the code of a TorchScript archive says too much",
+                    where=source.path,
+                    expected=f"at most {LIMITS.script_words:,} classes, attributes and devices",
+                )
+            yield item
+
     for name, text in _code(source, archive):
         module = name.removeprefix("code/").removesuffix(".py").replace("/", ".")
-        checkpoint.script_classes |= _classes(module, text, words.count)
-        for device, n in _devices(text, words.count).items():
-            devices[device] += n
+        checkpoint.script_classes |= _classes(module, text, counted)
+        for device, number in _devices(text, counted).items():
+            devices[device] += number
             where.setdefault(device, name)
     if devices:
         listed = [f"{device} ×{n:,} (first in {where[device]})" for device, n in devices.most_common()]
         checkpoint.notes.append(f"devices in its code, which no map_location changes: {some(listed, _SHOWN)}")
     constants = checkpoint.beside[CONSTANTS] = _constants(source, archive)
     if constants.tensors:
-        found = Counter(info.device for info in constants.tensors.values())
-        on = [f"{device} ×{n:,}" for device, n in found.most_common()]
+        by_device = Counter(info.device for info in constants.tensors.values())
+        on = [f"{device} ×{n:,}" for device, n in by_device.most_common()]
         nbytes = sum(storage.nbytes for storage in constants.storages.values())
         checkpoint.notes.append(
             f"constants of its code: {count(len(constants.tensors), 'tensor')} in {CONSTANTS}, {nbytes:,} bytes, on"
@@ -107,8 +119,10 @@ def read_program(source: Readable, checkpoint: Checkpoint) -> None:
 
 
 def _code(source: Readable, archive: Archive) -> Iterator[tuple[str, bytes]]:
-    """The name and the text of each file of code. Raises LimitError before anything is inflated."""
-    files = [(name, each) for name, each in archive.names().items() if name.startswith("code/") and name[-3:] == ".py"]
+    """Yield the name and text of each file of code. Raises LimitError before anything is inflated."""
+    files = [
+        (name, member) for name, member in archive.names().items() if name.startswith("code/") and name[-3:] == ".py"
+    ]
     size = sum(max(member.size, member.stored_size) for _, member in files)
     if size > LIMITS.script_bytes:
         raise LimitError(
@@ -121,31 +135,14 @@ def _code(source: Readable, archive: Archive) -> Iterator[tuple[str, bytes]]:
         yield name, record_bytes(source, member, f"{source.path}: {name}", checked=archive.has_checksums)
 
 
-class _Words:
-    """How many words of interest the code of `source` has."""
-
-    def __init__(self, source: Readable) -> None:
-        self.source = source
-        self.left = LIMITS.script_words
-
-    def count(self, words: Iterator[_Word]) -> Iterator[_Word]:
-        """`words`, each counted. Raises LimitError."""
-        for word in words:
-            self.left -= 1
-            if self.left < 0:
-                raise LimitError(
-                    "the code of a TorchScript archive says too much",
-                    where=self.source.path,
-                    expected=f"at most {LIMITS.script_words:,} classes, attributes and devices",
-                )
-            yield word
-
-
 _Counted: TypeAlias = "Callable[[Iterator[Any]], Iterator[Any]]"
 
 
 class _Class(NamedTuple):
-    """A class in the code: its lists, and its attributes that are not simply tensors."""
+    """A class in the code: its lists of names, and its attributes whose type is not Tensor.
+
+    ``name`` is None if the class is not a module.
+    """
 
     name: bytes | None
     parameters: list[str]
@@ -154,33 +151,33 @@ class _Class(NamedTuple):
 
 
 def _classes(module: str, text: bytes, counted: _Counted = iter) -> dict[str, tuple[list[str], list[str]]]:
-    """The classes of modules in `text`, the code of `module`: the names of their parameters and of their buffers.
+    """Return the parameters and buffers of each class of modules in `text`, the code of `module`.
 
-    `counted` bounds what it is given.
+    `counted` counts the items of an iterator.
     """
-    every = [_Class(None, [], [], set())]  # for lines before the first
+    classes = [_Class(None, [], [], set())]  # for lines before the first class
     for line in counted(_CLASS_LINE.finditer(text)):
-        cls, kind = line["cls"], line["kind"]
-        if cls is not None:
-            every.append(_Class(cls if line["module"] else None, [], [], set()))
+        kind = line["kind"]
+        if line["cls"] is not None:
+            classes.append(_Class(line["cls"] if line["module"] else None, [], [], set()))
         elif kind is not None:
-            (every[-1].parameters if kind == b"parameters" else every[-1].buffers).extend(
-                counted(_listed(line["names"]))
-            )
+            names = classes[-1].parameters if kind == b"parameters" else classes[-1].buffers
+            names += counted(_listed(line["names"]))
         elif (line["type"] or line["annotation"]) != b"Tensor":
-            every[-1].others.add(_unquoted(line["name"] or line["quoted"]))
-    return {  # a buffer that can be None is in no state dict; a parameter that can is, where it is not
-        f"{module}.{each.name.decode('utf-8', 'replace')}": (
-            each.parameters,
-            [name for name in each.buffers if name not in each.others],
+            classes[-1].others.add(_unquoted(line["name"] or line["quoted"]))
+    # A state dict contains no buffer whose type allows None, but a parameter whose type does, unless it is None.
+    return {
+        f"{module}.{cls.name.decode('utf-8', 'replace')}": (
+            cls.parameters,
+            [name for name in cls.buffers if name not in cls.others],
         )
-        for each in every
-        if each.name is not None
+        for cls in classes
+        if cls.name is not None
     }
 
 
 def _listed(names: bytes) -> Iterator[str]:
-    """The strings in `names`, what stands between the brackets of a list."""
+    """Yield the strings in `names`, the text between the brackets of a list."""
     at = 0
     while item := _ITEM.match(names, at):
         yield _unquoted(item[1])
@@ -188,10 +185,7 @@ def _listed(names: bytes) -> Iterator[str]:
 
 
 def _unquoted(text: bytes) -> str:
-    """`text` of a string in the code.
-
-    Other letters than those of ASCII stand there as three octal digits for each byte.
-    """
+    """Return the string that `text` represents in the code, in which three octal digits are a byte."""
 
     def character(match: re.Match[bytes]) -> bytes:
         code = match[1]
@@ -201,43 +195,40 @@ def _unquoted(text: bytes) -> str:
 
 
 def _devices(text: bytes, counted: _Counted = iter) -> Counter[str]:
-    """The devices that `text` names, and how often; ``torch.cuda(x)`` is what becomes of ``x.cuda()``."""
-    found = counted(_DEVICE.finditer(text))
-    return Counter((device[1] or device[2]).decode("utf-8", "replace") for device in found)
-
-
-# The constants
+    """Return how often `text` names each device. ``x.cuda()`` is ``torch.cuda(x)`` there."""
+    return Counter((match[1] or match[2]).decode("utf-8", "replace") for match in counted(_DEVICE.finditer(text)))
 
 
 def _constants(source: Readable, archive: Archive) -> Checkpoint:
-    """What the code calls CONSTANTS."""
+    """Return the constants of the code as a checkpoint. Raises MalformedError, LimitError."""
     names, checked = archive.names(), archive.has_checksums
     where = f"{source.path}: {CONSTANTS}"
     graph, _ = read_pickle(source, names[CONSTANTS], where, checked=checked)
 
     def record(key: str) -> ByteRange | Inflate | None:
-        found = names.get(f"constants/{key}")
-        return found.data(source, checked=checked) if found else None
+        member = names.get(f"constants/{key}")
+        return member.data(source, checked=checked) if member else None
 
     return checkpoint_of(NAME, source, graph, archive, record, where)
 
 
-# Its weights
+# The weights
 
 
 def _has_weights(checkpoint: Checkpoint) -> bool:
-    """Whether there is a module with a state dict, or one that cannot be known."""
+    """Return whether there is a module that has a state dict, or whose state dict is not known."""
     return any(module.tensors or module.trouble for module in checkpoint.detected.modules)
 
 
 def _why_none(archive: Archive) -> str:
+    """Return the reason why a program in `archive` has no weights."""
     frozen = any(name.startswith("constants/") for name in archive.names())
     why = ": torch.jit.freeze made them constants of its code, without names" if frozen else ""
     return f"it has no parameters and no buffers, so no state dict{why}"
 
 
 def _left_behind(archive: Archive) -> list[LeftBehind]:
-    """What a copy of the weights does not have: the program and what belongs to it, each kind as one."""
+    """Return what a copy of the weights does not contain, one entry for each kind of record."""
     names = archive.names()
     sizes: Counter[str] = Counter()
     for name, member in names.items():
@@ -247,13 +238,14 @@ def _left_behind(archive: Archive) -> list[LeftBehind]:
         elif kind == "extra":
             sizes[name] += member.size
     if sizes["constants"] == names[CONSTANTS].size:
-        del sizes["constants"]  # it says that there are none
+        del sizes["constants"]  # there are no constants
     return [LeftBehind(name, size, _PROGRAM.get(name, _EXTRA)) for name, size in sizes.items() if size]
 
 
 def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
-    """Raise RefusedError where `checkpoint` is of a program and more is wanted of it than it can give: it whole, or, if
-    it is the `weights` alone, those of a model that has none.
+    """Raise RefusedError if `checkpoint` is a program and cannot be written.
+
+    Only its `weights` can be written, if it has some.
     """
     if checkpoint.script_classes is None:
         return
