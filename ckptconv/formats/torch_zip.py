@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,23 +114,28 @@ def read(source: Readable) -> Checkpoint:
         archive = read_archive(source, lambda names: refuse_foreign_zips(source, names), _is_storage)
     except EndMissing as error:
         raise cut_short(source) from error
-    archive = _without_sums(archive)
-    source.faults.unread(archive.unread(source))
     names = archive.names()
+    if not any(member.crc32 and member.size for name, member in names.items() if _is_storage(name)):
+        # torch.serialization.skip_data writes neither checksums nor bytes of storages; other programs fill in the bytes
+        archive = replace(
+            archive,
+            unsummed=frozenset(member.name for name, member in names.items() if _is_storage(name) and member.size),
+        )
+    source.faults.unread(archive.unread(source))
     _check_case(source, names)
     checked = archive.has_checksums
     where = f"{source.path}: {PICKLE}"
     if archive.root + "/" + PICKLE in archive.broken or PICKLE not in names:
         raise MalformedError("the pickle that says what is where cannot be found", where=where)
-    graph, pickle = read_pickle(source, names[PICKLE], where, checked=checked)
+    graph, file = read_pickle(source, names[PICKLE], where, checked=checked)
     modernize(graph)
 
     def record(key: str) -> ByteRange | Inflate | None:
-        found = names.get(f"data/{key}")
-        return found.data(source, checked=archive.is_checked(found)) if found else None
+        member = names.get(f"data/{key}")
+        return member.data(source, checked=archive.is_checked(member)) if member else None
 
     checkpoint = checkpoint_of(NAME, source, graph, archive, record, where)
-    checkpoint.blobs = BytesSource(pickle, source.path) if pickle is not None else source
+    checkpoint.blobs = file
     storages = checkpoint.storages
     checkpoint.unused = [
         LeftBehind(name, member.size, "no tensor uses it")
@@ -144,10 +149,15 @@ def read(source: Readable) -> Checkpoint:
         checkpoint.notes.append(NO_CHECKSUMS)
     elif archive.unsummed:
         checkpoint.warn(NO_STORAGE_CHECKSUMS)
-    version = "version" if "version" in names else ".data/version"  # torch accepts both
-    _check_version(source, _note(source, names, version, checked))
+    version = _note(source, names, "version" if "version" in names else ".data/version", checked)  # torch accepts both
+    if version is None or not version.strip().isdigit():  # torch decides which numbers it accepts
+        what, where = "the record says no version, without which torch reads no archive", f"{source.path}: version"
+        source.faults.found(MalformedError(what, where=where, expected="a number", got=version))
     order = _note(source, names, "byteorder", checked)
-    checkpoint.byteorder, checkpoint.is_byteorder_said = _byteorder(source, order), order is not None
+    if order not in (None, b"little", b"big"):
+        what, where = "the byte order is unknown", f"{source.path}: byteorder"
+        source.faults.found(MalformedError(what, where=where, expected="little or big", got=order))
+    checkpoint.byteorder, checkpoint.is_byteorder_said = "big" if order == b"big" else "little", order is not None
     return checkpoint
 
 
@@ -172,36 +182,25 @@ def read_inner(source: Readable) -> Checkpoint:
     return checkpoint
 
 
-def _without_sums(archive: Archive) -> Archive:
-    """Return `archive`, with its storages marked as without checksums if no storage has one.
-
-    ``torch.serialization.skip_data`` writes neither checksums nor bytes of storages. Other programs fill in the bytes.
-    """
-    if any(member.crc32 and member.size for name, member in archive.names().items() if _is_storage(name)):
-        return archive
-    storages = [member for name, member in archive.names().items() if _is_storage(name) and member.size]
-    return replace(archive, unsummed=frozenset(member.name for member in storages))
-
-
-def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) -> tuple[Graph, bytes | None]:
-    """Return the graph of the pickle `member`, and its bytes if they are deflated in the source, else None.
+def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) -> tuple[Graph, Readable]:
+    """Return the graph of the pickle `member`, and the file that contains its blobs: `source`, or the inflated pickle.
 
     `checked` is whether the archive has checksums.
     """
-    pickle = None
-    if member.method != STORED:
-        pickle = _inflated(source, member, where, checked)
-    elif checked:
-        _check_crc(source, member, where)
-    fetch, start, size = _reader(source, member, pickle)
-    of = SliceSource(source, start, size) if pickle is None else BytesSource(pickle, source.path)
-    source.faults.pickles(PickleSequence(where, of, 1))
-    graph, end = parse(fetch, start + size, where=where, offset=start)
+    file, start, size = source, 0, member.size
+    if member.method == STORED:
+        start = member.data_start(source)
+        if checked:
+            _check_crc(source, member, where)
+    else:
+        file = BytesSource(_inflated(source, member, where, checked), source.path)
+    source.faults.pickles(PickleSequence(where, SliceSource(file, start, size), 1))
+    graph, end = parse(file.read, start + size, where=where, offset=start)
     if end != start + size:
         source.faults.found(
             MalformedError("bytes behind the end of the pickle", where=where, expected=f"{end - start} bytes", got=size)
         )
-    return graph, pickle
+    return graph, file
 
 
 def _others(names: Iterable[str]) -> list[str]:
@@ -228,13 +227,6 @@ def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
                     "a record's name differs from torch's in case", where=source.path, expected=folded, got=name
                 )
             )
-
-
-def _reader(source: Readable, member: Member, pickle: bytes | None) -> tuple[Callable[[int, int], bytes], int, int]:
-    """Return a function that reads the pickle, the offset of the pickle, and its length."""
-    if pickle is None:
-        return source.read, member.data_start(source), member.size
-    return (lambda offset, length: pickle[offset : offset + length]), 0, len(pickle)
 
 
 def _inflated(source: Readable, member: Member, where: str, checked: bool) -> bytes:
@@ -285,32 +277,6 @@ def record_bytes(source: Readable, member: Member, where: str, *, checked: bool)
     if checked:
         _check_crc(source, member, where)
     return source.read(member.data_start(source), member.size)
-
-
-def _check_version(source: Readable, note: bytes | None) -> None:
-    """Report a fault unless the record contains a number. torch reads no archive without one, and decides which it
-    accepts.
-    """
-    if note is None or not note.strip().isdigit():
-        source.faults.found(
-            MalformedError(
-                "the record says no version, without which torch reads no archive",
-                where=f"{source.path}: version",
-                expected="a number",
-                got=note,
-            )
-        )
-
-
-def _byteorder(source: Readable, note: bytes | None) -> str:
-    """Return the byte order in the record `note`, or ``little`` if there is none. Report an unknown one."""
-    if note not in (None, b"little", b"big"):
-        source.faults.found(
-            MalformedError(
-                "the byte order is unknown", where=f"{source.path}: byteorder", expected="little or big", got=note
-            )
-        )
-    return "big" if note == b"big" else "little"
 
 
 # Writing
@@ -496,21 +462,13 @@ class ZipWriter:
         """Append the central directory. Return the archive as a file to be written to `path`."""
         start, entries, awaited = self.at, self.entries, self.awaited
         directory = central_directory(entries, start)
-        if awaited:
-            self.add(
-                Deferred(len(directory), lambda sums: central_directory(_with_sums(entries, awaited, sums), start))
-            )
-        else:
-            self.add(Literal(directory))
+
+        def with_sums(sums: Sequence[int]) -> bytes:
+            summed = [e._replace(crc32=sums[awaited[i]]) if i in awaited else e for i, e in enumerate(entries)]
+            return central_directory(summed, start)
+
+        self.add(Deferred(len(directory), with_sums) if awaited else Literal(directory))
         return OutFile(path, joined(self.pieces), self.at, tuple(self.sums))
-
-
-def _with_sums(entries: list[NewEntry], awaited: dict[int, int], sums: Sequence[int]) -> list[NewEntry]:
-    """Return `entries` with the computed checksums `sums`.
-
-    `awaited` maps the index of an entry to the index of its checksum.
-    """
-    return [entry._replace(crc32=sums[awaited[i]]) if i in awaited else entry for i, entry in enumerate(entries)]
 
 
 def _padding(at: int, wanted: int, modulus: int) -> int:
