@@ -350,7 +350,11 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
             pieces.append(blob_bytes(checkpoint, part))
     file = file_of(path, pieces, checkpoint.storages.values())
     left_behind = (*texts_left_behind(checkpoint), *sources_left_behind(checkpoint))
-    return Layout((file,), left_behind, _about_texts(checkpoint), tuple(checkpoint.ties.items()))
+    notes: tuple[str, ...] = ()
+    nodes = walk([checkpoint.graph.root, *checkpoint.graph.discarded])
+    if any(isinstance(node, Py2String) and not node.data.isascii() for node in nodes):
+        notes = ("it has texts of Python 2 that are no ASCII: pickle.load needs encoding='utf-8' (or 'bytes')",)
+    return Layout((file,), left_behind, notes, tuple(checkpoint.ties.items()))
 
 
 def _refuse_loader(checkpoint: Checkpoint) -> None:
@@ -364,14 +368,6 @@ def _refuse_loader(checkpoint: Checkpoint) -> None:
             where=checkpoint.source.path,
             hint=option("format", "pt") + " writes it",
         )
-
-
-def _about_texts(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a note if pickle.load needs an argument that torch's loader does not need."""
-    nodes = walk([checkpoint.graph.root, *checkpoint.graph.discarded])
-    if any(isinstance(node, Py2String) and not node.data.isascii() for node in nodes):
-        return ("it has texts of Python 2 that are no ASCII: pickle.load needs encoding='utf-8' (or 'bytes')",)
-    return ()
 
 
 def _head_of(reference: Reference, number: int) -> bytes:

@@ -77,36 +77,32 @@ def files_in(places: Iterable[Place], blobs: Readable) -> Iterator[tuple[Place, 
         blobs: The source in which the graph's long byte strings are ranges.
     """
     for place in places:
-        held = _opened(place.node, blobs)
-        if held is None:
+        file = _opened(place.node, blobs)
+        if file is None:
             continue
-        head = held.read(0, min(_HEAD, held.size))
-        if looks_like_legacy(head) or (torch_zip.looks_like(head) and _has_pickle(held)):
-            yield place, held
-
-
-def _has_pickle(held: Readable) -> bool:
-    """Return whether the directory at the end of an archive names the pickle of a checkpoint."""
-    length = min(_DIRECTORY, held.size)
-    return b"/data.pkl" in held.read(held.size - length, length)
+        head = file.read(0, min(_HEAD, file.size))
+        if torch_zip.looks_like(head):
+            length = min(_DIRECTORY, file.size)
+            is_file = b"/data.pkl" in file.read(file.size - length, length)
+        else:
+            is_file = looks_like_legacy(head)
+        if is_file:
+            yield place, file
 
 
 def _opened(value: Value, blobs: Readable) -> Readable | None:
     """Return the byte string `value` as a source, or None if it is something else."""
     if isinstance(value, Call) and is_global(value.callable, "_codecs.encode"):
         text, codec = (*args_of(value), None, None)[:2]
-        return _encoded(text, blobs) if codec in ("latin1", "latin-1") else None
+        if codec not in ("latin1", "latin-1"):
+            return None
+        try:
+            if isinstance(text, Blob) and text.kind == "str":
+                return Latin1Text(ByteRange(blobs, text.offset, text.length))
+            return BytesSource(text.encode("latin-1"), blobs.path) if isinstance(text, str) else None
+        except (MalformedError, UnicodeError):
+            return None
     if isinstance(value, Blob):
         return None if value.kind == "str" else SliceSource(blobs, value.offset, value.length)
     data = value.data if isinstance(value, (ByteArray, Py2String)) else value
     return BytesSource(data, blobs.path) if isinstance(data, bytes) else None
-
-
-def _encoded(text: Value, blobs: Readable) -> Readable | None:
-    """Return `text` in Latin-1, or None if it has other characters."""
-    try:
-        if isinstance(text, Blob) and text.kind == "str":
-            return Latin1Text(ByteRange(blobs, text.offset, text.length))
-        return BytesSource(text.encode("latin-1"), blobs.path) if isinstance(text, str) else None
-    except (MalformedError, UnicodeError):
-        return None

@@ -25,7 +25,7 @@ At most a few hundred kilobytes are read, and at most 16 MiB of a file that star
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import MalformedError
@@ -50,12 +50,13 @@ from ckptconv.formats.zip_archive import (
 )
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Blob, Extension, Graph, PersistentId, Py2String, Tuple, Value
+from ckptconv.pickles.graph import Blob, Extension, PersistentId, Py2String, Tuple
 from ckptconv.pickles.lenient import STARTS, LenientScan, scan_lenient
 from ckptconv.pickles.machine import CODES
 
 _READ_BACK = LONGEST_END + 4096  # torch's reader goes back in steps of 4096 bytes
 _ENTRIES_ASKED = 16  # entries to test in data that may not be a directory
+_FIRST = frozenset(bytes([code]) for code in STARTS)  # of a pickle
 _BLOCK = 512  # bytes of a tar header, and where the first file in HDF5 may start
 #: Numbers that tarfile accepts: in base 256, or octal digits as int() reads them, up to a NUL.
 _NUMBER = regex(rb"[\x80\xff]|[\s\x1c-\x1f0-7oO_+-]*(\0|\Z)")
@@ -75,8 +76,8 @@ def refuse_two_readings(source: Readable, name: str) -> None:
 
     `name` is the name of its format.
     """
-    for ask in _ASKED:
-        other = ask(source, name)
+    for other_reading in (_tar, _zip, _pickle, _gzip, _hdf5):
+        other = other_reading(source, name)
         if other:
             raise MalformedError(
                 f"it can be read in two ways: as a {name} file, and as {other}",
@@ -108,8 +109,8 @@ def _zip(source: Readable, name: str) -> str | None:
     """Return a description if `source` is a zip archive too, or None."""
     if name == _ZIPPED:
         return None
-    found = {*_archives_behind(source)}
-    if not found or (name in _PICKLED and found <= _byte_strings(source)):
+    archives = {*_archives_behind(source)}
+    if not archives or (name in _PICKLED and archives <= _byte_strings(source)):
         return None
     return "a zip archive, which zipfile and torch.jit.load find from its end"
 
@@ -127,10 +128,10 @@ def _archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
     while 0 <= at <= len(tail) - END_SIZE:
         offset = tail_offset + at
         *_, size, start, comment = END_FIELDS.unpack_from(tail, at)
-        for before, nbytes, said in [(offset, size, start), *_zip64_directories(source, offset)]:
-            for directory in {said, before - nbytes}:
-                if _has_member(source, directory, directory + nbytes, directory - said):
-                    yield directory - said, min(offset + END_SIZE + comment, source.size)
+        for before, nbytes, recorded in [(offset, size, start), *_zip64_directories(source, offset)]:
+            for directory in {recorded, before - nbytes}:
+                if _has_member(source, directory, directory + nbytes, directory - recorded):
+                    yield directory - recorded, min(offset + END_SIZE + comment, source.size)
         at = tail.find(END, at + 1)
 
 
@@ -138,10 +139,10 @@ def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, i
     """Yield the offset of each zip64 end before `end`, and the size and offset of its directory."""
     if end < ZIP64_LOCATOR_SIZE:
         return
-    signature, _, said, _ = ZIP64_LOCATOR_FIELDS.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
+    signature, _, recorded, _ = ZIP64_LOCATOR_FIELDS.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
     if signature != ZIP64_LOCATOR:
         return
-    for at in {said, end - ZIP64_LOCATOR_SIZE - ZIP64_END_SIZE}:
+    for at in {recorded, end - ZIP64_LOCATOR_SIZE - ZIP64_END_SIZE}:
         if 0 <= at <= source.size - ZIP64_END_SIZE:
             signature, *_, size, start = ZIP64_END_FIELDS.unpack(source.read(at, ZIP64_END_SIZE))
             if signature == ZIP64_END:
@@ -161,14 +162,11 @@ def _has_member(source: Readable, at: int, end: int, shift: int) -> bool:
         if fields[0] != CENTRAL:
             return False
         header = fields[-1]
-        if header == ONES32 or any(_is_local(source, place) for place in {header, header + shift}):
+        starts = [start for start in {header, header + shift} if 0 <= start <= source.size - LOCAL_SIZE]
+        if header == ONES32 or any(source.read(start, len(LOCAL)) == LOCAL for start in starts):
             return True
         at += CENTRAL_SIZE + sum(fields[10:13])
     return True
-
-
-def _is_local(source: Readable, at: int) -> bool:
-    return 0 <= at <= source.size - LOCAL_SIZE and source.read(at, len(LOCAL)) == LOCAL
 
 
 def _byte_strings(source: Readable) -> set[tuple[int, int]]:
@@ -198,9 +196,6 @@ def _pickle(source: Readable, name: str) -> str | None:
     return None
 
 
-_FIRST = frozenset(bytes([code]) for code in STARTS)
-
-
 def _pickles(source: Readable, most: int, nbytes: int) -> Iterator[LenientScan]:
     """Yield the consecutive pickles at the start of `source`, each with at most `most` opcodes in `nbytes` bytes."""
     at = 0
@@ -220,28 +215,15 @@ def _named(seen: LenientScan) -> str | None:
     for node in graph.globals:
         if not _OF_HEADERS.search(node.module):
             return str(node)
-    if graph.extensions and (seen.is_whole or _calls_extensions(graph)):
+    if graph.extensions and (seen.is_whole or any(isinstance(call.callable, Extension) for call in graph.calls)):
         return f"extension code {graph.extensions[0].code}"
-    return next((_ID for reference in graph.references if _is_meant(reference.id)), None)
-
-
-_ID = "a persistent id"
-
-
-def _calls_extensions(graph: Graph) -> bool:
-    """Return whether the pickle calls an extension code."""
-    return any(isinstance(call.callable, Extension) for call in graph.calls)
-
-
-def _is_meant(id_: Value) -> bool:
-    """Return whether `id_` can be a persistent id, and not a part of a header, a number or nothing."""
-    if isinstance(id_, Py2String):
-        id_ = id_.data
-    if isinstance(id_, bytes):
-        id_ = id_.decode("latin-1")
-    if isinstance(id_, str):
-        return bool(id_) and not _OF_HEADERS.search(id_)
-    return isinstance(id_, PersistentId) or (isinstance(id_, Tuple) and bool(id_.items))
+    for reference in graph.references:
+        id_ = reference.id.data if isinstance(reference.id, Py2String) else reference.id
+        text = id_.decode("latin-1") if isinstance(id_, bytes) else id_
+        is_text = isinstance(text, str) and text and not _OF_HEADERS.search(text)
+        if is_text or isinstance(text, PersistentId) or (isinstance(text, Tuple) and text.items):
+            return "a persistent id"
+    return None
 
 
 def _gzip(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
@@ -268,6 +250,3 @@ def _hdf5(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever
             return f"an HDF5 file from byte {at} on, which h5py finds"
         at *= 2
     return None
-
-
-_ASKED: tuple[Callable[[Readable, str], str | None], ...] = (_tar, _zip, _pickle, _gzip, _hdf5)

@@ -66,7 +66,11 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
             merger.take(part, in_order=True)
     if not shards:
         raise MalformedError("none of its shards can be read", where=folder.path)
-    _check_formats(folder, shards)
+    formats = {shard.part.format: shard.name for shard in shards}
+    if len(formats) > 1:
+        listed = ", ".join(f"{name} is {format_}" for format_, name in formats.items())
+        what = f"the shards of one checkpoint are of different formats: {listed}"
+        folder.faults.found(UnsupportedError(what, where=folder.path))
     in_shards = _check_names(folder, shards, index)
     ties = {name: kept for shard in shards for name, kept in shard.part.ties.items()}
     if index and shards[0].part.is_state_dict:
@@ -142,16 +146,6 @@ def _merged(roots: list[Object]) -> Object:
         for effect in each.effects:
             root.add(effect)
     return root
-
-
-def _check_formats(folder: SourceFolder, shards: list[Shard]) -> None:
-    """Report a fault if the shards have different formats."""
-    formats = {shard.part.format: shard.name for shard in shards}
-    if len(formats) > 1:
-        listed = ", ".join(f"{name} is {format_}" for format_, name in formats.items())
-        folder.faults.found(
-            UnsupportedError(f"the shards of one checkpoint are of different formats: {listed}", where=folder.path)
-        )
 
 
 def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None) -> dict[str, Shard]:
