@@ -363,4 +363,4 @@ def _free_name(name: str, names: Mapping[str, Member]) -> str | None:
     """Return a name of the same length as `name` that no record in `names` has, or None."""
     taken = {other.casefold() for other in names}
     tries = (f"{name[:-4]}.{number:03}" for number in range(1000))
-    return next((each for each in tries if each.casefold() not in taken), None)
+    return next((free for free in tries if free.casefold() not in taken), None)

@@ -135,7 +135,7 @@ def _globs(checkpoint: Checkpoint, places: list[Place]) -> tuple[str, ...]:
 
 
 def renumber(checkpoint: Checkpoint) -> dict[str, str]:
-    """Number the storages in the graph from 0, in the order of first use. Return the new key of each old key."""
+    """Assign keys from 0 on to the storages in the graph, in the order of first use. Return them by the old keys."""
     keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
     for reference in checkpoint.references:
         change_id(reference.node, key=keys[reference.storage.key])
@@ -174,28 +174,29 @@ def say_for_older_loaders(checkpoint: Checkpoint) -> None:
     checkpoint.changed(same_tensors=True)
 
 
-def texts_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:
-    """Return the texts next to the tensors, which torch's formats cannot contain."""
-    return [
+def torch_layout(
+    checkpoint: Checkpoint, file: OutFile, notes: tuple[str, ...] = (), *, has_sources: bool = False
+) -> Layout:
+    """Return the layout of `file` in a format of torch, with the parts of `checkpoint` that it cannot contain.
+
+    These are texts next to the tensors, and the source code of classes unless `has_sources` is set.
+    """
+    left_behind = [
         LeftBehind(f"__metadata__/{key}", len(text.encode()), "torch's format has no place for it")
         for key, text in checkpoint.metadata.items()
         if key != "format"
     ]
-
-
-def sources_left_behind(checkpoint: Checkpoint) -> list[LeftBehind]:
-    """Return the source code of classes, which only torch's older format can contain."""
     sources: dict[str, LeftBehind] = {}
-    for cls, reference in checkpoint.class_ids.items():
+    for cls, reference in () if has_sources else checkpoint.class_ids.items():
         text = reference.id.items[3] if isinstance(reference.id, Tuple) else None
         if isinstance(text, str):
-            size = len(text.encode("utf-8", "surrogatepass"))
+            nbytes = len(text.encode("utf-8", "surrogatepass"))
         else:
-            size = text.length if isinstance(text, Blob) else len(text.data) if isinstance(text, Py2String) else 0
-        if size:
+            nbytes = text.length if isinstance(text, Blob) else len(text.data) if isinstance(text, Py2String) else 0
+        if nbytes:
             why = "torch's older format alone has a place for it"
-            sources[str(cls)] = LeftBehind(f"the source code of {cls}", size, why)
-    return list(sources.values())
+            sources[str(cls)] = LeftBehind(f"the source code of {cls}", nbytes, why)
+    return Layout((file,), (*left_behind, *sources.values()), notes, tuple(checkpoint.ties.items()))
 
 
 def refuse_unknown_dtypes(checkpoint: Checkpoint) -> None:

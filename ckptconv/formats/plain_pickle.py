@@ -51,9 +51,8 @@ from ckptconv.formats.layout import (
     little_endian,
     refuse_unknown_dtypes,
     say_for_older_loaders,
-    sources_left_behind,
     storage_classes,
-    texts_left_behind,
+    torch_layout,
 )
 from ckptconv.formats.torch_files import MAGIC_BYTES, LegacyFile, files_in
 from ckptconv.formats.writers import WRITERS
@@ -348,13 +347,11 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
                 pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
         else:
             pieces.append(blob_bytes(checkpoint, part))
-    file = file_of(path, pieces, checkpoint.storages.values())
-    left_behind = (*texts_left_behind(checkpoint), *sources_left_behind(checkpoint))
     notes: tuple[str, ...] = ()
     nodes = walk([checkpoint.graph.root, *checkpoint.graph.discarded])
     if any(isinstance(node, Py2String) and not node.data.isascii() for node in nodes):
         notes = ("it has texts of Python 2 that are no ASCII: pickle.load needs encoding='utf-8' (or 'bytes')",)
-    return Layout((file,), left_behind, notes, tuple(checkpoint.ties.items()))
+    return torch_layout(checkpoint, file_of(path, pieces, checkpoint.storages.values()), notes)
 
 
 def _refuse_loader(checkpoint: Checkpoint) -> None:

@@ -19,7 +19,7 @@ from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.merging import TensorCalls, empty_graph
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, left_behind_at, piece_of
-from ckptconv.dtypes import BY_NAME, BY_WORD, DType, get_dtype
+from ckptconv.dtypes import BY_NAME, BY_WORD, get_dtype
 from ckptconv.errors import RefusedError, count
 from ckptconv.formats.distributed.rank_names import about_one
 from ckptconv.formats.distributed.safetensors_parts import SHARDING_INFO, is_part, part_error, saved_offsets
@@ -106,21 +106,17 @@ def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
     graph = empty_graph()
     calls = TensorCalls(graph)
     items: list[Value] = []
-    place = {entry.name: i for i, entry in enumerate(entries)}
+    keys = {entry.name: str(i) for i, entry in enumerate(entries)}
     for name, kept in [*((entry.name, entry.name) for entry in entries), *ties.items()]:
-        entry = entries[place[kept]]
-        dtype, shape = _torch_dtype(entry)
-        items += (name, calls.tensor(dtype, shape, str(place[kept]), entry.end - entry.start))
+        key = keys[kept]
+        entry = entries[int(key)]
+        dtype, shape = BY_WORD[entry.word], entry.shape
+        if entry.word == "F4" and shape and shape[-1] % 2 == 0:  # torch counts pairs; it cannot store odd numbers
+            dtype, shape = BY_NAME[_PACKED], (*shape[:-1], shape[-1] // 2)
+        items += (name, calls.tensor(dtype, shape, key, entry.end - entry.start))
     assert isinstance(graph.root, Dict)
     set_items(graph.root, items)
     return graph
-
-
-def _torch_dtype(entry: Entry) -> tuple[DType, tuple[int, ...]]:
-    """Return the dtype and shape of `entry` as torch counts them, or as in the file if torch cannot store them."""
-    if entry.word == "F4" and entry.shape and entry.shape[-1] % 2 == 0:
-        return BY_NAME[_PACKED], (*entry.shape[:-1], entry.shape[-1] // 2)
-    return BY_WORD[entry.word], entry.shape
 
 
 # Writing
@@ -177,8 +173,8 @@ def header_in_place(checkpoint: Checkpoint, container: DataStart) -> bytes | Non
         entries.append(Entry(name, word, shape, start, start + info.nbytes))
     header = header_bytes(metadata if metadata or kept is not None else None, entries)
     text = header[_LENGTH:].rstrip(b" ")
-    room = container.data_offset - _LENGTH
-    return room.to_bytes(_LENGTH, "little") + text.ljust(room) if len(text) <= room else None
+    available = container.data_offset - _LENGTH
+    return available.to_bytes(_LENGTH, "little") + text.ljust(available) if len(text) <= available else None
 
 
 def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftBehind]]:

@@ -191,13 +191,12 @@ class _Reader:
 
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Return a JSON object. Raise an error if a key occurs twice or is not valid text."""
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        if len(result := dict(pairs)) != len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)
             self.fail("a key stands in it twice", got=repr(twice[0][0]))
-        for key in found:
+        for key in result:
             self.check_text(key)
-        return found
+        return result
 
     def check_text(self, text: str) -> None:
         """Raise an error if `text` contains half of a surrogate pair."""
@@ -262,28 +261,20 @@ class _Reader:
 
         `size` is the size of the file. Raises MalformedError if the file is too short.
         """
-        found = self.source.faults.found
+        report = self.source.faults.found
         at = 0
         for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
             if entry.start != at:
-                found(self.error(f"the data has a hole or an overlap at {entry.name!r}", expected=at, got=entry.start))
+                what = f"the data has a hole or an overlap at {entry.name!r}"
+                report(self.error(what, expected=at, got=entry.start))
             at = max(at, entry.end)
-        whole = data_offset + at
-        if whole > size:
-            self.fail(
-                f"the file was truncated: {count(whole - size, 'byte')} of {whole:,} missing",
-                expected=f"{whole:,} bytes",
-                got=f"{size:,}",
-                hint=DOWNLOAD_AGAIN,
-            )
-        if whole < size:
-            found(
-                self.error(
-                    f"{count(size - whole, 'byte')} behind the last tensor",
-                    expected=f"{whole:,} bytes",
-                    got=f"{size:,}",
-                )
-            )
+        end = data_offset + at
+        expected, got = f"{end:,} bytes", f"{size:,}"
+        if end > size:
+            what = f"the file was truncated: {count(end - size, 'byte')} of {end:,} missing"
+            self.fail(what, expected=expected, got=got, hint=DOWNLOAD_AGAIN)
+        if end < size:
+            report(self.error(f"{count(size - end, 'byte')} behind the last tensor", expected=expected, got=got))
 
 
 def _are_counts(value: Any) -> bool:

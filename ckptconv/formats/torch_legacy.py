@@ -46,7 +46,7 @@ from ckptconv.formats.layout import (
     renumber,
     say_for_older_loaders,
     storage_classes,
-    texts_left_behind,
+    torch_layout,
 )
 from ckptconv.formats.torch_files import MAGIC, LegacyFile, looks_like_legacy
 from ckptconv.formats.writers import WRITERS
@@ -436,8 +436,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
         pieces.append(Literal((storage.nbytes // itemsize).to_bytes(_SIZE, "little")))
         if storage.nbytes:
             pieces.append(little_endian(storage, classes[storage], checkpoint.byteorder))
-    file = file_of(path, pieces, storages.values())
-    return Layout((file,), tuple(texts_left_behind(checkpoint)), ties=tuple(checkpoint.ties.items()))
+    return torch_layout(checkpoint, file_of(path, pieces, storages.values()), has_sources=True)
 
 
 def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:

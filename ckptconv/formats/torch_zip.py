@@ -53,8 +53,7 @@ from ckptconv.formats.layout import (
     pickle_pieces,
     refuse_unknown_dtypes,
     renumber,
-    sources_left_behind,
-    texts_left_behind,
+    torch_layout,
 )
 from ckptconv.formats.writers import WRITERS
 from ckptconv.formats.zip_archive import (
@@ -292,8 +291,7 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
             return Layout((_rewritten(checkpoint, checkpoint.container, path),))
         return Layout((_written(checkpoint, path, checked=checkpoint.container.has_checksums),))
     refuse_unknown_dtypes(checkpoint)
-    left_behind = [*texts_left_behind(checkpoint), *sources_left_behind(checkpoint)]
-    return Layout((_written(checkpoint, path, checked=True),), tuple(left_behind), ties=tuple(checkpoint.ties.items()))
+    return torch_layout(checkpoint, _written(checkpoint, path, checked=True))
 
 
 def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:

@@ -124,7 +124,7 @@ _ALL = (
     ),
 )
 #: By the word of ``--format``. A suffix stands for the first writer that has it, unless the user says otherwise.
-WRITERS = {each.word: each for each in _ALL}
+WRITERS = {writer.word: writer for writer in _ALL}
 SUFFIXES = frozenset(suffix for writer in _ALL for suffix in writer.suffixes)
 #: The format if neither the user nor a suffix says otherwise.
 DEFAULT = WRITERS["pt"]
@@ -143,7 +143,7 @@ def split_suffix(name: str) -> tuple[str, str, str]:
     """
     for end in range(len(name), 0, -1):
         if name[end : end + 1] in ("", "."):
-            known = (each for each in SUFFIXES if name[:end].lower().endswith(each))
+            known = (suffix for suffix in SUFFIXES if name[:end].lower().endswith(suffix))
             if start := len(max(known, key=len, default="")):
                 return name[: end - start], name[end - start : end], name[end:]
     return name, "", ""

@@ -589,9 +589,9 @@ def _check_local_numbers(source: Readable, entry: Member, local: tuple[int, int,
     crc32, stored_size, size = local
     if wide != struct.pack("<2Q", size, stored_size):  # zipfile before 3.11 writes small sizes twice
         size, stored_size = _widened((size, stored_size), wide) or (-1, -1)
-    found, expected = (crc32, stored_size, size), (entry.crc32, entry.stored_size, entry.size)
-    if found != expected and not (in_descriptor and found in ((0, 0, 0), (entry.crc32, 0, 0))):
-        raise _bad(source, entry.header_offset, f"the headers of {entry.name!r} disagree", expected, found)
+    local, expected = (crc32, stored_size, size), (entry.crc32, entry.stored_size, entry.size)
+    if local != expected and not (in_descriptor and local in ((0, 0, 0), (entry.crc32, 0, 0))):
+        raise _bad(source, entry.header_offset, f"the headers of {entry.name!r} disagree", expected, local)
 
 
 def _check_descriptor(source: Readable, entry: Member, descriptor: bytes, at: int) -> None:

@@ -140,10 +140,10 @@ def _merged(roots: list[Object]) -> Object:
     """Return a mapping of the items of all `roots`. It shares their effects, so that a change reaches both."""
     first = roots[0]
     root: Object = Dict()
-    if isinstance(first, Call) and all(isinstance(each, Call) for each in roots):
+    if isinstance(first, Call) and all(isinstance(shard_root, Call) for shard_root in roots):
         root = Call(first.kind, first.callable, Tuple([]))
-    for each in roots:
-        for effect in each.effects:
+    for shard_root in roots:
+        for effect in shard_root.effects:
             root.add(effect)
     return root
 
