@@ -1,5 +1,5 @@
-"""Refuse a file that another reader would take for something else: findings about one reading do not hold for the
-other.
+"""Refuse a file that another reader would take for something else, because what is found out about one reading does not
+hold for the other.
 
 Before a file is read, this module checks it as every other reader does, in the place where that reader looks:
 
@@ -15,9 +15,9 @@ Before a file is read, this module checks it as every other reader does, in the 
 By chance 0.2 % of ordinary safetensors headers are pickles, because the bytes of their length are opcodes. Such a
 pickle names nothing, or names parts of the header. So a pickle counts only if it reaches
 
-- a global whose module has no NUL, quotes or brackets, which every part of a header has; - an extension code, and
-either calls it or goes on to its end: the ones in a header's length do neither; - a persistent id that is a tuple, or a
-text without those characters.
+* a global whose module has no NUL, quotes or brackets, which every part of a header has;
+* an extension code, and either calls it or goes on to its end: a pickle in a header's length does neither;
+* a persistent id that is a tuple, or a text without those characters.
 
 At most a few hundred kilobytes are read, and at most 16 MiB of a file that starts like a pickle.
 """
@@ -76,14 +76,13 @@ def refuse_two_readings(source: Readable, name: str) -> None:
 
     `name` is the name of its format.
     """
-    for other_reading in (_tar, _zip, _pickle, _gzip, _hdf5):
-        other = other_reading(source, name)
-        if other:
-            raise MalformedError(
-                f"it can be read in two ways: as a {name} file, and as {other}",
-                where=source.path,
-                hint="no program writes such files by accident; do not load it",
-            )
+    tar = "a tar archive, which torch.load looks for first" if is_tar(source) else None
+    if other := tar or _zip(source, name) or _pickle(source, name) or _gzip(source) or _hdf5(source):
+        raise MalformedError(
+            f"it can be read in two ways: as a {name} file, and as {other}",
+            where=source.path,
+            hint="no program writes such files by accident; do not load it",
+        )
 
 
 def is_tar(source: Readable) -> bool:
@@ -98,11 +97,6 @@ def is_tar(source: Readable) -> bool:
     except tarfile.HeaderError:
         return False
     return True
-
-
-def _tar(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
-    """Return a description if `source` is a tar archive too, or None."""
-    return "a tar archive, which torch.load looks for first" if is_tar(source) else None
 
 
 def _zip(source: Readable, name: str) -> str | None:
@@ -226,7 +220,7 @@ def _named(seen: LenientScan) -> str | None:
     return None
 
 
-def _gzip(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
+def _gzip(source: Readable) -> str | None:
     """Return a description if `source` is a gzip file too, or None."""
     if source.read(0, min(len(_GZIP), source.size)) != _GZIP:
         return None
@@ -237,7 +231,7 @@ def _gzip(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever
     return "a gzip file, which joblib unpacks"
 
 
-def _hdf5(source: Readable, name: str) -> str | None:  # noqa: ARG001 - whatever it is
+def _hdf5(source: Readable) -> str | None:
     """Return a description if `source` is an HDF5 file too, or None."""
     at = _BLOCK
     if source.is_far:
