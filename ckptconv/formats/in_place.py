@@ -40,7 +40,6 @@ from ckptconv.formats.zip_archive import (
     UTF8,
     Archive,
     Member,
-    NewEntry,
     central_entry,
     end_records,
     local_header,
@@ -331,14 +330,14 @@ def _appended(checkpoint: Checkpoint, archive: Archive, directory: _Directory) -
             if new_name is None:
                 return None
             new_names[names[name].name.encode()] = f"{archive.root}/{new_name}".encode()
-    raw_name = names[torch_zip.PICKLE].name.encode()
+    name, size = names[torch_zip.PICKLE].name, len(pickle)
     crc32 = zlib.crc32(pickle) if archive.has_checksums else 0
-    record = local_header(raw_name, crc32, len(pickle), 0) + pickle
+    record = local_header(name.encode(), crc32, size, 0) + pickle
     entries = [
-        data[:CENTRAL_SIZE] + new_names.get(name, name) + data[CENTRAL_SIZE + len(name) :]
-        for name, (_, data) in directory.entries.items()
+        data[:CENTRAL_SIZE] + new_names.get(raw, raw) + data[CENTRAL_SIZE + len(raw) :]
+        for raw, (_, data) in directory.entries.items()
     ]
-    entries.append(central_entry(NewEntry(raw_name, UTF8, crc32, len(pickle), directory.start)))
+    entries.append(central_entry(Member(name, UTF8, STORED, crc32, size, size, directory.start)))
     listed = b"".join(entries)
     start = directory.start + len(record)
     end = end_records(len(entries), len(listed), start, directory.comment)

@@ -45,7 +45,8 @@ class LegacyFile:
     """The content of the file.
 
     Attributes:
-        head: The pickles before the object, or None if torch's safe loader would refuse them.
+        head: The pickles before the object, or None if torch's safe loader would refuse them or they contain unusual
+            texts.
         graph: The object.
         keys: The keys of the storages.
         spans: The bytes of the storages by key, in the order of the file.

@@ -62,7 +62,6 @@ from ckptconv.formats.zip_archive import (
     Archive,
     EndMissing,
     Member,
-    NewEntry,
     central_directory,
     local_header,
     read_archive,
@@ -365,7 +364,7 @@ class ZipWriter:
         self.root = root
         self.checked = checked
         self.pieces: list[Piece] = []
-        self.entries: list[NewEntry] = []
+        self.entries: list[Member] = []
         self.sums: list[Piece] = []
         self.checked_parts: set[int] = set()  # ids of ranges to verify, of which only parts are written
         self.awaited: dict[int, int] = {}  # index of an entry → index in `sums`, for checksums to be computed
@@ -388,7 +387,7 @@ class ZipWriter:
         raw_name = f"{self.root}/{name}".encode()
         known = crc32 if isinstance(crc32, int) else 0
         header = local_header(raw_name, known, size, padding)
-        self.entries.append(NewEntry(raw_name, UTF8, known, size, self.at))
+        self.entries.append(Member(f"{self.root}/{name}", UTF8, STORED, known, size, size, self.at))
         if not isinstance(crc32, int):
             place = self.awaited[len(self.entries) - 1] = len(self.sums)
             self.sums.append(crc32)
@@ -446,7 +445,7 @@ class ZipWriter:
         same = member.name == f"{self.root}/{name}" and member.method == STORED
         may_stay = is_aligned or not name.startswith("data/")
         if same and may_stay and (self.at - member.header_offset) % FILESYSTEM_BLOCK == 0:
-            self.entries.append(NewEntry(member.name.encode(), member.flags, member.crc32, member.size, self.at))
+            self.entries.append(member._replace(header_offset=self.at))
             self.add(ByteRange(source, member.header_offset, member.end - member.header_offset))
             return
         start = self.at + self.bare_header(name, member.size)

@@ -68,7 +68,7 @@ class Member(NamedTuple):
         size: The number of bytes of the data after inflating.
         header_offset: The position of the local header.
         data_offset: The position of the data, or None if the local header has not been read: see :meth:`data_start`.
-        end: The position after the data and its descriptor. An entry of the directory does not contain it.
+        end: The position after the data and its descriptor. 0 in a member whose end is not needed.
     """
 
     name: str
@@ -627,31 +627,22 @@ def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
     return _LOCAL.pack(LOCAL, version, UTF8, STORED, 0, 0, crc32, shown, shown, len(name), len(extra)) + name + extra
 
 
-class NewEntry(NamedTuple):
-    """A member of an archive that is being written."""
-
-    name: bytes
-    flags: int
-    crc32: int
-    size: int
-    header_offset: int
+def central_directory(members: list[Member], start: int) -> bytes:
+    """Return the directory of `members` (all stored) at offset `start`, followed by the end of the archive."""
+    out = b"".join(map(central_entry, members))
+    return out + end_records(len(members), len(out), start)
 
 
-def central_directory(entries: list[NewEntry], start: int) -> bytes:
-    """Return the directory of `entries` (all stored) at offset `start`, followed by the end of the archive."""
-    out = b"".join(map(central_entry, entries))
-    return out + end_records(len(entries), len(out), start)
-
-
-def central_entry(entry: NewEntry) -> bytes:
-    """Return the entry of a stored member in the central directory."""
+def central_entry(member: Member) -> bytes:
+    """Return the entry of a stored `member` in the central directory."""
+    name, size, offset = member.name.encode(), member.size, member.header_offset
     wide = b""
-    if entry.size >= ONES32 or entry.header_offset >= ONES32:
-        wide = b"".join(n.to_bytes(8, "little") for n in (entry.size, entry.size, entry.header_offset) if n >= ONES32)
+    if max(size, offset) >= ONES32:
+        wide = b"".join(n.to_bytes(8, "little") for n in (size, size, offset) if n >= ONES32)
     extra = struct.pack("<HH", _ZIP64_EXTRA, len(wide)) + wide if wide else b""
-    version, shown = 45 if wide else 20, min(entry.size, ONES32)
-    head = (CENTRAL, 0, version, entry.flags, STORED, 0, 0, entry.crc32, shown, shown, len(entry.name), len(extra))
-    return CENTRAL_FIELDS.pack(*head, 0, 0, 0, 0, min(entry.header_offset, ONES32)) + entry.name + extra
+    version, shown = 45 if wide else 20, min(size, ONES32)
+    head = (CENTRAL, 0, version, member.flags, STORED, 0, 0, member.crc32, shown, shown, len(name), len(extra))
+    return CENTRAL_FIELDS.pack(*head, 0, 0, 0, 0, min(offset, ONES32)) + name + extra
 
 
 def end_records(count: int, size: int, start: int, comment: bytes = b"") -> bytes:

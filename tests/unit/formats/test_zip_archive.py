@@ -231,12 +231,17 @@ def test_directories_of_all_sizes_are_read(read: Read, count: int) -> None:
     assert [member.name for member in read(zip_of(dict.fromkeys(names, b"x"))).members] == names
 
 
+def stored_member(name: str, crc32: int, size: int, offset: int) -> zip_archive.Member:
+    """Return a stored member with the flag UTF8."""
+    return zip_archive.Member(name, zip_archive.UTF8, zip_archive.STORED, crc32, size, size, offset)
+
+
 def test_what_the_writer_writes_the_reader_reads(read: Read) -> None:
     """``local_header`` and ``central_directory`` make an archive that this reader and zipfile take."""
     entries, out = [], b""
     for i, content in enumerate((b"", b"x" * 100)):
         name = f"m/é{i}".encode()
-        entries.append(zip_archive.NewEntry(name, zip_archive.UTF8, zlib.crc32(content), len(content), len(out)))
+        entries.append(stored_member(name.decode(), zlib.crc32(content), len(content), len(out)))
         out += zip_archive.local_header(name, zlib.crc32(content), len(content), 4 + i) + content
     out += zip_archive.central_directory(entries, len(out))
     assert [(member.name, member.size) for member in read(out).members] == [("m/é0", 0), ("m/é1", 100)]
@@ -251,8 +256,8 @@ def test_sizes_and_offsets_above_4_gib_are_written_as_zip64(src: Path) -> None:
     header = zip_archive.local_header(b"m/a", 0, size, 0)
     second = len(header) + size
     entries = [
-        zip_archive.NewEntry(b"m/a", zip_archive.UTF8, 0, size, 0),
-        zip_archive.NewEntry(b"m/b", zip_archive.UTF8, 0, 0, second),
+        stored_member("m/a", 0, size, 0),
+        stored_member("m/b", 0, 0, second),
     ]
     with src.open("wb") as file:
         file.write(header)
