@@ -318,9 +318,11 @@ class _Reader:
         self.used.add(id(value))
 
     def where(self, key: str) -> str:
+        """Return the place of the storage `key` for errors."""
         return f"{self.source.path}: storage {key}"
 
     def refuse(self, key: str, why: str) -> NoReturn:
+        """Raise UnsupportedError for the storage `key`."""
         raise UnsupportedError(
             why, where=self.where(key), hint="torch writes no such pickle; do not load it unless you trust who made it"
         )

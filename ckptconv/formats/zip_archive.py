@@ -276,6 +276,7 @@ class _Window:
 
 
 def _bad(source: Readable, offset: int, what: str, expected: object = None, got: object = None) -> MalformedError:
+    """Return the error `what` at `offset`."""
     return MalformedError(what, where=f"{source.path} at byte {offset}", expected=expected, got=got)
 
 

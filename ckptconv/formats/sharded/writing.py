@@ -401,11 +401,13 @@ def _weights_of_storages(checkpoint: Checkpoint, items: Mapping[str, Value]) -> 
     owner: dict[int, str] = {}  # the id of a node or storage → the name that led to it first
 
     def group_of(name: str) -> str:
+        """Return the group of `name`."""
         while above[name] != name:
             above[name] = name = above[above[name]]
         return name
 
-    def is_new(name: str, thing: object) -> bool:
+    def reach(name: str, thing: object) -> bool:
+        """Return whether `thing` is reached for the first time. If not, join `name` and its owner in one group."""
         if id(thing) in owner:
             above[group_of(name)] = group_of(owner[id(thing)])
             return False
@@ -419,10 +421,10 @@ def _weights_of_storages(checkpoint: Checkpoint, items: Mapping[str, Value]) -> 
             node = todo.pop()
             if not isinstance(node, Node) or isinstance(node, Global) or is_word(node):
                 continue  # texts, classes and devices: sharing them means nothing
-            if is_new(name, node):
+            if reach(name, node):
                 todo += children(node)
             if id(node) in storages:
-                is_new(name, storages[id(node)])
+                reach(name, storages[id(node)])
     nbytes: Counter[str] = Counter()
     for storage in checkpoint.storages.values():
         if id(storage) in owner:
