@@ -21,7 +21,7 @@ from typing import Any
 
 import ckptconv
 from ckptconv.render.page import hashes
-from ckptconv.render.page.vendor.make import published
+from ckptconv.render.page.vendored import published
 
 __all__ = ["build"]
 
@@ -48,7 +48,7 @@ NOT_HERE = """
     __main__ byteranges/kernels/casting byteranges/kernels/comparing
     byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
     conversion/in_place conversion/jobs conversion/process_pool conversion/worker formats/in_place
-    inspection/verification output/in_place output/signals render/notebook render/page/vendor/make stores/fsspec
+    inspection/verification output/in_place output/signals render/notebook render/page/vendored stores/fsspec
     stores/http stores/remote stores/requests stores/s3 stores/uploads stores/urls tensors
 """
 #: The files of the page itself, in the order in which they are loaded, and their content types.

@@ -15,8 +15,7 @@ from ckptconv.errors import CkptconvError, count, size
 from ckptconv.formats import opening
 from ckptconv.inspection.comparison.differences import Difference
 from ckptconv.inspection.summary import Summary
-from ckptconv.render.page import page_of
-from ckptconv.render.page.columns import LONGEST, MOST, columns, largest, listed, shape_words, words
+from ckptconv.render.page import LONGEST, MOST, columns, largest, listed, page_of, shape_words, words
 from ckptconv.render.page.difference import difference_data
 from ckptconv.render.page.summary import summary_data
 from ckptconv.render.report import report_facts, report_title
@@ -24,7 +23,6 @@ from ckptconv.result import Result
 
 if TYPE_CHECKING:
     from ckptconv.checkpoint.model import Checkpoint
-    from ckptconv.checkpoint.tensor_info import TensorInfo
     from ckptconv.conversion.plan import Report
 
 
@@ -32,12 +30,11 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
     """Return the data of the page of `report`, which shows the `most` largest tensors of the output `checkpoint`, or
     all.
     """
-    tensors, left_out = largest([*checkpoint.tensors.values()], lambda info: info.nbytes, _home, most)
+    tensors, left_out = largest([*checkpoint.tensors.values()], most)
     numbers = {info.path: i for i, info in enumerate(tensors)}
-    tied = [numbers.get(info.tied_to or "", -1) for info in tensors]
     ties: dict[int, list[int]] = {}
-    for i, home in enumerate(tied):
-        if home >= 0:
+    for i, info in enumerate(tensors):
+        if (home := numbers.get(info.tied_to)) is not None:
             ties.setdefault(home, [home]).append(i)
     untied = [info.nbytes for info in checkpoint.tensors.values() if info.tied_to is None]
     devices = [None if checkpoint.is_state_dict else info.device for info in tensors]
@@ -61,9 +58,8 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
         "maps": ["Map"],
         "commands": [],
         "tensors": columns(
-            [info.path for info in tensors],
-            [[(info.shape, info.nbytes, _home(info)) for info in tensors]],
-            tied,
+            tensors,
+            [tensors],
             [
                 words("dtype", (info.dtype for info in tensors), colour=True),
                 words("shape", (shape_words(info.shape) for info in tensors)),
@@ -72,11 +68,6 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
             ],
         ),
     }
-
-
-def _home(info: TensorInfo) -> str:
-    """Return the path of the tensor that `info` is tied to, or its own path."""
-    return info.tied_to or info.path
 
 
 _MOST = 100_000  # characters, so that a notebook of many results stays small

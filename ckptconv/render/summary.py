@@ -75,8 +75,7 @@ def _blocks(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]
         ]
         texts.sort(key=lambda item: item[0].count("/") + item[0].count("["))
         if texts:
-            listed = [f"{_short(path, _LONGEST_PATH)} = {_short(text)}" for path, text in texts[:_SHOWN]]
-            yield 3, _calm(partial(_values, style, label, listed, len(texts)))
+            yield 3, _calm(partial(_values, style, label, texts))
     yield 3, _in_place(summary, style)
 
 
@@ -95,10 +94,11 @@ def _in_place(summary: Summary, style: Style) -> Iterator[str]:
         yield from fact(style, "superseded", f"{listed}: a change in place left it here; a conversion drops it")
 
 
-def _values(style: Style, label: str, listed: list[str], n: int, most: int) -> Iterator[str]:
-    """Yield a fact with the first `most` of the texts in `listed`, of which there are `n` in all."""
-    rest = [f"… {n - most:,} more (" + option("json") + ")"] if n > most else []
-    return fact(style, label, [*listed[:most], *rest], separator="; ")
+def _values(style: Style, label: str, texts: Sequence[tuple[str, str]], most: int) -> Iterator[str]:
+    """Yield a fact with the first `most` of `texts`, pairs of a path and what is there."""
+    listed = [f"{_short(path, _LONGEST_PATH)} = {_short(text)}" for path, text in texts[:most]]
+    rest = [f"… {len(texts) - most:,} more (" + option("json") + ")"] if len(texts) > most else []
+    return fact(style, label, [*listed, *rest], separator="; ")
 
 
 def _calm(draw: Callable[[int], Iterator[str]]) -> list[str]:

@@ -185,26 +185,17 @@ def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int
 
 def _drawn(row: Row, columns: dict[int, int], bar: str, style: Style) -> Iterator[str]:
     """Yield the lines of `row`, as many as its longest cell needs."""
-    lines = {i: broken(row.texts[i], width) if i else _indented(row, width) for i, width in columns.items()}
-    styles = {1: _style_of(row.texts[1]), 3: "device" if row.texts[3] not in ("cpu", "-") else None}
+    indent = min(row.indent, columns[0] // 2)
+    lines = {i: broken(row.texts[i], width) for i, width in columns.items() if i}
+    lines[0] = [" " * indent + line for line in broken(_cut(row.texts[0]), columns[0] - indent, hanging=2)]
+    kind = re.match(r"(?P<whole>q?u?int|bool)|(?P<byte>float[48])|(?P<half>b?float16)", row.texts[1])
+    styles = {1: kind and kind.lastgroup, 3: "device" if row.texts[3] not in ("cpu", "-") else None}
     for at in range(max(map(len, lines.values()))):
         line = ""
         for i, width in columns.items():
             text = padded(lines[i][at] if at < len(lines[i]) else "", width, right=i == 4)
             line += (_GAP if i else "") + (style.paint(text, styles.get(i)) if text.strip() else text)
         yield (line + (_GAP + style.paint(bar, "quiet") if bar and not at else "")).rstrip()
-
-
-def _style_of(dtype: str) -> str | None:
-    """Return the style of `dtype`: integers, 8-bit floats and 16-bit floats each have one, and all others None."""
-    kind = re.match(r"(?P<whole>q?u?int|bool)|(?P<byte>float[48])|(?P<half>b?float16)", dtype)
-    return kind and kind.lastgroup
-
-
-def _indented(row: Row, width: int) -> list[str]:
-    """Return the name of `row`, indented, in lines of at most `width` columns."""
-    indent = min(row.indent, width // 2)
-    return [" " * indent + line for line in broken(_cut(row.texts[0]), width - indent, hanging=2)]
 
 
 def _cut(name: str) -> str:

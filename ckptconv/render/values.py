@@ -42,12 +42,12 @@ def values_fact(tensors: Sequence[TensorSummary], style: Style) -> Iterator[str]
     if not bad:
         yield from fact(style, "numbers", f"all finite in {count(read, 'tensor')}")
         return
-    says = [f"{tensor.path} ({_counted(tensor.values)})" for tensor in bad if tensor.values]
+    says = [f"{tensor.path} ({counted_words(tensor.values)})" for tensor in bad if tensor.values]
     text = f"NaN or inf in {len(bad):,} of {count(read, 'tensor')}: {', '.join(first_of(says, _SHOWN))}"
     yield from fact(style, "numbers", text, paint=lambda line: style.paint(line, "bad"))
 
 
-def _counted(values: TensorValues) -> str:
+def counted_words(values: TensorValues) -> str:
     """Return the counts of NaN and of infinities in words, without those that are 0."""
     return ", ".join(f"{n:,} {word}" for n, word in ((values.nan, "NaN"), (values.inf, "inf")) if n)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckptconv.render.page.vendor.make import published
+from ckptconv.render.page.vendored import published
 from tests.support.paths import ROOT
 from tests.support.recording import make_inputs
 from web.build import INTEGRITY, PACKAGE

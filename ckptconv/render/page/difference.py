@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.errors import count, size
 from ckptconv.hints import Command, command_in
 from ckptconv.render.difference import FACTS, difference_lines
-from ckptconv.render.page.columns import (
+from ckptconv.render.page import (
     LONGEST,
     MOST,
     bars,
@@ -40,7 +40,7 @@ def difference_data(difference: Difference, command: Command | None = None, most
 
     The page offers `command`, which found the difference, for a part of the tensors, unless it is None.
     """
-    rows, left_out = largest([*_rows(difference)], lambda row: max(each.nbytes for each in row.there), _home, most)
+    rows, left_out = largest([*_rows(difference)], most)
     paths = f"{difference.a} ↔ {difference.b}"
     suggestion = difference.suggestion
     return {
@@ -61,13 +61,19 @@ def difference_data(difference: Difference, command: Command | None = None, most
 
 
 class _Row:
-    """A tensor that only one side has, or that differs, and its facts on both sides."""
+    """A tensor that only one side has, or that differs, and its facts on both sides.
+
+    ``tied_to`` is None unless it is tied to the same path on all sides that have it.
+    """
 
     def __init__(self, a: TensorFacts | None, b: TensorFacts | None, found: TensorDifference | None) -> None:
         self.sides = a, b
         self.found = found
         self.there = [each for each in self.sides if each]
         self.path = self.there[0].path
+        self.nbytes = max(side.nbytes for side in self.there)
+        homes = {side.tied_to for side in self.there}
+        self.tied_to = homes.pop() if len(homes) == 1 else None
         self.values = found.values if found else None
 
     @property
@@ -108,12 +114,6 @@ def _rows(difference: Difference) -> Iterator[_Row]:
         yield _Row(a, b, None)
 
 
-def _home(row: _Row) -> str:
-    """Return the path that the tensor is tied to on all sides that have it, or its own."""
-    homes = {each.tied_to for each in row.there}
-    return homes.pop() or row.path if len(homes) == 1 else row.path
-
-
 def _facts(difference: Difference) -> list[tuple[str, str]]:
     """Return the labelled facts of the page."""
     files = zip("AB", (difference.a, difference.b), difference.formats, strict=True)
@@ -132,7 +132,8 @@ def _lists(rows: Sequence[_Row]) -> Iterator[dict[str, Any] | None]:
     """Yield the tensors that are furthest apart, those with NaN, and those of one side only; None for an empty list."""
     far = [(row.values.largest, i) for i, row in enumerate(rows) if row.values and row.values.largest]
     far.sort(key=lambda each: (-each[0], each[1]))
-    yield listed("furthest apart", [[i] for _, i in far], [_short(largest) for largest, _ in far])
+    words_of = ["inf" if isinf(number) else f"{number:.3g}" for number, _ in far]
+    yield listed("furthest apart", [[i] for _, i in far], words_of)
     broken = [i for i, row in enumerate(rows) if row.values and row.values.not_finite]
     says = [f"{row.values.not_finite:,}" for row in rows if row.values and row.values.not_finite]
     yield listed("NaN or inf on one side", [[i] for i in broken], says, bad=True)
@@ -140,15 +141,9 @@ def _lists(rows: Sequence[_Row]) -> Iterator[dict[str, Any] | None]:
         yield listed(word, [[i] for i, row in enumerate(rows) if row.what == word])
 
 
-def _short(number: float) -> str:
-    """Return `number` with few digits."""
-    return "inf" if isinf(number) else f"{number:.3g}"
-
-
 def _columns(rows: Sequence[_Row]) -> dict[str, Any]:
     """Return the tensors of the page in columns."""
     values = [row.values for row in rows]
-    numbers_in = {row.path: i for i, row in enumerate(rows)}
     statistics = [row.found.statistics if row.found else None for row in rows]
     has_statistics = any(statistics)
     facts = [
@@ -176,13 +171,8 @@ def _columns(rows: Sequence[_Row]) -> dict[str, Any]:
         *(values_numbers(statistics) if has_statistics else []),
     ]
     return columns(
-        [row.path for row in rows],
-        [
-            [side and (side.shape, side.nbytes, side.tied_to or side.path) for side in each]
-            for each in zip(*(row.sides for row in rows), strict=True)
-        ]
-        or [[], []],
-        [_tied(row, numbers_in) for row in rows],
+        rows,
+        list(zip(*(row.sides for row in rows), strict=True)) or [(), ()],
         facts,
         histograms=[
             *bars("|A − B|, of elements that differ", (found.histogram if found else None for found in values)),
@@ -196,10 +186,3 @@ def _changed(found: TensorDifference | None, name: str) -> str | None:
     """Return the values of the attribute `name` on both sides, or None if they do not differ."""
     pair = getattr(found, name, None)
     return pair and f"{pair[0]} → {pair[1]}"
-
-
-def _tied(row: _Row, numbers_in: dict[str, int]) -> int:
-    """Return the number of the tensor that it is tied to on all sides that have it, or -1."""
-    homes = {each.tied_to for each in row.there}
-    home = homes.pop()
-    return -1 if homes or home is None else numbers_in.get(home, -1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.errors import count, size
 from ckptconv.hints import Command, Option, command_line
-from ckptconv.render.page.columns import (
+from ckptconv.render.page import (
     LONGEST,
     MOST,
     bars,
@@ -23,6 +23,7 @@ from ckptconv.render.page.columns import (
     words,
 )
 from ckptconv.render.text import first_of
+from ckptconv.render.values import counted_words
 
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import Part, Summary, TensorSummary
@@ -34,7 +35,7 @@ _PARTS, _OTHERS, _ALONE = 12, 24, 3
 
 def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
     """Return the data of the page of `summary`, which shows the `most` largest tensors, or all."""
-    tensors, left_out = largest(summary.tensors, lambda tensor: tensor.nbytes, _home, most)
+    tensors, left_out = largest(summary.tensors, most)
     src = Path(summary.path)
     return {
         "title": summary.path,
@@ -145,7 +146,7 @@ def _lists(summary: Summary, tensors: Sequence[TensorSummary]) -> list[dict[str,
         values = tensor.values
         if values and values.nan + values.inf and tensor.tied_to not in numbers:
             bad.append([i])
-            says.append(", ".join(f"{n:,} {word}" for n, word in ((values.nan, "NaN"), (values.inf, "inf")) if n))
+            says.append(counted_words(values))
     found = [
         listed("tied", [tie for tie in ties if len(tie) > 1]),
         listed("NaN or inf", bad, says, bad=True),
@@ -155,7 +156,6 @@ def _lists(summary: Summary, tensors: Sequence[TensorSummary]) -> list[dict[str,
 
 def _columns(summary: Summary, tensors: Sequence[TensorSummary]) -> dict[str, Any]:
     """Return `tensors` in columns."""
-    places = {tensor.path: i for i, tensor in enumerate(tensors)}
     part_of = _parts(summary)
     values = [tensor.values for tensor in tensors]
     facts = [
@@ -168,18 +168,12 @@ def _columns(summary: Summary, tensors: Sequence[TensorSummary]) -> dict[str, An
         *(values_numbers(values) if summary.has_values else []),
     ]
     return columns(
-        [tensor.path for tensor in tensors],
-        [[(tensor.shape, tensor.nbytes, _home(tensor)) for tensor in tensors]],
-        [places.get(tensor.tied_to, -1) if tensor.tied_to else -1 for tensor in tensors],
+        tensors,
+        [tensors],
         facts,
         storage=[tensor.storage for tensor in tensors],
         histograms=bars("", (each.histogram if each else None for each in values)),
     )
-
-
-def _home(tensor: TensorSummary) -> str:
-    """Return the path of the tensor that `tensor` is tied to, or its own path."""
-    return tensor.tied_to or tensor.path
 
 
 def _parts(summary: Summary) -> Any:

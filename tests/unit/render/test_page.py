@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.render.page.vendor import make
+from ckptconv.render.page import vendored
 from tests.support.command import Command
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -351,8 +351,8 @@ def test_what_others_wrote_is_made_again(tmp_path: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip("there is no npm")
     try:
-        make.make(tmp_path)
+        vendored.make(tmp_path)
     except (subprocess.SubprocessError, OSError):
         pytest.skip("npm could not get it")
-    for name in make.FILES.values():
-        assert (tmp_path / name).read_bytes() == (Path(make.__file__).parent / name).read_bytes()
+    for name in vendored.FILES.values():
+        assert (tmp_path / name).read_bytes() == (Path(vendored.__file__).parent / "vendor" / name).read_bytes()

@@ -1,7 +1,7 @@
 """Fetch the JavaScript of others that pages contain. Its version and SHA-512 are constants of this file.
 
-``python ckptconv/render/page/vendor/make.py FOLDER`` writes the files into FOLDER, for a comparison. Without FOLDER it
-writes them next to this file. It needs npm and a network.
+``python ckptconv/render/page/vendored.py FOLDER`` writes the files into FOLDER, for a comparison. Without FOLDER it
+writes them to the folder ``vendor`` next to this file. It needs npm and a network.
 """
 
 from __future__ import annotations
@@ -50,4 +50,4 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    make(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "vendor")
