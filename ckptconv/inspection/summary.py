@@ -493,7 +493,7 @@ def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
 def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
     """Return the summary of a whole module."""
     tensors = checkpoint.tensor_nodes
-    infos = dict.fromkeys(tensors[id(node)] for node in found.tensors.values())  # modules can be shared
+    infos = dict.fromkeys(tensors[id(node)] for node in found.tensors.values())  # a module can occur twice
     parameters, nbytes = _sizes([*infos], checkpoint)
     places = found.places
     return ModuleSummary(
@@ -525,7 +525,7 @@ def _ties(tensors: list[TensorInfo]) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-# What is no tensor
+# Everything but tensors
 
 
 def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, str]]:
@@ -533,7 +533,7 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
     whole.
     """
     hidden, tensors = set[int](), checkpoint.tensor_nodes
-    shown: dict[int, tuple[bool, str | None]] = {}  # of what is shared, which can stand in any number of places
+    shown: dict[int, tuple[bool, str | None]] = {}  # shared nodes, which can occur in any number of places
     for place in places:
         node = place.node
         if place.parent is not None and id(place.parent) in hidden:
@@ -558,7 +558,7 @@ def _shown(node: Value) -> tuple[bool, str | None]:
     if not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or is_flat(node):
         return True, describe(node)
     if isinstance(node, Call) and isinstance(node.callable, Global) and node.callable.name == "scalar":
-        from ckptconv.edits.loadable.arrays import scalar_text  # which files without numpy's scalars do without
+        from ckptconv.edits.loadable.arrays import scalar_text  # only files with scalars of NumPy need it
 
         if number := scalar_text(node):
             return True, number

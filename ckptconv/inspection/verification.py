@@ -48,13 +48,13 @@ from ckptconv.stores.memory import Input
 _SHA256_DIGITS = 64
 _HEAD = 64  # bytes
 
-#: ``not checked``: bytes could not be read. ``unknown``: sound or not, this version cannot say. None of ``needs code``,
-#: ``not proved``, ``warning`` and ``note`` is damage; ``not proved`` is found by a strict verification only.
+#: ``not checked``: bytes could not be read. ``unknown``: this version cannot judge it. ``needs code``, ``not proved``,
+#: ``warning`` and ``note`` are not damage. Only a strict verification finds ``not proved``.
 Level: TypeAlias = Literal[
     "damaged", "not checked", "unknown", "dangerous", "needs code", "not proved", "warning", "note"
 ]
 
-#: ``not checked``: nothing is wrong with what could be read, and not all could.
+#: ``not checked``: nothing is wrong with what could be read, but something could not be read.
 Status: TypeAlias = Literal["ok", "failed", "not checked"]
 
 
@@ -225,7 +225,7 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
     Raises InputError if a folder cannot be listed.
     """
     folder = locate(path)
-    if not os.fspath(path) or not is_folder(folder):  # pathlib takes nothing for the folder that we are in
+    if not os.fspath(path) or not is_folder(folder):  # pathlib reads an empty path as the current folder
         return [os.fsdecode(path)]
     found = [
         str(each.path)
@@ -241,7 +241,7 @@ def _is_pickle(path: Path) -> bool:
         with open_input(path) as source:
             head = source.read(0, min(_HEAD, source.size))
             return bool(head) and looks_like_pickle(source, head)
-    except InputError:  # which nobody reads
+    except InputError:  # it cannot be loaded either
         return False
 
 
@@ -255,7 +255,7 @@ def _digits(sha256: str | None) -> str | None:
     return digits
 
 
-# What was found
+# Findings
 
 
 def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: CollectingSink, path: Path) -> list[Finding]:
@@ -263,7 +263,7 @@ def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: Colle
 
     If it has faults, names that the reader met outside of the checkpoint are judged too.
     """
-    if faults.errors:  # then not all of it may have become a checkpoint
+    if faults.errors:  # then the checkpoint may lack some of the file
         known = {concern.name for concern in found}
         found = found + [concern for concern in concerns_in(faults.named) if concern.name not in known]
     findings = [_of_error(error) for error in faults.errors if not (found and isinstance(error, DangerousError))]
@@ -347,7 +347,7 @@ def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Find
 
 def _check_sha256(source: Readable, expected: str, faults: CollectingSink) -> None:
     """Read all of `source`, and add a fault if its SHA-256 is not `expected`."""
-    import hashlib  # not at the start of commands that need none
+    import hashlib  # few commands need it
 
     digest = hashlib.sha256()
     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SHOWN = 8  # lines of a group, unless all are asked for
 _INDENT = "    "
 _GAP = "  "
-#: Groups of facts about tensors: the attribute that says one, and what it is called.
+#: Facts about tensors: the attribute, and what it is called.
 FACTS = (
     ("dtype", "dtype"),
     ("shape", "shape"),

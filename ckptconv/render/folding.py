@@ -20,10 +20,10 @@ from ckptconv.pickles.graph import gc_paused
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import TensorSummary
 
-_DEEPEST = 64  # levels; what is below stays one name, so that no name can make the tree deep
+_DEEPEST = 64  # levels; the rest of a name is one segment, so that no name can make the tree deep
 _SHOWN_RUNS = 4
-# A key that is no string, an index with what ends it, or a word up to the dot or slash that
-# ends it; dots at its start belong to it.
+# A key that is not a string, an index with the separator after it, or a word up to the dot or slash that ends it, with
+# the dots at its start.
 _PIECE = regex(
     r"""\[ (?: '(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [^]'"] )* \] (?:\\[0-9]+)? /?
       | \.* (?: \\. | [^\\/[.] )* (?: [./] | (?=\[) | $ )
@@ -31,7 +31,7 @@ _PIECE = regex(
     """,
     re.DOTALL | re.VERBOSE,
 )
-_PLAIN_PIECE = regex(r"\.*[^./]*[./]?")  # the same, many times faster, where no bracket or backslash is
+_PLAIN_PIECE = regex(r"\.*[^./]*[./]?")  # the same for paths without brackets and backslashes, many times faster
 _NUMBER = regex(r"(\[?)(0|[1-9][0-9]{0,8})(\]?[./]?)")
 
 

@@ -35,7 +35,7 @@ _KEYS = {
         *("path", "ok", "status", "strict", "format", "safety", "torch", "checked", "nbytes", "findings", "more"),
     ),
 }
-#: Keys that are left out where the value is None.
+#: Keys that are left out if the value is None.
 _OPTIONAL = {"TensorDifference": "statistics", "ValueDifference": "histogram"}
 
 
@@ -91,7 +91,7 @@ def _report(report: Report) -> dict[str, Any]:
     return view
 
 
-#: The views of results that are not a walk through their keys.
+#: How results are viewed that need more than a walk through their keys.
 _VIEWS: dict[str, Any] = {"Report": _report, "Summary": _summary}
 
 

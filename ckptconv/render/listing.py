@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _GAP = "  "
 _UNKNOWN = "–"
 _HEADINGS = ("checkpoint", "format", "size", "tensors", "devices", "loads here")
-#: What is said of one, and of several.
+#: The words for one checkpoint, and for several.
 _ANSWERS = {
     "yes": ("loads here", "load here"),
     "no": ("does not load here", "do not load here"),
@@ -29,7 +29,8 @@ _ANSWERS = {
 }
 _RIGHT = (2, 3)  # columns of numbers
 _LEAST_PATH = 12  # columns
-_LINES = 23  # on a terminal, which has 24 and shows a prompt
+_LINES = 23  # a terminal has 24, one of them for the prompt
+_REASONS = 10  # of failures
 
 
 class Line(NamedTuple):
@@ -109,9 +110,6 @@ def _drawn(lines: Sequence[Line], style: Style) -> Iterator[str]:
         texts = [fitting(path, widths[0], style, end=True), *texts]
         line = _GAP.join(padded(text, widths[i], right=i in _RIGHT) for i, text in enumerate(texts)).rstrip()
         yield style.paint(fitting(line, style.columns, style), None if at else "title")
-
-
-_REASONS = 10  # of failures
 
 
 def item_line(report: Report, style: Style, *, copied: bool = False) -> str:

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from ckptconv.checkpoint.model import Checkpoint
     from ckptconv.conversion.plan import Report
 
+_MOST = 100_000  # characters, so that a notebook of many results stays small
+_OPEN = 200  # tensors, or lines; of more only the title is shown at first
+_TRIES = 8
+_FRAME = "width:100%;height:720px;border:0"
+
 
 def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None) -> dict[str, Any]:
     """Return the data of the page of `report`, which shows the `most` largest tensors of the output `checkpoint`, or
@@ -68,12 +73,6 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
             ],
         ),
     }
-
-
-_MOST = 100_000  # characters, so that a notebook of many results stays small
-_OPEN = 200  # tensors, or lines, beyond which only the title is seen at first
-_TRIES = 8
-_FRAME = "width:100%;height:720px;border:0"
 
 
 def html(result: Result, title: str, lines: Iterable[str]) -> str:
@@ -128,7 +127,7 @@ def _framed(data: Callable[..., dict[str, Any]], title: str, n: int) -> str:
 
 def _frame(data: dict[str, Any], title: str) -> str:
     """Return the page of `data` in a frame."""
-    page = page_of(data).replace("&", "&amp;").replace("'", "&#39;")  # all that ends an attribute in these marks
+    page = page_of(data).replace("&", "&amp;").replace("'", "&#39;")  # nothing else can end the attribute
     return f"<iframe sandbox='allow-scripts' style='{_FRAME}' title='{escape(title)}' srcdoc='{page}'></iframe>"
 
 

@@ -23,13 +23,21 @@ if TYPE_CHECKING:
     from ckptconv.conversion.plan import Report, Verified
     from ckptconv.edits.changes import MadePlain, NameChange
 
-_LARGEST_TABLE = 2048  # cells: longer changes, which only a file made for it has, are written out
-# Texts, compiled when a name has changed, as in ``text``.
+_LARGEST_TABLE = 2048  # cells; longer changes, as in a file made for that, are written out
+# Patterns are texts, so that they are compiled only if a name has changed.
 _WORD = r"(?s)[^\W\d_]+|\d+|."
 _ENDS_APART = r"(?s)\A([\W_]*)\w.*?([\W_]*)\Z"
 
-#: Numbers that are equal where two names' words are: how they are alike depends on nothing else.
+#: The words of a name as numbers. Equal words of two names have equal numbers, and the rest does not matter.
 _Words = tuple[int, ...]
+Fact: TypeAlias = "tuple[str, str | Sequence[str]]"  # a label, and a text or parts of one
+_SHOWN = 5  # things in one fact
+_PATTERNS = 8  # of names
+_IN_PLACE = {
+    "nothing": "nothing had to change",
+    "same size": "within the old bytes of its header",
+    "appended": "with a new pickle behind the tensors; the old one stays in the file until it is converted",
+}
 
 
 class Pattern(NamedTuple):
@@ -122,17 +130,6 @@ def _starred(words: list[str], runs: Iterable[tuple[int, int]]) -> str:
         at = first + number
         parts.append(re.sub(_ENDS_APART, r"\1*\2", "".join(words[first:at])))
     return "".join([*parts, *words[at:]])
-
-
-Fact: TypeAlias = "tuple[str, str | Sequence[str]]"  # a label, and a text or parts of one
-
-_SHOWN = 5  # things in one fact
-_PATTERNS = 8  # of names
-_IN_PLACE = {
-    "nothing": "nothing had to change",
-    "same size": "within the old bytes of its header",
-    "appended": "with a new pickle behind the tensors; the old one stays in the file until it is converted",
-}
 
 
 def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = False) -> Iterator[str]:

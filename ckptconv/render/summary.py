@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from ckptconv.inspection.diagnosis.findings import Advice
     from ckptconv.inspection.summary import Part, Share, Summary, TensorSummary
 
-_SHOWN = 5  # things in one fact, and its lines
-_SHOWN_LONG = 3  # things that are names twice over
+_SHOWN = 5  # things in one fact, and lines of one
+_SHOWN_LONG = 3  # things that consist of two names
 _LONGEST = 60  # characters of a text from the file
 _LONGEST_PATH = 100
 _USUAL_GLOBALS = ("torch.", "collections.OrderedDict", "__builtin__.", "builtins.", "_codecs.encode")
-_MACHINERY = regex(r"(^|/)\.(_|training$)")  # attributes that every pickled module has, and what is in them
-_DANGEROUS = "dangerous"  # the kind of the finding that outweighs the others
+_MACHINERY = regex(r"(^|/)\.(_|training$)")  # attributes that every pickled module has, and their contents
+_DANGEROUS = "dangerous"  # the kind of finding that outweighs the others
+_LINES = 23  # a terminal has 24, one of them for the prompt
+_LEAST = 9  # lines for the table: its heading, some rows, and the number of the others
 
 
 def facts(summary: Summary, style: Style, *, shown: int | None = None, most: int | None = None) -> Iterator[str]:
@@ -68,7 +70,7 @@ def _blocks(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]
     for note in summary.notes:
         yield 3, fact(style, "note", note)
     yield 4, _special_tensors(summary, style)
-    modules = {found.path for found in summary.modules}  # each has a line of its own
+    modules = {found.path for found in summary.modules}  # each has its own line
     for label, found_texts in (("metadata", summary.metadata), ("values", summary.others)):
         texts = [
             (path, text) for path, text in found_texts.items() if not _MACHINERY.search(path) and path not in modules
@@ -357,12 +359,8 @@ def _safety(summary: Summary, style: Style) -> Iterator[str]:
         yield from fact(style, "pickles in it", first_of(inside, _SHOWN))
     if summary.protocol is None:
         yield from fact(style, "needs code", "no: the format holds none")
-    elif summary.weights_only and not summary.loads_here:  # what it refuses is a finding
+    elif summary.weights_only and not summary.loads_here:  # otherwise a finding says what is refused
         yield from fact(style, "needs code", "no: tensors and plain data alone")
-
-
-_LINES = 23  # on a terminal, which has 24 and shows a prompt
-_LEAST = 9  # of them for the table: its heading, some rows, and what is missing
 
 
 def summary_lines(

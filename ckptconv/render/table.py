@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 _GAP = "  "
 _HEADINGS = ("tensor", "dtype", "shape", "device", "size")
-_NARROW = 70  # columns; below that there is no room for bars
-_LEAST_NAME = 16  # columns of a name, below which other columns make room
-_LONGEST_NAME = 300  # characters of a name on a terminal, so that no name fills the screen
+_NARROW = 70  # columns; a narrower terminal has no room for bars
+_LEAST_NAME = 16  # columns of a name; other columns are left out for it
+_LONGEST_NAME = 300  # characters of a name, so that none fills the screen
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LONGEST_TWICE = 12  # columns of a prefix that is shown for both the first and the last block
 
 
 class Row(NamedTuple):
@@ -63,7 +64,7 @@ def table_lines(
         n = len(tensors[:limit])
         yield from footer(style, len(tensors), drawn=n, rows=len(tensors), shown=n)
         return
-    from ckptconv.render.folding import leaves, tree_of  # not for a pipe
+    from ckptconv.render.folding import leaves, tree_of  # only terminals need it
 
     every = list(leaves(tree_of(tensors, fold=fold)))
     every.sort(key=lambda leaf: leaf[1].first)
@@ -212,9 +213,6 @@ def _bar(nbytes: int, largest: int, width: int, style: Style) -> str:
         return "#" * round(width * nbytes / max(1, largest))
     whole, eighths = divmod(round(8 * width * nbytes / max(1, largest)), 8)
     return (_EIGHTHS[8] * whole + _EIGHTHS[eighths]).rstrip()
-
-
-_LONGEST_TWICE = 12  # columns of a prefix that is said for the first and for the last block
 
 
 def tree_lines(

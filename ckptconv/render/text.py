@@ -13,10 +13,10 @@ from ckptconv.hints import Command, quoted
 
 _INDENT = "  "
 _LABEL = 14  # columns
-_NARROWEST = 40  # columns; below that lines are as for 40
-_TIE = "\N{NO-BREAK SPACE}"  # stands between words that stay together; printable() lets none through from a file
-# Patterns are texts, compiled when a terminal needs them: that takes longer than all else that is done here for a pipe.
-_TOGETHER = r"(?<=\d) (?=[kMGT]?B\b)| (?=[×x]\d)"  # a size and its unit, a word and how often
+_NARROWEST = 40  # columns; a narrower terminal gets lines for 40
+_TIE = "\N{NO-BREAK SPACE}"  # joins words that stay together; printable() escapes it in texts from files
+# Patterns are texts, so that they are compiled only for a terminal: that takes longer than everything else done here.
+_TOGETHER = r"(?<=\d) (?=[kMGT]?B\b)| (?=[×x]\d)"  # a size and its unit; a word and how often it occurs
 _ASCII = str.maketrans(
     {"×": "x", "…": "...", "→": "->", "←": "<-", "─": "-", "–": "-", "—": "--", "·": "*", "≤": "<=", "≥": ">="}
 )
@@ -61,9 +61,9 @@ class Style(NamedTuple):
         """Return `text` in the colours of `style`, a key of ``_STYLES``, or as it is without colours or style."""
         if not (self.colour and style and text):
             return text
-        from click import style as styled  # which results that nobody prints do without
+        from click import style as styled  # only output in colours needs it
 
-        return styled(text, **_STYLES[style])  # type: ignore[arg-type]  # one table for all keywords
+        return styled(text, **_STYLES[style])  # type: ignore[arg-type]  # the table has the keywords of style()
 
 
 #: The style of ``str()``.

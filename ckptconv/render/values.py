@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _GAP = "  "
 _NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
 _HEADINGS = ("tensor", "dtype", *_NUMBERS, "histogram")
-_LAST_TO_STAY = (0, 2, 5, 6, 7, 8, 3, 4, 10, 9, 1)  # columns, the last of which goes first where there is no room
+_LAST_TO_STAY = (0, 2, 5, 6, 7, 8, 3, 4, 10, 9, 1)  # columns; the last one is left out first if there is no room
 _LEAST_NAME = 24  # columns
 _SHOWN = 3
 _BARS = "▁▂▃▄▅▆▇█"

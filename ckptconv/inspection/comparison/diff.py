@@ -42,8 +42,11 @@ from ckptconv.stores.memory import Input
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PARTS = 64  # state dicts of one file that are looked at
-_TRIED = 8  # names that are looked for in the other with something before them
+_PARTS = 64  # state dicts of one file that are tried
+_TRIED = 8  # names whose prefix in the other file is looked for
+_T = TypeVar("_T")
+_SHOWN = 3  # paths in a brief note
+_ASKED = "left out as asked"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def command_that_fits(
         more: Options to repeat.
     """
     if edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix:
-        return None  # another edit of names would not come where it should
+        return None  # another edit of names could apply in the wrong order
     again = options_of(edits)
     parts = _parts(a, edits), _parts(b, Edits())
     files = [Path(path) for path in paths]
@@ -153,12 +156,6 @@ def _before(short: Collection[str], long: Collection[str]) -> set[str]:
         for name in long
         if each and name.endswith(f".{each}")
     }
-
-
-_T = TypeVar("_T")
-
-_SHOWN = 3  # paths in a brief note
-_ASKED = "left out as asked"
 
 
 @for_python
@@ -367,7 +364,7 @@ class _Comparison:
         if self.a.is_state_dict and self.b.is_state_dict:
             for key in {**self.a.metadata, **self.b.metadata}:
                 texts = self.a.metadata.get(key), self.b.metadata.get(key)
-                unsaid = key == "format" and None in texts  # every writer says it, or nobody needs it
+                unsaid = key == "format" and None in texts  # every writer may add it, and no reader needs it
                 if texts[0] != texts[1] and not unsaid:
                     words = [None if text is None else repr(text[:60]) for text in texts]
                     self.others.append((OtherDifference(f"__metadata__/{key}", *words), None))
@@ -415,7 +412,7 @@ class _Comparison:
             words = words[0], "other bytes"
         self.others.append((OtherDifference(place_a.path, *words), key))
 
-    # What comes of it
+    # Results
 
     def with_statistics(self, differing: Sequence[TensorDifference]) -> tuple[TensorDifference, ...]:
         """Return `differing`, each with what its elements are on both sides."""

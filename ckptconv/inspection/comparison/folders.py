@@ -11,7 +11,7 @@ from ckptconv.conversion.discovery import find
 from ckptconv.conversion.target_names import Found, name_in_folder
 from ckptconv.stores import is_folder, locate
 
-_ANY = "safetensors"  # a format that every checkpoint could become: its name there is one for all containers
+_ANY = "safetensors"  # every checkpoint can be converted to it, so its file names do not depend on the container
 
 
 class Pair(NamedTuple):

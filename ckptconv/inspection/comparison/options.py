@@ -1,6 +1,6 @@
 """Declare the keywords of ``diff``, each once, and make them data."""
 
-# No annotations from __future__: what stands in Annotated is read when the package is imported.
+# No annotations from __future__: the texts in Annotated are read when the package is imported.
 
 from dataclasses import fields
 from math import isfinite
@@ -66,5 +66,5 @@ class Compared(FromKeywords):
         return [each for each in said if each.value]
 
 
-#: Everything, and to the last bit, but for what has one checksum on both sides.
+#: Everything is compared, to the last bit, except for data that has the same checksum on both sides.
 ALL = Compared()

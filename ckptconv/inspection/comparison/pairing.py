@@ -57,7 +57,7 @@ KEY_SIZE = 4096  # atoms, or kilobytes, of the largest key or member that is com
 _LATIN_1 = ("latin1", "latin-1", "iso-8859-1")
 #: A key or member as a kind and a value, which can be compared and sorted.
 Said: TypeAlias = tuple[str, object]
-#: None: an object is in it, or it is too large.
+#: None if it contains an object or is too large.
 Meant: TypeAlias = "Said | None"
 _SETS = {"builtins.set": "set", "builtins.frozenset": "frozenset"}
 
@@ -73,7 +73,7 @@ class Side:
         self.reader = TensorReader(self.storages, str(checkpoint.source.path))
         self.root = Place(None, "", checkpoint.graph.root, 0)
         self.only: list[OnlyIn] = []
-        self.listed: set[int] = set()  # nodes below what the other side has not
+        self.listed: set[int] = set()  # nodes below what the other side does not have
         self.shown: set[int] = set()  # arguments and states below it
         self.said: dict[int, str] = {}
         self.meant: dict[int, Meant] = {}  # keys and members, by the ids of their nodes
@@ -169,7 +169,7 @@ class Side:
         """Return `node` in words."""
         if not isinstance(node, Node):
             return describe(node)
-        if id(node) not in self.said:  # once: it can stand in any number of places
+        if id(node) not in self.said:  # it can occur in any number of places
             self.said[id(node)] = self._words(node)
         return self.said[id(node)]
 
@@ -300,10 +300,10 @@ def _atom(value: Value) -> Said:
     return ("node", id(value)) if isinstance(value, Node) else (type(value).__name__, value)
 
 
-#: Pairs of nodes that are looked at: so many, and more for each opcode and each place of either side. A real pair of
-#: files takes one for each place.
+#: The limit of pairs of nodes: a constant, and two for each opcode and each place of either side. A real pair of files
+#: takes one for each place.
 _STEPS, _STEPS_EACH = 100_000, 2
-_KEY_DEPTH = 16  # levels of a key or member that is compared by what it is
+_KEY_DEPTH = 16  # levels of a key or member that is compared by its meaning
 
 
 @dataclass
@@ -333,11 +333,11 @@ class Pairing:
         places = len(self.a.checkpoint.places) + len(self.b.checkpoint.places)
         self._steps = _STEPS + _STEPS_EACH * (opcodes + places)
         self._room = LIMITS.path_characters_unpickled + LIMITS.path_characters_each * opcodes
-        self._shared = self.a.checkpoint.graph.shared, self.b.checkpoint.graph.shared  # what can be met again
+        self._shared = self.a.checkpoint.graph.shared, self.b.checkpoint.graph.shared  # nodes that can occur again
         self._seen: set[int] = set()  # pairs, each as one number, which takes less memory
         self._listed: set[tuple[int, int]] = set()  # pairs of arguments and states that were looked into
         self._alike: dict[tuple[object, ...], bool] = {}
-        self._meanings: dict[object, int] = {}  # of tuples and frozensets that are keys or members, numbered
+        self._meanings: dict[object, int] = {}  # numbers of tuples and frozensets that are keys or members
 
     def run(self) -> None:
         """Find everything. Raise LimitError if two graphs share their parts in ways that would take too long."""
@@ -366,7 +366,7 @@ class Pairing:
             one, other = self.a.inner_tensor(left), self.b.inner_tensor(right)
             if one and other:
                 tensors.append((one, other))
-                if one.kind == other.kind == "quantized":  # its scale and zero point stand beside its storage
+                if one.kind == other.kind == "quantized":  # its scale and zero point are arguments next to its storage
                     todo.append((_quantizer(left), _quantizer(right)))
             elif one or other or not self._same_alone(left, right):
                 same = False
@@ -399,7 +399,7 @@ class Pairing:
         if isinstance(left, Call) and isinstance(right, Call) and all(tensors):
             self.tensors.append((a, b))
             if not (self.a.leaf(left) or self.b.leaf(right)):
-                return False  # most tensors: nothing stands in them
+                return False  # most tensors have nothing inside
         elif any(tensors):
             self._other(a, b)
             return False
@@ -430,7 +430,7 @@ class Pairing:
         if a not in self._shared[0] and b not in self._shared[1]:
             return self._is_same(a, b)
         pair = id(a), id(b)
-        if pair not in self._alike:  # once: a text of gigabytes can stand in any number of places
+        if pair not in self._alike:  # a text of gigabytes can occur in any number of places
             self._alike[pair] = self._is_same(a, b)
         return self._alike[pair]
 
@@ -494,7 +494,7 @@ class Pairing:
 
     def _listed_again(self, a: Value, b: Value) -> tuple[set[int], set[int]]:
         """Return the ids of the arguments and states of `a` and of `b` whose pairs were looked into before."""
-        if not (isinstance(a, Call) and isinstance(b, Call)):  # nothing else has any
+        if not (isinstance(a, Call) and isinstance(b, Call)):  # only calls have arguments and states
             return set(), set()
         parts = zip(parts_listed(a, self.a.leaf), parts_listed(b, self.b.leaf), strict=False)
         pairs = [(id(x), id(y)) for x, y in parts if isinstance(x, Node) and isinstance(y, Node)]
@@ -520,12 +520,12 @@ class Pairing:
             key, value = keys[n] if n < len(keys) else ("", place)
             meant = meanings[n] if n < len(keys) else None
             if meant and isinstance(key, Node) and below.segment == f"/<{n}>":
-                continue  # the key, which stands before its value
+                continue  # the key, which comes before its value
             if value is not below.node or not below.segment.startswith(key_segment(key, n)):
                 found[below.segment] = below
                 continue
             n += 1
-            if meant and isinstance(key, Call) and isinstance(meant[1], bytes):  # as protocol 2 spells them
+            if meant and isinstance(key, Call) and isinstance(meant[1], bytes):  # bytes in protocol 2
                 below.segment = key_segment(meant[1], n)
             times[meant] += 1
             found[(meant, times[meant]) if meant else below.segment] = below
@@ -536,7 +536,7 @@ class Pairing:
         places.
         """
         stand_in = id(side.set_of(node))
-        if stand_in not in side.sorted:  # once: any number of sets can be made of one list
+        if stand_in not in side.sorted:  # any number of sets can be made of one list
             members = side.members(node) or []
             found = [*takewhile(bool, (self._canonical(member, side) for member in members))]
             side.sorted[stand_in] = sorted(filter(None, found)) if len(found) == len(members) else None
@@ -550,7 +550,7 @@ class Pairing:
         self._step(None)
         return meant
 
-    # What was found
+    # Differences
 
     def _other(self, a: Place, b: Place) -> None:
         """Note that what is at `a` and `b` differs."""

@@ -33,11 +33,20 @@ if TYPE_CHECKING:
 
 _BUFFER = 1 << 20  # bytes of each side that a thread holds
 _SEGMENT = 16 << 20  # bytes that a thread takes at once
-_SMALL = 128 << 10  # bytes; a range of less is not worth another thread
+_SMALL = 128 << 10  # bytes; a smaller range is not worth another thread
 _MOST_THREADS = 4
 
 #: A part of a pair of ranges: the offset in both, and the length.
 Unequal = tuple[int, int]
+#: The views of a pair of tensors.
+Key = tuple[tuple[object, ...], tuple[object, ...]]
+#: The codes with which :mod:`struct` reads dtypes, and how much of a part that differs is read with it.
+_STRUCT_CODES = {
+    **dict(zip(("float16", "bfloat16", "float32", "float64"), "effd", strict=True)),
+    **dict(zip(("int8", "int16", "int32", "int64"), "bhiq", strict=True)),
+    **dict(zip(("uint8", "uint16", "uint32", "uint64"), "BHIQ", strict=True)),
+}
+_LOOKED_AT = 1 << 20  # bytes, a multiple of each size
 
 
 def unequal_parts(
@@ -130,23 +139,9 @@ class _Reader:
             left, right = buffers if n == _BUFFER else (bytearray(n), bytearray(n))
             a.source.read_into(a.offset + offset + at, memoryview(left))
             b.source.read_into(b.offset + offset + at, memoryview(right))
-            if left != right:  # of two bytearrays, and not of views, which would be compared number by number
+            if left != right:  # bytearrays: views would be compared number by number
                 return at
         return length
-
-
-#: The views of a pair of tensors.
-Key = tuple[tuple[object, ...], tuple[object, ...]]
-#: Called with the bytes to compare, for what is called with each number of bytes compared.
-
-
-#: How :mod:`struct` reads dtypes that both have, and how much of what differs is read with it, which starts within.
-_STRUCT_CODES = {
-    **dict(zip(("float16", "bfloat16", "float32", "float64"), "effd", strict=True)),
-    **dict(zip(("int8", "int16", "int32", "int64"), "bhiq", strict=True)),
-    **dict(zip(("uint8", "uint16", "uint32", "uint64"), "BHIQ", strict=True)),
-}
-_LOOKED_AT = 1 << 20  # bytes, a multiple of each size
 
 
 class DifferenceFound(Exception):
@@ -165,7 +160,7 @@ class Values:
         histogram: Whether to make histograms of the differences.
     """
 
-    #: Raise :class:`DifferenceFound` at the first difference.
+    #: Whether to raise :class:`DifferenceFound` at the first difference.
     stops = False
 
     def __init__(
@@ -182,7 +177,7 @@ class Values:
         self.rtol, self.atol = rtol, atol
         self.full = full
         self.histogram = histogram
-        #: What came of it, None where values that differ cannot be told from what stands beside them.
+        #: The results. None if bytes differ and it is not known whether those of the tensors do.
         self.found: dict[Key, ValueDifference | None] = {}
         self.near: dict[Key, float] = {}
         self.wanted: dict[Key, tuple[TensorInfo, TensorInfo]] = {}
@@ -190,7 +185,7 @@ class Values:
         self._packed: dict[Key, int] = {}
         self._believed: set[tuple[int, int]] = set()
         self._budget = Budget((), "")
-        self._rest = 2 * (a.source.size + b.source.size)  # bytes that may be read for nothing but the largest of B
+        self._rest = 2 * (a.source.size + b.source.size)  # bytes that may be read only to find the largest of B
 
     def want(self, a: TensorInfo, b: TensorInfo) -> Key:
         """Note that `a` and `b`, of one shape, are to be compared, and return the key of the result."""
@@ -451,7 +446,7 @@ class _Together:
 
     def __init__(self, comparers: Sequence[Comparer]) -> None:
         self.n = len(comparers)
-        self.nodes = [*comparers, *comparers]  # a node at i has found what those at 2 i and 2 i + 1 have
+        self.nodes = [*comparers, *comparers]  # the node at i combines those at 2 i and 2 i + 1
         for i in range(self.n - 1, 0, -1):
             self.nodes[i] = self.nodes[2 * i] | self.nodes[2 * i + 1]
 

@@ -27,6 +27,14 @@ from ckptconv.hints import Command, Option
 if TYPE_CHECKING:
     from ckptconv.inspection.values import Histogram
 
+MOST = 40  # notes and findings
+LONGEST = 1000  # characters of a text that is not a name
+#: The numbers that a page shows of the values of a tensor, in this order.
+NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
+_BAD = ("nan", "inf")
+_LISTED = 12
+_DIGITS = 4  # of each number
+
 
 def hashes() -> tuple[str, str]:
     """Return the hashes of the script and of the style, for the policy of a page that contains such pages."""
@@ -62,15 +70,6 @@ def _text(name: str) -> str:
 def _sum(text: str) -> str:
     """Return the hash of `text` as a policy names it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-MOST = 40  # notes and findings
-LONGEST = 1000  # characters of a text that is no name
-#: What of values a page shows, in this order.
-NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
-_BAD = ("nan", "inf")
-_LISTED = 12
-_DIGITS = 4  # of the numbers that a page shows
 
 
 def largest(tensors: Sequence[Any], most: int | None) -> tuple[Sequence[Any], list[tuple[str, str]]]:
@@ -226,7 +225,7 @@ def _front_coded(paths: Sequence[str]) -> list[Any]:
     before = ""
     for path in paths:
         shared = commonprefix([before, path])  # noqa: RUF071 - of texts, not of paths
-        same = len(shared) if shared.isascii() else 0  # the page counts other characters otherwise
+        same = len(shared) if shared.isascii() else 0  # JavaScript counts other characters differently
         found += [same, path[same:]]
         before = path
     return found

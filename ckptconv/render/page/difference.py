@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptconv.inspection.comparison.differences import Difference, OnlyIn, TensorDifference, TensorFacts
 
 _ONLY = ("only in A", "only in B")
-#: Words for the largest difference in a tensor, by which a map can be coloured.
+#: Words for the largest difference in a tensor. A map can be coloured by them.
 _APART = (
     *((1.0, "1 or more"), (0.1, "0.1 to 1"), (1e-2, "0.01 to 0.1"), (1e-3, "0.001 to 0.01")),
     *((1e-4, "0.0001 to 0.001"), (0.0, "less than 0.0001")),

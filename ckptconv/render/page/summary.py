@@ -28,7 +28,7 @@ from ckptconv.render.values import counted_words
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import Part, Summary, TensorSummary
 
-#: In place of a verdict, where it stands elsewhere.
+#: For a page whose verdict is shown elsewhere.
 NO_VERDICT: dict[str, Any] = {"good": None, "text": "", "findings": [], "remedy": None}
 _PARTS, _OTHERS, _ALONE = 12, 24, 3
 
@@ -39,7 +39,7 @@ def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
     src = Path(summary.path)
     return {
         "title": summary.path,
-        "named": any(found.path == "." for found in summary.state_dicts),  # so that globs mean names
+        "named": any(found.path == "." for found in summary.state_dicts),  # then globs match names
         "verdict": _verdict(summary),
         "facts": [*_facts(summary), *left_out],
         "lists": _lists(summary, tensors),
@@ -131,7 +131,9 @@ def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
     left = [part for part in summary.parts if part not in gone]
     if gone and len(gone) <= _PARTS and any(part.kind == "model" for part in left):
         nbytes = sum(part.nbytes for part in left)
-        most = "" if sum(part.nbytes for part in summary.parts) == summary.nbytes else "at most "  # ties between parts
+        most = (
+            "" if sum(part.nbytes for part in summary.parts) == summary.nbytes else "at most "
+        )  # parts can share tensors
         typed = command_line("convert", src, Path("rest.pt"), *(Option("drop", part.path) for part in gone))
         less = f"leaving out {' and '.join(map(_part, gone))} leaves {most}{_share(nbytes, summary)}"
         yield f"{less}, unless they stand at other paths too", str(typed)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 PACKAGE = "d3-hierarchy@3.1.2"
 INTEGRITY = "sha512-FX/9frcub54beBdugHjDCdikxThEqjnR93Qt7PvQTOHxyiNCAlvMrHhclk3cD5VeAaq9fxmfRp+CnWw9rEMBuA=="
-#: What of the archive is taken, and what it is called here.
+#: The files that are taken from the archive, and their names here.
 FILES = {"package/dist/d3-hierarchy.min.js": "d3-hierarchy.min.js", "package/LICENSE": "d3-hierarchy.LICENSE"}
 
 
