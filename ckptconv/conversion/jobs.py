@@ -29,7 +29,7 @@ from ckptconv.hints import joined, option, unknown_keyword
 from ckptconv.light_dataclass import dataclass
 from ckptconv.output import files as output_files
 from ckptconv.output.files import Steps, run_steps
-from ckptconv.stores import is_url
+from ckptconv.stores import is_url, store_of
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _run(request: Request, tick: Progress | None) -> Steps[Report]:
     """Do `request` in steps, and make the folders above its output first. Stores have no folders."""
     folder, stands_in = request.dst.parent, None
     with ExitStack() as opened:
-        if not is_url(request.dst):
+        if store_of(request.dst, writing=True).has_folders:
             if not request.output.dry_run:
                 output_files.make_folder(folder, like=request.src.parent)
             elif not folder.is_dir():

@@ -23,7 +23,7 @@ from ckptconv.formats.sharded.index import is_index, is_index_file
 from ckptconv.formats.two_readings import refuse_two_readings
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Message, command, shell
-from ckptconv.stores import is_folder, is_url, locate
+from ckptconv.stores import is_url, locate
 from ckptconv.stores.memory import FileObjectSource, Input, is_file_object
 
 _R = TypeVar("_R", bound=Readable)
@@ -122,17 +122,12 @@ def _open_url(given: str | os.PathLike[str], faults: FaultSink, **how: Any) -> R
 
     `how` and the errors are as for :func:`open_input`.
     """
-    path = locate(given)
-    if not is_url(path):
-        return open_input(path, faults)
-    from ckptconv.stores.remote import (
-        FarFolder,
-        FarPath,
-        open_far,  # local files do not need it
-    )
+    from ckptconv.stores.remote import FarFolder, FarPath, open_far
 
-    assert isinstance(path, FarPath)
-    if is_index(path.name) or is_pattern(path.name) or is_folder(path):
+    path = locate(given)
+    if not isinstance(path, FarPath):  # a URL of the scheme file
+        return open_input(path, faults)
+    if is_index(path.name) or is_pattern(path.name) or path.is_dir():
         return FarFolder(path, faults, checked_part, **how)
     try:
         return open_far(path, faults, **how)

@@ -409,19 +409,10 @@ class _Object:
 
     def send(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
         """Send or copy `parts`, several at once; for each its ETag, and what is remembered of it."""
-        with self._as_output_error():
-            return self._sent(parts, upload, progress)
-
-    def complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
-        """Complete an upload, which makes the object visible; its ETag."""
-        with self._as_output_error():
-            return self._complete(upload, etags, condition)
-
-    def _sent(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
         largest = max((part.length for part in parts if not part.copied), default=1)
         threads = max(1, min(POLICY.concurrency, _HELD // largest))
         done: dict[int, tuple[str, Sent]] = {}
-        with ThreadPoolExecutor(threads) as pool:
+        with self._as_output_error(), ThreadPoolExecutor(threads) as pool:
             tasks = {pool.submit(self._part, part, upload, n): (n, part) for n, part in enumerate(parts, 1)}
             try:
                 for task in as_completed(tasks):
@@ -454,8 +445,11 @@ class _Object:
         )
         return str(done["CopyPartResult"]["ETag"]), span
 
-    def _complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
-        """As :meth:`complete`. A lost answer is no fault if the object is there with the ETag of its parts."""
+    def complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
+        """Complete an upload, which makes the object visible, and return the object's ETag.
+
+        A lost answer is not an error if the object is there with the ETag of its parts.
+        """
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
         more = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **condition}
 
@@ -463,7 +457,8 @@ class _Object:
             digests = [bytes.fromhex(etag.strip('"')) for etag in etags if len(etag.strip('"')) == 32]
             return f'"{digest(digests).hex()}-{len(etags)}"'
 
-        return self._appeared(whole, self.client.complete_multipart_upload, **more)
+        with self._as_output_error():
+            return self._appeared(whole, self.client.complete_multipart_upload, **more)
 
     def _appeared(self, etag: Callable[[], str], call: Callable[..., dict[str, Any]], **more: Any) -> str:
         """Let the object appear; its ETag. An answer that was lost is no fault where the next one says that there is no
