@@ -368,8 +368,8 @@ def _fetched(nodes: list[Node], look_ups: set[int], used: set[int], meanings: _M
     """
     for node in nodes:
         if isinstance(node, Call):
-            said = list(_names_or_texts(node, look_ups, meanings, is_used=id(node) in used))
-            yield from ((what, node) for what in said or _given(node, meanings))
+            dangers = list(_names_or_texts(node, look_ups, meanings, is_used=id(node) in used))
+            yield from ((what, node) for what in dangers or _given(node, meanings))
 
 
 def _used(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:

@@ -329,7 +329,7 @@ class _Plain(_Writer):
             return
         steps: list[_Step] = []
         for effect in target.effects:
-            steps += _doing(effect)
+            steps += _effect_steps(effect)
         self.todo += steps[::-1]
 
     def leave_items(self, row: RowCall) -> None:
@@ -399,7 +399,7 @@ class _Replayed(_Writer):
             if isinstance(node, Object):
                 calls += [(effect.order, node, effect) for effect in node.effects if effect.order is not None]
         for _, target, effect in sorted(calls, key=lambda call: call[0]):
-            self.push(_construction(target) if effect is None else [target, *_doing(effect)])
+            self.push(_construction(target) if effect is None else [target, *_effect_steps(effect)])
             self.out += _POP
         self.push([self.graph.root])
         return self.finish()
@@ -416,25 +416,25 @@ class _Replayed(_Writer):
                 self.out += step.code
                 if step.made is not None:
                     self.put(step.made)
-                    todo += _edited(step.made)
+                    todo += _added_effects(step.made)
             elif (slot := self.memo.get(id(step))) is not None:
                 self.get(slot)
             elif isinstance(step, (List, Dict, Set)):
                 self.out += _EMPTY[type(step)]
                 self.put(step)
-                todo += _edited(step)
+                todo += _added_effects(step)
             elif not self.atom(step):
                 todo += _construction(step)[::-1]
 
 
-def _edited(made: Node) -> list[_Step]:
+def _added_effects(made: Node) -> list[_Step]:
     """Return the steps, the last one first, of the effects that an edit has added to the node `made`.
 
     These are the effects without an order. The list is empty if `made` is not an Object.
     """
     if not isinstance(made, Object):
         return []
-    return [step for effect in made.effects if effect.order is None for step in _doing(effect)][::-1]
+    return [step for effect in made.effects if effect.order is None for step in _effect_steps(effect)][::-1]
 
 
 class _Short(_Writer):
@@ -526,7 +526,7 @@ def _as_list(members: Set) -> List:
     return result
 
 
-def _doing(effect: Effect) -> list[_Step]:
+def _effect_steps(effect: Effect) -> list[_Step]:
     """Return the steps of `effect` on the object on top of the stack."""
     done = _Do(CODES[effect.opcode], effect.order)
     if effect.opcode not in ("APPEND", "SETITEM", "BUILD"):

@@ -16,9 +16,9 @@ A path consists of segments:
 In a string key, a backslash escapes ``/``, ``[`` and backslash, and one of ``.({<`` at the start of the key. An empty
 key is ``\e``. If the same segment occurs again below one parent (a key that is set twice), it ends in ``\2``.
 
-Each node is entered once, at its first position: a graph can have more paths than there are atoms. A node for which
-LEAF returns a list is reported at each position, and only the values in that list are entered below it. Arguments and
-states, which are listed below the object that has them, are listed only once: any number of objects can share them.
+Each node is entered once, at its first position: a graph can have more paths than there are atoms. A node for which the
+function `leaf` returns a list is reported at each position, and only the values in that list are entered below it.
+Arguments and states are listed below the first object that has them: any number of objects can share them.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def _literal(key: Value) -> str | None:
     Printing a nested key could take forever.
     """
     if isinstance(key, Call):
-        key = _said_bytes(key)
+        key = _encoded_bytes(key)
     if isinstance(key, Tuple):
         parts = [
             _literal(item) if isinstance(item, Call) or not isinstance(item, Node) else None for item in key.items[:9]
@@ -376,7 +376,7 @@ def _literal(key: Value) -> str | None:
     return text if len(text) <= _LONGEST_LITERAL else None
 
 
-def _said_bytes(call: Call) -> Value:
+def _encoded_bytes(call: Call) -> Value:
     """Return the bytes that `call` stands for, or `call` if it does not stand for bytes.
 
     Protocol 2 has no opcode for bytes, and torch's safe loader accepts this call instead.

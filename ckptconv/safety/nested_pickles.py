@@ -56,12 +56,12 @@ _NAMES = regex(b"[" + re.escape(NAMING) + b"]")
 class Inner(NamedTuple):
     """A pickle that was found.
 
-    `name` is its name in paths, `graph` its graph, and `of` the source of its long byte strings.
+    `name` is its name in paths, `graph` its graph, and `source` the source of its long byte strings.
     """
 
     name: str
     graph: Graph
-    of: Readable
+    source: Readable
 
 
 class Undecidable(Exception):
@@ -110,13 +110,13 @@ def _encoding(args: list[Value], known: dict[str, str]) -> tuple[Value, str, str
     module, not from the file.
     """
     text, codec, errors = (*args, None, None)[:3]
-    said = "utf-8" if len(args) == 1 else text_of(codec) or ""
-    if said not in known:
-        word = normalize_encoding(said.lower()).replace(".", "_")
+    name = "utf-8" if len(args) == 1 else text_of(codec) or ""
+    if name not in known:
+        word = normalize_encoding(name.lower()).replace(".", "_")
         word = aliases.get(word, word)
-        known[said] = word if word in _CODECS else "latin_1"
+        known[name] = word if word in _CODECS else "latin_1"
     how = text_of(errors)
-    return text, known[said], how if how in _ERRORS else "strict"
+    return text, known[name], how if how in _ERRORS else "strict"
 
 
 def _encoded(text: str, codec: str, errors: str) -> bytes | None:

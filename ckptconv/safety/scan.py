@@ -130,7 +130,7 @@ def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
             for inner in pickles_from(each.of, each.name, each.number, each.of.size):
                 if not isinstance(inner, int):
                     inner.graph.globals = [node for node in inner.graph.globals if str(node) not in each.known]
-                    search.graph(inner.graph, _Where(inner.graph, ""), inner.of, 0)
+                    search.graph(inner.graph, _Where(inner.graph, ""), inner.source, 0)
         except (Undecidable, InputError):  # the reader has reported it
             continue
     return search.listed()
@@ -187,21 +187,22 @@ class _Where:
     """The paths in one graph, which are made when the first is needed.
 
     Args:
-        of: The checkpoint or graph.
+        subject: The checkpoint or graph.
         inside: A prefix of paths, or the name of the graph's pickle if it is inside a byte string.
         outer: The paths of the graph that contains the byte string, or None.
         holder: The node in the outer graph that stands for the byte string.
     """
 
     def __init__(
-        self, of: Checkpoint | Graph, inside: str = "", outer: _Where | None = None, holder: Value = None
+        self, subject: Checkpoint | Graph, inside: str = "", outer: _Where | None = None, holder: Value = None
     ) -> None:
-        self.of, self.inside, self.outer, self.holder = of, inside, outer, holder
+        self.subject, self.inside, self.outer, self.holder = subject, inside, outer, holder
 
     @cached_property
     def referrers(self) -> Referrers:
         """The users of each node."""
-        return self.of.index.referrers if isinstance(self.of, Checkpoint) else Referrers(self.of, _places(self.of))
+        subject = self.subject
+        return subject.index.referrers if isinstance(subject, Checkpoint) else Referrers(subject, _places(subject))
 
     def path(self, value: Value) -> str:
         """Return the path of `value`. For a pickle inside a byte string it starts with the path of the byte string."""
@@ -265,7 +266,7 @@ class _Search:
                 for inner in pickles_in_member(checkpoint.source, member, name, self.left):
                     if not isinstance(inner, int):
                         self.inside += 1
-                        self.graph(inner.graph, _Where(inner.graph, f"{inner.name}: "), inner.of, 1)
+                        self.graph(inner.graph, _Where(inner.graph, f"{inner.name}: "), inner.source, 1)
             except Undecidable as why:
                 self.add(str(why), _Where(checkpoint, f"{name}: "), checkpoint.graph.root, "unknown", inside=True)
             except InputChangedError:
@@ -309,7 +310,7 @@ class _Search:
                 self.inside += 1
                 if self.inside > LIMITS.pickles_inside:
                     raise Undecidable("more pickles inside than are looked into")
-                self.graph(inner.graph, _Where(inner.graph, inner.name, where, holder), inner.of, depth + 1)
+                self.graph(inner.graph, _Where(inner.graph, inner.name, where, holder), inner.source, depth + 1)
 
     def add(self, name: str, where: _Where, value: Value, kind: Kind, *, inside: bool) -> None:
         """Add the concern `name` at `value`. Merge it with an earlier concern of this name.

@@ -77,9 +77,9 @@ def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True) -> Loading:
     if not is_sound:
         return Loading("not known", (Reason("not known", "something is wrong with the file"),))
     blobs = checkpoint.blobs or checkpoint.source
-    found = list(_reasons(checkpoint, blobs))
-    found.sort(key=lambda each: each.known != "refused")
-    return Loading(found[0].known if found else "loads", tuple(found))
+    reasons_found = list(_reasons(checkpoint, blobs))
+    reasons_found.sort(key=lambda each: each.known != "refused")
+    return Loading(reasons_found[0].known if reasons_found else "loads", tuple(reasons_found))
 
 
 def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
@@ -96,15 +96,15 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
         yield Reason("refused", "it is a TorchScript archive, which torch.jit.load loads and torch.load does not")
         return
     if checkpoint.format == WRITERS["pt"].name:
-        yield from _of_zip(checkpoint, blobs)
+        yield from _zip_reasons(checkpoint, blobs)
     elif checkpoint.format == WRITERS["legacy"].name:
-        yield from _of_legacy(checkpoint, blobs)
+        yield from _legacy_reasons(checkpoint, blobs)
     elif checkpoint.format == WRITERS["pickle"].name:
         yield Reason(
             "refused", "it is a plain pickle: torch.load finds no magic number, and reads none", is_spelling=True
         )
     elif checkpoint.format == _SAFETENSORS:
-        yield from _of_safetensors(checkpoint)
+        yield from _safetensors_reasons(checkpoint)
     else:
         yield Reason(
             "refused", "torch.load reads files, and these are several, with parts of the same tensors", is_spelling=True
@@ -114,17 +114,17 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
 # torch's zip
 
 
-def _of_zip(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
+def _zip_reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     """Yield the reasons for a zip file of torch."""
     archive = checkpoint.container
     assert isinstance(archive, Archive)
-    yield from _of_records(checkpoint, archive)
-    yield from _of_deflated(checkpoint)
+    yield from _record_reasons(checkpoint, archive)
+    yield from _deflate_reasons(checkpoint)
     contents = Contents(checkpoint.index.storage_of, blobs, checkpoint.byteorder)
     yield from reasons(checkpoint.graph, contents)
 
 
-def _of_records(checkpoint: Checkpoint, archive: Archive) -> Iterator[Reason]:
+def _record_reasons(checkpoint: Checkpoint, archive: Archive) -> Iterator[Reason]:
     """Yield reasons from the records next to the pickle and the storages, which torch's reader of archives checks."""
     names = archive.names()
     root = archive.root.encode()
@@ -133,25 +133,25 @@ def _of_records(checkpoint: Checkpoint, archive: Archive) -> Iterator[Reason]:
             "refused", f"the name of the archive's folder has {len(root):,} bytes, and torch keeps {_LONGEST_NAME}"
         )
     for member in archive.members:
-        yield from _of_name(member.name.encode(), root)
+        yield from _name_reasons(member.name.encode(), root)
     read = {name.lower(): member for name, member in names.items() if name.lower() in _RECORDS}
     try:
-        said = {name: _said(checkpoint, member) for name, member in read.items()}
+        records = {name: _short_record(checkpoint, member) for name, member in read.items()}
     except InputError as error:
         yield Reason("not known", f"a record that torch reads: {error.what}")
         return
-    yield from _of_version(said.get(_OTHER_VERSION, said.get("version")))
+    yield from _version_reasons(records.get(_OTHER_VERSION, records.get("version")))
     try:
-        int(said.get(_ALIGNMENT, b"64"))
+        int(records.get(_ALIGNMENT, b"64"))
     except ValueError:
         yield Reason("refused", f"the record {_ALIGNMENT} is no number", is_spelling=True)
     try:
-        said.get(_SERIALIZATION_ID, b"").decode()
+        records.get(_SERIALIZATION_ID, b"").decode()
     except UnicodeDecodeError:
         yield Reason("refused", f"the record {_SERIALIZATION_ID} is no UTF-8", is_spelling=True)
 
 
-def _of_name(name: bytes, root: bytes) -> Iterator[Reason]:
+def _name_reasons(name: bytes, root: bytes) -> Iterator[Reason]:
     """Yield reasons for a record `name` that is longer than torch keeps. `root` is the name of the archive's folder."""
     kept = name[:_LONGEST_NAME]
     if kept == name:
@@ -164,29 +164,30 @@ def _of_name(name: bytes, root: bytes) -> Iterator[Reason]:
         yield Reason("refused", f"a record's name begins with {CONSTANTS}, and torch sees no more of it")
 
 
-def _of_version(note: bytes | None) -> Iterator[Reason]:
+def _version_reasons(note: bytes | None) -> Iterator[Reason]:
     """Yield reasons for `note`, the content of the record with the archive's version, or None if there is no such
     record.
     """
-    found = _NUMBER.match(note) if note is not None else None
+    number = _NUMBER.match(note) if note is not None else None
     if note is None:  # the record is damaged, or its case differs as only Unicode defines it
         yield Reason("refused", "there is no record that says the archive's version")
-    elif found is None:
+    elif number is None:
         yield Reason("refused", "the record that says the archive's version is no number")
-    elif int(found[1]) not in _VERSIONS:
+    elif int(number[1]) not in _VERSIONS:
         yield Reason(
-            "refused", f"the archive has version {int(found[1])}, and torch reads {_VERSIONS[0]} to {_VERSIONS[-1]}"
+            "refused",
+            f"the archive has version {int(number[1])}, and torch reads {_VERSIONS[0]} to {_VERSIONS[-1]}",
         )
 
 
-def _said(checkpoint: Checkpoint, member: Member) -> bytes:
+def _short_record(checkpoint: Checkpoint, member: Member) -> bytes:
     """Return the bytes of a short record. Raise MalformedError if it is too long."""
     if member.size > LIMITS.inline_bytes:
         raise MalformedError("the record is too long", where=f"{checkpoint.source.path}: {member.name}")
     return record_bytes(checkpoint.source, member, f"{checkpoint.source.path}: {member.name}", checked=False)
 
 
-def _of_deflated(checkpoint: Checkpoint) -> Iterator[Reason]:
+def _deflate_reasons(checkpoint: Checkpoint) -> Iterator[Reason]:
     """Yield reasons if a deflated storage is damaged, or if the deflated storages are too long to test.
 
     torch inflates them when it loads them.
@@ -206,7 +207,7 @@ def _of_deflated(checkpoint: Checkpoint) -> Iterator[Reason]:
 # torch's format before 1.6
 
 
-def _of_legacy(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
+def _legacy_reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     """Yield the reasons for a file in torch's format before 1.6."""
     container = checkpoint.container
     assert isinstance(container, LegacyFile)
@@ -222,7 +223,7 @@ def _of_legacy(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     yield from reasons(checkpoint.graph, Contents(blobs=blobs, are_there=False))
 
 
-def _of_safetensors(checkpoint: Checkpoint) -> Iterator[Reason]:
+def _safetensors_reasons(checkpoint: Checkpoint) -> Iterator[Reason]:
     """Yield the reasons for a safetensors file.
 
     torch.load passes a file with that suffix to the safetensors package, which is modelled as of version 0.8.
