@@ -57,7 +57,6 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (Dict, "dict"), (List, "list"), (Set, "set"), (str, "text"), (bool, "bool"), (int, "int"), (float, "float"),
     (bytes, "bytes"), (type(None), "None"), (Tuple, "tuple"),
 )  # a table  # fmt: skip
-_GENERATORS = ("MT19937",)  # generators whose older states are tuples
 _SHOWN = 10  # objects in an error
 _MOST_DROPS = 20  # paths in a command; above that, the objects around them are dropped
 _LONGEST_KEY = 64  # members of a tuple
@@ -258,8 +257,11 @@ class _Making:
             self.troubles.append((f"a mapping or set of which two {what} would become one", holder))
 
     def _note_states(self, node: Node) -> None:
-        """Record the arrays in the state of a numpy generator, which takes lists and no tensors."""
-        if isinstance(node, Tuple) and len(node.items) in (3, 5) and text_of(node.items[0]) in _GENERATORS:
+        """Record the arrays in the state of a numpy generator, which takes lists and no tensors.
+
+        The older states, of MT19937 only, are tuples.
+        """
+        if isinstance(node, Tuple) and len(node.items) in (3, 5) and text_of(node.items[0]) == "MT19937":
             self._arrays.in_states |= {id(node.items[1])} if is_array(node.items[1]) else set()
         elif isinstance(node, Dict) and node.effects:
             items = strings_of(node)

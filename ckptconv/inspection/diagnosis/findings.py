@@ -49,7 +49,7 @@ class Diagnosis:
 
     Attributes:
         findings: The findings. Those that block come first.
-        remedy: One command for all findings that one command can mend, or None if there is only one such finding.
+        remedy: One command that mends several findings at once, or None if the command of a single finding does.
         other_torch: The version of torch on that machine if other rules were used, else None.
     """
 
