@@ -1,8 +1,35 @@
-"""What people type in place of options and keywords of ours, and what they mean by it."""
+"""How an option is declared, and what people type in place of options and keywords."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+from ckptconv.light_dataclass import dataclass
+
+
+@dataclass(frozen=True)
+class Flag:
+    """The declaration of an option, which stands in ``Annotated[type, Flag(...)]`` at the key of a TypedDict.
+
+    The command line makes its option of it, and functions their keyword and its entry in the docstring.
+
+    Attributes:
+        help: What ``--help`` says.
+        doc: What the docstring says. If it is empty, the docstring says the same as ``--help``.
+        metavar: What ``--help`` calls the value.
+        short: The short flag, such as ``-f``.
+    """
+
+    help: str
+    doc: str = ""
+    metavar: str | None = None
+    short: str = ""
+
+
+DOWNLOAD = Flag(
+    "Where the server of a URL sends no ranges, download all of the file first.",
+    "If the server of a URL sends no ranges, download the complete file first. The copy is deleted after it is read.",
+)
 
 #: Keywords, their values (None: what is given; it also stands for {}), and what they are taken for. Of several with one
 #: guess, that is meant which the command or function has.

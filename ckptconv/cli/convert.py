@@ -17,23 +17,13 @@ from typing import Any
 import click
 
 from ckptconv.byteranges.spans import Progress
-from ckptconv.cli.commands import (
-    PATH,
-    Command,
-    complete_device,
-    complete_rule,
-    debug_option,
-    group,
-    name_options,
-    others_of,
-    take_options,
-)
+from ckptconv.cli.commands import NAMES, PART, PATH, Command, complete_device, complete_rule, debug_option, declared
 from ckptconv.cli.terminal import PROGRESS_FROM, open_bar, progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.batches import processes, run_jobs
 from ckptconv.conversion.convert import run
 from ckptconv.conversion.in_place import check_edits
 from ckptconv.conversion.jobs import Outcome, job_of
-from ckptconv.conversion.options import ConvertOptions, JobOptions, OutputOptions
+from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.targets import Listing, is_there, list_in_place, list_requests, size_of
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import to_devices
@@ -182,119 +172,40 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
     "convert",
     cls=Command,
     exits="0 all is done, 1 it failed, 2 the command makes no sense, 3 some of several failed",
+    groups={
+        "Devices": ("model.pt cpu.pt --to cpu", "to maps map_location"),
+        **NAMES,
+        "What to take": (PART[0], f"{PART[1]} drop"),
+        "Numbers and objects": ("model.pt half.pt --dtype bf16", "dtype loadable loadable_objects compact"),
+        "Output": (
+            "run/ cpu/ --to cpu -j 2 --copy-others",
+            "force in_place no_undo dry_run format max_shard_size skip_existing jobs copy_tied copy_others download",
+        ),
+        "Safety": ("model.pt cpu.pt --to cpu --verify", "verify allow_unsafe"),
+        "Reports": ("model.pt cpu.pt --to cpu --json", "as_json quiet verbose debug"),
+    },
     epilog="Example: ckptconv convert ddp.pt plain.pt --to cpu --strip-prefix module.",
 )
 @click.argument("paths", metavar="SRC... DST", type=PATH, nargs=-1)
-@others_of(ConvertOptions, "Output")
-@group(
-    "Devices",
-    "model.pt cpu.pt --to cpu",
-    click.option(
-        "--to",
-        metavar="DEVICE",
-        shell_complete=complete_device,
-        help="Send every tensor to DEVICE: cpu, gpu, cuda:1, mps, xpu:0, ... It need not exist here.",
-    ),
-    click.option(
-        "--map",
-        "maps",
-        metavar="OLD=NEW",
-        shell_complete=complete_rule,
-        multiple=True,
-        help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
-    ),
-    click.option("--map-location", metavar="X", multiple=True, help="torch's word for both: DEVICE or OLD=NEW."),
+@click.option(
+    "--to",
+    metavar="DEVICE",
+    shell_complete=complete_device,
+    help="Send every tensor to DEVICE: cpu, gpu, cuda:1, mps, xpu:0, ... It need not exist here.",
 )
-@name_options
-@take_options
-@group(
-    "What to take",
-    "train.pt model.pt --drop optimizer",
-    click.option(
-        "--drop",
-        metavar="PATH",
-        multiple=True,
-        help="Leave out the part at PATH, such as optimizer. A glob with a / leaves out several.",
-    ),
+@click.option(
+    "--map",
+    "maps",
+    metavar="OLD=NEW",
+    shell_complete=complete_rule,
+    multiple=True,
+    help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
 )
-@group(
-    "Numbers and objects",
-    "model.pt half.pt --dtype bf16",
-    click.option(
-        "--dtype",
-        metavar="D",
-        multiple=True,
-        help=(
-            "Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ...; 'GLOB=D' casts what GLOB"
-            " means, by DST's names."
-        ),
-    ),
-    click.option(
-        "--loadable",
-        is_flag=True,
-        help="Make plain what is only data (numpy, Namespace, OmegaConf, ...), so that weights_only=True loads it all.",
-    ),
-    click.option(
-        "--loadable-objects", is_flag=True, help="The same, and turn other objects into dicts that name their class."
-    ),
-    click.option("--compact", is_flag=True, help="Drop the bytes of storages that no tensor shows."),
-)
-@group(
-    "Output",
-    "run/ cpu/ --to cpu -j 2 --copy-others",
-    click.option("-f", "--force", is_flag=True, help="Replace DST if it exists, safely even if it is SRC."),
-    click.option("-i", "--in-place", is_flag=True, help="Change the file SRC itself. undo takes it back."),
-    click.option("--no-undo", is_flag=True, help="In place: keep no journal for undo once the change is on the disk."),
-    click.option("-n", "--dry-run", is_flag=True, help="Only say what would be done."),
-    click.option(
-        "--format",
-        type=click.Choice([*WRITERS]),
-        help=(
-            "The format of DST, where its suffix does not say it: "
-            + ", ".join(f"{word} is {writer.about}" for word, writer in WRITERS.items() if writer.about)
-            + "."
-        ),
-    ),
-    click.option(
-        "--max-shard-size",
-        metavar="SIZE",
-        help=(
-            "Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then."
-            " Needs huggingface_hub: pip install 'ckptconv[hub]'."
-        ),
-    ),
-    click.option("--skip-existing", is_flag=True, help="Leave outputs that exist as they are, even with --force."),
-    click.option(
-        "-j",
-        "--jobs",
-        metavar="N",
-        type=click.IntRange(min=1),
-        default=1,
-        help="Convert N checkpoints, or write N shards, at once.",
-    ),
-)
-@group(
-    "Safety",
-    "model.pt cpu.pt --to cpu --verify",
-    click.option(
-        "--verify",
-        is_flag=True,
-        help="Compare SRC's records with their checksums, where it has some, and read DST back to compare it.",
-    ),
-    click.option(
-        "--allow-unsafe",
-        is_flag=True,
-        help="Carry over calls that no checkpoint needs (os.system and the like); they are not run.",
-    ),
-)
-@group(
-    "Reports",
-    "model.pt cpu.pt --to cpu --json",
-    click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, sizes in bytes."),
-    click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still."),
-    click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind."),
-    debug_option,
-)
+@declared(JobOptions, jobs={"type": click.IntRange(min=1), "default": 1}, format={"type": click.Choice([*WRITERS])})
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, sizes in bytes.")
+@click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still.")
+@click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind.")
+@debug_option
 def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **flags: Any) -> int:
     """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name. Several SRC, or a
     folder with several checkpoints, become as many in the folder DST.

@@ -12,16 +12,7 @@ from typing import Any
 
 import click
 
-from ckptconv.cli.commands import (
-    PATH,
-    PageFile,
-    debug_option,
-    download_option,
-    group,
-    name_options,
-    page_options,
-    take_options,
-)
+from ckptconv.cli.commands import NAMES, PART, PATH, PageFile, debug_option, declared, page_options
 from ckptconv.cli.commands import Command as ClickCommand
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import edits_from
@@ -30,7 +21,7 @@ from ckptconv.hints import Command, Option
 from ckptconv.inspection.comparison.diff import are_same, compare, options_of
 from ckptconv.inspection.comparison.differences import Difference
 from ckptconv.inspection.comparison.folders import Pair, pairs_of
-from ckptconv.inspection.comparison.options import Compared
+from ckptconv.inspection.comparison.options import Compared, DiffOptions
 from ckptconv.render.difference import difference_lines
 from ckptconv.render.json_views import SCHEMA_VERSION
 from ckptconv.render.text import Style
@@ -40,38 +31,22 @@ from ckptconv.render.text import Style
     "diff",
     cls=ClickCommand,
     exits="0 the same, 1 different, 2 anything else",
+    groups={
+        "What counts": ("a.pt b.pt --rtol 1e-5", "rtol atol names_only values histogram full download"),
+        **NAMES,
+        "What to take": PART,
+        "Reports": ("a.pt b.pt -q", "html opens force as_json quiet verbose debug"),
+    },
     epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.",
 )
 @click.argument("a", metavar="A", type=PATH)
 @click.argument("b", metavar="B", type=PATH)
-@group(
-    "What counts",
-    "a.pt b.pt --rtol 1e-5",
-    click.option(
-        "--rtol",
-        metavar="X",
-        type=float,
-        default=0.0,
-        help="Let numbers differ by X times that of B, as torch.allclose does.",
-    ),
-    click.option("--atol", metavar="X", type=float, default=0.0, help="Let numbers differ by X."),
-    click.option("--names-only", is_flag=True, help="Compare the names of tensors and nothing else."),
-    click.option("--values", is_flag=True, help="Say what tensors that differ are: NaN, min, max, mean, std, norm."),
-    click.option("--histogram", is_flag=True, help="The same, with histograms of both and of how far they are apart."),
-    click.option("--full", is_flag=True, help="Read data with equal checksums too. Without it, they count as equal."),
-    download_option,
-)
-@name_options
-@take_options
-@group(
-    "Reports",
-    "a.pt b.pt -q",
-    *page_options("two maps and a table of what differs"),
-    click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes."),
-    click.option("-q", "--quiet", is_flag=True, help="No text: the exit status says it, at the first difference."),
-    click.option("-v", "--verbose", is_flag=True, help="List each tensor, also those that differ in the same way."),
-    debug_option,
-)
+@declared(DiffOptions, **{name: {"type": float, "default": 0.0} for name in ("rtol", "atol")})
+@page_options("two maps and a table of what differs")
+@click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes.")
+@click.option("-q", "--quiet", is_flag=True, help="No text: the exit status says it, at the first difference.")
+@click.option("-v", "--verbose", is_flag=True, help="List each tensor, also those that differ in the same way.")
+@debug_option
 def diff_command(
     a: str,
     b: str,

@@ -27,7 +27,6 @@ from ckptconv.render.values import not_finite
 from ckptconv.stores import is_folder, locate
 
 _KINDS = ("nan", "inf")
-_html, _open, _force = page_options("a map and a table of the tensors")
 
 
 @click.command(
@@ -55,9 +54,7 @@ _html, _open, _force = page_options("a map and a table of the tensors")
     help="Show N rows of the table, or lines of the tree (on a terminal: what fits 24 lines in all).",
 )
 @click.option("--all", "everything", is_flag=True, help="Show every tensor in a row of its own.")
-@_html
-@_open
-@_force
+@page_options("a map and a table of the tensors")
 @click.option("--values", is_flag=True, help="Read all tensors: NaN, inf, zeros, min, max, mean, std, norm of each.")
 @click.option("--histogram", is_flag=True, help="The same, with a histogram of 32 bins for each.")
 @click.option(

@@ -13,13 +13,15 @@ import io
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import click
 
 from ckptconv import __version__
-from ckptconv.cli.commands import ClosedPipeError, Group
+from ckptconv.cli.commands import commands_of
 from ckptconv.cli.terminal import show_error
 from ckptconv.errors import CkptconvError, UsageError
 from ckptconv.output.signals import handled_by
@@ -76,7 +78,7 @@ def _run(args: list[str] | None) -> int:
             raise
         click.echo("ckptconv: interrupted", err=True)
         return 130
-    except (ClosedPipeError, BrokenPipeError):
+    except (_ClosedPipeError, BrokenPipeError):
         _forget_output()
         return 141  # as cat ends: 128 and the number of SIGPIPE
     except OSError as error:
@@ -137,12 +139,27 @@ def _open_closed_streams() -> None:
         sys.stdout = open(1, "w", closefd=False, encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
 
 
-#: The modules of the commands.
-_COMMANDS = {"convert": "convert", "diff": "diff", "inspect": "inspect", "undo": "undo", "verify": "verify"}
+#: The commands, each in the module of its name.
+_COMMANDS = ("convert", "diff", "inspect", "undo", "verify")
 
 
-class _LazyGroup(Group):
-    """Commands that are imported when they are used: ``inspect`` needs little of what ``convert`` does."""
+class _ClosedPipeError(Exception):
+    """Nobody reads our output any more. It is not an OSError, for which click would exit with 1."""
+
+
+@contextmanager
+def _names_closed_pipes() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise _ClosedPipeError from None
+
+
+class _Group(click.Group):
+    """The group of all commands, which are imported when they are used.
+
+    Words of other programs are answered with the command that is meant.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature is click's
         return [*_COMMANDS]
@@ -150,14 +167,47 @@ class _LazyGroup(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        with gc_paused():  # imports make much that stays
-            module = import_module(f"ckptconv.cli.{_COMMANDS[cmd_name]}")
+        with gc_paused():  # imports make many objects that stay
+            module = import_module(f"ckptconv.cli.{cmd_name}")
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Return the context, which can print the help. Raise _ClosedPipeError."""
+        with _names_closed_pipes():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Raise _ClosedPipeError."""
+        with _names_closed_pipes():
+            return super().invoke(ctx)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse `args`. Raise UsageError if there is no command before the options."""
+        typed = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption:
+            raise _wrong_command(self, ctx, typed) from None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that `args` start with, and the other words. Raise UsageError if there is none."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            raise _wrong_command(self, ctx, args) from None
+
+
+def _wrong_command(group: click.Group, ctx: click.Context, words: list[str]) -> UsageError:
+    from ckptconv.cli.guesses import wrong_command
+
+    return wrong_command(words[0], words[1:], commands_of(group, ctx))
+
 
 @click.group(
-    cls=_LazyGroup, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=_Group, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
 @click.version_option(__version__, message="ckptconv %(version)s")
 def cli() -> None:

@@ -1,4 +1,4 @@
-"""The keywords of ``convert`` and its kin, each declared once, and the output that they ask for as data."""
+"""The options of ``convert`` and similar functions, each declared once, and the output options as data."""
 
 # No annotations from __future__: what stands in Annotated is read when the package is imported.
 
@@ -12,6 +12,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 
 from ckptconv.edits.options import EditOptions, Edits, check_flags
 from ckptconv.formats.writers import WRITERS, FormatWord
+from ckptconv.guesses import DOWNLOAD, Flag
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 
@@ -20,80 +21,128 @@ _R = TypeVar("_R")
 _T = TypeVar("_T")
 
 _WIDTH = 112  # columns of a docstring
-_WORDS = ", ".join(f"``{word!r}``{writer.about and f' ({writer.about})'}" for word, writer in WRITERS.items())
 _ENTRY = regex(r"^    \*\*options: .*\n(?: {8}.*\n)*", re.MULTILINE)
 
 
 class PlanOptions(EditOptions, total=False):
-    """The keywords of :func:`ckptconv.plan`: all that say what an output is."""
+    """The options of :func:`ckptconv.plan`, which describe one output file."""
 
     format: Annotated[
         FormatWord | None,
-        f"{_WORDS}, where the suffix of the output does not say it; a plain pickle stays one in a ``.pkl``.",
+        Flag(
+            "The format of DST, where its suffix does not say it: "
+            + ", ".join(f"{word} is {writer.about}" for word, writer in WRITERS.items() if writer.about)
+            + ".",
+            ", ".join(f"``{word!r}``{writer.about and f' ({writer.about})'}" for word, writer in WRITERS.items())
+            + ", if the suffix of the output does not decide it. A plain pickle stays one in a ``.pkl``.",
+        ),
     ]
-    copy_tied: Annotated[bool, "Write tied tensors to safetensors under each name."]
+    copy_tied: Annotated[bool, Flag("Write tied tensors to safetensors under each name.")]
     allow_unsafe: Annotated[
-        bool, "Carry over calls that no checkpoint needs (``os.system`` and the like); nothing is ever run here."
+        bool,
+        Flag(
+            "Carry over calls that no checkpoint needs (os.system and the like); they are not run.",
+            "Carry over calls that no checkpoint needs (``os.system`` and the like). They are not run.",
+        ),
     ]
 
 
 class SaveOptions(PlanOptions, total=False):
-    """The keywords of :func:`ckptconv.save`."""
+    """The options of :func:`ckptconv.save`."""
 
-    force: Annotated[bool, "The output may exist, and may be the input."]
+    force: Annotated[
+        bool,
+        Flag(
+            "Replace DST if it exists, safely even if it is SRC.",
+            "Whether the output may exist. It may be the input.",
+            short="-f",
+        ),
+    ]
     verify: Annotated[
         bool,
-        "Compare the input's records with their checksums, where it has some, and read the output back before it"
-        " appears, or in a store when it is there; the report says what was compared.",
+        Flag(
+            "Compare SRC's records with their checksums, where it has some, and read DST back to compare it.",
+            "Compare the records of the input with their checksums, if it has some, and read the output back before it"
+            " appears (in a store: afterwards). The report says what was compared.",
+        ),
     ]
 
 
 class WriteOptions(SaveOptions, total=False):
-    """The keywords of whatever writes a checkpoint to another place."""
+    """The options of functions that write a checkpoint to another place."""
 
     max_shard_size: Annotated[
         int | str | None,
-        "Write shards of at most so many bytes (``'5GB'``) with their index; the output is a folder then.",
+        Flag(
+            "Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then."
+            " Needs huggingface_hub: pip install 'ckptconv[hub]'.",
+            "Write shards of at most so many bytes (``'5GB'``), and their index, to a folder.",
+            "SIZE",
+        ),
     ]
-    copy_others: Annotated[bool, "Of a folder, copy what is no checkpoint too."]
-    dry_run: Annotated[bool, "Only say what would be done."]
-    jobs: Annotated[int, "Threads that write the files of a folder."]
+    copy_others: Annotated[bool, Flag("Of a folder, copy what is no checkpoint too.")]
+    dry_run: Annotated[bool, Flag("Only say what would be done.", short="-n")]
+    jobs: Annotated[
+        int,
+        Flag(
+            "Convert N checkpoints, or write N shards, at once.", "Threads that write the files of a folder.", "N", "-j"
+        ),
+    ]
     download: Annotated[
         bool,
-        "Where the server of a URL sends no ranges, download all of the file first; it goes when it has been read.",
+        Flag(
+            "Where the server of a URL sends no ranges, download all of the file first; it goes when it has been read.",
+            DOWNLOAD.doc,
+        ),
     ]
 
 
 class ConvertOptions(WriteOptions, total=False):
-    """The keywords of :func:`ckptconv.convert`."""
+    """The options of :func:`ckptconv.convert`."""
 
     in_place: Annotated[
         bool,
-        "Change `src` in its own file, without `dst`: devices and names alone, under an undo journal"
-        " (:func:`ckptconv.undo`).",
+        Flag(
+            "Change the file SRC itself. undo takes it back.",
+            "Change devices and names in the file `src` itself, without `dst`, under an undo journal"
+            " (:func:`ckptconv.undo`).",
+            short="-i",
+        ),
     ]
-    no_undo: Annotated[bool, "Remove that journal once the change is on the disk."]
+    no_undo: Annotated[
+        bool,
+        Flag(
+            "In place: keep no journal for undo once the change is on the disk.",
+            "With `in_place`: remove the undo journal after the change is on the disk.",
+        ),
+    ]
 
 
 class JobOptions(ConvertOptions, total=False):
-    """The keywords of :class:`ckptconv.Job`."""
+    """The options of :class:`ckptconv.Job`."""
 
-    skip_existing: Annotated[bool, "Leave what is there already as it is, whatever `force` says."]
+    skip_existing: Annotated[
+        bool,
+        Flag(
+            "Leave outputs that exist as they are, even with --force.",
+            "Leave an output that exists as it is, even with `force`.",
+        ),
+    ]
 
 
 class FromKeywords:
-    """A dataclass that is made of keywords that somebody gave."""
+    """A base of dataclasses that are made from keywords."""
 
     @classmethod
     def of(cls: type[_T], options: Mapping[str, Any]) -> _T:
-        """Those of `options` that it has fields for."""
+        """Return an instance with those of `options` that are fields of this class."""
         names = [each.name for each in fields(cls)]  # type: ignore[arg-type]  # a base class is no dataclass yet
         return cls(**{name: options[name] for name in names if name in options})
 
 
 @dataclass(frozen=True)
 class OutputOptions(FromKeywords):
-    """The keywords of :func:`ckptconv.convert` that are no edits, with their defaults."""
+    """The options of :class:`ckptconv.Job` that are not edits, with their defaults."""
 
     format: str | None = None
     copy_tied: bool = False
@@ -110,27 +159,28 @@ class OutputOptions(FromKeywords):
     skip_existing: bool = False
 
     def __post_init__(self) -> None:
-        """Raise TypeError where a flag is neither True nor False."""
+        """Raise ArgumentTypeError if a value has a wrong type."""
         check_flags(self)
 
 
-#: What is written where nobody asks for anything.
+#: The options if none is given.
 USUAL = OutputOptions()
 
 
 def takes(
     options: Any, data: type = OutputOptions, **defaults: object
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """For a function with ``**options: Unpack[...]`` of this TypedDict: it
-    shows each option in its signature, and in its docstring in place of the entry ``**options``. That it has no others
-    is what :func:`~ckptconv.hints.for_python` looks at.
+    """Return a decorator for a function with ``**options: Unpack[...]`` of the TypedDict `options`.
+
+    The function shows each option in its signature, and in its docstring in place of the entry ``**options``. That it
+    is called with no others is what :func:`~ckptconv.hints.for_python` checks.
 
     Args:
-        options: What declares the keywords.
-        data: The dataclass that has the defaults of those that are no edits.
-        **defaults: Those that are others here than for :func:`ckptconv.convert`.
+        options: The TypedDict that declares the options.
+        data: The dataclass with the defaults of the options that are not edits.
+        **defaults: The defaults that differ from those of :func:`ckptconv.convert`.
     """
-    declared: dict[str, tuple[Any, str]] = {name: get_args(each) for name, each in options.__annotations__.items()}
+    declared: dict[str, tuple[Any, Flag]] = {name: get_args(each) for name, each in options.__annotations__.items()}
 
     def taking(function: Callable[_P, _R]) -> Callable[_P, _R]:
         signature = inspect.signature(function)
@@ -150,20 +200,18 @@ def takes(
             return function(*args, **{**defaults, **kwargs})  # type: ignore[arg-type]
 
         called.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
-        called.__doc__ = _documented(function.__doc__, {name: text for name, (_, text) in declared.items()})
+        if function.__doc__ is not None:  # as it is with python -OO
+            called.__doc__ = _documented(inspect.cleandoc(function.__doc__), declared)
         return called
 
     return taking
 
 
-def _documented(doc: str | None, entries: Mapping[str, str]) -> str | None:
-    """The docstring `doc` with `entries` in place of its entry ``**options``, but for those that it has already."""
-    if doc is None:  # python -OO
-        return None
-    doc = inspect.cleandoc(doc)
+def _documented(doc: str, declared: Mapping[str, tuple[Any, Flag]]) -> str:
+    """Return `doc` with the `declared` options in place of ``**options``, except those that `doc` itself describes."""
     lines = [
-        textwrap.fill(f"{name}: {text}", _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
-        for name, text in entries.items()
+        textwrap.fill(f"{name}: {flag.doc or flag.help}", _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for name, (_, flag) in declared.items()
         if f"\n    {name}: " not in doc
     ]
     return _ENTRY.sub(lambda _: "\n".join(lines) + "\n", doc)

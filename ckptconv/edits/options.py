@@ -11,60 +11,122 @@ from ckptconv.edits.devices import Devices, MapLocation, Rule, to_devices
 from ckptconv.edits.dtype_rules import DTypeLike, DTypeRule, to_dtypes
 from ckptconv.edits.names import strings
 from ckptconv.errors import ArgumentTypeError
+from ckptconv.guesses import Flag
 from ckptconv.hints import Message, option
 from ckptconv.light_dataclass import dataclass
 
 
 class PartOptions(TypedDict, total=False):
-    """The keywords that take a part of a checkpoint, each with its type and what it means."""
+    """The options that take a part of a checkpoint."""
 
-    state_dict: Annotated[bool, "Take the state dict alone, wherever it is; safetensors always does."]
-    select: Annotated[str | None, "The path of the part to take, such as ``ema/model``."]
-    include: Annotated[
-        str | Iterable[str], "Keep only tensors that match: globs on names, or on paths where they have a slash."
+    state_dict: Annotated[
+        bool,
+        Flag(
+            "Take the state dict alone, wherever it is, also from a model that was pickled whole. Safetensors needs no"
+            " such option."
+        ),
     ]
-    exclude: Annotated[str | Iterable[str], "Leave out tensors that match, by such globs."]
+    select: Annotated[
+        str | None,
+        Flag(
+            "Take the part at PATH as the checkpoint, such as ema/model.",
+            "The path of the part to take as the checkpoint, such as ``ema/model``.",
+            "PATH",
+        ),
+    ]
+    include: Annotated[
+        str | Iterable[str],
+        Flag(
+            "Keep only tensors whose name matches; * crosses dots, a GLOB with / is for paths.",
+            "Globs. Only tensors whose name matches are kept. A glob with a slash is compared with paths.",
+            "GLOB",
+        ),
+    ]
+    exclude: Annotated[
+        str | Iterable[str],
+        Flag("Leave out tensors whose name matches.", "Globs. Tensors whose name matches are left out.", "GLOB"),
+    ]
 
 
 class NameOptions(TypedDict, total=False):
-    """The keywords that edit the names in state dicts."""
+    """The options that edit the names in state dicts."""
 
-    unwrap: Annotated[bool, "Take out what wrappers (DataParallel, torch.compile, FSDP and others) put into names."]
-    strip_prefix: Annotated[str | Iterable[str], "Prefixes to take off the start of names, such as ``module.``."]
-    rename: Annotated[
-        Iterable[tuple[str, str]], "(regular expression, replacement) for names, one after another as ``re.sub`` does."
+    unwrap: Annotated[bool, Flag("Take out of names what DataParallel, torch.compile, FSDP and other wrappers put in.")]
+    strip_prefix: Annotated[
+        str | Iterable[str],
+        Flag(
+            "Take P off the start of names; a missing last dot is added.",
+            "Prefixes to take off the start of names, such as ``module.``. A missing last dot is added.",
+            "P",
+        ),
     ]
-    add_prefix: Annotated[str | Iterable[str], "Prefixes to put before the names, such as ``module.``."]
+    rename: Annotated[
+        Iterable[tuple[str, str]],
+        Flag(
+            "Replace in names, as re.sub does.",
+            "Pairs of a regular expression and its replacement in names, applied in this order as ``re.sub`` does.",
+            "REGEX REPL",
+        ),
+    ]
+    add_prefix: Annotated[
+        str | Iterable[str],
+        Flag(
+            "Put P before the names of the state dict.",
+            "Prefixes to put before the names of the state dict, such as ``module.``.",
+            "P",
+        ),
+    ]
 
 
 class EditOptions(PartOptions, NameOptions, total=False):
-    """All keywords that change what a checkpoint says."""
+    """All options that change what a checkpoint says."""
 
     drop: Annotated[
         str | Iterable[str],
-        "Leave out what stands at these paths, or globs with a slash: items, attributes, elements of lists, whatever"
-        " they are.",
+        Flag(
+            "Leave out the part at PATH, such as optimizer. A glob with a / leaves out several.",
+            "Paths, or globs with a slash. The items, attributes and elements of lists at these paths are left out.",
+            "PATH",
+        ),
     ]
     map_location: Annotated[
         "MapLocation | None",
-        "A device for all tensors (``'cpu'``, ``'gpu'``, ``'cuda:1'``), a mapping from devices to devices"
-        " (``{'cuda:0': 'cuda:1', 'any': 'cpu'}``), or a function from tag to tag; states of random generators stay on"
-        " the CPU, where torch needs them.",
+        Flag(
+            "torch's word for both: DEVICE or OLD=NEW.",
+            "A device for all tensors (``'cpu'``, ``'gpu'``, ``'cuda:1'``), a mapping from devices to devices"
+            " (``{'cuda:0': 'cuda:1', 'any': 'cpu'}``), or a function from tag to tag. States of random generators stay"
+            " on the CPU, where torch needs them.",
+            "X",
+        ),
     ]
     dtype: Annotated[
         "DTypeLike | None",
-        "``'bf16'`` (or ``torch.bfloat16``) for the floating-point weights, ``{'*.norm.*': 'fp32'}`` for what globs"
-        " mean, or several of both (``['bf16', '*.norm.*=fp32']``).",
+        Flag(
+            "Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ...; 'GLOB=D' casts what GLOB"
+            " means, by DST's names.",
+            "``'bf16'`` (or ``torch.bfloat16``) for the floating-point weights, ``{'*.norm.*': 'fp32'}`` for the"
+            " tensors that match globs, or several of both (``['bf16', '*.norm.*=fp32']``).",
+            "D",
+        ),
     ]
     loadable: Annotated[
         bool,
-        "Make plain what is only data (arrays and numbers of numpy, namespaces, configurations, paths, dates), so that"
-        " ``torch.load(weights_only=True)`` takes all of a training file; what is left is refused.",
+        Flag(
+            "Make plain what is only data (numpy, Namespace, OmegaConf, ...), so that weights_only=True loads it all.",
+            "Replace objects that are only data (arrays and numbers of numpy, namespaces, configurations, paths, dates)"
+            " by plain ones, so that ``torch.load(weights_only=True)`` loads all of a training file. The conversion is"
+            " refused if other objects remain.",
+        ),
     ]
     loadable_objects: Annotated[
-        bool, "The same, and make of other objects dicts that name their class, ``{'__class__': 'module.Name', ...}``."
+        bool,
+        Flag(
+            "The same, and turn other objects into dicts that name their class.",
+            "Do the same, and replace other objects by dicts that name their class, ``{'__class__': 'module.Name',"
+            " ...}``.",
+        ),
     ]
-    compact: Annotated[bool, "Drop the bytes of storages that no tensor shows."]
+    compact: Annotated[bool, Flag("Drop the bytes of storages that no tensor shows.")]
 
 
 @dataclass(frozen=True)

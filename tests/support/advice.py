@@ -49,7 +49,7 @@ def _said_in(node: ast.AST, function: str, *, inside: bool) -> Iterator[tuple[st
         return  # a docstring
     if isinstance(node, ast.Call):
         maker = ast.unparse(node.func)
-        if maker in ("click.option", "click.command", "click.argument", "click.group", "re.compile"):
+        if maker in ("Flag", "click.option", "click.command", "click.argument", "click.group", "re.compile"):
             return
         if maker in _MAKERS and not inside and not (maker == "Option" and not isinstance(node.args[0], ast.Constant)):
             yield function, _word(maker, node), node

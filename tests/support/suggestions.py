@@ -60,7 +60,7 @@ def flags_in_texts() -> list[str]:
         declared = {
             id(node)
             for call in ast.walk(tree)
-            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("click.option", "click.command", "group")
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("click.option", "click.command", "Flag")
             for node in ast.walk(call)
         }
         docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

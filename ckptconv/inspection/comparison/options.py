@@ -10,22 +10,40 @@ from typing import Annotated, TypedDict
 from ckptconv.conversion.options import FromKeywords
 from ckptconv.edits.options import NameOptions, PartOptions, check_flags
 from ckptconv.errors import ArgumentTypeError, UsageError
+from ckptconv.guesses import DOWNLOAD, Flag
 from ckptconv.hints import Option, option
 from ckptconv.light_dataclass import dataclass
 
 
 class _ComparisonOptions(TypedDict, total=False):
-    """The keywords that say what is compared, and how exactly."""
+    """The options that say what is compared, and how exactly."""
 
-    rtol: Annotated[float, "Numbers are the same if ``|a - b| <= atol + rtol * |b|``, as for ``torch.allclose``."]
-    atol: Annotated[float, "See `rtol`."]
-    names_only: Annotated[bool, "Compare the names of tensors and nothing else."]
-    full: Annotated[bool, "Read data with equal checksums too; without it, they count as equal."]
-    values: Annotated[
-        bool, "Say of each tensor that differs what its elements are in both, as :func:`ckptconv.inspect` does."
+    rtol: Annotated[
+        float,
+        Flag(
+            "Let numbers differ by X times that of B, as torch.allclose does.",
+            "Numbers are the same if ``|a - b| <= atol + rtol * |b|``, as for ``torch.allclose``.",
+            "X",
+        ),
     ]
-    histogram: Annotated[bool, "The same, with histograms of what they are in both, and of ``|a - b|``."]
-    download: Annotated[bool, "Of a URL, as for :func:`ckptconv.convert`."]
+    atol: Annotated[float, Flag("Let numbers differ by X.", "See `rtol`.", "X")]
+    names_only: Annotated[bool, Flag("Compare the names of tensors and nothing else.")]
+    values: Annotated[
+        bool,
+        Flag(
+            "Say what tensors that differ are: NaN, min, max, mean, std, norm.",
+            "Describe the elements of each tensor that differs, in both checkpoints, as :func:`ckptconv.inspect` does.",
+        ),
+    ]
+    histogram: Annotated[
+        bool,
+        Flag(
+            "The same, with histograms of both and of how far they are apart.",
+            "Do the same, with histograms of the elements in both, and of ``|a - b|``.",
+        ),
+    ]
+    full: Annotated[bool, Flag("Read data with equal checksums too. Without it, they count as equal.")]
+    download: Annotated[bool, DOWNLOAD]
 
 
 class DiffOptions(_ComparisonOptions, PartOptions, NameOptions, total=False):

@@ -123,9 +123,9 @@ def test_help_has_groups_with_examples(name: str, groups: int, command: Command)
     titles = re.findall(r"^(\w.*) \((ckptconv .*)\):$", command(name, "-h").out, re.MULTILINE)
     assert len(titles) == groups
     found = cli.get_command(click.Context(cli), name)
-    assert found
-    for option in found.params:
-        assert isinstance(option, click.Argument) or vars(option)["group"][0] in dict(titles), option.name
+    assert isinstance(found, commands_module.Command)
+    grouped = {option for _, options in found.groups.values() for option in options.split()}
+    assert grouped == {option.name for option in found.params if isinstance(option, click.Option)}
     for _, example in titles:
         assert {word for word in example.split() if word[0] == "-"} <= {
             flag for each in found.params for flag in each.opts

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import click
 
 import ckptconv
-from ckptconv.cli.commands import Command, group, others_of
+from ckptconv.cli.commands import Command, declared
 from ckptconv.cli.convert import convert_command
 from ckptconv.cli.diff import diff_command
 from ckptconv.conversion.options import ConvertOptions
+from ckptconv.guesses import Flag
 from ckptconv.inspection.comparison.options import DiffOptions
 
 #: Flags for what ``map_location`` says too.
@@ -31,24 +32,22 @@ def test_convert_has_a_flag_for_each_keyword() -> None:
         assert f"--{name.replace('_', '-')}" in flags[name].opts
 
 
-def test_what_needs_no_words_of_its_own_is_made_of_its_declaration() -> None:
-    """A flag or a text; after the options of its group that have such words."""
+def test_an_option_is_made_of_its_declaration() -> None:
+    """A flag or a text, in the group that names it, or among those without a group."""
 
     class Declared(ConvertOptions, total=False):
-        swap: Annotated[bool, "Swap ``a`` and b."]
-        label: Annotated[str | None, "Say this."]
+        swap: Annotated[bool, Flag("Swap a and b.", short="-s")]
+        label: Annotated[str | None, Flag("Say this.", "Not shown.", "TEXT")]
 
-    @click.command("convert", cls=Command, exits="0")
-    @others_of(Declared, "Output")
-    @group("Output", "a b", *(click.option(f"--{name}", name) for name in ConvertOptions.__annotations__))
-    def declared(**flags: Any) -> None:
+    @click.command("convert", cls=Command, exits="0", groups={"Output": ("a b", "compact swap")})
+    @declared(Declared)
+    def convert(**flags: Any) -> None:
         """Nothing."""
 
-    assert [each.name for each in declared.params][-2:] == ["swap", "label"]
-    assert {"swap": True, "label": "x"}.items() <= declared.make_context("c", ["--swap", "--label", "x"]).params.items()
+    assert {"swap": True, "label": "x"}.items() <= convert.make_context("c", ["-s", "--label", "x"]).params.items()
     assert re.search(
-        r"(?s)Output.*--compact.*--swap +Swap a and b\..*--label TEXT +Say this\.",
-        declared.get_help(click.Context(declared)),
+        r"(?s)Output.*--compact.*-s, --swap +Swap a and b\..*Options.*--label TEXT +Say this\.",
+        convert.get_help(click.Context(convert)),
     )
 
 

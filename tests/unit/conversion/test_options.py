@@ -24,8 +24,8 @@ def test_each_keyword_is_an_edit_or_about_the_output() -> None:
     assert output.isdisjoint(EditOptions.__annotations__)
     assert JobOptions.__annotations__.keys() == output | EditOptions.__annotations__.keys()
     for name, declared in JobOptions.__annotations__.items():
-        (text,) = declared.__metadata__
-        assert text.endswith(".") and len(text) > 10, name
+        (flag,) = declared.__metadata__
+        assert all(text.endswith(".") and len(text) > 10 for text in (flag.help, flag.doc or flag.help)), name
 
 
 def test_a_signature_has_each_keyword_with_its_default() -> None:
