@@ -13,7 +13,7 @@ from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.parts import PlannedFile, plan_files
 from ckptconv.conversion.targets import find_request
 from ckptconv.edits.devices import to_devices
-from ckptconv.edits.options import Edits, edits_from
+from ckptconv.edits.options import Edits, split_edits
 from ckptconv.errors import CkptconvError, MissingTorchError, UsageError, printable, some
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
@@ -87,15 +87,13 @@ class Bridge:
     def plan(self, dst: str, options: dict[str, Any]) -> dict[str, Any]:
         """Plan a copy named `dst` by the `options` of ``convert``: its report, its command line, its files."""
         self.forget()
-        said = dict(options)
-        maps = [tuple(each.split("=", 1)) if "=" in each else each for each in said.pop("map_location", [])]
-        edits, output = (
-            edits_from(map_location=to_devices(*options.get("map_location", [])), **said),
-            OutputOptions.of(said),
-        )
+        others = dict(options)
+        maps = [tuple(each.split("=", 1)) if "=" in each else each for each in others.pop("map_location", [])]
+        line = command("convert", Path(self.path), Path(dst), *_typed(maps), *_typed_others(others))
+        edits, others = split_edits({**others, "map_location": to_devices(*options.get("map_location", []))})
+        output = OutputOptions(**others)
         if is_url(dst):
             raise UsageError("a browser saves files on this machine", where=dst, expected="a name")
-        line = command("convert", Path(self.path), Path(dst), *_typed(maps), *_typed_others(said))
         request = find_request(self.path, dst, edits, output)
         try:
             planned = plan_files(request.src, request)

@@ -26,8 +26,8 @@ from ckptconv.conversion.jobs import Outcome, job_of
 from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.targets import Listing, is_there, list_in_place, list_requests, size_of
 from ckptconv.edits.changes import Changes
-from ckptconv.edits.devices import to_devices
-from ckptconv.edits.options import edits_from
+from ckptconv.edits.devices import Devices, to_devices
+from ckptconv.edits.options import Edits, split_edits
 from ckptconv.errors import MissingInputError, UsageError
 from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option, Placeholder, command, joined, option
@@ -37,12 +37,14 @@ from ckptconv.render.text import Style
 from ckptconv.stores import locate
 
 
-def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool) -> int:
+def convert_batch(
+    listing: Listing, flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool, debug: bool
+) -> int:
     """Convert all of `listing`, say what became of each as soon as it is known, and of all in the end."""
     started = time.monotonic()
     quiet = as_json or (quiet and not flags["dry_run"])
     style = style_of(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
-    options = {name: flags[name] for name in JobOptions.__annotations__ if name != "jobs"}
+    options = {name: value for name, value in flags.items() if name != "jobs"}
     jobs = [job_of(request, options) for request in listing.requests]
     why: dict[str, list[str]] = {}
     n = 0
@@ -55,7 +57,7 @@ def convert_batch(listing: Listing, flags: dict[str, Any], *, as_json: bool, qui
             nonlocal n
             n += 1
             finished(outcome)
-            _show_outcome(outcome, style, why, quiet=quiet, verbose=verbose, debug=flags["debug"])
+            _show_outcome(outcome, style, why, quiet=quiet, verbose=verbose, debug=debug)
             return outcome if as_json else _brief(outcome)
 
         outcomes = run_jobs(jobs, processes(min(flags["jobs"], len(jobs)), tick), done, tick)
@@ -206,7 +208,9 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
 @click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still.")
 @click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind.")
 @debug_option
-def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, **flags: Any) -> int:
+def convert_command(
+    paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, debug: bool, **flags: Any
+) -> int:
     """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name. Several SRC, or a
     folder with several checkpoints, become as many in the folder DST.
 
@@ -214,17 +218,18 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     add, dtype (by DST's names), devices, loadable, compact. The output appears whole or not at all. States of random
     generators stay on the CPU, where torch needs them.
     """
-    flags["map_location"] = _devices(flags)
-    output = replace(OutputOptions.of(flags), jobs=1)  # -j are processes if there are several checkpoints, else threads
+    flags["map_location"] = _devices(flags.pop("to"), flags.pop("maps"), flags["map_location"])
+    edits, others = split_edits(flags)
+    output = OutputOptions(**{**others, "jobs": 1})  # -j are processes if there are several checkpoints, else threads
     if output.in_place:
-        listing = _listed_in_place(paths, flags, output)
+        listing = _listed_in_place(paths, edits, output)
     else:
         if output.no_undo:
             raise UsageError(option("no_undo") + " goes with " + option("in_place"))
         srcs, dst = _sources_and_target(paths)
-        listing = list_requests(srcs, dst, edits_from(**flags), output)
+        listing = list_requests(srcs, dst, edits, output)
     if listing.is_batch:
-        return convert_batch(listing, flags, as_json=as_json, quiet=quiet, verbose=verbose)
+        return convert_batch(listing, flags, as_json=as_json, quiet=quiet, verbose=verbose, debug=debug)
     request = replace(listing.requests[0], output=replace(output, jobs=flags["jobs"]))
     if output.skip_existing and not output.in_place and is_there(request):
         if as_json:
@@ -242,7 +247,7 @@ def convert_command(paths: tuple[str, ...], as_json: bool, quiet: bool, verbose:
     return 3 if report.failed else 0
 
 
-def _listed_in_place(paths: tuple[str, ...], flags: dict[str, Any], output: OutputOptions) -> Listing:
+def _listed_in_place(paths: tuple[str, ...], edits: Edits, output: OutputOptions) -> Listing:
     """List the checkpoints to change in place. If only the last of several `paths` is missing, the error has both
     commands that may be meant, with the options that were given.
     """
@@ -251,7 +256,7 @@ def _listed_in_place(paths: tuple[str, ...], flags: dict[str, Any], output: Outp
             "no input given",
             expected=command("convert", Placeholder("SRC..."), Option("map_location", "cpu"), Option("in_place")),
         )
-    check_edits(edits := edits_from(**flags), output)
+    check_edits(edits, output)
     try:
         return list_in_place(paths, edits, output)
     except MissingInputError as error:
@@ -286,8 +291,9 @@ def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     raise UsageError("no input and no output given", expected="ckptconv convert SRC... DST")
 
 
-def _devices(flags: dict[str, Any]) -> Any:
-    for rule in flags["maps"]:
+def _devices(to: str | None, maps: tuple[str, ...], map_location: tuple[str, ...]) -> Devices:
+    """Return what ``--to``, ``--map`` and ``--map-location`` say. Raise UsageError if one has the form of another."""
+    for rule in maps:
         if "=" not in rule:
             pair = re.fullmatch(r"([a-z]+(?::\d+)?)(?:[:,/]|-?>)([a-z]+(?::\d+)?)", rule)
             raise UsageError(
@@ -297,7 +303,6 @@ def _devices(flags: dict[str, Any]) -> Any:
                 if pair
                 else f"for all tensors: {option('to', rule)}",
             )
-    if flags["to"] is not None and "=" in flags["to"]:
-        raise UsageError(f"{option('to', flags['to'])} is a rule", expected="a device", hint=option("map", flags["to"]))
-    to = (flags["to"],) if flags["to"] is not None else ()
-    return to_devices(*to, *flags["maps"], *flags["map_location"])
+    if to is not None and "=" in to:
+        raise UsageError(f"{option('to', to)} is a rule", expected="a device", hint=option("map", to))
+    return to_devices(*([] if to is None else [to]), *maps, *map_location)

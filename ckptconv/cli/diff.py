@@ -15,7 +15,7 @@ import click
 from ckptconv.cli.commands import NAMES, PART, PATH, PageFile, debug_option, declared, page_options
 from ckptconv.cli.commands import Command as ClickCommand
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
-from ckptconv.edits.options import edits_from
+from ckptconv.edits.options import split_edits
 from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.hints import Command, Option
 from ckptconv.inspection.comparison.diff import are_same, compare, options_of
@@ -67,13 +67,14 @@ def diff_command(
     compared with the file of its name in the folder.
     """
     style = style_of(sys.stdout)
-    compared = Compared.of(flags)
-    edits = edits_from(**flags)
+    html, opens, force = (flags.pop(name) for name in ("html", "opens", "force"))
+    edits, others = split_edits(flags)
+    compared = Compared(**others)
     brief = style.width is not None and not (verbose or as_json)
     progress = partial(progress_bar, quiet=quiet)
     pairs = pairs_of(a, b)
     number = 1 if pairs is None else len(pairs)
-    page = PageFile.asked_for(flags["html"], number, opens=flags["opens"], force=flags["force"])
+    page = PageFile.asked_for(html, number, opens=opens, force=force)
     options = (*options_of(edits), *compared.options())
     shown = _Shown(style, page, options, as_json=as_json, quiet=quiet, verbose=verbose)
 

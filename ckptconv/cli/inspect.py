@@ -26,8 +26,6 @@ from ckptconv.render.text import Style, natural
 from ckptconv.render.values import not_finite
 from ckptconv.stores import is_folder, locate
 
-_KINDS = ("nan", "inf")
-
 
 @click.command(
     "inspect",
@@ -82,7 +80,9 @@ def inspect_command(
     style = style_of(sys.stdout)
     every = list(chain.from_iterable(map(_checkpoints, paths)))
     page = PageFile.asked_for(html, len(every), opens=opens, force=force)
-    kinds = _kinds(view["fail_on"])
+    kinds = [] if view["fail_on"] is None else view["fail_on"].lower().split(",")
+    if not {"nan", "inf"}.issuperset(kinds):
+        raise UsageError(option("fail_on", view["fail_on"]) + " is no such list", expected="nan, inf, or nan,inf")
     wanted = _values_wanted(view, kinds)
     about_tensors = as_json or view["tree"] or view["include"] or view["exclude"] or wanted
     lines: list[Line] | None = [] if len(every) > min(2, len(paths)) and not about_tensors else None
@@ -130,14 +130,6 @@ def _values_wanted(view: dict[str, Any], kinds: list[str]) -> ValuesWanted | Non
         return None
     select = partial(_selected, include=view["include"], exclude=view["exclude"], sort=None)
     return ValuesWanted(view["histogram"], select)
-
-
-def _kinds(fail_on: str | None) -> list[str]:
-    """What is listed with ``--fail-on``. Raises UsageError."""
-    kinds = [] if fail_on is None else fail_on.lower().split(",")
-    if set(kinds) - {*_KINDS}:
-        raise UsageError(option("fail_on", fail_on) + " is no such list", expected="nan, inf, or nan,inf")
-    return kinds
 
 
 def _checkpoints(path: str) -> list[str]:

@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import click
 
@@ -88,7 +87,8 @@ def verify_command(
             counts[status_of(error)] += 1
             show_error(error)
             if as_json:
-                click.echo(json.dumps(_cannot_verify(str(locate(path)), error)))
+                failed = {"ok": False, "status": status_of(error), "error": str(error)}
+                click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "path": str(locate(path)), **failed}))
             continue
         counts[verdict.status] += 1
         if as_json:
@@ -100,9 +100,3 @@ def verify_command(
         unread = f", {counts['not checked']:,} not checked" if counts["not checked"] else ""
         click.echo(f"{count(total, 'checkpoint')}: {counts['ok']:,} ok, {counts['failed']:,} failed{unread}")
     return 1 if counts["failed"] else NOT_CHECKED if counts["not checked"] else 0
-
-
-def _cannot_verify(path: str, error: CkptconvError) -> dict[str, Any]:
-    """What ``--json`` says of a `path` at which nothing could be opened."""
-    said = {"ok": False, "status": status_of(error), "error": str(error)}
-    return {"schema_version": SCHEMA_VERSION, "path": path, **said}

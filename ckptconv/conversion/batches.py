@@ -25,7 +25,7 @@ from ckptconv.byteranges.threads import Threads
 from ckptconv.conversion.jobs import Job, JobExecutor, Outcome, Task, job_of, stamp_of, work, working
 from ckptconv.conversion.options import JobOptions, OutputOptions, takes
 from ckptconv.conversion.targets import list_in_place, list_requests
-from ckptconv.edits.options import edits_from
+from ckptconv.edits.options import split_edits
 from ckptconv.errors import CkptconvError, MissingInputError, OutputError, RefusedError, UsageError
 from ckptconv.formats import opening
 from ckptconv.formats.sharded import reading, writing
@@ -64,11 +64,11 @@ class _ThisThread(JobExecutor):
         #: What the jobs that have begun have of paths, each alone, and of bytes; and what the next one will have.
         self._paths: set[str] = set()
         self._nbytes = 0
-        self._next: tuple[Job, set[str], int] | None = None
+        self._next: tuple[set[str], int] = set(), 0
 
     def make_room(self, task: Task) -> None:
         """Finish waiting jobs until there is room for `task`, and none of them shares a path with it."""
-        _, paths, nbytes = self._asked(task)
+        paths, nbytes = self._next = _paths_and_size(task)
         while self._begun and (self._nbytes + nbytes > _WAITING or not self._paths.isdisjoint(paths)):
             self.proceed()
         with contextlib.suppress(Empty):
@@ -77,20 +77,13 @@ class _ThisThread(JobExecutor):
 
     def submit(self, task: Task) -> Future[Outcome]:
         """Do `task` up to its first wait for the disk."""
-        _, paths, nbytes = self._asked(task)
-        self._next = None
+        paths, nbytes = self._next
         begun = _Begun(working(task, self.tick), Future(), paths, nbytes)
         self._begun.append(begun)
         self._paths |= paths
         self._nbytes += nbytes
         self._go_on(begun, None)
         return begun.future
-
-    def _asked(self, task: Task) -> tuple[Job, set[str], int]:
-        """The job of `task`, with what it will have of paths and bytes, for which the filesystem is asked once."""
-        if self._next is None or self._next[0] is not task.job:
-            self._next = task.job, *_paths_and_size(task)
-        return self._next
 
     def proceed(self) -> None:
         """Go on with waiting jobs until the first of them has its outcome."""
@@ -270,7 +263,8 @@ def jobs_in(
         ArgumentTypeError: A keyword has a wrong type, or there is none of that name.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
-    edits, output = edits_from(**options), OutputOptions.of(options)
+    edits, others = split_edits(options)
+    output = OutputOptions(**others)
     if output.in_place and not any(Path(src) == Path(dst) for src in srcs):
         raise UsageError("an in-place change has no output", got=os.fspath(dst))
     listing = list_in_place(srcs, edits, output) if output.in_place else list_requests(srcs, dst, edits, output)
@@ -349,7 +343,10 @@ def _all(
             else:
                 outcomes[i] = done(outcome)
     if any(not known.issuperset(outcome.unmatched) for outcome in put_off.values()):
-        known |= _matched_in([outcome.job for outcome in outcomes.values() if outcome.skipped], executor)
+        # what was done before is unknown, so look what matches in it
+        skipped = {i: Task(jobs[i], is_rehearsal=True) for i, outcome in outcomes.items() if outcome.skipped}
+        with closing(_each(skipped, executor, None)) as each:
+            known |= {edit for _, outcome in each for edit in _matched(outcome)}
     again: dict[int, Task] = {}
     for i, outcome in sorted(put_off.items()):
         if known.issuperset(outcome.unmatched):
@@ -392,15 +389,6 @@ def _matched(outcome: Outcome) -> set[tuple[str, object]]:
     return set(outcome.job.parsed()[0].several()).difference(outcome.unmatched)
 
 
-def _matched_in(jobs: Iterable[Job], executor: JobExecutor) -> set[tuple[str, object]]:
-    """The edits that mean something in one of the inputs of `jobs`, which were done
-    before, so that nothing of them is known.
-    """
-    tasks = {i: Task(job, is_rehearsal=True) for i, job in enumerate(jobs)}
-    with closing(_each(tasks, executor, None)) as each:
-        return {pair for _, outcome in each for pair in _matched(outcome)}
-
-
 def _each(
     tasks: Mapping[int, Task], executor: JobExecutor, tick: Progress | None
 ) -> Generator[tuple[int, Outcome], None, None]:
@@ -420,7 +408,11 @@ def _each(
                     break
                 suspected = bool(suspects)
                 i = (suspects or waiting).popleft()
-                future = _submitted(executor, tasks[i]._replace(lost=executor.repeats or lost[i] > 0))
+                try:
+                    future = executor.submit(tasks[i]._replace(lost=executor.repeats or lost[i] > 0))
+                except Exception as broken:  # or shut down
+                    future = Future()
+                    future.set_exception(broken)
                 running[future] = i
                 future.add_done_callback(finished.put)
             if finished.empty():
@@ -443,15 +435,6 @@ def _each(
     finally:
         for future in running:
             future.cancel()
-
-
-def _submitted(executor: JobExecutor, task: Task) -> Future[Outcome]:
-    try:
-        return executor.submit(task)
-    except Exception as error:  # an executor that is broken, or shut down
-        future: Future[Outcome] = Future()
-        future.set_exception(error)
-        return future
 
 
 def _loss(future: Future[Outcome]) -> BaseException | None:

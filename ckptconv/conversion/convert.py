@@ -20,7 +20,7 @@ from ckptconv.conversion.options import ConvertOptions, OutputOptions, takes
 from ckptconv.conversion.plan import Plan, Report, Verified, report_of
 from ckptconv.conversion.targets import Request, find_request, through_link
 from ckptconv.edits.changes import Changes
-from ckptconv.edits.options import edits_from
+from ckptconv.edits.options import split_edits
 from ckptconv.errors import ArgumentTypeError, RefusedError, TargetExistsError, UsageError
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python, option
@@ -55,8 +55,8 @@ def convert(
         CkptconvError: One of its subclasses. `dst` is then unchanged.
         ArgumentTypeError: An option has a wrong type, or there is no option of that name.
     """
-    output = OutputOptions.of(options)
-    edits = edits_from(**options)
+    edits, others = split_edits(options)
+    output = OutputOptions(**others)
     if output.in_place and dst is not None:
         raise UsageError("an in-place change has no output", got=os.fspath(dst))
     if dst is None:

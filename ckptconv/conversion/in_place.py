@@ -200,7 +200,12 @@ def _plan_file(
             refuse_dangers(checkpoint, as_archive=bool(writer and writer.records))
         file.patches = patches_of(checkpoint)
         if file.patches is None:
-            raise _does_not_fit(file.path)
+            raise RefusedError(
+                "the new header does not fit where the old one stands",
+                where=file.path,
+                hint=command("convert", file.path, file.path, Option("force"))
+                + ", with the same edits, writes the file anew",
+            )
         if output.verify and not output.dry_run:
             faults.check()
         source.check_unchanged()
@@ -321,14 +326,6 @@ def _check_inside(path: Path, target: Path) -> None:
         raise RefusedError(
             "a link leads out of the folder", where=path, got=target, hint="convert the folder to another one"
         )
-
-
-def _does_not_fit(path: Path) -> RefusedError:
-    return RefusedError(
-        "the new header does not fit where the old one stands",
-        where=path,
-        hint=command("convert", path, path, Option("force")) + ", with the same edits, writes the file anew",
-    )
 
 
 def _write(files: list[_File], *, keep_journal: bool) -> int:

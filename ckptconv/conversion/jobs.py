@@ -23,7 +23,7 @@ from ckptconv.conversion.convert import run, running
 from ckptconv.conversion.options import JobOptions, OutputOptions
 from ckptconv.conversion.plan import Report
 from ckptconv.conversion.targets import Request, find_request, is_there
-from ckptconv.edits.options import Edits, edits_from, option_of
+from ckptconv.edits.options import Edits, option_of, split_edits
 from ckptconv.errors import CkptconvError, InputChangedError, NoMatchError, TargetExistsError, UsageError, redacted
 from ckptconv.hints import joined, option, unknown_keyword
 from ckptconv.light_dataclass import dataclass
@@ -69,7 +69,8 @@ class Job:
         """Return the keywords as data."""
         if self.request:
             return self.request.edits, self.request.output
-        return edits_from(**self.edits), OutputOptions.of(self.edits)
+        edits, others = split_edits(self.edits)
+        return edits, OutputOptions(**others)
 
     def located(self) -> Request:
         """Return `request`. If it is None, look up what `src` and `dst` mean.
@@ -156,13 +157,6 @@ class JobExecutor:
 
     def close(self, *, failed: bool) -> None:
         """End what the executor has started; at once if `failed`."""
-
-
-def finished(outcome: Outcome) -> Future[Outcome]:
-    """A future that has its `outcome`."""
-    future: Future[Outcome] = Future()
-    future.set_result(outcome)
-    return future
 
 
 def work(task: Task, tick: Progress | None = None) -> Outcome:

@@ -7,7 +7,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 
 from ckptconv.edits.options import EditOptions, Edits, check_flags
@@ -18,7 +17,6 @@ from ckptconv.light_dataclass import dataclass
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_T = TypeVar("_T")
 
 _WIDTH = 112  # columns of a docstring
 _ENTRY = regex(r"^    \*\*options: .*\n(?: {8}.*\n)*", re.MULTILINE)
@@ -130,18 +128,8 @@ class JobOptions(ConvertOptions, total=False):
     ]
 
 
-class FromKeywords:
-    """A base of dataclasses that are made from keywords."""
-
-    @classmethod
-    def of(cls: type[_T], options: Mapping[str, Any]) -> _T:
-        """Return an instance with those of `options` that are fields of this class."""
-        names = [each.name for each in fields(cls)]  # type: ignore[arg-type]  # a base class is no dataclass yet
-        return cls(**{name: options[name] for name in names if name in options})
-
-
 @dataclass(frozen=True)
-class OutputOptions(FromKeywords):
+class OutputOptions:
     """The options of :class:`ckptconv.Job` that are not edits, with their defaults."""
 
     format: str | None = None

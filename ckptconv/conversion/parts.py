@@ -20,7 +20,7 @@ from ckptconv.conversion.folder_plans import plan_source
 from ckptconv.conversion.options import OutputOptions, PlanOptions, takes
 from ckptconv.conversion.plan import Report, read_and_plan, report_of
 from ckptconv.conversion.targets import Request, format_of
-from ckptconv.edits.options import edits_from
+from ckptconv.edits.options import split_edits
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import for_python
 from ckptconv.pickles.graph import gc_paused
@@ -167,9 +167,10 @@ def plan(
         CkptconvError: One of its subclasses.
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
-    output = OutputOptions.of({**options, "download": download})
+    edits, others = split_edits(options)
+    output = OutputOptions(**others, download=download)
     format_of(Path(dst), output.format)  # raises an error if the suffix contradicts it
-    (planned,) = plan_files(src, Request(Path(), Path(dst), "file", edits_from(**options), output))
+    (planned,) = plan_files(src, Request(Path(), Path(dst), "file", edits, output))
     return planned
 
 

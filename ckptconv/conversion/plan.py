@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import field, replace
 from pathlib import Path
-from typing import cast
 
-from ckptconv.byteranges.sources import ComputedSource, Readable, Source
+from ckptconv.byteranges.sources import ComputedSource, Readable
 from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow, Piece
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.safe_globals import needed_import
@@ -55,7 +54,7 @@ def prove_that_it_loads(file: OutFile, source: Path) -> None:
 
     Raises RefusedError where torch refuses it, or where that is not known.
     """
-    loading = torch_loading(opening.read_file(cast("Source", _Planned(file))))
+    loading = torch_loading(opening.read_file(_Planned(file)))
     if not loading.loads:
         raise RefusedError(
             f"it cannot be proved that {CALL} takes the output",

@@ -24,7 +24,7 @@ from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[at
 from typing import Any
 
 from ckptconv.byteranges.threads import Threads
-from ckptconv.conversion.jobs import JobExecutor, Outcome, Task, finished
+from ckptconv.conversion.jobs import JobExecutor, Outcome, Task
 from ckptconv.conversion.worker import in_worker
 from ckptconv.errors import UsageError
 
@@ -76,11 +76,12 @@ class Processes(JobExecutor):
 
     def submit(self, task: Task) -> Future[Outcome]:
         """Hand `task` over, to processes that are started as they are needed."""
+        future: Future[Outcome] = Future()
         try:
             message = _message(task)
         except Exception as error:
-            return finished(_not_sent(task, error))
-        future: Future[Outcome] = Future()
+            future.set_result(_not_sent(task, error))
+            return future
         self._threads.submit(self._run, task, message, future)
         return future
 

@@ -2,7 +2,7 @@
 
 # No annotations from __future__: what stands in Annotated is read when the package is imported.
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, fields, replace
 from functools import cache, partial
 from typing import Annotated, Any, TypedDict
@@ -174,12 +174,19 @@ class Edits:
 
 
 def edits_from(**options: Any) -> Edits:
-    """Those of `options` that are keys of :class:`EditOptions`, as data; others are left to whoever knows them.
+    """Return `options`, which have the keys of :class:`EditOptions`, as data.
 
-    Raises TypeError where one is of a wrong type, UsageError where it makes no sense.
+    Raises:
+        ArgumentTypeError: A value has a wrong type.
+        UsageError: A value makes no sense.
     """
-    said = {name: _READ.get(name, _as_it_is)(options[name]) for name in EditOptions.__annotations__ if name in options}
-    return Edits(**{_FIELDS.get(name, name): value for name, value in said.items()})
+    return Edits(**{_FIELDS.get(name, name): _READ.get(name, _as_it_is)(value) for name, value in options.items()})
+
+
+def split_edits(options: Mapping[str, Any]) -> tuple[Edits, dict[str, Any]]:
+    """Return those of `options` that are edits, as data, and the others. Raises the errors of :func:`edits_from`."""
+    edits = {name: value for name, value in options.items() if name in EditOptions.__annotations__}
+    return edits_from(**edits), {name: value for name, value in options.items() if name not in edits}
 
 
 def option_of(field: str, what: object) -> Message:
@@ -191,31 +198,23 @@ def option_of(field: str, what: object) -> Message:
 
 
 def check_flags(options: Any) -> None:
-    """Raise ArgumentTypeError where a field of the dataclass `options` that is declared as a bool, a number or a text
-    holds something else.
+    """Raise ArgumentTypeError if a field of the dataclass `options` has a value that is not of its type.
+
+    Fields of other types than bool, int and ``str | None`` are not checked.
     """
     kind: Any = type(options)
-    for name, wanted, said in _wanted(kind):
-        flag = getattr(options, name)
-        if not isinstance(flag, wanted):
+    for name, type_, words in _checked_fields(kind):
+        value = getattr(options, name)
+        if not isinstance(value, type_):
             part = "; a part is taken with select=PATH" if name == "state_dict" else ""
-            raise ArgumentTypeError(f"{name} must be {said}, not {flag!r}{part}")
+            raise ArgumentTypeError(f"{name} must be {words}, not {value!r}{part}")
 
 
 @cache
-def _wanted(kind: Any) -> list[tuple[str, Any, str]]:
-    """The fields of the class `kind` that are checked: their names, and their types, in words too."""
-    types = {each.name: each.type for each in fields(kind)}  # texts already, where postponed
-    said = {name: type_.__name__ if isinstance(type_, type) else str(type_) for name, type_ in types.items()}
-    return [(name, *_WANTED[type_]) for name, type_ in said.items() if type_ in _WANTED]
-
-
-#: The types of fields that are checked, in words.
-_WANTED: dict[str, tuple[Any, str]] = {
-    "bool": (bool, "True or False"),
-    "int": (int, "a whole number"),
-    "str | None": (str | None, "a text"),
-}
+def _checked_fields(kind: Any) -> list[tuple[str, Any, str]]:
+    """Return the fields of the dataclass `kind` that are checked: the name, the type, and the type in words."""
+    wanted: dict[Any, str] = {bool: "True or False", int: "a whole number", str | None: "a text"}
+    return [(each.name, each.type, wanted[each.type]) for each in fields(kind) if each.type in wanted]
 
 
 def _as_it_is(value: Any) -> Any:

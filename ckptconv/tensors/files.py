@@ -23,7 +23,7 @@ from ckptconv.conversion.options import OutputOptions, SaveOptions, takes
 from ckptconv.conversion.plan import Report, Verified, make_plan, report_of
 from ckptconv.conversion.targets import find_target
 from ckptconv.edits.apply import apply
-from ckptconv.edits.options import edits_from
+from ckptconv.edits.options import edits_from, split_edits
 from ckptconv.errors import ArgumentTypeError, NoMatchError, UsageError, count, require_torch
 from ckptconv.formats import opening, torchscript
 from ckptconv.formats.opening import open_input
@@ -254,7 +254,8 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
     require_torch("saving tensors", path_of(path))
     from ckptconv.byteranges import kernels  # noqa: F401 - as above
 
-    edits, output = edits_from(**options), OutputOptions.of(options)
+    edits, others = split_edits(options)
+    output = OutputOptions(**others)
     out = FileObjectDestination(path) if is_file_object(path) else None
     target, format_ = _target_of(path, output)
     from ckptconv.tensors.saving import checkpoint_of_object

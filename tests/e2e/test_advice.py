@@ -643,7 +643,7 @@ CASES: dict[str, Case] = {
         lambda m: save_file({"w": torch.ones(1)}, m + ".safetensors"),
         "convert {m}.safetensors --in-place --add-prefix " + "p" * 90, r"(ckptconv convert .*--force), with the same",
         "the names have it", lambda made: _equal(list(load_file(made)), ["p" * 90 + ".w"]),
-        "conversion/in_place.py:_does_not_fit:command convert", made="EDITS --add-prefix " + "p" * 90,
+        "conversion/in_place.py:_plan_file:command convert", made="EDITS --add-prefix " + "p" * 90,
     ),
     "a change in place": Case(
         saved(weights, ("cuda:0",)), "convert {m}.pt --to cpu --in-place", r"(ckptconv undo .*) gives", "the old bytes",
@@ -1196,7 +1196,7 @@ NOT_TYPED: dict[Site, str] = {
     "inspection/comparison/diff.py:_simple:option unwrap": _NO_ADVICE,
     "inspection/diagnosis/refusals.py:around:issue not known": "it says that nothing is known, and advises nothing",
     "cli/convert.py:convert_command:option in_place": _NAMED,
-    "cli/inspect.py:_kinds:option fail_on": _NAMED,
+    "cli/inspect.py:inspect_command:option fail_on": _NAMED,
     "cli/commands.py:asked_for:option html": _NAMED,
     "cli/commands.py:asked_for:option open": _NAMED,
     "cli/verify.py:verify_command:option expect_sha256": _NAMED,

@@ -17,7 +17,7 @@ from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, matches
 from ckptconv.conversion.options import takes
 from ckptconv.edits.apply import apply
 from ckptconv.edits.names import unwrapped
-from ckptconv.edits.options import Edits, edits_from
+from ckptconv.edits.options import Edits, split_edits
 from ckptconv.edits.selection import named_tensors, select
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, count, some
 from ckptconv.formats import opening
@@ -179,7 +179,8 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], **options: Unpack
         CkptconvError: One of its subclasses, if one cannot be read or an edit cannot be made of `a`.
         ArgumentTypeError: An option has a wrong type, or there is none of that name.
     """
-    return compare(a, b, edits_from(**options), Compared.of(options))
+    edits, others = split_edits(options)
+    return compare(a, b, edits, Compared(**others))
 
 
 def compare(

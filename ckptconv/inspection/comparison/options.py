@@ -7,7 +7,6 @@ from math import isfinite
 from numbers import Real
 from typing import Annotated, TypedDict
 
-from ckptconv.conversion.options import FromKeywords
 from ckptconv.edits.options import NameOptions, PartOptions, check_flags
 from ckptconv.errors import ArgumentTypeError, UsageError
 from ckptconv.guesses import DOWNLOAD, Flag
@@ -51,7 +50,7 @@ class DiffOptions(_ComparisonOptions, PartOptions, NameOptions, total=False):
 
 
 @dataclass(frozen=True)
-class Compared(FromKeywords):
+class Compared:
     """What is compared, and how exactly: keywords of :func:`ckptconv.diff`, with their defaults."""
 
     rtol: float = 0.0
