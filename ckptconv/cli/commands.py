@@ -190,9 +190,6 @@ _MORE: dict[str, dict[str, Any]] = {
     "rename": {"nargs": 2, "callback": _no_flag_as_replacement},
     "strip_prefix": {"shell_complete": _complete_prefix},
 }
-#: The groups of these options in ``--help``.
-NAMES = {"Names": ("ddp.pt plain.pt --strip-prefix module.", "strip_prefix add_prefix unwrap rename")}
-PART = ("train.pt weights.pt --state-dict", "state_dict select include exclude")
 download_option = click.option("--download", is_flag=True, help=DOWNLOAD.help)
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
@@ -208,14 +205,11 @@ def declared(options: Any, **more: dict[str, Any]) -> Callable[[Any], Any]:
     def decorate(command: Any) -> Any:
         for name, annotation in options.__annotations__.items():
             type_, flag = get_args(annotation)
-            how = {
-                "is_flag": type_ is bool,
-                "multiple": _is_repeated(type_),
-                "help": flag.help,
-                "metavar": flag.metavar,
-            }
+            # with an explicit is_flag=False, click would let the value of an option be missing
+            how: dict[str, Any] = {"is_flag": True} if type_ is bool else {"multiple": _is_repeated(type_)}
+            how |= {"help": flag.help, "metavar": flag.metavar, **_MORE.get(name, {}), **more.get(name, {})}
             flags = [*filter(None, [flag.short]), f"--{name.replace('_', '-')}"]
-            command = click.option(*flags, **how, **_MORE.get(name, {}), **more.get(name, {}))(command)
+            command = click.option(*flags, **how)(command)
         return command
 
     return decorate

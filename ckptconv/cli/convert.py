@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from ckptconv.byteranges.spans import Progress
-from ckptconv.cli.commands import NAMES, PART, PATH, Command, complete_device, complete_rule, debug_option, declared
+from ckptconv.cli.commands import PATH, Command, complete_device, complete_rule, debug_option, declared
 from ckptconv.cli.terminal import PROGRESS_FROM, open_bar, progress_bar, show_error, show_report, style_of
 from ckptconv.conversion.batches import processes, run_jobs
 from ckptconv.conversion.convert import run
@@ -176,8 +176,8 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
     exits="0 all is done, 1 it failed, 2 the command makes no sense, 3 some of several failed",
     groups={
         "Devices": ("model.pt cpu.pt --to cpu", "to maps map_location"),
-        **NAMES,
-        "What to take": (PART[0], f"{PART[1]} drop"),
+        "Names": ("ddp.pt plain.pt --strip-prefix module.", "strip_prefix add_prefix unwrap rename"),
+        "What to take": ("train.pt weights.pt --state-dict", "state_dict select include exclude drop"),
         "Numbers and objects": ("model.pt half.pt --dtype bf16", "dtype loadable loadable_objects compact"),
         "Output": (
             "run/ cpu/ --to cpu -j 2 --copy-others",

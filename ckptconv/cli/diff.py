@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ckptconv.cli.commands import NAMES, PART, PATH, PageFile, debug_option, declared, page_options
+from ckptconv.cli.commands import PATH, PageFile, debug_option, declared, page_options
 from ckptconv.cli.commands import Command as ClickCommand
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.edits.options import split_edits
@@ -33,8 +33,8 @@ from ckptconv.render.text import Style
     exits="0 the same, 1 different, 2 anything else",
     groups={
         "What counts": ("a.pt b.pt --rtol 1e-5", "rtol atol names_only values histogram full download"),
-        **NAMES,
-        "What to take": PART,
+        "Names": ("ddp.pt plain.pt --strip-prefix module.", "strip_prefix add_prefix unwrap rename"),
+        "What to take": ("train.pt weights.pt --state-dict", "state_dict select include exclude"),
         "Reports": ("a.pt b.pt -q", "html opens force as_json quiet verbose debug"),
     },
     epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.",
