@@ -25,13 +25,13 @@ _MOST_NAMES = 1024  # remembered: thousands of tensors are in one file
 
 
 class _Far(Protocol):
-    """What a path offers that is a URL."""
+    """The methods of a remote path."""
 
     def first_bytes(self, most: int) -> bytes:
-        """As :func:`first_bytes` has it."""
+        """Return what :func:`first_bytes` returns."""
 
     def listed(self) -> tuple[dict[str, bool], list[str]]:
-        """As :func:`list_folder` has it."""
+        """Return what :func:`list_folder` returns."""
 
 
 def is_url(given: object) -> bool:

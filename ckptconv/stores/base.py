@@ -1,4 +1,4 @@
-"""What a store offers: checking, planning and writing outputs, and opening files as they are."""
+"""The interface of a store: checking, planning and writing outputs, and opening files as they are."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ def hint_to_replace() -> str:
 
 @dataclass(frozen=True)
 class OldSet:
-    """The files of an old set that are deleted when a new set appears in its far folder.
-
-    `first` are deleted before any new file appears, `last` when all have appeared. `etags` are those of all that is
-    deleted or replaced, as they were listed before anything was written; None where the store lists none. What has
-    another one by then is somebody else's, and is not deleted.
+    """The files of an old set that are deleted when a new set appears in its remote folder.
 
     No index may name files of two sets. So the old index is deleted first if a new shard has the name of an old shard.
     Otherwise it stays until the new index replaces it, and the old shards are deleted afterwards.
+
+    Attributes:
+        first: The files that are deleted before any new file appears.
+        last: The files that are deleted after all new files have appeared.
+        etags: The ETags of all files that are deleted or replaced, as they were listed before anything was written;
+            None if the store lists none. A file with another ETag is somebody else's, and is not deleted.
     """
 
     first: tuple[Path, ...] = ()
@@ -60,8 +62,9 @@ class OldSet:
 
     @contextlib.contextmanager
     def leaving(self, delete: _Delete) -> Iterator[Callable[[], None]]:
-        """Give a function that deletes the `first`; it raises OutputError where one is not what was listed. An
-        OutputError after its call says that they are gone.
+        """Yield a function that deletes the `first`, and raises OutputError if a file is not the one that was listed.
+
+        An OutputError that leaves the ``with`` after that says that they are gone.
         """
         gone: list[Path] = []
 
@@ -79,8 +82,9 @@ class OldSet:
             raise
 
     def leave_last(self, delete: _Delete) -> None:
-        """Delete the `last`, as far as they are what was listed. Raises OutputError, which says that the new set is
-        there.
+        """Delete the `last` that are the files that were listed.
+
+        Raises OutputError, which says that the new set is there.
         """
         try:
             for path in self.last:

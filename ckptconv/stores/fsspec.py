@@ -1,4 +1,8 @@
-"""Ranges of what fsspec knows beside HTTP and S3: tried as they are."""
+"""Read and write files on the filesystems of fsspec, except HTTP and S3.
+
+A file is made here first, and sent when it is complete. The filesystem must be able to make a file appear at once, by a
+move or by a transaction.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,13 @@ from ckptconv.stores.urls import Secrets, Url
 
 
 class Location:
-    """What is, or will be, at `url`: the filesystem of fsspec's, as `files`, and the `path` there."""
+    """The place of a file on a filesystem of fsspec: the filesystem `files`, and the `path` there."""
 
     def __init__(self, url: Url, shown: object) -> None:
-        """Raises UsageError where there is no such filesystem, or a package for it is missing."""
+        """Find the filesystem of `url`, which is called `shown` in messages.
+
+        Raises UsageError if there is no such filesystem, or if a package for it is missing.
+        """
         if url.scheme not in (*fsspec.registry, *fsspec.available_protocols()):
             raise UsageError(f"cannot be read: neither ckptconv nor fsspec knows {url.scheme}://", where=shown)
         self.shown, self.secrets = shown, Secrets(url)
@@ -46,12 +53,12 @@ class Location:
             self.files, self.path = fsspec.core.url_to_fs(text)
 
     def said(self, error: Exception) -> str:
-        """Return what `error` is and says, without secrets."""
+        """Return the class and the text of `error`, without secrets."""
         return self.secrets.hidden(f"{type(error).__name__}: {error}")
 
     @contextlib.contextmanager
     def as_error(self, url: Url) -> Iterator[None]:
-        """Raise in our words what a filesystem raises meanwhile that nobody here knows."""
+        """Raise every error of a filesystem as a CkptconvError, without secrets."""
         with self.secrets.kept():
             try:
                 yield
@@ -66,7 +73,7 @@ class Location:
 
 
 class FsspecTransport(Location):
-    """The file at `url` of a filesystem of fsspec's."""
+    """The file `url` on a filesystem of fsspec."""
 
     def __init__(self, url: Url, shown: object) -> None:
         super().__init__(url, shown)
@@ -83,21 +90,24 @@ class FsspecTransport(Location):
         return Version(said["size"], said.get("ETag") or said.get("etag"), modified)
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:  # noqa: ARG002
-        """As :class:`~ckptconv.stores.requests.Transport` has it; fsspec knows no deadline."""
+        """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` does.
+
+        There is no deadline.
+        """
         try:
             version = self._asked()
             stop = min(stop, version.size)
             data = bytes(self.files.cat_file(self.path, start=start, end=stop)) if start < stop else b""
         except CkptconvError:
             raise
-        except Exception as error:  # of a filesystem that nobody here knows
+        except Exception as error:  # any error of an unknown filesystem
             raise Transient(self.said(error)) from error
         if len(data) != stop - start:
             raise Transient(f"the store sent {len(data):,} of {stop - start:,} bytes")
         return Answer(data, version)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 _CHUNK = 8 << 20
@@ -108,12 +118,12 @@ _Send = Callable[[Path, Location], None]
 
 @contextlib.contextmanager
 def _appearing(at: Location) -> Iterator[_Send]:
-    """Give a function that sends files to the filesystem of `at`. They appear when the ``with`` ends, or never.
+    """Yield a function that sends files to the filesystem of `at`. They appear when the ``with`` ends, or never.
 
-    Raises UnsupportedError.
+    Raises UnsupportedError if the filesystem has neither a move nor a transaction.
     """
     files = at.files
-    if type(files).mv is not AbstractFileSystem.mv:  # else it copies, which others could see half
+    if type(files).mv is not AbstractFileSystem.mv:  # the default copies, which others could see half
         with _moved(at) as send:
             yield send
         return
@@ -130,7 +140,10 @@ def _appearing(at: Location) -> Iterator[_Send]:
 
 
 def _has_commit(at: Location) -> bool:
-    """Whether a file there appears only when a transaction ends: a file is opened, and its class has ``commit``."""
+    """Return whether a file on the filesystem of `at` appears only when a transaction ends.
+
+    A file is opened for that, and its class must have a ``commit`` of its own.
+    """
     probe = _beside(at)
     with _as_output_error(at):
         at.files.transaction.start()
@@ -138,16 +151,16 @@ def _has_commit(at: Location) -> bool:
             with at.files.open(probe, "wb") as file:
                 kind = type(file)
         finally:
-            with contextlib.suppress(Exception):  # of what cannot take it back
+            with contextlib.suppress(Exception):  # a filesystem that cannot roll back
                 at.files.transaction.complete(commit=False)
-            with contextlib.suppress(Exception):  # of what is not there
+            with contextlib.suppress(Exception):  # it may not exist
                 at.files.rm_file(probe)
     return getattr(kind, "commit", AbstractBufferedFile.commit) is not AbstractBufferedFile.commit
 
 
 @contextlib.contextmanager
 def _moved(at: Location) -> Iterator[_Send]:
-    """As :func:`_appearing`, by moves: files have temporary names until all are there."""
+    """Yield a function that sends files, which have temporary names until all are there."""
     sent: list[tuple[str, str]] = []
 
     def send(here: Path, there: Location) -> None:
@@ -163,7 +176,7 @@ def _moved(at: Location) -> Iterator[_Send]:
                 del sent[0]
     finally:
         for temporary, _ in sent:
-            with contextlib.suppress(Exception):  # of a filesystem that nobody here knows
+            with contextlib.suppress(Exception):  # any error of an unknown filesystem
                 at.files.rm_file(temporary)
 
 
@@ -175,7 +188,7 @@ def _beside(at: Location) -> str:
 
 @contextlib.contextmanager
 def _as_output_error(at: Location) -> Iterator[None]:
-    """Raise whatever a filesystem raises as an OutputError."""
+    """Raise every error of a filesystem as an OutputError, without secrets."""
     with at.secrets.kept():
         try:
             yield
@@ -193,7 +206,7 @@ class FsspecStore(WritableStore):
         return FsspecTransport(url, shown)
 
     def entries(self, url: Url, shown: object) -> Iterator[Entry]:
-        """The files in the folder `url` and in those below it. Raises InputError."""
+        """Yield the files in the folder `url` and in the folders below it. Raises InputError."""
         at = Location(url, shown)
         with at.as_error(url):
             at.files.invalidate_cache()
@@ -204,20 +217,20 @@ class FsspecStore(WritableStore):
                 yield Entry(path[len(root) :], said.get("size") or 0)
 
     def has_object(self, path: Path) -> bool:
-        """Whether there is a file at `path`. Raises OutputError."""
+        """Return whether there is a file at `path`. Raises OutputError."""
         at = Location(far_path(path).url, path)
         with _as_output_error(at):
             return bool(at.files.exists(at.path))
 
     def version(self, path: Path) -> object:
-        """What tells the file at `path` from another one there, as far as its filesystem says. Raises OutputError."""
+        """Return what fsspec says of the file at `path`. Raises OutputError."""
         at = Location(far_path(path).url, path)
         with _as_output_error(at):
             at.files.invalidate_cache()
             return at.files.info(at.path)
 
     def about_upload(self, files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
-        """Notes on what writing `files` takes, and on what is not promised."""
+        """Return notes on what writing `files` takes, and on what is not guaranteed."""
         back = f"the output is read back ({size(sum(file.size for file in files))}) when everybody can see it"
         return (
             "written to a temporary file here first, and then sent; fsspec does not say what happens when two write to"
@@ -226,7 +239,7 @@ class FsspecStore(WritableStore):
         )
 
     def work_of(self, files: Sequence[OutFile], *, verify: bool) -> int:
-        """The length of a progress bar: bytes that are made here first, and read back."""
+        """Return the number of bytes that are made here first, and read back."""
         return sum(file.size for file in files) * (1 + verify)
 
     def upload(

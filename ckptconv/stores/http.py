@@ -64,7 +64,7 @@ for _name in ("connection", "connectionpool", "response"):
 
 @contextlib.contextmanager
 def until(deadline: Deadline) -> Iterator[None]:
-    """Let each answer that this thread begins to read in the body of the ``with`` end at `deadline`."""
+    """Give each answer that this thread begins to read in the body of the ``with`` the `deadline`."""
     _CURRENT.deadline = deadline
     try:
         yield
@@ -73,7 +73,7 @@ def until(deadline: Deadline) -> Iterator[None]:
 
 
 class _Reader(io.RawIOBase):
-    """What comes by `socket`. A read raises Transient after the deadline of :func:`until`."""
+    """The bytes that arrive at `socket`. A read raises Transient after the deadline of :func:`until`."""
 
     def __init__(self, socket: Any) -> None:
         self._socket, self._deadline, self._received = socket, _CURRENT.deadline, 0
@@ -102,7 +102,7 @@ class _Reader(io.RawIOBase):
 
 
 class _Socket:
-    """As much of a socket as ``http.client`` needs to read an answer."""
+    """The part of a socket that ``http.client`` needs to read an answer."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
@@ -149,7 +149,7 @@ def proxy_for(url: str) -> str | None:
 
 
 def pool(proxy: str | None) -> urllib3.PoolManager:
-    """Return what keeps connections, by way of `proxy` if there is one, whose URL can say who we are there."""
+    """Return a pool of connections, through `proxy` if there is one. Its URL can contain a name and a password."""
     timeout = urllib3.Timeout(connect=POLICY.silence, read=POLICY.silence)
     kept: dict[str, Any] = {"maxsize": POLICY.concurrency, "timeout": timeout, "retries": False}
     if proxy is None:
@@ -177,18 +177,18 @@ def _hint_to_download() -> str:
 
 
 class HttpTransport:
-    """The file at `url`. `token` is sent to its host as a bearer's."""
+    """The file at `url`. `token` is sent to its host as a bearer token."""
 
     def __init__(self, url: Url, shown: object, token: str | None = None) -> None:
         self._start, self._shown = url, shown
-        self._at = url.full  # where redirects have led
+        self._at = url.full  # the last URL of the redirects
         who = _who(url)
         self._authorization = f"Bearer {token}" if token else who and f"Basic {base64.b64encode(who.encode()).decode()}"
         self.secrets = Secrets(url, token or "", who or "")
         self._pools: dict[str | None, urllib3.PoolManager] = {}  # by the proxy
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
-        """As :class:`~ckptconv.stores.requests.Transport` has it."""
+        """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` does."""
         headers = {"Range": f"bytes={start}-{stop - 1}", **_PLAINLY}
         if expected and expected.strong_etag:
             headers |= {"If-Match": expected.strong_etag, "If-Range": expected.strong_etag}
@@ -199,9 +199,9 @@ class HttpTransport:
 
     @contextlib.contextmanager
     def whole(self, deadline: Deadline) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """How many bytes the server says that it will send, or 0, and all bytes of the file, a piece at a time.
+        """Yield the number of bytes that the server announces, or 0, and all bytes of the file in pieces.
 
-        Raises Transient, InputError, also where pieces are asked for, and where `deadline` is over.
+        Raises Transient, InputError, also while pieces are read and after `deadline`.
         """
         with contextlib.ExitStack() as stack:
             with self._as_error(), until(deadline):
@@ -217,7 +217,7 @@ class HttpTransport:
             yield number(response.headers.get("Content-Length")) or 0, chunks
 
     def _chunks(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-        """The bytes of `response`. Raises Transient, TransferError."""
+        """Yield the bytes of `response`. Raises Transient, TransferError."""
         while True:
             with self._as_error():
                 if not (chunk := response.read1(_CHUNK)):
@@ -225,7 +225,10 @@ class HttpTransport:
             yield chunk
 
     def _unzipped(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        """What the gzip'd `chunks` are of, in pieces no larger than a chunk. Raises TransferError."""
+        """Yield what the `chunks` contain without gzip, in pieces no larger than a chunk.
+
+        Raises Transient, TransferError.
+        """
         decoder = zlib.decompressobj(_GZIP)
         try:
             for chunk in chunks:
@@ -242,7 +245,7 @@ class HttpTransport:
             raise Transient("the connection was cut, or what the server compressed has no end")
 
     def page(self, deadline: float) -> tuple[list[dict[str, Any]], str | None]:
-        """A page of the Hub's lists, and where the next one is.
+        """Return a page of a list of the Hub, and the path of the next page, or None.
 
         Raises Transient, InputError.
         """
@@ -253,7 +256,10 @@ class HttpTransport:
             return found, self._next_page(response.headers.get("Link", ""))
 
     def _next_page(self, link: str) -> str | None:
-        """The path of the page that a Link calls the next one, which must be the same server's (RFC 8288)."""
+        """Return the path of the page that the header Link calls the next one (RFC 8288), or None.
+
+        Raises TransferError if that page is on another server.
+        """
         found = re.search(r'<([^>]+)>\s*;\s*rel="?next"?', link)
         if not found:
             return None
@@ -264,13 +270,13 @@ class HttpTransport:
         return f"{after.path[len(base) :].lstrip('/')}?{after.query}"
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close all connections."""
         for each in self._pools.values():
             each.clear()
 
     @contextlib.contextmanager
     def _as_error(self) -> Iterator[None]:
-        """Raise in our words what urllib3, and Python's parsers of what a server says, raise meanwhile."""
+        """Raise the errors of urllib3, and of Python's parsers of answers, as CkptconvErrors or Transient."""
         with self.secrets.kept():
             try:
                 yield
@@ -289,8 +295,10 @@ class HttpTransport:
 
     @contextlib.contextmanager
     def _followed(self, headers: dict[str, str]) -> Iterator[urllib3.BaseHTTPResponse]:
-        """The answer behind all redirects. Where the place that they led to is closed by now, they are followed anew:
-        the Hub's are signed for an hour.
+        """Yield the answer after all redirects.
+
+        If the last place refuses the request now, the redirects are followed from the start again: those of the Hub are
+        signed for an hour.
         """
         response = self._request(self._at, headers)
         if response.status in (401, 403) and self._at != self._start.full:
@@ -301,7 +309,7 @@ class HttpTransport:
         for _ in range(POLICY.redirects):
             if response.status not in _REDIRECTS:
                 break
-            response.close()  # its body can be endless
+            response.close()  # its body may never end
             at = self._checked(at, self._joined(at, response.headers.get("Location", "")))
             response = self._request(at, headers)
         try:
@@ -311,19 +319,19 @@ class HttpTransport:
             self._at = at
             yield response
         except BaseException:
-            response.close()  # what is left of it is not wanted
+            response.close()  # the rest is not needed
             raise
         response.release_conn()
 
     def _request(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         if self._authorization and urlsplit(url).netloc == urlsplit(self._start.full).netloc:
             headers = {**headers, "Authorization": self._authorization}
-        proxy = proxy_for(url)  # which a redirect can change
+        proxy = proxy_for(url)  # a redirect can change it
         manager = self._pools.get(proxy) or self._pools.setdefault(proxy, pool(proxy))
         return manager.request("GET", url, headers=headers, redirect=False, preload_content=False, decode_content=False)
 
     def _joined(self, base: str, place: str) -> str:
-        """The URL of `place`, as a header says it, seen from `base`. Raises TransferError."""
+        """Return the URL of `place`, a header's value, relative to `base`. Raises TransferError if it is not a URL."""
         with contextlib.suppress(ValueError):
             joined = urljoin(base, place)
             if is_readable_host(urlsplit(joined).netloc):
@@ -331,7 +339,10 @@ class HttpTransport:
         raise TransferError("the server sent an invalid URL", where=self._shown)
 
     def _checked(self, before: str, after: str) -> str:
-        """`after`, to which a server leads from `before`. Raises TransferError where nobody should follow."""
+        """Return `after`, to which a server redirects from `before`.
+
+        Raises TransferError for a scheme other than HTTP, and for a redirect from https to http.
+        """
         old, new = urlsplit(before).scheme.lower(), urlsplit(after).scheme.lower()
         if new not in HTTP or (old == "https" and new == "http"):
             raise TransferError(
@@ -363,7 +374,7 @@ class HttpTransport:
         return Answer(received(self._chunks(response), end - start, deadline), Version(size, etag, modified))
 
     def _refused(self, response: urllib3.BaseHTTPResponse, start: int, expected: Version | None) -> Exception:
-        """Why an answer without the bytes has none."""
+        """Return the error for an answer without the bytes."""
         status, where = response.status, self._shown
         got = f"{status} {response.reason or ''}".strip()
         if status == 200 and expected is None:
@@ -411,14 +422,14 @@ STORE = HttpStore()
 
 
 def _hub_transport(url: Url, shown: object) -> HttpTransport:
-    """The file ``hf://[datasets/|spaces/]OWNER/REPO[@REVISION]/PATH``, by the Hub's own URLs and with its token."""
+    """Return the transport of ``hf://[datasets/|spaces/]OWNER/REPO[@REVISION]/PATH``, by the Hub's URLs and token."""
     kind, repo, revision, path = url.on_hub
     folder = "" if kind == "models" else f"{kind}/"
     return _on_hub(f"{folder}{repo}/resolve/{revision}/{path}", shown)
 
 
 def _hub_entries(url: Url, shown: object) -> Iterator[Entry]:
-    """The files in the folder `url` of a repository, as the Hub's tree API lists them.
+    """Yield the files in the folder `url` of a repository, as the Hub's tree API lists them.
 
     Raises InputError.
     """
@@ -450,7 +461,7 @@ def _is_same(headers: Any, version: Version | None) -> bool:
 
 
 def _parsed(data: bytes, where: object) -> list[dict[str, Any]]:
-    """The JSON of a list. Raises TransferError."""
+    """Return the entries of a list of files in JSON. Raises TransferError if `data` is not such a list."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -461,12 +472,12 @@ def _parsed(data: bytes, where: object) -> list[dict[str, Any]]:
 
 
 def _coding(response: urllib3.BaseHTTPResponse) -> str:
-    """How what a server sends is compressed, by its name today."""
+    """Return how `response` is compressed, by today's name."""
     return str(response.headers.get("Content-Encoding", "identity")).lower().removeprefix("x-")
 
 
 def _hub_token() -> str | None:
-    """The token that the Hub's own tools would send."""
+    """Return the token that the Hub's own tools would send, or None."""
     try:
         from huggingface_hub import get_token
     except ImportError:
@@ -486,7 +497,7 @@ def _who(url: Url) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, without the URL, which can be signed."""
+    """Return what is wrong, without the URL, which can be signed."""
     words = {
         urllib3.exceptions.ReadTimeoutError: f"the server sent nothing for {POLICY.silence:g} s",
         urllib3.exceptions.ConnectTimeoutError: f"no connection within {POLICY.silence:g} s",
@@ -500,9 +511,9 @@ def _reason(error: Exception) -> str:
 
 
 def _seconds(after: str | None) -> float | None:
-    """What a Retry-After says, which is a number of seconds or a date."""
+    """Return the seconds that a Retry-After asks for, as a number or as a date, or None."""
     seconds: float | None = number(after)
     if seconds is None and after:
-        with contextlib.suppress(ValueError, OverflowError, TypeError, OSError):  # of a year that no clock has
+        with contextlib.suppress(ValueError, OverflowError, TypeError, OSError):  # a year out of range
             seconds = email.utils.parsedate_to_datetime(after).timestamp() - time.time()
     return None if seconds is None else min(seconds, _LONGEST_WAIT)

@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 
 class BinaryFile(Protocol):
-    """A file object as ``open(path, "rb")`` and ``io.BytesIO`` give them, as far as reading it goes."""
+    """A file object like those of ``open(path, "rb")`` and ``io.BytesIO``, as far as reading needs it."""
 
     def read(self, size: int, /) -> bytes:
-        """At most `size` bytes from the position on, none at the end."""
+        """Return at most `size` bytes from the position, and none at the end."""
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Go to `offset` from the start, from the position (1), or from the end (2)."""
+        """Go to `offset` from the start, or from the position (`whence` is 1), or from the end (2)."""
 
     def tell(self) -> int:
-        """The position."""
+        """Return the position."""
 
 
 class WritableFile(BinaryFile, Protocol):
-    """A file object as ``open(path, "wb")`` and ``io.BytesIO`` give them; it is read only where that is asked for."""
+    """A file object like those of ``open(path, "wb")`` and ``io.BytesIO``. It is read only to verify."""
 
     def write(self, data: memoryview, /) -> int | None:
-        """Write `data` at the position, or the first of it, and say how many bytes."""
+        """Write `data`, or its first bytes, at the position. Return the number of bytes written, or None for all."""
 
 
 #: What can be read: a path, or a file object.
@@ -55,13 +55,16 @@ Output: TypeAlias = "str | os.PathLike[str] | WritableFile"
 
 
 class FileObjectSource(ComputedSource):
-    """`file`, which its caller has open and closes: all of it, from byte 0 on.
+    """`file`, which its caller has open and closes, from byte 0 to its end.
 
-    Its position is the caller's: it is put back behind each reading. Threads take turns.
+    The position is the caller's: it is restored after each read. Threads take turns.
     """
 
     def __init__(self, file: BinaryFile, faults: FaultSink = RAISED) -> None:
-        """Raises ArgumentTypeError for a file of text, UsageError where `file` cannot seek or cannot be read."""
+        """Take `file`.
+
+        Raises ArgumentTypeError for a file of text, and UsageError if `file` cannot seek or be read.
+        """
         self.path, self.fd, self.faults = path_of(file), -1, faults
         self._file, self._lock = file, threading.Lock()
         with seeking(file, "cannot be read", "io.BytesIO(f.read()) can"):
@@ -75,7 +78,7 @@ class FileObjectSource(ComputedSource):
 
     @contextlib.contextmanager
     def _position(self, offset: int, whence: int = os.SEEK_SET) -> Iterator[None]:
-        """Meanwhile the file's position is this one."""
+        """Set the position for the body of the ``with``, and restore it afterwards."""
         with self._lock:
             before = self._file.tell()
             try:
@@ -85,7 +88,7 @@ class FileObjectSource(ComputedSource):
                 self._file.seek(before)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
+        """Fill `buffer` with the bytes at `offset`. Raises the errors of :meth:`read`."""
         end = offset + len(buffer)
         try:
             with self._position(offset):
@@ -112,12 +115,12 @@ class FileObjectSource(ComputedSource):
 
 
 def is_file_object(given: object) -> TypeIs[BinaryFile]:
-    """Whether `given` is a file object and no path."""
+    """Return whether `given` is a file object and not a path."""
     return not isinstance(given, (str, bytes, os.PathLike)) and (hasattr(given, "read") or hasattr(given, "write"))
 
 
 def path_of(given: Input) -> Path:
-    """The path `given`, or what a file object is called in messages: its ``name`` where that is a text."""
+    """Return the path `given`. For a file object, return its ``name`` if that is a text, or a name for messages."""
     if not is_file_object(given):
         return Path(os.fsdecode(given))
     name = getattr(given, "name", None)
@@ -126,7 +129,7 @@ def path_of(given: Input) -> Path:
 
 @contextlib.contextmanager
 def seeking(file: BinaryFile, otherwise: str, hint: str) -> Iterator[None]:
-    """Raise UsageError where `file` cannot seek, with the `hint`; and if it fails inside, which says `otherwise`."""
+    """Raise UsageError with `hint` if `file` cannot seek, or with the text `otherwise` if the body fails."""
     try:
         has_both = hasattr(file, "seek") and hasattr(file, "tell")
         if not has_both or not getattr(file, "seekable", lambda: True)():
@@ -140,12 +143,18 @@ def seeking(file: BinaryFile, otherwise: str, hint: str) -> Iterator[None]:
 
 
 class FileObjectDestination:
-    """`file`, from its position on, which is after the last byte when :meth:`write_all` ends. Its caller closes it."""
+    """`file`, written from its position on, which is after the last byte when :meth:`write_all` ends.
+
+    Its caller closes it.
+    """
 
     fd = -1
 
     def __init__(self, file: WritableFile) -> None:
-        """Raises ArgumentTypeError for a file of text, UsageError where `file` cannot seek or cannot be written."""
+        """Take `file`, to be written from its position on.
+
+        Raises ArgumentTypeError for a file of text, and UsageError if `file` cannot seek or be written.
+        """
         self.path = path_of(file)
         self._file, self._lock = file, threading.Lock()
         with seeking(file, "cannot be written", "save to an io.BytesIO(), and write its getvalue()"):
@@ -157,7 +166,7 @@ class FileObjectDestination:
             self._start = file.tell()
 
     def write(self, at: int, data: bytes | memoryview) -> None:
-        """Put `data` at `at`."""
+        """Write `data` at `at`."""
         view, end = memoryview(data), self._start + at + len(data)
         with self._lock:
             self._file.seek(self._start + at)
@@ -168,7 +177,7 @@ class FileObjectDestination:
                 raise OutputError("the file object writes elsewhere than it was told to: is it open for appending?")
 
     def read(self, at: int, length: int) -> bytes:
-        """What stands at `at`."""
+        """Return at most `length` bytes at `at`."""
         with self._lock:
             self._file.seek(self._start + at)
             parts = []
@@ -178,7 +187,7 @@ class FileObjectDestination:
             return b"".join(parts)
 
     def start_writeback(self, at: int, length: int) -> None:
-        """Nothing: when a file object reaches a disk is its own affair."""
+        """Do nothing: the owner of a file object decides when it reaches a disk."""
 
     def write_all(self, file: OutFile, *, verify: bool) -> Overflow:
         """Write `file`, and return what overflowed. After an error, the bytes written so far stay.

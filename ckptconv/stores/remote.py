@@ -1,4 +1,7 @@
-"""A far file as a source: read by position, each byte asked for once, neighbours together, several ranges at once."""
+"""Remote files: their paths, reading them by ranges, downloads, sets of files, and the base of their stores.
+
+Each byte is requested once, neighbours are requested together, and several ranges at once.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +59,10 @@ if TYPE_CHECKING:
 
 
 class Listing:
-    """The files in a folder and in those below it, by their paths from there."""
+    """The files in a remote folder and in the folders below it, by their relative paths."""
 
     def __init__(self, entries: Iterable[Entry], where: object) -> None:
-        """Raises InputError for a name that is no path."""
+        """Take the `entries` of the folder `where`. Raises InputError for a name that is not a path."""
         self.files: dict[str, Entry] = {}
         self.folders: dict[str, tuple[set[str], list[str]]] = {"": (set(), [])}
         for entry in entries:
@@ -93,19 +96,19 @@ _MODULES = {"http": "http", "https": "http", "hf": "http", "s3": "s3"}
 _PACKAGES = {"http": "urllib3", "s3": "botocore", "fsspec": "fsspec"}
 
 
-class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, the system says
-    """A URL as a path. What stands in it and above it is one too, but for the secrets.
+class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depends on the system
+    """A URL as a path. Paths derived from it are remote paths too, without the secrets of the URL.
 
-    A URL is a folder if it ends in a slash; one without a suffix is one if the server lists something there.
+    A URL is a folder if it ends in a slash. A URL without a suffix is a folder if the server lists something in it.
     """
 
     _url: Url | None = None
     _listing: Listing | None = None
-    _place = ""  # from the folder of the listing
+    _place = ""  # the path relative to the folder that was listed
 
     @property
     def url(self) -> Url:
-        """What it is the path of."""
+        """The URL of this path."""
         if self._url is None:
             self._url = parse(super().__str__())
         return self._url
@@ -135,7 +138,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
     def __reduce__(self) -> tuple[object, ...]:
         return far_path, (self.url,)
 
-    def __eq__(self, other: object) -> bool:  # which the slash behind a folder does not change
+    def __eq__(self, other: object) -> bool:  # a slash at the end makes no difference
         return isinstance(other, Path) and self.parts == other.parts
 
     def __hash__(self) -> int:
@@ -154,7 +157,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
 
     @property
     def parent(self) -> FarPath:
-        """The folder that it stands in."""
+        """The folder that contains it."""
         above = far_path(self.url.parent)
         if self._place:
             above._listing, above._place = self._listing, self._place.rpartition("/")[0]
@@ -162,22 +165,25 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
 
     @property
     def parents(self) -> Iterator[FarPath]:
-        """The folders that it stands in, the next one first."""
+        """The folders that contain it, the nearest first."""
         path = self
         while path.url.path.strip("/"):
             path = path.parent
             yield path
 
     def with_name(self, name: str) -> Path:
-        """That of `name` in the same folder."""
+        """Return the path of `name` in the same folder."""
         return self.parent / name
 
     def relative_to(self, *other: str | os.PathLike[str]) -> Path:
-        """The path from a folder above, which is no URL."""
+        """Return the path relative to a folder above, as a local path."""
         return Path(*super().relative_to(*other).parts)
 
     def listed(self) -> tuple[dict[str, bool], list[str]]:
-        """The names of folders in it, none of which is a link, and of files, sorted. Raises InputError."""
+        """Return the sorted names of the folders, none of which is a link, and of the files in it.
+
+        Raises InputError.
+        """
         if self._listing is None:
             folder = self.url if self.url.says_folder else replace(self.url, path=f"{self.url.path}/")
             self._listing = Listing(self.find_store().entries(folder, self), self)
@@ -187,7 +193,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
         return dict.fromkeys(sorted(folders), False), sorted(files)
 
     def below(self) -> dict[str, Entry]:
-        """What is listed of the files in it and in folders below, by their paths from here. Raises InputError."""
+        """Return the listed files in it and in the folders below, by their relative paths. Raises InputError."""
         self.listed()
         assert self._listing is not None
         root = f"{self._place}/" if self._place else ""
@@ -199,7 +205,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
         return not self.is_dir()
 
     def is_dir(self) -> bool:
-        """Whether it is a folder; what cannot be listed is not."""
+        """Return whether it is a folder. If a URL without a suffix cannot be listed, it is not one."""
         if self._listing is not None:
             return self._place in self._listing.folders and bool(self._listing.files)
         if self.url.says_folder:
@@ -208,21 +214,21 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
             return False
         try:
             return bool(self.listed())
-        except CkptconvError:  # which who opens it as a file says
+        except CkptconvError:  # opening it as a file says why
             self._listing = None
             return False
 
     def holds(self, name: str) -> bool | None:
-        """Whether a file or folder `name` stands in it; None where nobody has asked."""
+        """Return whether it contains a file or folder `name`, or None if it has not been listed."""
         if self._listing is None:
             return None
         place = f"{self._place}/{name}" if self._place else name
         return place in self._listing.files or place in self._listing.folders
 
     def first_bytes(self, most: int) -> bytes:
-        """The first bytes of the file, at most so many; none where it is not there, or nobody sends ranges of it.
+        """Return at most `most` first bytes of the file; none if it is missing or its server sends no ranges.
 
-        Raises InputError where they did not come: nobody should guess what the file is.
+        Raises InputError if the bytes do not arrive: the kind of a file is never guessed.
         """
         if self._listing is not None and self._place not in self._listing.files:
             return b""
@@ -234,7 +240,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # which class a path has, th
 
 
 def far_path(given: str | os.PathLike[str] | Url) -> FarPath:
-    """The path that the URL `given` is, which remembers all of it."""
+    """Return the path of the URL `given`, with its secrets."""
     if isinstance(given, FarPath):
         return given
     url = given if isinstance(given, Url) else parse(os.fsdecode(given))
@@ -279,16 +285,19 @@ class RemoteStore(Store):
 
 
 class FarSource(Readable):
-    """The far file at `path`.
+    """The remote file at `path`.
 
-    `skims`: who opened it wants to know what is in it, and no more: what only proves that the file is sound, and would
-    cost a request of its own, is left out and said in :meth:`about`.
+    With `skims`, bytes that only prove the file to be sound are not read if they would cost a request. :meth:`about`
+    says so.
     """
 
     is_far = True
 
     def __init__(self, path: FarPath, faults: FaultSink = RAISED, *, skims: bool = False) -> None:
-        """Raises InputError, and UsageError where no package can reach it."""
+        """Open `path`, and request its first bytes.
+
+        Raises InputError, and UsageError if a package that is needed is missing.
+        """
         self.url, self.path, self.fd, self.faults = path.url, path, -1, faults
         self._skims = skims
         self._skipped: dict[str, set[int]] = {}
@@ -321,7 +330,7 @@ class FarSource(Readable):
                 gaps = self._known.missing(offset, stop)
             wanted = [enlarged(gap, self.size, POLICY.window) for gap in merged(gaps, POLICY.gap)]
             parts = self._fetch(in_parts(merged(wanted, POLICY.gap), POLICY.part))
-            if length > POLICY.held // 2:  # more than is worth holding
+            if length > POLICY.held // 2:  # too much to remember
                 return _cut(parts, offset, stop)
         return data
 
@@ -334,7 +343,7 @@ class FarSource(Readable):
             return self._known.get(start, stop)
 
     def _fetch(self, ranges: list[Range]) -> list[tuple[int, bytes]]:
-        """The bytes of `ranges`, with where they start, known from now on."""
+        """Return the bytes of `ranges` with their offsets, and remember them."""
         with self._lock:
             ranges = [gap for each in ranges for gap in self._known.missing(*each)]
         tasks = [(each[0], self._ask(each)) for each in ranges]
@@ -355,13 +364,14 @@ class FarSource(Readable):
         return self._workers.submit(get, f"{self.path} at byte {wanted[0]}")
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
-        """Ask for `ranges`, which are about to be read, at once."""
+        """Request `ranges`, which are read next, all at once."""
         cut = [(max(start, 0), min(stop, self.size)) for start, stop in ranges]
         self._fetch(in_parts(merged(cut, POLICY.gap), POLICY.part))
 
     def announce(self, ranges: Iterable[Range], *, keep: Path | None = None) -> None:
-        """Have `ranges`, which are about to be read in this order, fetched ahead. Each is there once, unless a folder
-        is given to `keep` them in until the file is closed.
+        """Request `ranges`, which are read next in this order, ahead of the reader.
+
+        Each can be read once. If `keep` is a folder, they are kept there until the file is closed.
         """
         ranges = [*ranges]
         for delivery in self._deliveries:
@@ -372,14 +382,14 @@ class FarSource(Readable):
             self._deliveries.append(_Delivery(self._ask, ranges, keep))
 
     def spares(self, offset: int, length: int, what: str) -> bool:
-        """Whether what stands there is not to be read: nobody needs it who skims, and it would cost a request."""
+        """Return whether to skip these bytes, which only `what` needs: with `skims`, if they would cost a request."""
         if not self._skims or self._held(offset, offset + length) is not None:
             return False
         self._skipped.setdefault(what, set()).add(offset)
         return True
 
     def about(self) -> list[str]:
-        """What else to say of it: what was not read, and what could go unseen."""
+        """Return notes on what was not read, and on changes that would not be noticed."""
         found = [count(len(places), what) for what, places in self._skipped.items()]
         notes = [f"not read, to save requests: {', '.join(found)}; verify and convert read them"] if found else []
         if not self._has_validator:
@@ -389,7 +399,7 @@ class FarSource(Readable):
         return notes
 
     def close(self) -> None:
-        """Let connections go, and forget what is known."""
+        """Close all connections, and forget all bytes."""
         self.requests.close()
         self._workers.close()
         for delivery in self._deliveries:
@@ -398,12 +408,12 @@ class FarSource(Readable):
 
 
 def _cut(parts: list[tuple[int, bytes]], start: int, stop: int) -> bytes:
-    """The bytes from `start` to `stop`, all of which are in `parts`, in ascending order."""
+    """Return the bytes from `start` to `stop`, all of which are in `parts`, in ascending order."""
     return b"".join(data[max(start - at, 0) : max(stop - at, 0)] for at, data in parts)
 
 
 class _Delivery:
-    """Ranges on their way, in the order in which they will be read, some ahead of who reads."""
+    """Ranges that are requested in the order in which they will be read, some of them ahead of the reader."""
 
     def __init__(self, ask: Callable[[Range], Task], ranges: list[Range], keep: Path | None) -> None:
         self._ask = ask
@@ -422,21 +432,21 @@ class _Delivery:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it can be read more than once."""
+        """Whether the ranges can be read more than once."""
         return self._folder is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether all of it has been read."""
+        """Whether all ranges have been read."""
         return all(self._read[i] >= needed for i, needed in enumerate(self._needed))
 
     def has(self, start: int, stop: int) -> bool:
-        """Whether the bytes from `start` to `stop` are in it."""
+        """Return whether the ranges include the bytes from `start` to `stop`."""
         among = [self._parts[i] for i in self._among(start, stop)]
         return sum(min(stop, end) - max(start, at) for at, end in among) == stop - start
 
     def _among(self, start: int, stop: int) -> range:
-        """The parts that have bytes from `start` to `stop`."""
+        """Return the numbers of the parts that have bytes from `start` to `stop`."""
         first = max(bisect_right(self._starts, start) - 1, 0)
         while first < len(self._parts) and self._parts[first][1] <= start:
             first += 1
@@ -446,7 +456,7 @@ class _Delivery:
         return range(first, last)
 
     def read(self, start: int, stop: int) -> bytes | None:
-        """The bytes from `start` to `stop`; None where they are not in it, or not any more."""
+        """Return the bytes from `start` to `stop`, or None if they are not included or have been read already."""
         if not self.has(start, stop):
             return None
         parts = []
@@ -481,13 +491,13 @@ class _Delivery:
         return data[first - at : last - at]
 
     def _store(self, i: int, data: bytes) -> None:
-        """Keep the part in a file without a name."""
+        """Keep part `i` in a file without a name. Raises OutputError if it cannot be written."""
         try:
             if self._file < 0:
                 with tempfile.TemporaryFile(dir=self._folder) as file:
                     self._file = os.dup(file.fileno())
             done = os.pwrite(self._file, data, self._parts[i][0])
-            if done < len(data):  # which says why
+            if done < len(data):  # raises an error that says why
                 os.pwrite(self._file, data[done:], self._parts[i][0] + done)
         except OSError as error:
             what = f"what is read twice cannot be kept there: {error.strerror or error}"
@@ -495,7 +505,7 @@ class _Delivery:
         self._stored.add(i)
 
     def close(self) -> None:
-        """Forget all of it."""
+        """Cancel all requests, and forget all bytes."""
         for task in self._tasks.values():
             task.cancel()
         if self._file >= 0:
@@ -511,11 +521,11 @@ def open_far(
     download: bool | Path = False,
     progress: Meter | None = None,
 ) -> Readable:
-    """The far file at `path`, read by ranges. With `download` it is downloaded if the server sends no ranges.
+    """Open the remote file at `path`. With `download` it is downloaded if its server sends no ranges.
 
-    `download` can be the folder to use. `progress` is called with the bytes that are downloaded.
+    `download` can be the folder to use. `progress` is called with the number of bytes that are downloaded.
 
-    Raises InputError, UsageError where no package can reach it, OutputError where there is no room for it.
+    Raises InputError, UsageError if a package that is needed is missing, and OutputError if there is no space.
     """
     try:
         return FarSource(path, faults, skims=skims)
@@ -526,7 +536,7 @@ def open_far(
 
 
 class _Downloaded(Readable):
-    """All of the far file at `path`, in a file without a name in `folder`, which goes when it is closed."""
+    """A copy of the remote file at `path`, in a file without a name in `folder`, which is gone when it is closed."""
 
     def __init__(self, path: FarPath, faults: FaultSink, folder: Path, progress: Meter | None) -> None:
         self.path, self.url, self.faults, self._folder = path, path.url, faults, folder
@@ -541,9 +551,9 @@ class _Downloaded(Readable):
             raise
 
     def _received(self, deadline: float) -> int:
-        """How many bytes came, all of which are in our file now. Raises Transient, InputError, OutputError.
+        """Download the file, and return the number of its bytes. Raises Transient, InputError, OutputError.
 
-        Every ``POLICY.part`` bytes must come within ``POLICY.deadline`` seconds.
+        Every ``POLICY.part`` bytes must arrive within ``POLICY.deadline`` seconds.
         """
         done = due = 0
         limit = Deadline(deadline)
@@ -572,7 +582,7 @@ class _Downloaded(Readable):
 
     @contextlib.contextmanager
     def _as_error(self) -> Iterator[None]:
-        """Raise in our words what the system says meanwhile of our file."""
+        """Raise the errors of the local file as OutputErrors."""
         try:
             yield
         except OSError as error:
@@ -582,16 +592,16 @@ class _Downloaded(Readable):
             raise OutputError(what, where=self._folder) from error
 
     def about(self) -> list[str]:
-        """A note that it was downloaded."""
+        """Return a note that the file was downloaded."""
         return [f"the server sends no ranges of it: all {size(self.size)} were downloaded first"]
 
     def close(self) -> None:
-        """Close the file, which has no name, so that its space is free again."""
+        """Close the file, which frees its space."""
         self._file.close()
 
 
 class FarFolder(SourceFolder):
-    """The far set in the folder `path`, or whose index is there. Nothing is read but what stands in that folder."""
+    """The remote set in the folder `path`, or with the index `path`. Only files in that folder are read."""
 
     is_far = True
     is_stored = False
@@ -606,7 +616,7 @@ class FarFolder(SourceFolder):
         download: bool | Path = False,
         progress: Meter | None = None,
     ) -> None:
-        """`check` is called with each file that is opened, and raises what is wrong with it."""
+        """Take `path`. `check` is called with each file that is opened, and raises an error if the file is wrong."""
 
         def open_ranges(path: Path) -> Readable:
             assert isinstance(path, FarPath)
@@ -621,7 +631,7 @@ class FarFolder(SourceFolder):
         self.mode = 0o666
 
     def missing(self, names: Iterable[str]) -> set[str]:
-        """Those of `names` that are not there. The others are opened, several at once."""
+        """Return those of `names` that are missing. The others are opened, several at once."""
         assert isinstance(self.folder, FarPath)
         unknown = [name for name in names if name not in self._open]
         absent = {name for name in unknown if self.folder.holds(name) is False}
@@ -641,13 +651,13 @@ class FarFolder(SourceFolder):
                 self.add(source)
         for name, task in tasks:
             if isinstance(task.exception(), UnsupportedError):
-                self.open(name)  # which can download it: here, where Ctrl-C ends that
+                self.open(name)  # a download, in this thread so that Ctrl-C ends it
             else:
-                task.result()  # which raises
+                task.result()  # raises the error
         return absent | {name for name, source in found.items() if source is None}
 
     def names(self) -> list[str]:
-        """What is in the folder; of an index beside which nobody has looked, nothing."""
+        """Return the names in the folder, or nothing if the set was given by its index."""
         if not self.is_whole:
             return []
         assert isinstance(self.folder, FarPath)

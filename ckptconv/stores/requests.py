@@ -1,4 +1,7 @@
-"""Ask a server for one range, again where that may help, until a deadline; and hold each answer against the first."""
+"""Request ranges of a file: how large and how many at once, again if that may help, and until a deadline.
+
+Each answer must be of the version of the file that the first answer was of. All numbers are in :data:`POLICY`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Range = tuple[int, int]
 
 @dataclass
 class Policy:
-    """How a far file is read."""
+    """How a remote file is read."""
 
     #: The least that is asked for, from the start of the file and from its end: a zip's longest end with what torch's
     #: reader looks at before it has 68 KiB, and most headers and pickles fit. Three such requests are below 256 KiB.
@@ -54,7 +57,7 @@ POLICY = Policy()
 
 
 def merged(ranges: Iterable[Range], gap: int) -> list[Range]:
-    """`ranges` in ascending order, those together that overlap or are at most `gap` bytes apart."""
+    """Return `ranges` in ascending order. Ranges that overlap or are at most `gap` bytes apart are joined."""
     result: list[Range] = []
     for start, stop in sorted(ranges):
         if result and start <= result[-1][1] + gap:
@@ -65,13 +68,14 @@ def merged(ranges: Iterable[Range], gap: int) -> list[Range]:
 
 
 def in_parts(ranges: Iterable[Range], part: int) -> list[Range]:
-    """`ranges`, none longer than `part`."""
+    """Return `ranges` cut into ranges of at most `part` bytes."""
     return [(at, min(at + part, stop)) for start, stop in ranges for at in range(start, stop, part)]
 
 
 def enlarged(wanted: Range, size: int, window: int) -> Range:
-    """`wanted`, so that at least a `window` of the file's `size` bytes is asked for: what follows, at its end what
-    stands before.
+    """Return `wanted`, enlarged to at least `window` bytes by the bytes after it, or at the end of the file before it.
+
+    `size` is the number of bytes of the file.
     """
     start, stop = wanted
     stop = min(max(stop, start + window), size)
@@ -79,7 +83,7 @@ def enlarged(wanted: Range, size: int, window: int) -> Range:
 
 
 class Extents:
-    """Bytes of a file that are known, at most `most` of them; the oldest are forgotten."""
+    """Bytes of a file that are known, at most `most` of them. The oldest are forgotten first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -88,7 +92,7 @@ class Extents:
         self._held = 0
 
     def missing(self, start: int, stop: int) -> list[Range]:
-        """What is not known of the bytes from `start` to `stop`."""
+        """Return the gaps in what is known of the bytes from `start` to `stop`."""
         gaps = []
         i = max(bisect_right(self._starts, start) - 1, 0)
         for at in self._starts[i:]:
@@ -100,7 +104,7 @@ class Extents:
         return [*gaps, (start, stop)] if start < stop else gaps
 
     def put(self, start: int, data: bytes) -> None:
-        """Know `data`, which stands at `start`."""
+        """Remember `data`, which is at `start`."""
         for first, last in self.missing(start, start + len(data)):
             insort(self._starts, first)
             self._data[first] = data[first - start : last - start]
@@ -111,7 +115,7 @@ class Extents:
             self._starts.remove(oldest)
 
     def get(self, start: int, stop: int) -> bytes | None:
-        """The bytes from `start` to `stop`; None unless all are known."""
+        """Return the bytes from `start` to `stop`, or None unless all are known."""
         if start >= stop:
             return b""
         if self.missing(start, stop):
@@ -132,7 +136,7 @@ _LARGEST = (1 << 63) - 1  # bytes of a file, and of no header's number more
 
 @dataclass(frozen=True)
 class Version:
-    """What a server says of the file that it sends from: its size, and what changes with its content."""
+    """The version of a file: its size, and what changes with its content."""
 
     size: int
     etag: str | None = None
@@ -140,22 +144,20 @@ class Version:
 
     @property
     def strong_etag(self) -> str | None:
-        """The ETag, where it stands for these very bytes."""
+        """The ETag if it changes with every byte, else None."""
         return self.etag if self.etag and not self.etag.startswith("W/") else None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The bytes of a range, and the version of the file that they are of."""
+    """The bytes of a range, and the version of their file."""
 
     data: bytes
     version: Version
 
 
 class Entry(NamedTuple):
-    """A file in a far folder: its path from there, its size, and the ETag that tells it from another one there, if the
-    store lists those.
-    """
+    """A file in a remote folder: its relative path, its size, and its ETag if the store lists ETags."""
 
     place: str
     size: int
@@ -163,7 +165,7 @@ class Entry(NamedTuple):
 
 
 class Transient(Exception):
-    """A fault that may be gone when one asks again: what it is, and after how many seconds the server wants that."""
+    """An error that may not occur again, and the seconds that the server asks to wait, or None."""
 
     def __init__(self, what: str, after: float | None = None) -> None:
         super().__init__(what)
@@ -171,30 +173,30 @@ class Transient(Exception):
 
 
 class Deadline:
-    """A time of :func:`time.monotonic`, `at`, which can be put off."""
+    """A time `at` of :func:`time.monotonic`, which can be moved."""
 
     def __init__(self, at: float) -> None:
         self.at = at
 
 
 class Transport(Protocol):
-    """How ranges of one file come, and the secrets that are sent for them."""
+    """What reads ranges of one file. `secrets` are those that its requests contain."""
 
     secrets: Secrets
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
-        """The bytes from `start` to `stop`, or to the end if that comes first, of the version `expected`.
+        """Return the bytes from `start` to `stop`, or to the end of the file, of the version `expected`.
 
-        Raises Transient, and what is never worth another try: MissingInputError, InputError, InputChangedError,
-        UnsupportedError, TransferError. It gives up at `deadline`, a time of :func:`time.monotonic`.
+        Raises Transient, and for errors that would occur again MissingInputError, InputError, InputChangedError,
+        UnsupportedError and TransferError. It gives up at `deadline`, a time of :func:`time.monotonic`.
         """
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close all connections."""
 
 
 class Requests:
-    """The requests for one file, all of one version of it."""
+    """The requests for one file. All answers are of one version of it."""
 
     def __init__(self, transport: Transport, where: object) -> None:
         self._transport, self._where = transport, where
@@ -203,7 +205,7 @@ class Requests:
         self.version: Version | None = None
 
     def get(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`; the first time, to the end of the file if that comes first.
+        """Return the bytes from `start` to `stop`. The first request may end at the end of the file.
 
         Raises InputError.
         """
@@ -220,7 +222,7 @@ class Requests:
         return answer.data
 
     def _check(self, answer: Answer, where: str) -> None:
-        """Raise InputChangedError where `answer` is of another version than the first was."""
+        """Raise InputChangedError if `answer` is of another version than the first answer."""
         with self._lock:
             first = self.version = self.version or answer.version
         for what in ("size", "etag", "modified"):
@@ -230,15 +232,15 @@ class Requests:
                 raise InputChangedError(what, where=where, expected=before, got=now)
 
     def close(self) -> None:
-        """Let connections go, and end what waits."""
+        """Close all connections, and end all waits."""
         self._closed.set()
         self._transport.close()
 
 
 def retried(ask: Callable[[float], _T], where: object, wait: Callable[[float], object] = time.sleep) -> _T:
-    """What `ask` gives, which is called with a deadline, and again where it raises Transient and that may help.
+    """Return the result of `ask`, which is called with a deadline, and again if it raises Transient and that may help.
 
-    Raises TransferError when it does not, and what `ask` raises.
+    Raises TransferError if it does not help, and other errors of `ask`.
     """
     deadline = time.monotonic() + POLICY.deadline
     for attempt in range(1, POLICY.attempts + 1):
@@ -254,9 +256,9 @@ def retried(ask: Callable[[float], _T], where: object, wait: Callable[[float], o
 
 
 def paged(ask: Callable[[str, float], tuple[list[Entry], str | None]], first: str, where: object) -> Iterator[Entry]:
-    """What a server lists, a page at a time: `ask` gives the page at a place, from `first` on, and that of the next.
+    """Yield what a server lists in pages. `ask` returns the page at a place and the place of the next page, or None.
 
-    Raises LimitError for more than anybody waits for, and what :func:`retried` raises.
+    Raises LimitError if there are too many entries, and the errors of :func:`retried`.
     """
     at: str | None = first
     seen = 0
@@ -277,9 +279,9 @@ def number(text: str | None) -> int | None:
 
 
 def check_range(said: str | None, start: int, stop: int, where: object) -> tuple[int, int]:
-    """Where the range ends that a Content-Range says, and how large the file is.
+    """Return the end of the range that the header Content-Range `said` contains, and the size of the file.
 
-    Raises TransferError where it is not the range that was asked for.
+    Raises TransferError if it is not the range that was requested.
     """
     unit, _, rest = (said or "").strip().partition(" ")
     span, _, total = rest.partition("/")
@@ -296,7 +298,10 @@ def check_range(said: str | None, start: int, stop: int, where: object) -> tuple
 
 
 def received(chunks: Iterator[bytes], length: int | None, deadline: float, most: int = 0) -> bytes:
-    """All of `chunks`, which must have `length` bytes; where nobody said how many, at most `most`. Raises Transient."""
+    """Return all of `chunks`, which must have `length` bytes, or at most `most` if `length` is None.
+
+    Raises Transient.
+    """
     data = bytearray()
     for chunk in chunks:
         data += chunk
@@ -313,7 +318,7 @@ _GRACE = 2.0  # seconds in which a request that notices the deadline itself says
 
 
 class Task(Future[bytes]):
-    """A request that is waiting, on its way or answered."""
+    """A request that is waiting, running or answered."""
 
     def __init__(self, ask: Callable[[], bytes], where: object) -> None:
         super().__init__()
@@ -321,17 +326,17 @@ class Task(Future[bytes]):
         self._started: float | None = None
 
     def run(self) -> None:
-        """Ask."""
+        """Do the request, and keep its result or its error."""
         if not self.set_running_or_notify_cancel():
             return
         self._started = time.monotonic()
         try:
             self.set_result(self._ask())
-        except BaseException as error:  # for who waits
+        except BaseException as error:  # for the thread that waits
             self.set_exception(error)
 
     def wait(self) -> bytes:
-        """What the server answered. Raises what asking raised, and TransferError past the deadline."""
+        """Return the answer. Raises the error of the request, and TransferError after the deadline."""
         most = POLICY.deadline + _GRACE
         while True:
             try:
@@ -347,8 +352,9 @@ class Task(Future[bytes]):
 
 
 class Workers:
-    """At most as many threads as requests are made at once. They are daemons: one that a server holds up for ever ends
-    with the process.
+    """Threads for requests, at most ``POLICY.concurrency``.
+
+    They are daemons, so that a server which never answers does not keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -358,7 +364,7 @@ class Workers:
         self._is_closed = False
 
     def submit(self, ask: Callable[[], bytes], where: object) -> Task:
-        """Have `ask` called."""
+        """Let a thread call `ask`. Raises TransferError after :meth:`close`."""
         task = Task(ask, where)
         with self._lock:
             if self._is_closed:
@@ -378,7 +384,7 @@ class Workers:
                 self._left -= 1
 
     def close(self) -> None:
-        """Let the threads end when they have nothing to wait for."""
+        """End each thread when it has nothing to do."""
         with self._lock:
             self._is_closed = True
             for _ in range(self._threads):

@@ -1,7 +1,10 @@
-"""Ranges of objects in S3, and in what speaks its language: botocore signs and carries the requests.
+"""Read and write objects in S3, and in stores with its interface: botocore signs and sends the requests.
 
-Who asks, and where, botocore finds as it does for all programs: its variables, profiles and endpoints. Where it finds
-no credentials the requests are unsigned, as public buckets take them.
+botocore finds the credentials and the endpoint as in all programs: by its variables and profiles. Without credentials
+the requests are not signed, as public buckets accept them.
+
+A file is written in parts, which are invisible until the last step, or in one request. Ranges of objects in the same
+service are copied by the store itself.
 """
 
 from __future__ import annotations
@@ -71,7 +74,10 @@ _AGAIN = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "
 
 
 def client() -> Any:
-    """A client for S3, as botocore is configured here. It tries nothing twice: our own deadline is over all."""
+    """Return a client for S3, as botocore is configured.
+
+    It repeats no request, because :data:`POLICY` has a deadline.
+    """
     session = botocore.session.get_session()
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     signature = {} if session.get_credentials() else {"signature_version": UNSIGNED}
@@ -80,8 +86,8 @@ def client() -> Any:
         max_pool_connections=POLICY.concurrency,
         connect_timeout=POLICY.silence,
         read_timeout=POLICY.silence,
-        response_checksum_validation="when_required",  # those of whole objects say nothing of ranges
-        request_checksum_calculation="when_required",  # which stores beside Amazon's do not all know
+        response_checksum_validation="when_required",  # checksums of whole objects do not cover ranges
+        request_checksum_calculation="when_required",  # not all stores know these
         **signature,
     )
     region = session.get_config_variable("region") or "us-east-1"  # which any endpoint takes, and S3 corrects
@@ -90,12 +96,12 @@ def client() -> Any:
 
 @functools.cache
 def _loader(data_path: str | None) -> Any:
-    """What reads botocore's description of S3, which takes ten times as long as all else that a client needs."""
+    """Return the loader of botocore's description of S3, which takes ten times as long as the rest of a client."""
     return create_loader(data_path)
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether `error`, which botocore raised, may be gone when one asks again."""
+    """Return whether `error` of botocore may not occur again."""
     if not isinstance(error, ClientError):
         return isinstance(error, (HTTPClientError, IncompleteReadError)) and not isinstance(error, SSLError)
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -103,7 +109,7 @@ def is_transient(error: Exception) -> bool:
 
 
 class S3Transport:
-    """The object at `url`."""
+    """Reads ranges of the object at `url`."""
 
     def __init__(self, url: Url, shown: object) -> None:
         self._where, self.secrets = shown, Secrets(url)
@@ -115,7 +121,10 @@ class S3Transport:
                 raise self._unaskable(error) from error
 
     def page(self, at: str, deadline: float) -> tuple[list[Entry], str | None]:  # noqa: ARG002 - the client has one
-        """The page `at` of a listing, from their first on, and the next one's. Raises Transient, InputError."""
+        """Return the page `at` of a listing, or the first if that is empty, and the next page or None.
+
+        Raises Transient, InputError.
+        """
         root = self._object["Key"]
         more = {"ContinuationToken": at} if at else {}
         with self._as_error(0):
@@ -126,7 +135,7 @@ class S3Transport:
         return [each for each in found if each.place and not each.place.endswith("/")], after
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
-        """As :class:`~ckptconv.stores.requests.Transport` has it."""
+        """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` does."""
         match = {"IfMatch": expected.strong_etag} if expected and expected.strong_etag else {}
         with self._as_error(start):
             try:
@@ -144,12 +153,12 @@ class S3Transport:
             return Answer(data, Version(size, etag, modified))
 
     def close(self) -> None:
-        """Let connections go."""
+        """Close all connections."""
         self._client.close()
 
     @contextlib.contextmanager
     def _as_error(self, start: int) -> Iterator[None]:
-        """Raise in our words what botocore raises meanwhile."""
+        """Raise the errors of botocore as CkptconvErrors or Transient."""
         with self.secrets.kept():
             try:
                 yield
@@ -171,14 +180,14 @@ class S3Transport:
         return TransferError(f"the request to S3 cannot be made: {self.secrets.hidden(str(error))}", where=self._where)
 
     def _empty(self, error: ClientError) -> Answer:
-        """The answer for an object that has no bytes."""
+        """Return the answer for an object without bytes. Raises `error` if it has some."""
         said = self._client.head_object(**self._object)
         if said["ContentLength"]:
             raise error
         return Answer(b"", Version(0, said.get("ETag"), str(said.get("LastModified"))))
 
     def _refused(self, error: ClientError, start: int) -> Exception:
-        """Why the store sends nothing."""
+        """Return what an `error` of the store means for a range at `start`."""
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         got = f"{status} {code}".strip()
@@ -198,7 +207,7 @@ _TAKEN = (409, 412)  # the status where somebody else's object is there, or is b
 
 
 def _requests(file: OutFile, files: int) -> int:
-    """How many requests write `file`, if none has to be repeated; `files` is how many are written together."""
+    """Return the number of requests that write `file` if none is repeated. `files` are written together."""
     parts = parts_of(file, _is_copied)
     return 1 if _is_one_request(parts) and files == 1 else len(parts) + 2
 
@@ -217,7 +226,7 @@ def _say_what_is_left(error: BaseException, path: Path) -> None:
 
 
 def _condition(path: Path, old: OldSet, *, is_free: bool) -> dict[str, str]:
-    """On what the object at `path` appears: what was listed there still is, or nothing is, but where it `is_free`."""
+    """Return the condition for the object at `path`: it has the listed ETag, or there is none unless `is_free`."""
     if path in old.etags and path not in old.first:
         etag = old.etags[path]
         return {"IfMatch": etag} if etag else {}
@@ -225,7 +234,7 @@ def _condition(path: Path, old: OldSet, *, is_free: bool) -> dict[str, str]:
 
 
 def _is_copied(source: ByteSource) -> bool:
-    """Whether the store itself can copy from `source`, because that is an object of S3 too."""
+    """Return whether the store itself can copy from `source`, because that is an object in S3 too."""
     return isinstance(source, FarSource) and source.url.scheme == "s3"
 
 
@@ -238,7 +247,7 @@ def _bytes_of(part: Part) -> bytes:
 
 
 class _Upload:
-    """A file on its way to `target`; nobody sees anything of it before :meth:`appear`.
+    """A file that is sent to `target`, invisible until :meth:`appear`.
 
     A small file that `is_alone` takes one request.
     """
@@ -254,7 +263,7 @@ class _Upload:
         self._is_aborted = False
 
     def send(self, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
-        """Send all of `file`, through a temporary file if it has to be computed; give what overflowed."""
+        """Send all of `file`, by a temporary file if it has to be computed. Return what overflowed."""
         if is_streamed(file):
             self._send(file, progress)
             return {}
@@ -287,8 +296,9 @@ class _Upload:
             sums.results()
 
     def _begin(self) -> None:
-        """Begin the upload in a thread, which Ctrl-C does not interrupt: its answer is waited for, so that the upload
-        can be aborted.
+        """Begin the upload in a thread, which Ctrl-C does not interrupt.
+
+        Its answer is waited for even then, so that the upload can be aborted.
         """
         began: Future[str] = Future()
 
@@ -296,7 +306,7 @@ class _Upload:
             try:
                 self._id = self._target.begin()
                 began.set_result(self._id)
-            except BaseException as error:  # for who waits
+            except BaseException as error:  # for the thread that waits
                 began.set_exception(error)
 
         try:
@@ -308,14 +318,14 @@ class _Upload:
             raise
 
     def appear(self, condition: dict[str, str]) -> None:
-        """Make the whole object visible, if the store finds the `condition` to hold."""
+        """Make the object visible if the `condition` holds."""
         if self._id is None:
             self._etag = self._target.put(self._data, condition)
         else:
             self._etag = self._target.complete(self._id, self._etags, condition)
 
     def read_back(self, progress: Progress | None, hint: str | None = None) -> None:
-        """Compare what has appeared with what was sent. Raises OutputError, with the `hint` where it differs."""
+        """Compare the object with what was sent. Raises OutputError, with the `hint` if they differ."""
         try:
             read_back(self._target.path, self._sent, self._etag, progress)
         except OutputError as error:
@@ -324,12 +334,14 @@ class _Upload:
 
     @property
     def is_there(self) -> bool:
-        """Whether it has appeared."""
+        """Whether the object is visible."""
         return self._etag is not None
 
     def forget(self, *, is_new: bool) -> None:
-        """Abort the upload. An object that has appeared is deleted if it `is_new`, so that it replaced nothing, and if
-        nobody has replaced it meanwhile.
+        """Abort the upload.
+
+        A visible object is deleted if it `is_new`, which means that it replaced nothing, unless somebody has replaced
+        it.
         """
         if self.is_there:
             if is_new and self._target.etag() == self._etag:
@@ -346,10 +358,10 @@ class _Upload:
 
 
 class _Object:
-    """The object at `path`, to be written."""
+    """The object at `path`, for writing."""
 
     def __init__(self, path: Path, shared: Any = None) -> None:
-        """Ask with the `shared` client, if there is one: to make another takes longer than a request."""
+        """Use the `shared` client, if there is one: making another takes longer than a request."""
         url = far_path(path).url
         self.path, self._secrets = path, Secrets(url)
         self.may_have_begun = False  # an upload whose id did not come
@@ -362,7 +374,7 @@ class _Object:
         self._at = {"Bucket": url.host, "Key": url.path}
 
     def head(self) -> dict[str, Any] | None:
-        """What the store says of the object; None where it has none."""
+        """Return what the store says of the object, or None if it has none."""
         with self._as_output_error():
             try:
                 return self._asked(self.client.head_object)
@@ -372,23 +384,23 @@ class _Object:
                 raise
 
     def etag(self) -> str | None:
-        """The ETag of what is there, if anything is. Raises OutputError."""
+        """Return the ETag of the object, or None if there is none. Raises OutputError."""
         return (self.head() or {}).get("ETag")
 
     def put(self, data: bytes, condition: dict[str, str]) -> str:
-        """Write all of it in one request; its ETag."""
+        """Write `data` in one request, and return the ETag."""
         with self._as_output_error():
             sum_ = digest([data])
             more = {"Body": data, "ContentMD5": _base64(sum_), **condition}
             return self._appeared(lambda: f'"{sum_.hex()}"', self.client.put_object, **more)
 
     def delete(self) -> None:
-        """Delete it, whether it is there or not."""
+        """Delete the object. If there is none, that is not an error."""
         with self._as_output_error():
             self._asked(self.client.delete_object)
 
     def begin(self) -> str:
-        """Begin an upload, of which nobody sees anything; its id."""
+        """Begin an invisible upload, and return its id."""
 
         def create(**how: Any) -> dict[str, Any]:
             try:
@@ -408,7 +420,7 @@ class _Object:
             self._asked(self.client.abort_multipart_upload, UploadId=upload)
 
     def send(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
-        """Send or copy `parts`, several at once; for each its ETag, and what is remembered of it."""
+        """Send or copy `parts`, several at once. Return the ETag of each, and what is needed to verify it."""
         largest = max((part.length for part in parts if not part.copied), default=1)
         threads = max(1, min(POLICY.concurrency, _HELD // largest))
         done: dict[int, tuple[str, Sent]] = {}
@@ -461,8 +473,10 @@ class _Object:
             return self._appeared(whole, self.client.complete_multipart_upload, **more)
 
     def _appeared(self, etag: Callable[[], str], call: Callable[..., dict[str, Any]], **more: Any) -> str:
-        """Let the object appear; its ETag. An answer that was lost is no fault where the next one says that there is no
-        such upload any more, or an object already, and that one has the `etag` of what was sent.
+        """Make the object visible, and return its ETag.
+
+        An answer that was lost is not an error if the next answer says that the upload is gone, or that an object
+        exists, and that object has the `etag` of what was sent.
         """
         calls = count_from(1)
 
@@ -479,7 +493,10 @@ class _Object:
             return str(found)
 
     def _asked(self, call: Callable[..., dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """The store's answer to `call`, repeated until the deadline where that may help. Raises as botocore does."""
+        """Return the store's answer to `call`, which is repeated until the deadline if that may help.
+
+        Raises the errors of botocore.
+        """
         deadline = time.monotonic() + POLICY.deadline
         for attempt in range(POLICY.attempts):
             try:
@@ -501,7 +518,7 @@ class _Object:
                 raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> OutputError | TargetExistsError:
-        """`error` in our words."""
+        """Return `error` as an error of this package."""
         if isinstance(error, ClientError):
             said = error.response.get("Error", {})
             got = f"{_status(error)} {said.get('Code', '')}"
@@ -517,7 +534,7 @@ def _status(error: ClientError) -> int:
 
 
 def _base64(digest: bytes) -> str:
-    """`digest` as the store wants it in ``Content-MD5``, to compare the bytes that came."""
+    """Return `digest` as in the header ``Content-MD5``, with which the store checks the bytes."""
     return base64.b64encode(digest).decode()
 
 

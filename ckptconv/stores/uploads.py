@@ -1,4 +1,4 @@
-"""Cut a planned file into the parts of a multipart upload: those that the store copies itself, and those that we send.
+"""What stores with several writers share: the parts of an upload, reading back, and replacing an old set.
 
 Rules of S3: at most 10,000 parts, each but the last of 5 MiB to 5 GiB.
 """
@@ -35,7 +35,7 @@ _MOST = 9_000  # parts of a very large file, whose parts are larger: below 10,00
 
 @dataclass(frozen=True)
 class Part:
-    """`length` bytes of a file: `pieces`, one behind another; if `copied`, one range that the store itself copies."""
+    """`length` bytes of a file, in `pieces`. If `copied`, they are one range that the store itself copies."""
 
     pieces: tuple[Piece, ...]
     length: int
@@ -43,14 +43,14 @@ class Part:
 
 
 def is_streamed(file: OutFile) -> bool:
-    """Whether all bytes of `file` are known, or stand in sources, before any is written."""
+    """Return whether all bytes of `file` are known, or are in sources, before any is written."""
     return all(piece.is_at_hand() for piece in file.pieces)
 
 
 def parts_of(file: OutFile, copies: Callable[[ByteSource], bool]) -> list[Part]:
-    """The parts of `file`, which is streamed.
+    """Return the parts of `file`, which is streamed.
 
-    Ranges of sources that the store `copies` are not sent, except the bytes that make the part before them long enough.
+    Ranges of sources that the store `copies` are not sent, except for bytes that make the part before them long enough.
     """
     sent = max(_SENT, -(-file.size // _MOST))
     copied = max(_COPIED, -(-file.size // _MOST))
@@ -82,7 +82,7 @@ def parts_of(file: OutFile, copies: Callable[[ByteSource], bool]) -> list[Part]:
 
 
 def _cut(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
-    """`pieces`, in groups of `most` bytes; the last may have fewer."""
+    """Yield `pieces` in groups of `most` bytes. The last group may have fewer."""
     group: list[Piece] = []
     room = most
     for piece in pieces:
@@ -112,7 +112,7 @@ def hint_if_replaced() -> str:
 
 
 def digest(chunks: Iterable[bytes | memoryview]) -> bytes:
-    """The MD5 of bytes that were sent. It finds faults; it does not protect against people who forge files."""
+    """Return the MD5 of bytes that were sent. It finds errors, and does not protect against forgery."""
     md5 = hashlib.md5(usedforsecurity=False)
     for chunk in chunks:
         md5.update(chunk)
@@ -157,7 +157,7 @@ def _differs(where: str, expected: int | None = None, got: int | None = None) ->
 
 
 def refuse_existing(path: Path, exists: Callable[[Path], bool], *, replace: bool) -> None:
-    """Raise TargetExistsError where a file `exists` at `path`, unless it may be replaced."""
+    """Raise TargetExistsError if a file `exists` at `path`, unless it may be replaced."""
     if not replace and exists(path):
         raise TargetExistsError("the output exists", where=path, hint=hint_to_replace())
 

@@ -1,4 +1,4 @@
-"""URLs of files and folders: taken apart, and shown without what is secret in them."""
+"""URLs of files and folders, shown without their secrets; and those secrets, hidden in all messages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Url:
     """A URL of a file or a folder.
 
     Attributes:
-        scheme: In small letters.
-        host: And its port; the bucket, or the owner on the Hub.
-        path: Without the slash before it, as it was typed.
-        query: What stands behind a question mark, which can be a signature.
-        userinfo: Name and password.
+        scheme: The scheme in small letters.
+        host: The host and its port; the bucket, or the owner on the Hub.
+        path: The path as it was typed, without the first slash.
+        query: The text after the question mark, which can be a signature.
+        userinfo: The name and the password.
     """
 
     scheme: str
@@ -43,28 +43,28 @@ class Url:
 
     @property
     def shown(self) -> str:
-        """For messages: nothing that is secret."""
+        """The URL for messages, without secrets."""
         return f"{self.scheme}://{self.host}" + (f"/{self.path.lstrip('/')}" if self.path else "")
 
     @property
     def full(self) -> str:
-        """For requests, without name and password, which are sent in a header."""
+        """The URL for requests. Name and password are sent in a header."""
         return self.shown + (f"?{self.query}" if self.query else "")
 
     @property
     def is_http(self) -> bool:
-        """Whether its path is one of HTTP, where letters can be percent-encoded."""
+        """Whether it is a URL of HTTP, whose path can be percent-encoded."""
         return self.scheme in HTTP
 
     @property
     def says_folder(self) -> bool:
-        """Whether it means a folder by itself: it ends in a slash, or is a bucket or all of a repository."""
+        """Whether it is a folder by its text: it ends in a slash, or is a bucket or a repository."""
         is_whole = (self.scheme == "s3" and not self.path) or (self.scheme == "hf" and not self.on_hub[3])
         return is_whole or self.path.endswith("/")
 
     @property
     def on_hub(self) -> tuple[str, str, str, str]:
-        """What it names on the Hub: the kind of repository, which one, the revision as one segment, and the path."""
+        """The kind of repository on the Hub, its name, the revision as one segment, and the path."""
         kind, owner, *rest = [self.host, *self.path.strip("/").split("/")]
         if kind not in _HUB_KINDS:
             kind, owner, rest = "models", kind, [owner, *rest]
@@ -72,21 +72,21 @@ class Url:
         return kind, f"{owner}/{repo}" if repo else "", quote(unquote(revision), safe="") or "main", "/".join(rest[1:])
 
     def below(self, name: str) -> Url:
-        """That of `name` in this folder. What was signed was another URL."""
+        """Return the URL of `name` in this folder, without the query, which signs another URL."""
         folder = f"{self.path.rstrip('/')}/" if self.path.strip("/") else ""
         return replace(self, path=folder + (quote(name) if self.is_http else name), query="")
 
     @property
     def parent(self) -> Url:
-        """That of the folder that it stands in."""
+        """The URL of the folder that contains it."""
         folder, slash, _ = self.path.rstrip("/").rpartition("/")
         return replace(self, path=folder + slash, query="")
 
 
 def parse(text: str) -> Url:
-    """Return `text` as a URL; pathlib may have made one slash of two.
+    """Return `text` as a URL. pathlib may have turned its two slashes into one.
 
-    Raises UsageError for a URL that names nothing, is chained, or has a host part that programs read in several ways.
+    Raises UsageError for a URL that names nothing, is chained, or has a host that programs read in several ways.
     """
     keyed = _KEYED.fullmatch(text)
     if not keyed and _CHAINED.search(text):
@@ -118,7 +118,7 @@ def is_readable_host(netloc: str) -> bool:
 
 
 def local_path(url: Url) -> Path | None:
-    """The path that a URL of the scheme ``file`` means; None for other schemes."""
+    """Return the path of a URL of the scheme ``file``, or None for other schemes."""
     if url.scheme != "file":
         return None
     folder = "" if url.host in ("localhost", "") else f"/{url.host}"  # file:/tmp/x has one slash
@@ -130,11 +130,11 @@ _LEAST = 3  # characters; what is shorter is in many words
 
 
 class ForeignError(Exception):
-    """An error of another library whose text has secrets: its kind, and its text without them."""
+    """An error of another library whose text contained secrets: its class, and its text without them."""
 
 
 class Secrets:
-    """The secrets with which `url` is read: its own, the `others` that are sent in headers, and the environment's."""
+    """The secrets of the requests for `url`: its own, the `others` in headers, and those in the environment."""
 
     def __init__(self, url: Url, *others: str) -> None:
         self._url, self._others = url, others
