@@ -313,9 +313,9 @@ def summary_of(
         from ckptconv.inspection.values import values_of
 
         wanted = {tensor.path: checkpoint.tensors[tensor.path] for tensor in values.select(summary)}
-        found = values_of(wanted, checkpoint.byteorder, histogram=values.histogram, progress=progress)
+        values_by_path = values_of(wanted, checkpoint.byteorder, histogram=values.histogram, progress=progress)
         source.check_unchanged()
-    tensors = (replace(tensor, values=found.get(tensor.path)) for tensor in summary.tensors)
+    tensors = (replace(tensor, values=values_by_path.get(tensor.path)) for tensor in summary.tensors)
     return replace(summary, tensors=tuple(tensors), has_values=True)
 
 
@@ -402,18 +402,18 @@ def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
 def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
     """Return the tensors of `checkpoint` by what they belong to."""
     detected = checkpoint.detected
-    whole: dict[int, tuple[_Kind, str]] = {}
-    for found in detected.state_dicts:
-        whole[id(found.node)] = ("EMA" if IS_AVERAGE.search(found.path) else "model", found.path)
+    part_at: dict[int, tuple[_Kind, str]] = {}
+    for state_dict in detected.state_dicts:
+        part_at[id(state_dict.node)] = ("EMA" if IS_AVERAGE.search(state_dict.path) else "model", state_dict.path)
     for module in detected.modules:
-        whole[id(module.place.node)] = ("model", module.path)
+        part_at[id(module.place.node)] = ("model", module.path)
     rng = {info.path for info in detected.rng_states}
     parts_of: dict[int, tuple[_Kind, str] | None] = {}
     found_parts: dict[tuple[_Kind, str], list[TensorInfo]] = {}
     places, tensors = checkpoint.index.every_place, checkpoint.tensors
     parents = {id(place.parent) for place in places}
     for place in places:
-        part = parts_of.get(id(place.parent)) or whole.get(id(place.node))
+        part = parts_of.get(id(place.parent)) or part_at.get(id(place.node))
         if part is None and id(place.node) in detected.optimizer_nodes:
             part = "optimizer", place.path
         if id(place) in parents:
@@ -474,14 +474,14 @@ def _shares(counted: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
     return {word: Share(n, sizes[word]) for word, n in tensors.items()}
 
 
-def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
+def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
     """Return the summary of a state dict."""
     tensors = checkpoint.tensor_nodes
-    infos = [info for _, value in found.items() if (info := tensors.get(id(value)))]
+    infos = [info for _, value in state_dict.items() if (info := tensors.get(id(value)))]
     parameters, nbytes = _sizes(infos, checkpoint)
-    names = found.names()
+    names = state_dict.names()
     return StateDictSummary(
-        path=found.path,
+        path=state_dict.path,
         tensors=len(infos),
         parameters=parameters,
         nbytes=nbytes,
@@ -490,21 +490,21 @@ def _state_dict(found: StateDict, checkpoint: Checkpoint) -> StateDictSummary:
     )
 
 
-def _module(found: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
+def _module(module: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
     """Return the summary of a whole module."""
     tensors = checkpoint.tensor_nodes
-    infos = dict.fromkeys(tensors[id(node)] for node in found.tensors.values())  # a module can occur twice
+    infos = dict.fromkeys(tensors[id(node)] for node in module.tensors.values())  # a module can occur twice
     parameters, nbytes = _sizes([*infos], checkpoint)
-    places = found.places
+    places = module.places
     return ModuleSummary(
-        path=found.path,
-        class_name=found.cls,
-        tensors=tuple(NamedTensor(name=n, path=places[n].path if n in places else None) for n in found.tensors),
+        path=module.path,
+        class_name=module.cls,
+        tensors=tuple(NamedTensor(name=n, path=places[n].path if n in places else None) for n in module.tensors),
         parameters=parameters,
         nbytes=nbytes,
-        prefixes=dict(prefixes_of(found.tensors).most_common()),
-        unknown=tuple(found.unknown),
-        trouble=found.trouble,
+        prefixes=dict(prefixes_of(module.tensors).most_common()),
+        unknown=tuple(module.unknown),
+        trouble=module.trouble,
     )
 
 

@@ -176,10 +176,10 @@ def verdict_on(
     with _opened(path, faults, download=download, progress=progress) as source, gc_paused():
         if expected and isinstance(source, SourceFolder):
             raise UsageError("a SHA-256 is that of one file", where=source.path)
-        checkpoint, found, loading = None, [], None
+        checkpoint, concerned, loading = None, [], None
         with faults:
             checkpoint = opening.read(source)
-            found = concerns(checkpoint, storages=True)
+            concerned = concerns(checkpoint, storages=True)
             loading = torch_loading(checkpoint, is_sound=not faults.errors)
         _keep_unread(faults)
         records = faults.records
@@ -189,10 +189,10 @@ def verdict_on(
             _check_sha256(source, expected, faults)
         with faults:
             source.check_unchanged()
-        findings = _findings(checkpoint, found, faults, source.path)
+        findings = _findings(checkpoint, concerned, faults, source.path)
         if strict and checkpoint and loading:
             findings += _unproved(checkpoint, loading, findings)
-        safety = _safety(checkpoint, found, findings, loading)
+        safety = _safety(checkpoint, concerned, findings, loading)
     return Verdict(
         str(source.path),
         checkpoint.format if checkpoint else None,
@@ -227,12 +227,12 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
     folder = locate(path)
     if not os.fspath(path) or not is_folder(folder):  # pathlib reads an empty path as the current folder
         return [os.fsdecode(path)]
-    found = [
+    paths = [
         str(each.path)
         for each in find(folder)
         if each.kind in ("file", "shards", "dcp") or (pickles and each.kind == "other" and _is_pickle(each.path))
     ]
-    return as_sets(dict.fromkeys(found)) or [str(folder)]
+    return as_sets(dict.fromkeys(paths)) or [str(folder)]
 
 
 def _is_pickle(path: Path) -> bool:
@@ -258,16 +258,18 @@ def _digits(sha256: str | None) -> str | None:
 # Findings
 
 
-def _findings(checkpoint: Checkpoint | None, found: list[Concern], faults: CollectingSink, path: Path) -> list[Finding]:
-    """Return the findings about `checkpoint`, with its `faults`, the concerns `found` in it, and notes.
+def _findings(
+    checkpoint: Checkpoint | None, concerned: list[Concern], faults: CollectingSink, path: Path
+) -> list[Finding]:
+    """Return the findings about `checkpoint`, with its `faults`, the concerns `concerned` in it, and notes.
 
     If it has faults, names that the reader met outside of the checkpoint are judged too.
     """
     if faults.errors:  # then the checkpoint may lack some of the file
-        known = {concern.name for concern in found}
-        found = found + [concern for concern in concerns_in(faults.named) if concern.name not in known]
-    findings = [_of_error(error) for error in faults.errors if not (found and isinstance(error, DangerousError))]
-    findings += (_of_concern(concern, path) for concern in found)
+        known = {concern.name for concern in concerned}
+        concerned = concerned + [concern for concern in concerns_in(faults.named) if concern.name not in known]
+    findings = [_of_error(error) for error in faults.errors if not (concerned and isinstance(error, DangerousError))]
+    findings += (_of_concern(concern, path) for concern in concerned)
     return [*findings, *_notes(checkpoint, faults.records)] if checkpoint else findings
 
 
@@ -284,14 +286,14 @@ def _unproved(checkpoint: Checkpoint, loading: Loading, findings: list[Finding])
 
 
 def _safety(
-    checkpoint: Checkpoint | None, found: list[Concern], findings: list[Finding], loading: Loading | None
+    checkpoint: Checkpoint | None, concerned: list[Concern], findings: list[Finding], loading: Loading | None
 ) -> Safety | None:
     """Return how safe loading is, or None if that is not known."""
     levels = {finding.level for finding in findings}
     if "dangerous" in levels:
         return "dangerous"
     if checkpoint:
-        return level_of(checkpoint, found, loading)
+        return level_of(checkpoint, concerned, loading)
     return "needs code" if "needs code" in levels else None
 
 

@@ -88,9 +88,9 @@ def difference_lines(
 def _alike(rows: list[list[str]]) -> list[list[str]]:
     """Return `rows` with those that differ only in their name, the first cell, as one row."""
     names: dict[tuple[str, ...], list[str]] = {}
-    for name, *said in rows:
-        names.setdefault(tuple(said), []).append(name)
-    return [[some(each, 1), *said] for said, each in names.items()]
+    for name, *cells_after in rows:
+        names.setdefault(tuple(cells_after), []).append(name)
+    return [[some(each, 1), *cells_after] for cells_after, each in names.items()]
 
 
 def _counts(difference: Difference) -> Iterator[str]:
@@ -129,7 +129,9 @@ def _unknown(difference: Difference) -> list[TensorDifference]:
 def _all_values(difference: Difference) -> str:
     """Return words for the values if all are equal or within the tolerance although something else differs, or ""."""
     values = [each.values for each in difference.differing]
-    if not difference.tensors or any(found is None or found.differing for found in values):
+    if not difference.tensors or any(
+        value_difference is None or value_difference.differing for value_difference in values
+    ):
         return ""
     return f"all values {'within the tolerance' if difference.near else 'equal'}; "
 
@@ -141,8 +143,8 @@ def _value_lines(style: Style, difference: Difference, most: int | None) -> Iter
     what = f"{count(len(apart), 'tensor')}: elements that differ, max |A - B|, that in % of max |B|, max |A - B| / |B|"
     yield from _group(style, "values", what, rows, most)
     both = [(each.path, *each.statistics) for each in difference.differing if each.statistics]
-    said = [[path, *_statistics(a, b)] for path, a, b in both if a and b]
-    yield from _group(style, "numbers", count(len(said), "tensor") + ": A → B", said, most)
+    statistics = [[path, *_statistics(a, b)] for path, a, b in both if a and b]
+    yield from _group(style, "numbers", count(len(statistics), "tensor") + ": A → B", statistics, most)
     unknown = _unknown(difference)
     what = f"of {count(len(unknown), 'tensor')} not compared: elements share bytes with others"
     yield from _group(style, "values", what, [[each.path] for each in unknown], most)
@@ -152,14 +154,14 @@ def _rank(pair: tuple[TensorDifference, ValueDifference]) -> tuple[int, bool, fl
     """Return a sort key: floats first, then integers, bits, and states of random generators, the largest difference
     first.
     """
-    found, values = pair
+    difference, values = pair
     kind = 0 if isinstance(values.largest, float) else 1 if values.largest is not None else 2
-    return 3 if found.rng_state else kind, not values.not_finite, -(values.largest or 0)
+    return 3 if difference.rng_state else kind, not values.not_finite, -(values.largest or 0)
 
 
-def _how_far(found: TensorDifference, values: ValueDifference) -> list[str]:
+def _how_far(difference: TensorDifference, values: ValueDifference) -> list[str]:
     """Return the cells of a row: the share of elements that differ, and how far they are apart."""
-    if found.rng_state:
+    if difference.rng_state:
         return ["state differs", "", "", "", ""]
     share = f"{values.differing:,} of {values.elements:,}"
     if values.largest is None or values.largest_relative is None:
@@ -181,13 +183,13 @@ def _statistics(a: TensorValues, b: TensorValues) -> list[str]:
     return [", ".join(bad), *(f"{name} {short_number(x)} → {short_number(y)}" for name, x, y in numbers)]
 
 
-def _about_values(found: TensorDifference) -> str:
+def _about_values(difference: TensorDifference) -> str:
     """Return whether the values of a tensor differ, to be shown next to another fact that differs."""
-    if found.values is None:
-        return "" if found.shape else "values not compared"
-    if found.values.differing:
+    if difference.values is None:
+        return "" if difference.shape else "values not compared"
+    if difference.values.differing:
         return "values differ"
-    return "values within the tolerance" if found.values.largest else "values equal"
+    return "values within the tolerance" if difference.values.largest else "values equal"
 
 
 def _said(value: object) -> str:

@@ -92,9 +92,9 @@ def listing_lines(
         more = f"  … {count(len(lines) - len(shown), 'more checkpoint')} ({option('all')} shows them)"
         yield style.paint(style.text(more), "quiet")
     answers = Counter(line.answer for line in lines)
-    said = ", ".join(f"{n:,} {_ANSWERS[answer][n > 1]}" for answer, n in answers.items())
+    answered = ", ".join(f"{n:,} {_ANSWERS[answer][n > 1]}" for answer, n in answers.items())
     why = "; inspect one by itself to see why" if answers.keys() - {"yes"} else ""
-    total = f"{count(len(lines), 'checkpoint')}, {size(sum(line.nbytes or 0 for line in lines))}: {said}{why}"
+    total = f"{count(len(lines), 'checkpoint')}, {size(sum(line.nbytes or 0 for line in lines))}: {answered}{why}"
     yield from wrapped(style.text(total), style.columns) if style.width else [style.text(total)]
 
 
@@ -114,8 +114,8 @@ def _drawn(lines: Sequence[Line], style: Style) -> Iterator[str]:
 
 def item_line(report: Report, style: Style, *, copied: bool = False) -> str:
     """Return what was done to one item, in one line. `copied`: the item is not a checkpoint, and was copied."""
-    said = [size(report.size), "copied" if report.written else "would be copied"] if copied else _parts(report)
-    return _line(style, report.dst, ", ".join(said))
+    parts = [size(report.size), "copied" if report.written else "would be copied"] if copied else _parts(report)
+    return _line(style, report.dst, ", ".join(parts))
 
 
 def skipped_line(dst: str, style: Style) -> str:
@@ -170,7 +170,7 @@ def sum_lines(
     done = [*converted, *copied]
     would = "" if all(report.written for report in done) else "would be "
     in_time = "" if would else f" in {seconds:.2f} s"
-    said = [f"{len(converted):,} {would}converted", f"{size(sum(report.nbytes for report in done))}{in_time}"]
+    sums = [f"{len(converted):,} {would}converted", f"{size(sum(report.nbytes for report in done))}{in_time}"]
     beside = sum(len(report.failed) for report in converted)
     counts = (
         (len(copied), f"{would}copied"),
@@ -178,8 +178,8 @@ def sum_lines(
         (sum(each.error is not None for each in outcomes), "failed"),
         (beside, "beside a set failed"),
     )
-    said += [f"{n:,} {what}" for n, what in counts if n]
-    yield style.paint(style.text(f"{count(len(outcomes), 'item')}: {', '.join(said)}"), "title")
+    sums += [f"{n:,} {what}" for n, what in counts if n]
+    yield style.paint(style.text(f"{count(len(outcomes), 'item')}: {', '.join(sums)}"), "title")
     for reason, paths in [*why.items()][:_REASONS]:
         yield from fact(style, "failed", f"{reason}: {some(paths)}")
     if len(why) > _REASONS:
@@ -208,10 +208,10 @@ def _some(things: Iterable[str]) -> str:
     return ", ".join(listed[:3]) + (", …" if len(listed) > 3 else "")
 
 
-def _line(style: Style, path: str, said: str) -> str:
+def _line(style: Style, path: str, text: str) -> str:
     """Return `path` and `text` in one line. On a terminal both are cut to fit it, the path at its beginning."""
-    path, said = style.text(path), style.text(said)
+    path, text = style.text(path), style.text(text)
     if style.width is not None:
-        said = fitting(said, style.columns - 20, style)
-        path = fitting(path, style.columns - 2 - cells(said), style, end=True)
-    return f"{path}: {said}"
+        text = fitting(text, style.columns - 20, style)
+        path = fitting(path, style.columns - 2 - cells(text), style, end=True)
+    return f"{path}: {text}"

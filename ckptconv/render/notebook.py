@@ -7,7 +7,7 @@ from functools import partial
 from html import escape
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.conversion.plan import Report
@@ -20,10 +20,6 @@ from ckptconv.render.page.difference import difference_data
 from ckptconv.render.page.summary import summary_data
 from ckptconv.render.report import report_facts, report_title
 from ckptconv.result import Result
-
-if TYPE_CHECKING:
-    from ckptconv.checkpoint.model import Checkpoint
-    from ckptconv.conversion.plan import Report
 
 _MOST = 100_000  # characters, so that a notebook of many results stays small
 _OPEN = 200  # tensors, or lines; of more only the title is shown at first
@@ -44,8 +40,8 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
     untied = [info.nbytes for info in checkpoint.tensors.values() if info.tied_to is None]
     devices = [None if checkpoint.is_state_dict else info.device for info in tensors]
     was = {change.new: change.old for change in report.changes.names}
-    said = report_facts(report)
-    found = [listed("tied", [*ties.values()])]
+    facts = report_facts(report)
+    tied = [listed("tied", [*ties.values()])]
     return {
         "title": report.dst,
         "named": False,
@@ -55,11 +51,11 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
             ("tensors", f"{count(len(checkpoint.tensors), 'tensor')}, {size(sum(untied))}"),
             *(
                 (label, (what if isinstance(what, str) else ", ".join(what))[:LONGEST])
-                for label, what in islice(said, MOST)
+                for label, what in islice(facts, MOST)
             ),
             *left_out,
         ],
-        "lists": [each for each in found if each],
+        "lists": [each for each in tied if each],
         "maps": ["Map"],
         "commands": [],
         "tensors": columns(

@@ -51,12 +51,12 @@ class Pattern(NamedTuple):
 
 def patterns(changes: Iterable[NameChange]) -> list[Pattern]:
     """Return `changes` by pattern, the commonest first."""
-    found: dict[tuple[str, str], Pattern] = {}
+    by_words: dict[tuple[str, str], Pattern] = {}
     for change in changes:
         words = _pattern(change.old, change.new)
-        paths = found.setdefault(words, Pattern(*words, {}, change)).paths
+        paths = by_words.setdefault(words, Pattern(*words, {}, change)).paths
         paths[change.path] = paths.get(change.path, 0) + 1
-    return sorted(found.values(), key=lambda pattern: -sum(pattern.paths.values()))
+    return sorted(by_words.values(), key=lambda pattern: -sum(pattern.paths.values()))
 
 
 def _pattern(old: str, new: str) -> tuple[str, str]:
@@ -185,14 +185,13 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
         yield ("note", note)
 
 
-def _verified(found: Verified) -> list[str]:
+def _verified(verified: Verified) -> list[str]:
     """Return what was compared: the checksums of the input, then the output."""
-    records, nbytes = count(found.records, "record"), size(found.nbytes)
-    right = (
-        f"{records} of the input ({nbytes}) compared with {'its checksum' if found.records == 1 else 'their checksums'}"
-    )
-    about = right if found.records else "the input has no checksums, so damage to it cannot be seen"
-    return [about, *(["the output read back"] if found.output else [])]
+    records, nbytes = count(verified.records, "record"), size(verified.nbytes)
+    checksums = "its checksum" if verified.records == 1 else "their checksums"
+    right = f"{records} of the input ({nbytes}) compared with {checksums}"
+    about = right if verified.records else "the input has no checksums, so damage to it cannot be seen"
+    return [about, *(["the output read back"] if verified.output else [])]
 
 
 def _holds(container: str, quality: str) -> bool:
@@ -226,8 +225,8 @@ def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:
         ]
         yield ("separated", "they shared a storage and go different ways: " + _all_or_some(groups, every_one))
     if changes.compacted.storages:
-        gone, of = size(changes.compacted.nbytes), count(changes.compacted.storages, "storage")
-        yield ("compacted", f"{gone} that no tensor shows left out of {of}")
+        gone, storages = size(changes.compacted.nbytes), count(changes.compacted.storages, "storage")
+        yield ("compacted", f"{gone} that no tensor shows left out of {storages}")
 
 
 def _plain_lines(made_plain: list[MadePlain], every_one: bool) -> Iterator[Fact]:
@@ -275,13 +274,16 @@ def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[Fact]:
         for change in names:
             yield ("names", f"{change.path}: {change.old} → {change.new}")
         return
-    found = patterns(names)
+    by_pattern = patterns(names)
     label = "names"
-    for pattern in found[:_PATTERNS]:
+    for pattern in by_pattern[:_PATTERNS]:
         yield (label, _renamed(pattern))
         label = ""
-    if len(found) > _PATTERNS:
-        yield (label, f"… {count(len(found) - _PATTERNS, 'more pattern')} (" + option("verbose") + " lists every name)")
+    if len(by_pattern) > _PATTERNS:
+        yield (
+            label,
+            f"… {count(len(by_pattern) - _PATTERNS, 'more pattern')} (" + option("verbose") + " lists every name)",
+        )
 
 
 def _renamed(pattern: Pattern) -> list[str]:

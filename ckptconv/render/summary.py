@@ -70,7 +70,7 @@ def _blocks(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]
     for note in summary.notes:
         yield 3, fact(style, "note", note)
     yield 4, _special_tensors(summary, style)
-    modules = {found.path for found in summary.modules}  # each has its own line
+    modules = {module.path for module in summary.modules}  # each has its own line
     for label, found_texts in (("metadata", summary.metadata), ("values", summary.others)):
         texts = [
             (path, text) for path, text in found_texts.items() if not _MACHINERY.search(path) and path not in modules
@@ -256,7 +256,7 @@ def _contents(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[st
 
 def _parts(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
     """Yield state dicts, whole modules, and the tensors that are in neither."""
-    modules = {found.path for found in summary.modules}
+    modules = {module.path for module in summary.modules}
     of_kinds: dict[str, list[str]] = {}
     for part in summary.parts:
         if part.path not in modules or part.kind != "model":
@@ -275,36 +275,36 @@ def _some_parts(style: Style, kind: str, listed: list[str], most: int) -> Iterat
 
 def _part(part: Part, summary: Summary) -> str:
     """Return the text of a part; for a state dict also how its names start."""
-    found = next((each for each in summary.state_dicts if each.path == part.path), None)
+    state_dict = next((each for each in summary.state_dicts if each.path == part.path), None)
     where = "" if part.path in ("", ".") else f"{_short(part.path, _LONGEST_PATH)}: "
-    if found is None or part.kind not in ("model", "EMA"):
+    if state_dict is None or part.kind not in ("model", "EMA"):
         listed = ", ".join(first_of(summary.rng_states, _SHOWN)) if part.kind == "RNG states" else ""
         return f"{where}{count(part.tensors, 'tensor')}, {size(part.nbytes)}{listed and ': '}{listed}"
-    what = f"{count(found.names, 'name')}, {count(found.parameters, 'parameter')}, {size(part.nbytes)}"
-    return f"{where}{what}{_prefix(found.prefixes, found.names)}"
+    what = f"{count(state_dict.names, 'name')}, {count(state_dict.parameters, 'parameter')}, {size(part.nbytes)}"
+    return f"{where}{what}{_prefix(state_dict.prefixes, state_dict.names)}"
 
 
 def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
     """Yield a fact for each of the first `most` whole modules, with the names of the state dict that it would give."""
-    said = any(finding.kind == "prefix" for finding in summary.findings)
+    has_finding = any(finding.kind == "prefix" for finding in summary.findings)
     every = summary.modules
-    for found in every[:most]:
-        what = f"{_short(found.path, _LONGEST_PATH)}: a whole {_short(found.class_name, _LONGEST_PATH)}"
-        if found.trouble:
-            yield from fact(style, "module", f"{what}, which gives no state dict: {found.trouble}")
+    for module in every[:most]:
+        what = f"{_short(module.path, _LONGEST_PATH)}: a whole {_short(module.class_name, _LONGEST_PATH)}"
+        if module.trouble:
+            yield from fact(style, "module", f"{what}, which gives no state dict: {module.trouble}")
             continue
-        names = [_short(tensor.name) for tensor in found.tensors]
-        what += f", {count(len(names), 'name')}, {count(found.parameters, 'parameter')}"
-        yield from fact(style, "module", what + ("" if said else _prefix(found.prefixes, len(names))))
+        names = [_short(tensor.name) for tensor in module.tensors]
+        what += f", {count(len(names), 'name')}, {count(module.parameters, 'parameter')}"
+        yield from fact(style, "module", what + ("" if has_finding else _prefix(module.prefixes, len(names))))
         if names:
             yield from fact(style, "", ["as a state dict: " + names[0], *first_of(names, most)[1:]])
-        if found.unknown:
+        if module.unknown:
             yield from fact(
                 style,
                 "",
                 [
-                    "without a tensor that is known: " + _short(found.unknown[0]),
-                    *first_of(map(_short, found.unknown), most)[1:],
+                    "without a tensor that is known: " + _short(module.unknown[0]),
+                    *first_of(map(_short, module.unknown), most)[1:],
                 ],
             )
     if len(every) > most:
@@ -350,8 +350,8 @@ def _special_tensors(summary: Summary, style: Style) -> Iterator[str]:
 
 def _safety(summary: Summary, style: Style) -> Iterator[str]:
     """Yield unusual globals, pickles inside byte strings, and whether loading needs code, if no finding says so."""
-    said = (*_USUAL_GLOBALS, *summary.obstacles)
-    foreign = [name for name in summary.globals if not name.startswith(said)]
+    usual = (*_USUAL_GLOBALS, *summary.obstacles)
+    foreign = [name for name in summary.globals if not name.startswith(usual)]
     if foreign:
         yield from fact(style, "globals", first_of(foreign, _SHOWN))
     inside = [f"{each.name} at {each.path}" for each in summary.concerns if each.inside]
@@ -395,18 +395,18 @@ def summary_lines(
         draw = partial(tree_lines, shown, style, fold=not everything, by_size=by_size, depth=depth)
     elif summary.has_values:
         draw = partial(values_lines, shown, style)
-    said = [*facts(summary, style, shown=len(shown))]
+    head = [*facts(summary, style, shown=len(shown))]
     if not in_brief:
-        yield from said
+        yield from head
         if shown and limit != 0:
             yield ""
         yield from draw(limit=None if everything else limit)
         return
     least = 0
-    if rows_of(said, style) > _LINES - 1 - _LEAST:
+    if rows_of(head, style) > _LINES - 1 - _LEAST:
         least = min(_LEAST, len([*draw(limit=_LINES)]))
-        said = [*facts(summary, style, shown=len(shown), most=_LINES - bool(shown) - least)]
-    yield from said
+        head = [*facts(summary, style, shown=len(shown), most=_LINES - bool(shown) - least)]
+    yield from head
     if shown:
         yield ""
-        yield from draw(limit=_LINES, height=_LINES - 1 - rows_of(said, style))
+        yield from draw(limit=_LINES, height=_LINES - 1 - rows_of(head, style))

@@ -157,8 +157,8 @@ def _draw(rows: list[Row], style: Style) -> Iterator[str]:
     widths[0] = max(widths[0], len(_HEADINGS[0]))
     columns, bar = _fit(widths, style.columns, devices={row[3] for row in table} - {"-", ""} != set())
     yield style.paint(_GAP.join(padded(_HEADINGS[i], columns[i], right=i == 4) for i in columns).rstrip(), "title")
-    whole = sum(columns.values()) + len(_GAP) * (len(columns) - 1) + (bar and bar + len(_GAP))
-    yield style.paint(style.text("─") * whole, "quiet")
+    width = sum(columns.values()) + len(_GAP) * (len(columns) - 1) + (bar and bar + len(_GAP))
+    yield style.paint(style.text("─") * width, "quiet")
     largest = max(row.nbytes for row in rows)
     for row in rows:
         yield from _drawn(row, columns, _bar(row.nbytes, largest, bar, style) if bar else "", style)
@@ -211,8 +211,8 @@ def _bar(nbytes: int, largest: int, width: int, style: Style) -> str:
     """
     if not style.unicode:
         return "#" * round(width * nbytes / max(1, largest))
-    whole, eighths = divmod(round(8 * width * nbytes / max(1, largest)), 8)
-    return (_EIGHTHS[8] * whole + _EIGHTHS[eighths]).rstrip()
+    full, eighths = divmod(round(8 * width * nbytes / max(1, largest)), 8)
+    return (_EIGHTHS[8] * full + _EIGHTHS[eighths]).rstrip()
 
 
 def tree_lines(
@@ -233,8 +233,8 @@ def tree_lines(
     from ckptconv.render.folding import tree_of
 
     branches = tree_of(tensors, fold=fold and style.width is not None)
-    whole = sum(branch.nbytes for branch in branches) if style.width is not None else 0
-    rows = list(_rows(branches, style, by_size=by_size, whole=whole, depth=depth))
+    nbytes = sum(branch.nbytes for branch in branches) if style.width is not None else 0
+    rows = list(_rows(branches, style, by_size=by_size, whole=nbytes, depth=depth))
     shown = rows[:limit]
     if style.width is not None:
         yield from drawn(shown, style, len(tensors), every=len(rows), height=height, folded=depth is None)

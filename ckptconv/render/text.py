@@ -107,8 +107,8 @@ def wrapped(text: str, room: int) -> list[str]:
             lines.append(line)
             line = ""
         if width > room:
-            *whole, word = wrapped(word.replace(_TIE, " "), room) if _TIE in word else broken(word, room)
-            lines += whole
+            *full_lines, word = wrapped(word.replace(_TIE, " "), room) if _TIE in word else broken(word, room)
+            lines += full_lines
             width = cells(word)
         line, used = (f"{line} {word}", used + 1 + width) if line else (word, width)
     return [line.replace(_TIE, " ").rstrip() for line in (*lines, line)]

@@ -19,10 +19,10 @@ def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = Fals
             yield str(finding)
     if not verdict.ok:
         levels = Counter(finding.level for finding in verdict.findings if finding.level != "note")
-        said = [f"{number:,} {level}" for level, number in levels.items()]
+        counts = [f"{number:,} {level}" for level, number in levels.items()]
         if verdict.more:
-            said.append(f"{verdict.more:,} more that are not listed")
-        yield f"{verdict.status}: {printable(verdict.path)}: {', '.join(said)}"
+            counts.append(f"{verdict.more:,} more that are not listed")
+        yield f"{verdict.status}: {printable(verdict.path)}: {', '.join(counts)}"
     elif not quiet:
         yield f"ok: {printable(verdict.path)}: {', '.join(_soundness(verdict))}"
 

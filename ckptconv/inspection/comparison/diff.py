@@ -75,9 +75,9 @@ def command_that_fits(
     again = options_of(edits)
     parts = _parts(a, edits), _parts(b, Edits())
     files = [Path(path) for path in paths]
-    found = _options(*parts)
-    if found:
-        return command_line("diff", *files, *again, *found, *more)
+    options = _options(*parts)
+    if options:
+        return command_line("diff", *files, *again, *options, *more)
     swapped = _options(*parts[::-1]) if not again else None
     return command_line("diff", *files[::-1], *swapped, *more) if swapped else None
 
@@ -94,14 +94,14 @@ def _parts(checkpoint: Checkpoint, edits: Edits) -> list[_Part]:
     detected = checkpoint.detected
     taken = edits.select is not None or edits.state_dict
     parts = [
-        _Part(found.path, found.names(), _taking(found.path))
-        for found in detected.state_dicts
-        if found.path == "." or not taken
+        _Part(part.path, part.names(), _taking(part.path))
+        for part in detected.state_dicts
+        if part.path == "." or not taken
     ]
     if not taken:
         parts += [
-            _Part(f"a module at {found.path}", found.names(), (*_taking(found.path), Option("state_dict")))
-            for found in detected.modules
+            _Part(f"a module at {part.path}", part.names(), (*_taking(part.path), Option("state_dict")))
+            for part in detected.modules
         ]
     return parts
 
@@ -125,8 +125,8 @@ def _options(ours: list[_Part], theirs: list[_Part]) -> tuple[Option, ...]:
             for edit, renamed in _renamed(our.names, names):
                 common = len(names.intersection(renamed))
                 if 2 * common >= max(len(names), len(renamed)) > 0 and (taking or edit):
-                    found = (*taking, *edit)
-                    best = max(best, ((common, *_simple(found)), found), key=lambda each: each[0])
+                    options = (*taking, *edit)
+                    best = max(best, ((common, *_simple(options)), options), key=lambda each: each[0])
     return best[1]
 
 
@@ -205,10 +205,10 @@ def compare(
     """
     with _paired(a, b, edits, compared, brief=brief, progress=progress) as comparison:
         comparison.values.run(progress)
-        found = comparison.result()
+        difference = comparison.result()
         if compared.values or compared.histogram:
-            found = replace(found, differing=comparison.with_statistics(found.differing))
-        return found
+            difference = replace(difference, differing=comparison.with_statistics(difference.differing))
+        return difference
 
 
 def are_same(
@@ -347,8 +347,8 @@ class _Comparison:
         include, exclude = (_meaningful(self.b, globs) for globs in (self.edits.include, self.edits.exclude))
         for glob in (*self.edits.include, *self.edits.exclude):
             if glob not in include and glob not in exclude:
-                whole = "" if include or exclude else ": compared whole"
-                self.notes.append(f"no name in B matches {glob!r}{whole}")
+                remark = "" if include or exclude else ": compared whole"
+                self.notes.append(f"no name in B matches {glob!r}{remark}")
         select(self.b, Edits(include=include, exclude=exclude), is_emitted=False)
 
     # Names, and everything but values
@@ -377,7 +377,7 @@ class _Comparison:
         a, b = side_a.tensor(place_a.node), side_b.tensor(place_b.node)
         assert a and b and isinstance(place_a.node, Call) and isinstance(place_b.node, Call)
         plain = self.pairing.tensors_alone
-        found = TensorDifference(
+        difference = TensorDifference(
             "",
             dtype=_pair(a.dtype, b.dtype),
             shape=_pair(a.shape, b.shape),
@@ -387,17 +387,17 @@ class _Comparison:
             made_of=_pair(a.kind, b.kind),
         )
         keys: list[Key] = []
-        if not found.shape and not found.made_of and (a.dtype == b.dtype or _are_numbers(a.dtype, b.dtype)):
+        if not difference.shape and not difference.made_of and (a.dtype == b.dtype or _are_numbers(a.dtype, b.dtype)):
             if a.kind == "strided":
                 keys.append(self.values.want(a, b))
-            elif not found.dtype:
+            elif not difference.dtype:
                 same, inner = self.pairing.same_parts(place_a.node, place_b.node)
                 alike = [(x, y) for x, y in inner if (x.shape, x.dtype) == (y.shape, y.dtype)]
-                if not (same and len(alike) == len(inner)) and not found.requires_grad:
-                    found = replace(found, made_of=(a.kind, f"{b.kind}, of other parts"))
+                if not (same and len(alike) == len(inner)) and not difference.requires_grad:
+                    difference = replace(difference, made_of=(a.kind, f"{b.kind}, of other parts"))
                 keys += [self.values.want(x, y) for x, y in alike]
-        if keys or found != TensorDifference(""):
-            self.found.append((replace(found, path=place_a.path), keys))
+        if keys or difference != TensorDifference(""):
+            self.found.append((replace(difference, path=place_a.path), keys))
             self.places[place_a.path] = pair
 
     def compare_storages(self, place_a: Place, place_b: Place) -> None:
@@ -433,25 +433,25 @@ class _Comparison:
         if pairing.a.only or pairing.b.only:
             return True
         others = () if self.compared.names_only else (*pairing.others, *(each for each, key in self.others if not key))
-        unlike = (found for found, _ in self.found if replace(found, path="") != TensorDifference(""))
+        unlike = (difference for difference, _ in self.found if replace(difference, path="") != TensorDifference(""))
         return bool(others) or next(unlike, None) is not None or None in self.values.found.values()
 
     def result(self) -> Difference:
         """Return the difference."""
         differing = []
-        for found, keys in self.found:
+        for difference, keys in self.found:
             values = _sum([self.values.found[key] for key in keys]) if keys else None
-            if values is None or values.differing or replace(found, path="") != TensorDifference(""):
-                place_a, place_b = self.places[found.path]
+            if values is None or values.differing or replace(difference, path="") != TensorDifference(""):
+                place_a, place_b = self.places[difference.path]
                 sides = TensorFacts(*self.pairing.a.facts(place_a)), TensorFacts(*self.pairing.b.facts(place_b))
-                differing.append(replace(found, values=values, sides=sides))
+                differing.append(replace(difference, values=values, sides=sides))
         states = {info.path for side in (self.a, self.b) for info in side.detected.rng_states} if differing else set()
         others = [each for each, key in self.others if key is None or self.differs(key)]
         pairing = self.pairing
         infos = [info for place, _ in pairing.tensors if (info := pairing.a.tensor(place.node))]
         if not self.a.index.is_unshared:  # ties count once
             infos = [*{info.view if info.storage else (id(info),): info for info in infos}.values()]
-        near = [found.path for found, keys in self.found if any(key in self.values.near for key in keys)]
+        near = [difference.path for difference, keys in self.found if any(key in self.values.near for key in keys)]
         return Difference(
             *self.paths,
             self.formats,
@@ -459,7 +459,10 @@ class _Comparison:
             sum(info.nbytes for info in infos),
             tuple(pairing.a.only),
             tuple(pairing.b.only),
-            tuple(replace(found, rng_state=True) if found.path in states else found for found in differing),
+            tuple(
+                replace(difference, rng_state=True) if difference.path in states else difference
+                for difference in differing
+            ),
             () if self.compared.names_only else (*pairing.others, *others),
             (*self.notes, *self.more_notes(near)),
             None
@@ -530,7 +533,7 @@ class _Comparison:
 
 def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ...]:
     """Return those of `globs` that match a tensor of `checkpoint`."""
-    state_dicts = {id(found.node) for found in checkpoint.detected.state_dicts} if globs else set()
+    state_dicts = {id(state_dict.node) for state_dict in checkpoint.detected.state_dicts} if globs else set()
     tensors = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes] if globs else []
     named = [place for place in tensors if place.parent is not None and id(place.parent.node) in state_dicts]
     return tuple(
@@ -577,11 +580,11 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:
     return groups
 
 
-def _sum(found: list[ValueDifference | None]) -> ValueDifference | None:
+def _sum(parts: list[ValueDifference | None]) -> ValueDifference | None:
     """Return the difference of a tensor that consists of several, or None if that of one of them is not known."""
-    values = [each for each in found if each is not None]
-    if len(values) < len(found) or len(values) == 1:
-        return found[0] if len(found) == 1 else None
+    values = [each for each in parts if each is not None]
+    if len(values) < len(parts) or len(values) == 1:
+        return parts[0] if len(parts) == 1 else None
     numbers = [each for each in values if each.largest is not None and each.largest_relative is not None]
     return ValueDifference(
         sum(each.elements for each in values),

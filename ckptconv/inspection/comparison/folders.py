@@ -41,8 +41,8 @@ def pairs_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Pair]
     if not file.is_file():
         return None
     alone = {file.name: Found(file, "file", (file,))}
-    found = _paired(*(each or alone for each in folders))
-    return [pair for pair in found if pair.a and pair.b and not _is_same(pair.a, pair.b)] or None
+    pairs = _paired(*(each or alone for each in folders))
+    return [pair for pair in pairs if pair.a and pair.b and not _is_same(pair.a, pair.b)] or None
 
 
 def _is_same(a: Path, b: Path) -> bool:

@@ -79,8 +79,8 @@ class Compared:
 
     def options(self) -> list[Option]:
         """Return the options that are not at their defaults, for a command that is to be typed."""
-        said = (Option(each.name, getattr(self, each.name)) for each in fields(self))
-        return [each for each in said if each.value]
+        options = (Option(each.name, getattr(self, each.name)) for each in fields(self))
+        return [each for each in options if each.value]
 
 
 #: Everything is compared, to the last bit, except for data that has the same checksum on both sides.

@@ -267,13 +267,13 @@ class Meaning:
         items = value.items if isinstance(value, Tuple) else self.side.members(value)
         if items is None or not (is_tuple or self.side.kind(value) == "frozenset"):
             return None
-        found: list[Said] = []
+        meanings: list[Said] = []
         for item in items:
             meant = self.of(item, depth - 1)
             if meant is None:
                 return None
-            found.append(meant)
-        kind, same = ("tuple", tuple(found)) if is_tuple else ("frozenset", tuple(sorted(found)))
+            meanings.append(meant)
+        kind, same = ("tuple", tuple(meanings)) if is_tuple else ("frozenset", tuple(sorted(meanings)))
         return kind, self.numbers.setdefault((kind, same), len(self.numbers))
 
 
@@ -512,7 +512,7 @@ class Pairing:
         keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []
         if all(isinstance(key, str) for key, _ in keys):
             return {below.segment: below for below in child_places(place, side.leaf, again)}
-        found: dict[object, Place] = {}
+        by_key: dict[object, Place] = {}
         meanings = [None if isinstance(key, str) else self._canonical(key, side) for key, _ in keys]
         times: Counter[object] = Counter()
         n = 0
@@ -522,14 +522,14 @@ class Pairing:
             if meant and isinstance(key, Node) and below.segment == f"/<{n}>":
                 continue  # the key, which comes before its value
             if value is not below.node or not below.segment.startswith(key_segment(key, n)):
-                found[below.segment] = below
+                by_key[below.segment] = below
                 continue
             n += 1
             if meant and isinstance(key, Call) and isinstance(meant[1], bytes):  # bytes in protocol 2
                 below.segment = key_segment(meant[1], n)
             times[meant] += 1
-            found[(meant, times[meant]) if meant else below.segment] = below
-        return found
+            by_key[(meant, times[meant]) if meant else below.segment] = below
+        return by_key
 
     def _sorted(self, node: Value, side: Side) -> list[Said] | None:
         """Return the members of a set sorted by their meaning, or None if some are objects, which are paired by their
@@ -538,8 +538,8 @@ class Pairing:
         stand_in = id(side.set_of(node))
         if stand_in not in side.sorted:  # any number of sets can be made of one list
             members = side.members(node) or []
-            found = [*takewhile(bool, (self._canonical(member, side) for member in members))]
-            side.sorted[stand_in] = sorted(filter(None, found)) if len(found) == len(members) else None
+            meanings = [*takewhile(bool, (self._canonical(member, side) for member in members))]
+            side.sorted[stand_in] = sorted(filter(None, meanings)) if len(meanings) == len(members) else None
         return side.sorted[stand_in]
 
     def _canonical(self, value: Value, side: Side) -> Meant:
@@ -585,7 +585,7 @@ class Pairing:
 
     def _items(self, a: Place, b: Place) -> None:
         """Pair the tensors that are items of the roots `a` and `b`, by name."""
-        found: list[dict[str, Place]] = []
+        tensors_of: list[dict[str, Place]] = []
         for side, root, others in ((self.a, a, self.passed_over[0]), (self.b, b, self.passed_over[1])):
             tensors = {}
             for place in child_places(root, side.leaf):
@@ -594,11 +594,11 @@ class Pairing:
                     tensors[place.segment] = place
                 else:
                     others.append(place.path)
-            found.append(tensors)
-        for segment, place in found[0].items():
-            if segment in found[1]:
-                self.tensors.append((place, found[1][segment]))
-        for side, own, other in ((self.a, found[0], found[1]), (self.b, found[1], found[0])):
+            tensors_of.append(tensors)
+        for segment, place in tensors_of[0].items():
+            if segment in tensors_of[1]:
+                self.tensors.append((place, tensors_of[1][segment]))
+        for side, own, other in ((self.a, tensors_of[0], tensors_of[1]), (self.b, tensors_of[1], tensors_of[0])):
             for segment, place in own.items():
                 if segment not in other:
                     side.only.append(OnlyIn(*side.facts(place)))

@@ -66,13 +66,13 @@ def unequal_parts(
 
     Raises what reading and these functions raise.
     """
-    found: dict[int, list[Unequal]] = {}
+    unequal: dict[int, list[Unequal]] = {}
     large = []
     for i, (a, b) in enumerate(pairs):
         if a.length > _SMALL:
             large.append(i)
         elif a.length and a.source.read(a.offset, a.length) != b.source.read(b.offset, b.length):
-            found.update({i: [(0, a.length)]} if counts(i, (0, a.length)) else {})
+            unequal.update({i: [(0, a.length)]} if counts(i, (0, a.length)) else {})
     reader = _Reader(pairs, large, progress, counts)
     threads = min(_MOST_THREADS, os.cpu_count() or 1, sum(-(-pairs[i][0].length // _SEGMENT) for i in large))
     with Threads(threads, "ckptconv-diff") as pool:
@@ -82,8 +82,8 @@ def unequal_parts(
         finally:
             reader.stopped = True
     for i, parts in reader.found.items():
-        found[i] = sorted(parts)
-    return found
+        unequal[i] = sorted(parts)
+    return unequal
 
 
 class _Reader:
@@ -281,14 +281,14 @@ class Values:
         if a.dtype != b.dtype or (a.conj, a.neg) != (b.conj, b.neg) or self.orders[0] != self.orders[1]:
             return None
         assert a.storage and b.storage
-        found: list[Piece]
+        pieces: list[Piece]
         if a.contiguous and b.contiguous:
-            found = [piece_of(info, order).uncast() for info, order in zip((a, b), self.orders, strict=True)]
+            pieces = [piece_of(info, order).uncast() for info, order in zip((a, b), self.orders, strict=True)]
         elif self.is_same_view(a, b):
-            found = [a.storage.data, b.storage.data]
+            pieces = [a.storage.data, b.storage.data]
         else:
             return None
-        left, right = found
+        left, right = pieces
         return (
             (left, right)
             if isinstance(left, ByteRange) and isinstance(right, ByteRange) and left.length == right.length
@@ -452,11 +452,11 @@ class _Together:
 
     def of(self, first: int, stop: int) -> Comparer:
         """Return the result of those from `first` to before `stop`."""
-        found, first, stop = [], first + self.n, stop + self.n
+        nodes, first, stop = [], first + self.n, stop + self.n
         while first < stop:
-            found += self.nodes[first : first + (first & 1)] + self.nodes[stop - (stop & 1) : stop]
+            nodes += self.nodes[first : first + (first & 1)] + self.nodes[stop - (stop & 1) : stop]
             first, stop = (first + 1) // 2, stop // 2
-        return reduce(or_, found)
+        return reduce(or_, nodes)
 
 
 class _Judge:
@@ -576,10 +576,10 @@ def _merged(spans: dict[Key, tuple[ByteRange, ByteRange]]) -> tuple[list[tuple[B
 def _shared(parts: Sequence[Unequal], home: ByteRange, span: ByteRange, info: TensorInfo) -> list[Unequal]:
     """Return the `parts` of `home` that are in `span`, as parts of `span`, in whole elements of `info`."""
     itemsize, before = get_dtype(info.dtype).itemsize, span.offset - home.offset
-    found = []
+    shared = []
     for offset, length in parts:
         start = max(offset - before, 0) // itemsize * itemsize
         stop = min(-((before - offset - length) // itemsize) * itemsize, span.length)
         if start < stop:
-            found.append((start, stop - start))
-    return found
+            shared.append((start, stop - start))
+    return shared

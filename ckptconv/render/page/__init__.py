@@ -166,20 +166,20 @@ def numbers(name: str, values: Iterable[Any], form: str = "number", *, bad: bool
 def values_numbers(values: Sequence[Any]) -> list[dict[str, Any] | None]:
     """Return a fact for each number in `values`, which has the values of each tensor, a pair of such, or None."""
 
-    def of(value: Any, name: str) -> Any:
+    def number_of(value: Any, name: str) -> Any:
         if isinstance(value, tuple):
-            return tuple(of(each, name) for each in value)
+            return tuple(number_of(each, name) for each in value)
         return getattr(value, name, None)
 
-    return [numbers(name, (of(value, name) for value in values), bad=name in _BAD) for name in NUMBERS]
+    return [numbers(name, (number_of(value, name) for value in values), bad=name in _BAD) for name in NUMBERS]
 
 
 def bars(title: str, histograms: Iterable[Histogram | None]) -> list[dict[str, Any]]:
     """Return the `histograms` of the tensors under a `title`, or an empty list if there are none."""
-    found = list(histograms)
-    if not any(found):
+    histogram_of_each = list(histograms)
+    if not any(histogram_of_each):
         return []
-    return [{"title": title, "bars": [each and [_rounded(each.edges[-1]), *each.counts] for each in found]}]
+    return [{"title": title, "bars": [each and [_rounded(each.edges[-1]), *each.counts] for each in histogram_of_each]}]
 
 
 def listed(
@@ -214,21 +214,21 @@ def shape_words(shape: Sequence[int]) -> str:
 
 def _coded(values: Iterable[Hashable], ordered: Sequence[Hashable] = ()) -> dict[str, Any]:
     """Return the different `values`, those of `ordered` first, and for each value its number, which is -1 for None."""
-    of: dict[Hashable, int] = {word: i for i, word in enumerate(ordered)}
-    at = [-1 if value is None else of.setdefault(value, len(of)) for value in values]
-    return {"words": [*of], "at": at}
+    numbers_of: dict[Hashable, int] = {word: i for i, word in enumerate(ordered)}
+    at = [-1 if value is None else numbers_of.setdefault(value, len(numbers_of)) for value in values]
+    return {"words": [*numbers_of], "at": at}
 
 
 def _front_coded(paths: Sequence[str]) -> list[Any]:
     """Return for each path how many characters it shares with the beginning of the path before it, and the rest."""
-    found: list[Any] = []
+    coded: list[Any] = []
     before = ""
     for path in paths:
         shared = commonprefix([before, path])  # noqa: RUF071 - of texts, not of paths
         same = len(shared) if shared.isascii() else 0  # JavaScript counts other characters differently
-        found += [same, path[same:]]
+        coded += [same, path[same:]]
         before = path
-    return found
+    return coded
 
 
 def _rounded(number: Any) -> Any:

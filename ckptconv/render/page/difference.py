@@ -81,10 +81,10 @@ class _Row:
         """What differs, in words."""
         if self.found is None:
             return _ONLY[self.sides[0] is None]
-        said = [label for name, label in FACTS if getattr(self.found, name) is not None]
+        differing = [label for name, label in FACTS if getattr(self.found, name) is not None]
         if self.values and self.values.differing:
-            said.append("values")
-        return ", ".join(said) or "not compared"
+            differing.append("values")
+        return ", ".join(differing) or "not compared"
 
     @property
     def apart(self) -> str | None:
@@ -107,9 +107,9 @@ def _rows(difference: Difference) -> Iterator[_Row]:
     """Yield the rows of `difference`: tensors that differ, then those of one side only."""
     missing: list[tuple[OnlyIn | None, OnlyIn | None]]
     missing = [*((each, None) for each in difference.only_in_a), *((None, each) for each in difference.only_in_b)]
-    for found in difference.differing:
-        if found.sides:
-            yield _Row(*found.sides, found)
+    for difference_of_tensor in difference.differing:
+        if difference_of_tensor.sides:
+            yield _Row(*difference_of_tensor.sides, difference_of_tensor)
     for a, b in missing:
         yield _Row(a, b, None)
 
@@ -118,14 +118,14 @@ def _facts(difference: Difference) -> list[tuple[str, str]]:
     """Return the labelled facts of the page."""
     files = zip("AB", (difference.a, difference.b), difference.formats, strict=True)
     same = difference.tensors - len(difference.differing)
-    found = [(label, f"{path} ({format_})") for label, path, format_ in files]
-    found.append(("compared", f"{count(difference.tensors, 'tensor')} of both, {size(difference.nbytes)}"))
-    found.append(("not shown", f"{count(same, 'tensor')} in which nothing differs" if same else ""))
-    found += [("other", f"{o.path}: {o.a or '(nothing)'} → {o.b or '(nothing)'}") for o in difference.others[:MOST]]
+    facts = [(label, f"{path} ({format_})") for label, path, format_ in files]
+    facts.append(("compared", f"{count(difference.tensors, 'tensor')} of both, {size(difference.nbytes)}"))
+    facts.append(("not shown", f"{count(same, 'tensor')} in which nothing differs" if same else ""))
+    facts += [("other", f"{o.path}: {o.a or '(nothing)'} → {o.b or '(nothing)'}") for o in difference.others[:MOST]]
     if len(difference.others) > MOST:
-        found.append(("other", f"… {len(difference.others) - MOST:,} more that are no tensors"))
-    found += [("note", note) for note in difference.notes[:MOST]]
-    return [(label, text[:LONGEST]) for label, text in found if text]
+        facts.append(("other", f"… {len(difference.others) - MOST:,} more that are no tensors"))
+    facts += [("note", note) for note in difference.notes[:MOST]]
+    return [(label, text[:LONGEST]) for label, text in facts if text]
 
 
 def _lists(rows: Sequence[_Row]) -> Iterator[dict[str, Any] | None]:

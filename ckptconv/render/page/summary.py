@@ -39,7 +39,7 @@ def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
     src = Path(summary.path)
     return {
         "title": summary.path,
-        "named": any(found.path == "." for found in summary.state_dicts),  # then globs match names
+        "named": any(state_dict.path == "." for state_dict in summary.state_dicts),  # then globs match names
         "verdict": _verdict(summary),
         "facts": [*_facts(summary), *left_out],
         "lists": _lists(summary, tensors),
@@ -81,7 +81,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     ]
     others = [f"{path}: {value}" for path, value in summary.others.items()]
     shares = [(name, share.tensors, share.nbytes) for name, share in summary.dtypes.items()]
-    found = [
+    facts = [
         ("format", f"{summary.format}, {size(summary.size)}"),
         ("tensors", f"{count(len(summary.tensors), 'tensor')}, {size(summary.nbytes)}"),
         ("parameters", _parameters(summary)),
@@ -92,9 +92,9 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("safety", summary.safety),
     ]
     if summary.has_values and not any(each.values and each.values.nan + each.values.inf for each in summary.tensors):
-        found.append(("NaN or inf", "none"))
-    found += [("note", str(note)[:LONGEST]) for note in summary.notes[:MOST]]
-    return [(label, text) for label, text in found if text]
+        facts.append(("NaN or inf", "none"))
+    facts += [("note", str(note)[:LONGEST]) for note in summary.notes[:MOST]]
+    return [(label, text) for label, text in facts if text]
 
 
 def _part(part: Part) -> str:
@@ -122,7 +122,7 @@ def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield what could be taken alone or left out, with the size of the result, and the command that does it."""
     if len(summary.parts) < 2:
         return
-    src, places = Path(summary.path), {found.path for found in summary.state_dicts}
+    src, places = Path(summary.path), {state_dict.path for state_dict in summary.state_dicts}
     alone = [part for part in summary.parts if part.kind == "model" and part.path in places and part.path != "."]
     for part in alone[:_ALONE]:
         typed = command_line("convert", src, Path("part.pt"), Option("select", part.path))
@@ -149,11 +149,11 @@ def _lists(summary: Summary, tensors: Sequence[TensorSummary]) -> list[dict[str,
         if values and values.nan + values.inf and tensor.tied_to not in numbers:
             bad.append([i])
             says.append(counted_words(values))
-    found = [
+    lists = [
         listed("tied", [tie for tie in ties if len(tie) > 1]),
         listed("NaN or inf", bad, says, bad=True),
     ]
-    return [each for each in found if each]
+    return [each for each in lists if each]
 
 
 def _columns(summary: Summary, tensors: Sequence[TensorSummary]) -> dict[str, Any]:
@@ -196,12 +196,12 @@ def _parts(summary: Summary) -> Any:
 
 def _stride(tensor: TensorSummary) -> str:
     """Return the stride, and whether the elements are contiguous."""
-    step, said = 1, ", ".join(map(str, tensor.stride))
+    step, strides = 1, ", ".join(map(str, tensor.stride))
     for n, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=False):
         if stride != step and n > 1:
-            return said
+            return strides
         step *= n
-    return f"{said} (contiguous)" if said else "contiguous"
+    return f"{strides} (contiguous)" if strides else "contiguous"
 
 
 def _stored(tensor: TensorSummary) -> str | None:

@@ -44,9 +44,9 @@ def published(package: str, integrity: str) -> dict[str, bytes]:
 
 def make(folder: Path) -> None:
     """Write the files into `folder`. Raise what :func:`published` raises."""
-    found = published(PACKAGE, INTEGRITY)
+    contents = published(PACKAGE, INTEGRITY)
     for member, name in FILES.items():
-        (folder / name).write_bytes(found[member])
+        (folder / name).write_bytes(contents[member])
 
 
 if __name__ == "__main__":
