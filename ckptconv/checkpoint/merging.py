@@ -43,8 +43,8 @@ def drop_effect_order(checkpoint: Checkpoint) -> None:
     This is for a part of a checkpoint. Some of its objects may have been made outside of the part, where they occur
     first. In the order of the source, the part would need opcodes that torch's ``weights_only`` unpickler refuses.
 
-    No reader can if each call and each state is complete before it is used, and if torch's safe loader accepts every
-    call. Nothing in an index depends on the order.
+    The order makes no difference if each call and each state is complete before it is used, and if torch's safe loader
+    accepts every call. Nothing in an index depends on the order.
     """
     index = checkpoint.index
     if index.graph.discarded or index.obstacles:

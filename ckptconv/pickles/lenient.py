@@ -190,11 +190,13 @@ def _proto(m: PickleMachine) -> None:
 
 
 def _number(m: PickleMachine) -> None:
+    """Read a line and push 0: the value of a number does not matter."""
     m.line()
     m.stack.append(0)
 
 
 def _long_bytes(m: PickleMachine, n: int) -> None:
+    """Skip an integer of `n` bytes and push 0."""
     if not 0 <= n <= m.size - m.tell():
         m.fail("a length that no reader takes")
     m.skip(n)

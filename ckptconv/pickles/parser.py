@@ -62,7 +62,7 @@ def parse(
     return machine.load(DISPATCH), machine.tell()
 
 
-# Opcodes
+# Opcodes: the function of an opcode takes its operands from the machine, and leaves its result there
 
 _INT_TEXT = {b"00": False, b"01": True}
 
@@ -100,6 +100,7 @@ def _dup(m: PickleMachine) -> None:
 
 
 def _decimal(m: PickleMachine, digits: bytes) -> int:
+    """Return `digits` as an integer. Raise MalformedError unless pickle's own writers could have written them."""
     if not _INTEGER.fullmatch(digits):
         m.fail("not a decimal integer", got=digits[:40])
     try:
@@ -155,6 +156,7 @@ def _unicode(m: PickleMachine) -> None:
 
 
 def _utf8(m: PickleMachine, data: bytes) -> str:
+    """Return `data` decoded. Raise MalformedError if it is not UTF-8."""
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
@@ -162,6 +164,8 @@ def _utf8(m: PickleMachine, data: bytes) -> str:
 
 
 def _text(width: int) -> Operation:
+    """Return the operation of a text whose length has `width` bytes."""
+
     def operation(m: PickleMachine) -> None:
         n = m.length(width)
         stays = n > LIMITS.inline_bytes or (m.leave and m.is_left(n))
@@ -171,6 +175,14 @@ def _text(width: int) -> Operation:
 
 
 def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[PickleMachine], int]) -> Operation:
+    """Return the operation of a byte string.
+
+    Args:
+        kind: The kind of a blob.
+        make: Makes the value from its bytes.
+        length: Reads the length.
+    """
+
     def operation(m: PickleMachine) -> None:
         n = length(m)
         if n > m.size - m.tell():
@@ -182,6 +194,7 @@ def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[PickleMa
 
 
 def _names(m: PickleMachine) -> Global:
+    """Read the two lines of a global, and return the global."""
     lines = m.line(), m.line()
     try:
         return m.find_class(lines[0].decode(), lines[1].decode())
@@ -197,6 +210,8 @@ def _stack_global(m: PickleMachine) -> None:
 
 
 def _extension(width: int) -> Operation:
+    """Return the operation of an extension whose code has `width` bytes."""
+
     def operation(m: PickleMachine) -> None:
         code = int.from_bytes(m.take(width), "little", signed=width == 4)
         if code <= 0:
@@ -215,6 +230,8 @@ def _long_binput(m: PickleMachine) -> None:  # without put(), for speed: the mos
 
 
 def _call(kind: str) -> Operation:
+    """Return the operation of a call with the callable and the arguments on the stack."""
+
     def operation(m: PickleMachine) -> None:
         args, callable_ = m.stack.pop(), m.stack.pop()
         m.call(kind, callable_, args)
@@ -272,6 +289,8 @@ def _setitem(m: PickleMachine) -> None:
 
 
 def _tuple(n: int) -> Operation:
+    """Return the operation of a tuple of `n` items."""
+
     def operation(m: PickleMachine) -> None:
         stack = m.stack
         items = stack[-n:]
@@ -289,6 +308,8 @@ def _marked_tuple(m: PickleMachine) -> None:
 
 
 def _push(make: Callable[[PickleMachine], Value]) -> Operation:
+    """Return an operation that pushes the value that `make` returns."""
+
     def operation(m: PickleMachine) -> None:
         value = make(m)  # first, because it may replace m.stack
         m.stack.append(value)

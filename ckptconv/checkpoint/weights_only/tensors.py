@@ -130,11 +130,13 @@ def _lazy_bits(args: Arguments, i: int, tensor: TensorValue) -> TensorValue:
 
 
 def _tensor(args: Arguments) -> TensorValue:
+    """Return the tensor of ``_rebuild_tensor(storage, offset, size, stride)``."""
     args.check_count(4)
     return _strided(args)
 
 
 def _tensor_v2(args: Arguments) -> TensorValue:
+    """Return the tensor of ``_rebuild_tensor_v2``: also ``requires_grad``, hooks, and perhaps metadata."""
     args.check_count(6, 7)
     tensor = _strided(args)
     tensor.requires_grad = args.flag(4, "requires_grad")
@@ -144,6 +146,7 @@ def _tensor_v2(args: Arguments) -> TensorValue:
 
 
 def _tensor_v3(args: Arguments) -> TensorValue:
+    """Return the tensor of ``_rebuild_tensor_v3``, which has a dtype and perhaps metadata after the hooks."""
     args.check_count(7, 8)
     dtype = "float32" if args.items[6] is None else args.dtype(6)
     tensor = _strided(args, dtype)
@@ -154,6 +157,7 @@ def _tensor_v3(args: Arguments) -> TensorValue:
 
 
 def _meta_tensor(args: Arguments) -> TensorValue:
+    """Return the meta tensor of ``(dtype, size, stride, requires_grad)``."""
     args.check_count(4)
     dtype = "float32" if args.items[0] is None else args.dtype(0)
     shape, stride = args.integers(1, "shape"), args.integers(2, "stride")
@@ -208,6 +212,7 @@ def set_view(tensor: TensorValue, args: Arguments) -> TensorValue:
 
 
 def _qtensor(args: Arguments) -> TensorValue:
+    """Return the tensor of ``_rebuild_qtensor``: a strided tensor, its quantizer, ``requires_grad`` and hooks."""
     args.check_count(7)
     storage = args.storage(0)
     if not storage.dtype.name.startswith(_QUANTIZED):
@@ -273,6 +278,7 @@ def is_odd(dtype: str) -> bool:
 
 
 def _sparse(args: Arguments) -> TensorValue:
+    """Return the sparse tensor of ``(layout, data)``."""
     args.check_count(2)
     held = args.held(0)
     if not isinstance(held, LayoutValue) or not held.name.startswith("torch.sparse_"):
@@ -412,11 +418,13 @@ def _from_cpu_tensor(args: Arguments) -> TensorValue:
 
 
 def _from_numpy(args: Arguments) -> Held:
+    """Raise Refused: the unpickler allows no call that makes an array."""
     args.check_count(4)
     raise Refused("it needs an array of numpy, and no call that the unpickler allows makes one")
 
 
 def _wrapper(args: Arguments) -> Held:
+    """Raise Refused: the unpickler allows no subclass of torch.Tensor."""
     args.check_count(8)
     args.global_name(0)
     raise Refused("it needs a subclass of torch.Tensor, and the unpickler allows none that it could make")
