@@ -33,7 +33,7 @@ from ckptconv.limits import LIMITS
 
 #: The call that the answer is about.
 CALL = 'torch.load(path, map_location="cpu", weights_only=True)'
-_SAFETENSORS = WRITERS["safetensors"].name
+_ZIP, _LEGACY, _PICKLE, _SAFETENSORS = (WRITERS[word].name for word in ("pt", "legacy", "pickle", "safetensors"))
 _VERSIONS = range(1, 11)
 _NUMBER = regex(rb"\s*\+?([0-9]{1,19})")
 _LONGEST_NAME = 511  # bytes of a record's name that torch keeps
@@ -95,11 +95,11 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
     if checkpoint.script_classes is not None:
         yield Reason("refused", "it is a TorchScript archive, which torch.jit.load loads and torch.load does not")
         return
-    if checkpoint.format == WRITERS["pt"].name:
+    if checkpoint.format == _ZIP:
         yield from _zip_reasons(checkpoint, blobs)
-    elif checkpoint.format == WRITERS["legacy"].name:
+    elif checkpoint.format == _LEGACY:
         yield from _legacy_reasons(checkpoint, blobs)
-    elif checkpoint.format == WRITERS["pickle"].name:
+    elif checkpoint.format == _PICKLE:
         yield Reason(
             "refused", "it is a plain pickle: torch.load finds no magic number, and reads none", is_spelling=True
         )
