@@ -1,4 +1,4 @@
-"""What a pickle's graph means to torch: storages, tensors, state dicts, optimizers, modules, and what is safe to load.
+"""The meaning of a pickle's graph for torch: storages, tensors, state dicts, optimizers, modules, and safe objects.
 
-May import: ``byteranges`` and what stands below it. Start with ``model`` (the data), then ``index`` (graph to tensors).
+May import ``byteranges`` and the packages below it. Start with ``model`` (the data), then ``index`` (graph to tensors).
 """

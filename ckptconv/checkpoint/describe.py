@@ -1,4 +1,4 @@
-"""Describe any object in a checkpoint that is no tensor in one short line."""
+"""Describe any object in a checkpoint that is not a tensor in one short line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOOKED_AT = 64  # members of what a call makes
 
 
 def is_flat(node: Value) -> bool:
-    """Whether `node` is a sequence or set of atoms, an empty mapping, or a word of torch's."""
+    """Return whether `node` is a sequence or set of atoms, an empty mapping, a torch.device or a torch.Size."""
     members = members_of(node, _LOOKED_AT)
     if members is not None:
         return not any(isinstance(item, Node) for item in members)
@@ -37,7 +37,7 @@ def is_flat(node: Value) -> bool:
 
 
 def describe(node: Value) -> str:
-    """A line for `node` that costs little whatever it is."""
+    """Return a line for `node`, which takes little time for any node."""
     members = members_of(node, _LOOKED_AT)
     if members is not None and is_flat(node):
         return _short_sequence(node, members)
@@ -83,7 +83,7 @@ def _short_call(node: Call) -> str:
 
 
 def _short_sequence(node: Value, items: list[Value]) -> str:
-    """`node`, in which `items` are, as Python writes it, but that a frozenset looks like a set."""
+    """Return `node`, whose members are `items`, as Python writes it. A frozenset looks like a set."""
     opening, closing = "()" if isinstance(node, Tuple) else "[]" if isinstance(node, List) else "{}"
     if not items and opening == "{":
         return "set()"

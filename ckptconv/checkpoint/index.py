@@ -1,7 +1,7 @@
-"""Index one state of a graph: its nodes, what uses them, where they stand, and the tensors among them.
+"""Index one state of a graph: its nodes, their uses, their places, and the tensors among them.
 
-Each part is computed when it is first asked for, and once. When the graph is edited its checkpoint makes a new index
-(``Checkpoint.changed``); an old one keeps what it has, and computes nothing more.
+Each part is computed once, when it is first used. After an edit of the graph its checkpoint makes a new index
+(``Checkpoint.changed``). The old one keeps its parts and computes nothing more.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _WITH_STATE = ("_with_state", "_rebuild_from_type", "_rebuild_from_type_v2")
 
 
 class Index:
-    """What is derived from a graph that nobody edits meanwhile.
+    """The data that is derived from a graph, which must not be edited meanwhile.
 
     Args:
         graph: The graph.
-        root: Where its root stands.
-        references: What its persistent ids stand for.
+        root: The place of its root.
+        references: The storages of its persistent ids.
         where: For errors, the file.
-        faults: Takes what is wrong with tensors.
+        faults: Takes the faults of tensors.
     """
 
     def __init__(
@@ -44,9 +44,12 @@ class Index:
         self._before: Index | None = None  # one whose tensors are still right
 
     def replace(self, old: Index, *, same_tensors: bool, same_places: bool = False) -> None:
-        """Take the place of `old`, which is of the graph as it was, and must compute nothing more.
+        """Take the place of `old`, the index before an edit, which must compute nothing more.
 
-        `same_tensors`: calls that made tensors then make the same ones now. `same_places`: all stands where it stood.
+        Args:
+            old: The index before the edit.
+            same_tensors: Whether the calls that made tensors still make the same ones.
+            same_places: Whether all places are the same.
         """
         if same_places and "_found" in vars(old) and not any(map(_says_device, old.tensor_nodes.values())):
             self._found = old._found
@@ -56,31 +59,31 @@ class Index:
 
     @property
     def graph(self) -> Graph:
-        """The graph, while it is what it was."""
+        """The graph, until it is edited."""
         assert self._graph is not None, "the graph has changed since this index was made of it"
         return self._graph
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """All nodes, those that are thrown away first, in the order in which the pickle says them."""
+        """All nodes in the order of the pickle, after those that it throws away."""
         return list(walk([*self.graph.discarded, self.graph.root]))
 
     @cached_property
     def referrers(self) -> Referrers:
-        """What each node is used by, and paths for nodes that have no place."""
+        """The users of each node, and paths for nodes without a place."""
         graph = self.graph
         return Referrers(graph, self.every_place, None if graph.discarded else self.nodes)
 
     @cached_property
     def obstacles(self) -> list[tuple[str, Value]]:
-        """What torch's safe loader refuses, however it is written, and where."""
+        """The objects that torch's safe loader refuses, however they are written, with their paths."""
         return list(obstacles(self.graph, self.nodes))
 
     # Storages
 
     @cached_property
     def storage_of(self) -> dict[int, Storage]:
-        """What each persistent id stands for, by the id of its node."""
+        """The storage of each persistent id, by the id of its node."""
         return {id(each.node): each.storage for each in self._references}
 
     @cached_property
@@ -90,11 +93,14 @@ class Index:
 
     @cached_property
     def device_arguments(self) -> list[DeviceArgument]:
-        """The devices that are no storage's tag."""
+        """The devices that are not the tag of a storage."""
         return [argument for call in self.graph.outer_calls for argument in device_arguments(call)]
 
     def storages_below(self, *roots: Value, seen: set[int] | None = None) -> list[Storage]:
-        """The storages that `roots` lead to, each once; nodes whose id is in `seen` are left out and added."""
+        """Return the storages that `roots` lead to, each once.
+
+        Nodes whose id is in `seen` are skipped. The ids of the others are added to it.
+        """
         found = (self.storage_of[id(node)] for node in walk([*roots], seen) if isinstance(node, PersistentId))
         return list(dict.fromkeys(found))
 
@@ -114,12 +120,12 @@ class Index:
 
     @property
     def every_place(self) -> list[Place]:
-        """Where everything stands, each place behind the one that it is in."""
+        """All places, each after the place that contains it."""
         return self._found[0]
 
     @cached_property
     def places(self) -> list[Place]:
-        """Where nodes stand, that is, no atoms."""
+        """The places of nodes, without those of atoms."""
         return [place for place in self.every_place if isinstance(place.node, Node)]
 
     @property
@@ -129,31 +135,31 @@ class Index:
 
     @cached_property
     def tensor_counts(self) -> Counter[Storage]:
-        """How many tensors are on each storage, counted wherever they stand."""
+        """The number of tensors on each storage, counted at every path."""
         return Counter(info.storage for info in self.tensors.values() if info.storage)
 
     @property
     def is_unshared(self) -> bool:
-        """Whether each tensor has a storage to itself: then none can be tied to another, or overlap with it."""
+        """Whether each tensor has a storage of its own, so that none can be tied to another or overlap with it."""
         return len(self.tensor_counts) == len(self.tensors)
 
     @property
     def tensor_nodes(self) -> dict[int, TensorInfo]:
-        """The tensors by the id of their node, as they stand first."""
+        """The tensors by the id of their node, with their first path."""
         return self._found[2]
 
     def attribute_places(self, tensors: Iterable[Value]) -> list[Place]:
-        """What stands in `tensors` as their attributes."""
+        """Return the places of the attributes of `tensors`."""
         leaf = leaf_of(self.tensor_nodes)
         having = {id(node) for node in tensors if isinstance(node, Call) and leaf(node)}
         return [each for each in self.every_place if each.parent is not None and id(each.parent.node) in having]
 
     def places_in_root(self) -> list[Place]:
-        """The places right inside the root, the root itself left out."""
+        """Return the places directly in the root, without the root itself."""
         return [each for each in self.every_place if each.parent is self.root and each.node is not self.root.node]
 
     def places_in(self, opened: Container[int]) -> Iterator[Place]:
-        """The places right inside the nodes `opened` (by id), from the root on; these nodes themselves are left out."""
+        """Yield the places directly in the nodes `opened` (ids), from the root on, without these nodes themselves."""
 
         def leaf(node: Node) -> list[Value] | None:
             return None if id(node) in opened else []
@@ -169,9 +175,9 @@ def _says_device(info: TensorInfo) -> bool:
 
 
 def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
-    """For a walk: `tensors` (by the id of their node) and torch's small words are leaves.
+    """Return the leaf function of a walk: `tensors` (by the id of their node) and torch's small words are leaves.
 
-    A tensor's attributes stand in it.
+    A tensor contains its attributes.
     """
 
     def leaf(node: Node) -> list[Value] | None:

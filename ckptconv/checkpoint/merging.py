@@ -1,4 +1,10 @@
-"""Merge several checkpoints into one graph, and split one graph into several checkpoints."""
+"""Make tensors, merge several checkpoints into one graph, and split one graph into several checkpoints.
+
+If several files of one checkpoint each have a copy of something, it is written once, and only if all copies are equal.
+
+Source of the calls that make tensors: ``torch/_utils.py`` of 2.13 (``_rebuild_tensor_v2``; ``_rebuild_tensor_v3`` for
+dtypes without a storage class).
+"""
 
 from __future__ import annotations
 
@@ -99,12 +105,12 @@ def _latest(root: Value) -> dict[int, int] | None:
 
 
 def empty_graph() -> Graph:
-    """The graph of an empty dict."""
+    """Return the graph of an empty dict."""
     return Graph(Dict(), 2, 0, frozenset(), [], [], [], [], set())
 
 
 class TensorCalls:
-    """Makes calls for `graph`, which share their globals, as a pickle does."""
+    """Makes calls for `graph`. They share their globals, as in a pickle."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -113,9 +119,15 @@ class TensorCalls:
     def tensor(
         self, dtype: DType, shape: tuple[int, ...], key: str, nbytes: int, conj: bool = False, neg: bool = False
     ) -> Call:
-        """A tensor that is all of the storage `key`, of `nbytes`, in row-major order.
+        """Return a call that makes a row-major tensor of all of a storage.
 
-        `conj`, `neg`: its numbers are still to be conjugated, negated.
+        Args:
+            dtype: The dtype of the tensor.
+            shape: The shape of the tensor.
+            key: The key of the storage.
+            nbytes: The number of bytes of the storage.
+            conj: Whether the numbers are still to be conjugated.
+            neg: Whether the numbers are still to be negated.
         """
         typed = dtype.storage_class is not None
         storage_class = (
@@ -147,7 +159,7 @@ class TensorCalls:
 
 
 class Merger:
-    """Puts checkpoints whose bytes are parts of `source` together, and tensors that are made here."""
+    """Puts checkpoints whose bytes are parts of `source` together with tensors that are made of such bytes."""
 
     def __init__(self, source: SourceFolder) -> None:
         self.source = source
@@ -160,9 +172,14 @@ class Merger:
         self.calls = TensorCalls(self._graph)
 
     def take(self, part: Checkpoint, *, in_order: bool = False) -> Value:
-        """`part`'s root, which belongs to the whole from now on.
+        """Return the root of `part`, which belongs to the whole from now on.
 
-        `in_order`: it will stand behind all that was taken before, so the order of its effects can stay.
+        Args:
+            part: A checkpoint in a file of the source.
+            in_order: Whether it comes after everything that was taken before, so that its effects keep their order.
+
+        Raises:
+            UnsupportedError: Its byte order is another than that of the parts before.
         """
         if self._parts and part.byteorder != self._parts[0].byteorder:
             raise UnsupportedError(
@@ -195,7 +212,7 @@ class Merger:
         return part.graph.root
 
     def _move(self, part: Checkpoint) -> None:
-        """Put `part`'s effects behind those of all others, and its long texts where the whole source has them."""
+        """Put the effects of `part` after all others, and its long texts where the whole source has them."""
         before = self._latest
         for node in walk([*part.graph.discarded, part.graph.root, *part.graph.byte_strings]):
             if isinstance(node, Blob):
@@ -213,7 +230,7 @@ class Merger:
         return order
 
     def checkpoint(self, name: str, root: Value, container: object = None) -> Checkpoint:
-        """All that `root` leads to, as a checkpoint in the format `name`. Raises MalformedError, LimitError."""
+        """Return the graph below `root` as a checkpoint in the format `name`. Raises MalformedError, LimitError."""
         self._graph.root = root
         graph = subgraph(self._graph, root)
         reached = set(graph.globals)
@@ -233,9 +250,9 @@ class Merger:
 
 
 def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None]]) -> Iterator[Checkpoint]:
-    """A checkpoint for each root of `parts`, on the same nodes; to be laid out before the next is asked for.
+    """Yield a checkpoint for each root of `parts`, on the same nodes. Lay each out before asking for the next.
 
-    Beside a root stands the one that :class:`Merger` took there, if it is to stay in the container that it came in.
+    With a root comes the checkpoint that :class:`Merger` took there if its container is to be kept, else None.
     """
     for root, like in parts:
         part = checkpoint.part(Place(None, "", root, 0))
@@ -254,7 +271,7 @@ def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None
 
 
 def _own_keys(references: list[Reference]) -> None:
-    """Give storages the keys that they had in the part that they came in."""
+    """Give storages the keys that they had in the part from which they came."""
     for reference in references:
         reference.storage.key = storage_id(reference.node).key.partition("/")[2]
         reference.node.id = changed_id(reference.node, key=reference.storage.key)
@@ -264,9 +281,9 @@ _MOST_DROPPED = 20  # paths in a command; nobody types more
 
 
 def refuse_different(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError where files of `checkpoint` differ in what each has a copy of, and it was not left out.
+    """Raise RefusedError if files of `checkpoint` differ in copies of something that edits did not drop.
 
-    Two records whose checksums are known and equal are the same; everything else is read.
+    Two records with known and equal checksums are equal. All others are read.
     """
     if not checkpoint.replicas:
         return
@@ -289,25 +306,25 @@ def refuse_different(checkpoint: Checkpoint) -> None:
 
 
 def _is_known(a: Piece, b: Piece) -> bool:
-    """Whether `a` and `b` are the same by their checksums."""
+    """Return whether the checksums of `a` and `b` are known and equal."""
     return a.length == b.length and a.crc32_known() is not None and a.crc32_known() == b.crc32_known()
 
 
 def _droppable(place: Place) -> Place | None:
-    """The innermost place from `place` upwards that can be left out of a mapping."""
+    """Return the innermost place from `place` upwards that is an item of a mapping, which can be dropped, or None."""
     above = (each for each in place.upwards() if each.parent and isinstance(each.parent.node, (Dict, Call)))
     return next(filter(is_item, above), None)
 
 
 class _Held:
-    """What `checkpoint` holds, as it is now."""
+    """The content of `checkpoint` as it is now."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._nodes = {id(node) for node in walk([checkpoint.graph.root])}
         self._segments: dict[int, set[str]] = {}
 
     def has(self, place: Place) -> bool:
-        """Whether what stood at `place` was not left out."""
+        """Return whether no edit dropped the data at `place`."""
         outer = _droppable(place)
         holder = outer.parent.node if outer and outer.parent else None
         if outer is None or not isinstance(holder, Object):

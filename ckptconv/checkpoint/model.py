@@ -1,4 +1,8 @@
-"""A checkpoint as data: its graph, and what is derived from that."""
+"""A checkpoint as data: its graph, and what is derived from that. A reader makes one of a graph and storages.
+
+Source of the persistent ids: ``torch/serialization.py`` (``persistent_id``) of torch 2.13. No container is known here:
+the caller gives the bytes of a storage's key.
+"""
 
 from __future__ import annotations
 
@@ -25,33 +29,32 @@ from ckptconv.pickles.rows import RowForm, RowId
 class Checkpoint:
     """One checkpoint, parsed.
 
-    The graph is the only truth and is edited in place, and so is what ``references`` to storages stand for; the
-    ``index`` is derived from them. Whoever edits the graph calls :meth:`changed`.
+    The graph, and the storages of its ``references``, are the only truth and are edited in place. The ``index``
+    is derived from them. Call :meth:`changed` after an edit of the graph.
 
     Attributes:
-        format: What reports call it.
-        source: What it was read from.
-        graph: What its pickle says.
-        container: What the format's reader keeps for its writer.
-        references: What its persistent ids stand for.
-        blobs: What the places of long texts count in, which the graph has as byte ranges; None: the source.
-        byteorder: That of its numbers, ``little`` or ``big``.
-        is_byteorder_said: Whether the file says it; else it is little, unless torch is told otherwise.
-        is_state_dict: Whether its format holds nothing else.
-        ties: Of such a format the names that are recorded as a text, each with the name that it is tied to.
-        metadata: The texts that the container itself has (safetensors).
-        unused: What the file holds and nothing in it uses.
+        format: The name of its format, for reports.
+        source: The source that it was read from.
+        graph: The content of its pickle.
+        container: Data that the format's reader keeps for its writer.
+        references: The storages of its persistent ids.
+        blobs: The source in which the graph's ranges of long texts count, or None if it is `source`.
+        byteorder: The byte order of its numbers, ``little`` or ``big``.
+        is_byteorder_said: Whether the file tells it. Otherwise it is little, unless torch is told otherwise.
+        is_state_dict: Whether its format contains only state dicts.
+        ties: The names that such a format records as a text, each with the name that it is tied to.
+        metadata: The texts of the container itself (safetensors).
+        unused: Data in the file that nothing in it uses.
         class_ids: The persistent ids, with the text of their source, by which torch's older format names classes of
-            modules. In the graph stand the classes.
-        script_classes: Of a TorchScript archive the classes of modules by name, each with the names of its parameters
+            modules. The graph contains the classes.
+        script_classes: The classes of modules of a TorchScript archive by name, each with the names of its parameters
             and of its buffers; None for everything else.
-        beside: What other pickles of the file say, by their names in it. No conversion writes these.
-        notes: What to know of it.
-        warnings: Those of the notes that nobody should miss who loads it, compares it, or asks whether it is sound.
-        replicas: What its files each have a copy of, which must be the same
-            (:func:`~ckptconv.checkpoint.merging.refuse_different`).
-        root: Where the checkpoint itself stands: below the source's root where it is a part.
-        index: What is derived from the graph as it is now.
+        beside: The content of other pickles of the file, by their names in it. No conversion writes these.
+        notes: Facts to report.
+        warnings: Those of the notes that nobody should miss who loads it, compares it, or verifies it.
+        replicas: Copies in its files that must be the same (:func:`~ckptconv.checkpoint.merging.refuse_different`).
+        root: The place of the checkpoint itself, below the source's root if it is a part.
+        index: The index of the graph as it is now.
         before_renaming: The index from before names were edited, if they were.
     """
 
@@ -83,10 +86,11 @@ class Checkpoint:
         self.index = Index(self.graph, self.root, self.references, str(self.source.path))
 
     def changed(self, *, same_tensors: bool = False, same_places: bool = False) -> None:
-        """Forget what is derived from the graph, which an edit has changed.
+        """Forget what is derived from the graph, after an edit.
 
-        `same_tensors`: no call that makes a tensor says anything else than before, so none has to be read again.
-        `same_places`: nothing that has a place was changed either, only what persistent ids say.
+        Args:
+            same_tensors: No call that makes a tensor changed, so no tensor has to be read again.
+            same_places: Only the content of persistent ids changed, so all places are the same too.
         """
         if not same_places:
             self.root = replace(self.root, node=self.graph.root)
@@ -96,13 +100,13 @@ class Checkpoint:
         self._detected = None
 
     def renamed(self) -> None:
-        """Forget what is derived from the names of tensors, which an edit has changed."""
+        """Forget what is derived from the names of tensors, after an edit."""
         self.before_renaming, counts = self.index, self.index.tensor_counts
         self.changed(same_tensors=True)
         self.index.tensor_counts = counts
 
     def restrict(self, root: Place) -> None:
-        """Make what stands at `root` the whole. Paths, and the order of effects, stay those of the source."""
+        """Keep only the data at `root`. Paths, and the order of effects, stay those of the source."""
         graph = self.graph
         graph.root, self.root, graph.left_out = root.node, root, []
         nodes = list(walk([*graph.discarded, graph.root]))
@@ -115,12 +119,12 @@ class Checkpoint:
         self.index.nodes = nodes
 
     def warn(self, text: str) -> None:
-        """Note `text`, which nobody should miss."""
+        """Add `text` to the notes and to the warnings."""
         self.notes.append(text)
         self.warnings.append(text)
 
     def part(self, root: Place) -> Checkpoint:
-        """What stands at `root` as a checkpoint of its own, on the same nodes."""
+        """Return the data at `root` as a checkpoint of its own, on the same nodes."""
         graph = subgraph(self.graph, root.node)
         storage_of = self.index.storage_of
         part = replace(
@@ -131,7 +135,7 @@ class Checkpoint:
         return part
 
     def restart_paths(self) -> None:
-        """Let paths begin where the checkpoint itself stands, not at the root of the source that it is a part of."""
+        """Let paths begin at the checkpoint itself, not at the root of the source that it is a part of."""
         if self.root.parent:
             self.root = Place(None, "", self.graph.root, 0)
             self.changed(same_tensors=True)
@@ -145,14 +149,14 @@ class Checkpoint:
 
     @property
     def source_places(self) -> list[Place]:
-        """:attr:`places` under the names that the source has, which ``--include`` and ``--exclude`` take."""
+        """The :attr:`places` with the names of the source, which ``--include`` and ``--exclude`` take."""
         return (self.before_renaming or self.index).places
 
     # What is asked for most of the index
 
     @property
     def places(self) -> list[Place]:
-        """Where nodes stand, as :attr:`Index.places` has it."""
+        """The places of nodes."""
         return self.index.places
 
     @property
@@ -180,12 +184,19 @@ def checkpoint_of(
     where: str,
     faults: FaultSink | None = None,
 ) -> Checkpoint:
-    """The checkpoint that `graph` describes, in the format `name`: its storages, tensors and places.
+    """Return the checkpoint that `graph` describes: its storages, tensors and places.
 
-    Raises MalformedError, LimitError.
+    Args:
+        name: The name of its format.
+        source: The source that it was read from.
+        graph: The content of its pickle.
+        container: Data that the format's reader keeps for its writer.
+        record: Returns the bytes of a storage by its key, or None if there is no such storage.
+        where: For errors, the file.
+        faults: Takes the faults, in place of the source's own sink.
 
-    `record` gives the bytes that a storage's key stands for; `where` is for errors; `faults` takes what
-    is wrong, instead of the source's own sink.
+    Raises:
+        MalformedError, UnsupportedError, LimitError: A fault, if the sink raises faults.
     """
     faults = faults or source.faults
     for call in graph.outer_calls:
@@ -205,7 +216,7 @@ def checkpoint_of(
 
 
 class _Storages:
-    """The storages that persistent ids name, whose bytes `record` gives."""
+    """The storages of persistent ids. `record` returns the bytes of a key."""
 
     def __init__(self, record: Callable[[str], Data | None], where: str) -> None:
         self._record = record
@@ -215,7 +226,7 @@ class _Storages:
         self._like: dict[RowForm | None, tuple[DType, int]] = {}  # of rows of one form: dtype and size
 
     def of(self, node: PersistentId) -> Storage:
-        """The storage that `node` names."""
+        """Return the storage of `node`. Raises MalformedError, UnsupportedError."""
         form = node.form if isinstance(node, RowId) else None
         if isinstance(node, RowId) and form in self._like:
             key, tag = node.key, node.tag

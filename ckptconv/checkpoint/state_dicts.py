@@ -1,4 +1,12 @@
-"""Detect state dicts, optimizers, modules and RNG states. Changes nothing."""
+"""Detect state dicts, optimizers, modules and states of random generators. Changes nothing.
+
+A state of a random generator (RNG) is a contiguous 1-D ``uint8`` tensor that shares its storage with no other and
+
+- has 5,056 elements, or belongs to a ``torch.Generator``; or
+- is outside of state dicts, below a key with one of the words ``rng``, ``seed``, ``random``, ``generator``; or
+- is outside of state dicts, at a key that names a device (``cuda``, ``torch.cuda``) in a mapping that also has a state
+  of the first kind, or ``python`` and ``numpy`` as keys. A ``mask`` next to a state is none.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +45,11 @@ class RngStates:
         self._rng_mappings: dict[int, bool] = {}  # whether a certain state, or python's and numpy's, is in it
 
     def outside(self, state_dicts: Container[int]) -> list[TensorInfo]:
-        """The RNG states, where `state_dicts` are the ids of the state dicts' nodes."""
+        """Return the RNG states. `state_dicts` are the ids of the state dicts' nodes."""
         return [self._info(place) for place in self._candidates if self._is_rng(place, state_dicts)]
 
     def are_all_tensors_of(self, node: Object) -> bool:
-        """Whether the mapping `node` holds RNG states and no other tensors."""
+        """Return whether all tensors in the mapping `node` are RNG states."""
         values = [id(value) for _, value in node.entries()]
         if any(each in self._tensor_nodes and each not in self._possible for each in values):
             return False
@@ -73,12 +81,12 @@ class RngStates:
 
 
 def has_rng_word(key: object) -> bool:
-    """Whether `key` is a text with a word for a generator in it."""
+    """Return whether `key` is a text with a word for a generator in it."""
     return not _RNG_WORDS.isdisjoint(_words(key))
 
 
 def has_device_word(key: object) -> bool:
-    """Whether `key` is a text with the word of a device in it, or torch's name."""
+    """Return whether `key` is a text with the word of a device, or torch's name, in it."""
     return not _DEVICE_WORDS.isdisjoint(_words(key))
 
 
@@ -88,7 +96,7 @@ def _words(key: object) -> list[str]:
 
 
 def _rng_candidates(index: Index) -> list[Place]:
-    """Contiguous 1-D uint8 tensors that have their storage to themselves, where they stand first."""
+    """Return the first place of each contiguous 1-D uint8 tensor that shares its storage with no other."""
     nodes, found = index.tensor_nodes, dict[int, Place]()
     if not any(info.dtype == "uint8" for info in nodes.values()):
         return []
@@ -103,7 +111,7 @@ def _rng_candidates(index: Index) -> list[Place]:
 
 
 def _is_generator_state(place: Place) -> bool:
-    """Whether it stands in the state of a ``torch.Generator``: (seed, offset, state)."""
+    """Return whether `place` is in the state of a ``torch.Generator``: (seed, offset, state)."""
     return any(isinstance(a.node, Call) and is_global(a.node.callable, "torch._C.Generator") for a in place.upwards())
 
 
@@ -126,38 +134,39 @@ _MAIN_NAMES = (
 
 @dataclass(frozen=True, eq=False)
 class StateDict:
-    """A state dict, where it stands first, and its ``_metadata`` (module path → version), if it has one."""
+    """A state dict, its first path, and its ``_metadata`` (module path → version), if it has one."""
 
     path: str
     node: Object
     metadata: Object | None
 
     def names(self) -> list[str]:
-        """Its string keys, in order."""
+        """Return its string keys, in order."""
         return [key for key, _ in self.node.entries() if isinstance(key, str)]
 
     def items(self) -> Iterator[tuple[Value, Value]]:
-        """Its keys and values."""
+        """Yield its keys and values."""
         return self.node.entries()
 
 
 @dataclass(frozen=True, eq=False)
 class NamedOptimizer:
-    """The lists and mappings of an optimizer that hold parameter names: (effect, index) of each name in the graph."""
+    """The parameter names in the lists and mappings of an optimizer: (effect, index) of each name in the graph."""
 
     path: str
     places: list[tuple[Effect, int]]
 
     def names(self) -> list[str]:
-        """The names, each as often as it is used."""
+        """Return the names, each as often as it is used."""
         return [name for effect, i in self.places if isinstance(name := effect.values[i], str)]
 
 
 @dataclass(frozen=True, eq=False)
 class Detected:
-    """What :func:`detect` recognised.
+    """The result of :func:`detect`.
 
-    ``optimizers`` are those with names in them, ``optimizer_nodes`` all, by the ids of their mappings.
+    ``optimizers`` are those with names of parameters in them, ``optimizer_nodes`` all, by the ids of their mappings.
+    ``root`` is the path of the checkpoint itself.
     """
 
     state_dicts: list[StateDict]
@@ -169,14 +178,15 @@ class Detected:
 
     @property
     def rng_storages(self) -> set[Storage]:
-        """What the states of random generators are in."""
+        """The storages of the states of random generators."""
         return {info.storage for info in self.rng_states if info.storage}
 
     def main(self) -> list[StateDict] | list[PickledModule]:
-        """The state dict that is meant when nobody says which, or the module that would give it, alone in a list.
+        """Return the state dict, or the module, that is meant if the user names none, as a list of one.
 
-        It is the one under a usual name; else a module under one, if no state dict has such a name; else the only state
-        dict, or module where there is no state dict. Several, or none, are in the list where that is not clear.
+        It is the state dict under a usual name; else the module under a usual name, if no state dict has one; else the
+        only state dict, or the only module if there is no state dict. The list has several members, or none, if that is
+        not clear.
         """
         modules = [found for found in self.modules if found.tensors or found.trouble]
         usual = [found for found in self.state_dicts if self.is_usual(found.path)]
@@ -186,9 +196,10 @@ class Detected:
         return usual_modules if len(usual_modules) == 1 and not usual else self.state_dicts or modules
 
     def averages(self) -> list[StateDict]:
-        """Return the state dicts that are averages (EMA) of the one that is meant when nobody says which.
+        """Return the state dicts that are averages (EMA) of the main one.
 
-        They are at a path with a word for that, and have no other names than it has. Empty if no state dict is meant.
+        They are at a path with a word for that, and have no other names than it has. Empty if :meth:`main` gives no
+        single state dict.
         """
         main = self.main()
         if len(main) != 1 or not isinstance(main[0], StateDict):
@@ -198,7 +209,7 @@ class Detected:
         return [each for each in found if names.issuperset(name.removeprefix("module.") for name in each.names())]
 
     def hint_of_modules(self) -> str | None:
-        """What to type where names are asked for that only the state dict of a module would have."""
+        """Return what to type if names are missing that the state dict of a module would have, or None."""
         modules = [found for found in self.modules if found.tensors]
         if not modules:
             return None
@@ -210,7 +221,7 @@ class Detected:
         )
 
     def is_usual(self, path: str) -> bool:
-        """Whether `path` is a name that people give their model, at the root or as its attribute."""
+        """Return whether `path` is a name that people give their model, at the root or as its attribute."""
         above = "" if self.root == "." else self.root + "/"
         return path.removeprefix(above).removeprefix(".") in _MAIN_NAMES
 
@@ -218,9 +229,12 @@ class Detected:
 def detect(
     index: Index, *, is_state_dict: bool = False, scripts: Mapping[str, tuple[list[str], list[str]]] | None = None
 ) -> Detected:
-    """The state dicts, optimizers, modules and generator states that `index` has.
+    """Return the state dicts, optimizers, modules and generator states of a graph.
 
-    `is_state_dict`: its root is one, by its format. `scripts`: of a TorchScript archive the classes of modules.
+    Args:
+        index: The index of the graph.
+        is_state_dict: Whether its root is a state dict, by its format.
+        scripts: The classes of modules of a TorchScript archive.
     """
     reader = _Reader(index, is_state_dict, read_modules(index, scripts))
     return Detected(
@@ -285,7 +299,7 @@ class _Reader:
                 self.state_dicts.append(StateDict(place.path, node, metadata))
 
     def metadata_of(self, node: Object) -> Object | None:
-        """The ``_metadata`` attribute that ``Module.state_dict()`` sets."""
+        """Return the ``_metadata`` attribute that ``Module.state_dict()`` sets, or None."""
         for state in node.states():
             if isinstance(state, Dict):
                 if id(state) not in self.in_states:
@@ -308,7 +322,7 @@ class _Reader:
 
 
 def _named_optimizer(path: str, keys: dict[str, Value]) -> list[NamedOptimizer]:
-    """Where an optimizer has names of parameters; an optimizer keyed by integers has none."""
+    """Return the optimizer at `path` in a list if it has names of parameters. One keyed by integers has none."""
     state, holder = keys["state"], keys["param_groups"]
     named = [*state.pairs()] if isinstance(state, Object) else []
     groups = [each for each in holder.elements() if isinstance(each, Object)] if isinstance(holder, List) else []

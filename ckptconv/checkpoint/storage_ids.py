@@ -1,8 +1,7 @@
 """The persistent id by which a pickle mentions a storage: ``('storage', class, key, location, elements)``.
 
-Source: ``torch/serialization.py`` (``persistent_id``) of torch 2.13. In an id that is changed, what stays is the same
-object as before, as is the word that an id begins with: what a pickle shares is written once. Python 2's texts stay
-what they are.
+Source: ``torch/serialization.py`` (``persistent_id``) of torch 2.13. A changed id shares its unchanged parts, and the
+word that it begins with, with the old id, because a pickle writes shared objects once. Texts of Python 2 stay such.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MODULES = ("torch", "torch.storage", "torch.cuda")
 
 
 class StorageId(NamedTuple):
-    """What a persistent id says of a storage: ``tag`` is its location, ``numel`` counts elements of its class."""
+    """The content of a persistent id: ``tag`` is the storage's location, ``numel`` counts elements of its class."""
 
     cls: Global
     key: str
@@ -35,14 +34,7 @@ class StorageId(NamedTuple):
 
 
 def storage_id(node: Value) -> StorageId:
-    """Read what a mention of a storage says.
-
-    Args:
-        node: A persistent id that a reader has checked.
-
-    Returns:
-        Its parts, the texts as Python 3's.
-    """
+    """Return the content of `node`, a persistent id that a reader has checked. Texts are Python 3's."""
     if isinstance(node, RowId) and (form := node.form):
         return StorageId(form.cls, node.key, node.tag, form.numel)
     assert isinstance(node, PersistentId) and isinstance(node.id, Tuple)
@@ -51,14 +43,7 @@ def storage_id(node: Value) -> StorageId:
 
 
 def storage_dtype(node: Value) -> DType:
-    """Read the dtype alone of what :func:`storage_id` reads, which is asked for each tensor.
-
-    Args:
-        node: A persistent id that a reader has checked.
-
-    Returns:
-        The dtype that its class stands for.
-    """
+    """Return the dtype of :func:`storage_id` only, which is needed for each tensor."""
     if isinstance(node, RowId) and node.form:
         return BY_STORAGE_CLASS[node.form.cls.name]
     assert isinstance(node, PersistentId) and isinstance(node.id, Tuple)
@@ -66,14 +51,11 @@ def storage_dtype(node: Value) -> DType:
 
 
 def checked_storage_id(node: PersistentId, where: str) -> StorageId:
-    """Read what a persistent id of a file says, which can be anything.
+    """Return the content of a persistent id of a file, which can be anything. Texts are Python 3's.
 
     Args:
         node: The persistent id.
-        where: For errors, where it stands.
-
-    Returns:
-        Its parts, the texts as Python 3's.
+        where: For errors, the file.
 
     Raises:
         MalformedError: It names no storage.
@@ -109,17 +91,7 @@ def no_class(named: Value, where: str) -> InputError:
 
 
 def new_id(cls: Global, key: str, tag: str, numel: int) -> Tuple:
-    """Make the id of a storage.
-
-    Args:
-        cls: The storage's class.
-        key: What the file knows the storage by.
-        tag: The location.
-        numel: The number of elements of the class.
-
-    Returns:
-        What a :class:`PersistentId` has for its id.
-    """
+    """Return the id of a storage, for a :class:`PersistentId`. `tag` is the location, `numel` counts elements."""
     return Tuple([STORAGE, cls, key, tag, numel])
 
 
@@ -131,18 +103,7 @@ def changed_id(
     tag: str | None = None,
     numel: int | None = None,
 ) -> Tuple:
-    """Make a new id that says what another one says, except for the parts that are given.
-
-    Args:
-        node: The mention of a storage that has the other one, which stays as it is.
-        cls: The storage's new class.
-        key: What the file will know the storage by.
-        tag: The new location.
-        numel: The new number of elements of the class.
-
-    Returns:
-        What a :class:`PersistentId` has for its id.
-    """
+    """Return the id of `node` with the given parts in place of its own. `node` stays as it is."""
     assert isinstance(node.id, Tuple)
     word, *old = node.id.items
     new = (cls, key, tag, numel)
@@ -150,13 +111,7 @@ def changed_id(
 
 
 def change_id(node: PersistentId, *, key: str | None = None, tag: str | None = None) -> None:
-    """Let a mention of a storage say what :func:`changed_id` would make of it.
-
-    Args:
-        node: The mention.
-        key: What the file will know the storage by.
-        tag: The new location.
-    """
+    """Change the key and the location in `node`, if they are given."""
     if isinstance(node, RowId) and node.form:
         node.key = node.key if key is None else key
         node.tag = node.tag if tag is None else tag
@@ -165,14 +120,9 @@ def change_id(node: PersistentId, *, key: str | None = None, tag: str | None = N
 
 
 def storage_sizes(graph: Graph) -> dict[str, int]:
-    """Find the sizes of storages in a pickle of any origin.
+    """Return the bytes of the storages that a pickle of any origin refers to, by their keys.
 
-    Args:
-        graph: The pickle, of which nothing has been checked.
-
-    Returns:
-        Bytes by key of the storages that it refers to. What refers to something else, or has no sound size, is left
-        out.
+    References to anything else, or without a sound size, are left out.
     """
     sizes: dict[str, int] = {}
     for node in graph.references:

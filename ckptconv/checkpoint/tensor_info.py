@@ -1,4 +1,4 @@
-"""Storages, tensors and what is left behind, as a checkpoint describes them."""
+"""Storages and tensors as a checkpoint describes them: their bytes, globs that match them, and what is left behind."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ckptconv.pickles.paths import Place
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """The bytes that one or more tensors are views of. Identity is sharing.
+    """The bytes that one or more tensors are views of. Tensors that share bytes share the object.
 
-    ``device`` is the location tag, as the file has it until an edit changes it.
+    ``device`` is the location tag of the file, until an edit changes it.
     """
 
     key: str
@@ -30,7 +30,7 @@ class Storage:
 
 @dataclass(eq=False, slots=True)  # not frozen: that makes them three times as slow
 class Reference:
-    """One mention of a storage in the pickle."""
+    """A reference to a storage in the pickle."""
 
     node: PersistentId
     storage: Storage
@@ -38,10 +38,10 @@ class Reference:
 
 @dataclass(frozen=True, eq=False)
 class DeviceArgument:
-    """A device that is no storage's tag: argument `index` of a rebuild call (xla tensors, wrapper subclasses).
+    """A device that is not the tag of a storage: argument `index` of a rebuild call (xla tensors, wrapper subclasses).
 
-    `nested`: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and
-    the argument is one of ``arguments``.
+    `nested`: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and the argument is one of
+    ``arguments``.
     """
 
     call: Call
@@ -55,19 +55,19 @@ class TensorInfo:
     """A tensor as the pickle describes it. Shape, stride and offset count elements.
 
     Attributes:
-        path: Where in the checkpoint it stands.
-        name: Its key where it stands in a mapping.
+        path: Its path in the checkpoint.
+        name: Its key if it is in a mapping.
         kind: ``strided``, ``quantized``, ``sparse``, ``nested``, ``jagged`` (both with the shape of the tensor that
-            holds their elements), ``meta``, ``device`` (rebuilt from a numpy array), ``wrapper`` (a subclass around
+            contains their elements), ``meta``, ``device`` (rebuilt from a numpy array), ``wrapper`` (a subclass around
             other tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the
             whole).
-        dtype: As torch calls it, without ``torch.``.
+        dtype: Its dtype as torch calls it, without ``torch.``.
         shape: Its size in each dimension.
         stride: Its step in each dimension.
-        offset: Where it begins in its storage.
-        own_device: Where it is if its storage does not say that and it is known.
+        offset: Its first element in its storage.
+        own_device: Its device if its storage does not tell it and it is known.
         nbytes: The bytes of its elements.
-        storage: None where it has none of its own.
+        storage: Its storage, or None if it has none of its own.
         requires_grad: As in torch.
         is_parameter: Whether it is a ``torch.nn.Parameter``.
         contiguous: Whether its elements follow one another in the order of its indices.
@@ -95,18 +95,18 @@ class TensorInfo:
 
     @property
     def device(self) -> str:
-        """Where it is: where its storage is, also when an edit has moved that, unless a call copies it elsewhere."""
+        """The device of its storage, also after an edit, unless a call copies the tensor elsewhere."""
         return self.own_device or (self.storage.device if self.storage else "unknown")
 
     @property
     def view(self) -> tuple[object, ...]:
-        """What it shows of which storage: two tensors are tied if this is equal."""
+        """The storage and the position in it. Two tensors are tied if these are equal."""
         return id(self.storage), self.offset, self.shape, self.stride, self.dtype, self.conj, self.neg
 
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """What stands at `path` in the source and will not be in the target: ``nbytes`` of storage go with it, and why."""
+    """Data at `path` in the source that will not be in the target, with `nbytes` of storages, and `why`."""
 
     path: str
     nbytes: int
@@ -115,7 +115,7 @@ class LeftBehind:
 
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """What stands at `place` in two `files`, whose bytes are `pieces`; None where it is known that they differ."""
+    """Copies of the data at `place` in two `files`: the bytes of each, or None if it is known that they differ."""
 
     place: Place
     files: tuple[str, str]
@@ -123,12 +123,12 @@ class Replica:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides that torch gives a tensor of `shape` whose elements stand in order."""
+    """Return the strides that torch gives a tensor of `shape` whose elements are in order."""
     return tuple(accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
 
 
 def extent(info: TensorInfo) -> tuple[int, int]:
-    """The bytes of its storage that `info` reaches over."""
+    """Return the first byte of its storage that `info` reaches, and the end of the last one. (0, 0) if it is empty."""
     if 0 in info.shape:
         return 0, 0
     dtype = get_dtype(info.dtype)
@@ -137,9 +137,9 @@ def extent(info: TensorInfo) -> tuple[int, int]:
 
 
 def piece_of(info: TensorInfo, byteorder: str) -> Piece:
-    """The elements of `info`, a strided tensor, in row-major order, little-endian.
+    """Return the elements of `info`, a strided tensor, in row-major order, little-endian.
 
-    Its storage's numbers stand in `byteorder`.
+    `byteorder` is that of the numbers in its storage.
     """
     assert info.storage is not None
     data = info.storage.data
@@ -164,8 +164,13 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
 def left_behind_at(
     places: Iterable[Place], storage_of: Mapping[int, Storage], kept: Iterable[Storage | None], why: str
 ) -> list[LeftBehind]:
-    """What stands at `places`, each with the bytes of the storages that go with it: those that are not `kept`, each
-    counted once. `storage_of` is the index's.
+    """Return what is left behind at `places`, with the bytes of the storages that go with it.
+
+    Args:
+        places: The places of the data.
+        storage_of: The storage of each persistent id, by the id of the node.
+        kept: Storages that stay in the target. Of the others, each is counted at the first place that refers to it.
+        why: The reason.
     """
     counted = {id(storage) for storage in kept}
     seen: set[int] = set()
@@ -182,10 +187,10 @@ def left_behind_at(
 
 
 def matches(glob: str, path: str, name: str | None) -> bool:
-    """Whether `glob` means the tensor at `path`: by its path if `glob` has a slash or the tensor no `name`, else by its
-    name.
+    """Return whether `glob` matches the tensor at `path`, whose key is `name`.
 
-    ``./w`` is the path of what stands at the root. ``*`` crosses dots and slashes.
+    The path is compared if `glob` has a slash or the tensor has no name, else the name. ``./w`` is the path of an item
+    of the root. ``*`` crosses dots and slashes.
     """
     if "/" in glob or name is None:
         return fnmatchcase(path, glob) or fnmatchcase("./" + path, glob)
@@ -193,6 +198,6 @@ def matches(glob: str, path: str, name: str | None) -> bool:
 
 
 def glob_of(path: str, name: str | None) -> str:
-    """The glob that means the tensor at `path` and, as far as globs can tell, no other."""
+    """Return a glob that matches the tensor at `path` and, as far as globs can tell, no other."""
     literal = path if "/" in path or name is None else name
     return "".join(f"[{c}]" if c in "*?[" else c if c == printable(c) else "?" for c in literal)

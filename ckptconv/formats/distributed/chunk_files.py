@@ -1,7 +1,7 @@
-"""Read thousands of small ``torch.save`` files that differ in their bytes alone by parsing one of them.
+"""Read thousands of small ``torch.save`` files that differ only in their bytes by parsing one of them.
 
-A run has many tensors of one shape, and torch's files of such differ in the storage, in its checksum, and in the
-serialization id. So what stands before and behind the storage is compared, but for these.
+A run has many tensors of one shape. torch's files of such tensors differ in the storage, in its checksum, and in the
+serialization id. So everything else, before and after the storage, is compared.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _MOST = 16  # files of one size that are remembered
 
 @dataclass(frozen=True)
 class ChunkFile:
-    """A file: the tensor in it if it is one, as the file describes it, the bytes of its storage where the file that it
-    is a part of has them, and whether numbers are little-endian there.
+    """A file: the tensor that it contains, if it is one, the bytes of its storage, and whether it is little-endian.
+
+    The tensor is as the file describes it. The bytes are those of the source that the file is a part of.
     """
 
     info: TensorInfo | None
@@ -54,7 +55,7 @@ class _Known:
     file: ChunkFile
 
     def records_of(self, window: SliceSource) -> list[ByteRange] | None:
-        """The records in `window`, a file of the same size, if it is like this one; else None."""
+        """Return the records in `window`, a file of the same size, or None if it is another kind of file."""
         if window.read(0, len(self.before)) != self.before:
             return None
         behind = window.read(window.size - len(self.behind), len(self.behind))
@@ -75,7 +76,7 @@ class ChunkFiles:
         self._known: dict[int, list[_Known]] = {}  # by the size of the file
 
     def read(self, window: SliceSource) -> ChunkFile:
-        """The file in `window`. Raises what reading a file of torch raises."""
+        """Return the file in `window`. Raises the errors of reading a file of torch."""
         known = self._known.setdefault(window.size, [])
         for each in known:
             records = each.records_of(window)
@@ -91,8 +92,9 @@ class ChunkFiles:
 
 
 def _refuse_unknown(checkpoint: Checkpoint, window: SliceSource) -> None:
-    """Raise where the file names what no tensor needs: its tensor goes into the whole, and what
-    it names beside would not be seen there.
+    """Raise UnsupportedError or DangerousError if the file names something that no tensor needs.
+
+    It would not be seen in the whole that its tensor becomes a part of.
     """
     graph = checkpoint.graph
     unknown = [node for node in graph.globals if not is_allowed(node)]
@@ -113,7 +115,7 @@ def _file(checkpoint: Checkpoint, window: SliceSource) -> ChunkFile:
 
 
 def in_file(data: Data, window: SliceSource) -> Data:
-    """`data` of `window` where its file has it, from which the kernel can copy."""
+    """Return `data` of `window` as bytes of the file that contains it, from which the kernel can copy."""
     if isinstance(data, ByteRange) and data.source is window:
         return replace(data, source=window.of, offset=window.offset + data.offset)
     if isinstance(data, Inflate) and data.of.source is window:
@@ -122,7 +124,7 @@ def in_file(data: Data, window: SliceSource) -> Data:
 
 
 def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) -> _Known | None:
-    """What there is to remember of `checkpoint`, which is `file`; None where torch did not write it so."""
+    """Return what to remember of `file`, which was read as `checkpoint`, or None if torch did not write it so."""
     archive = checkpoint.container
     if not isinstance(archive, Archive) or not isinstance(file.data, ByteRange) or file.data.crc32 is None:
         return None
@@ -153,7 +155,7 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) ->
 
 
 def _entries(archive: Archive, window: SliceSource) -> dict[str, int]:
-    """Where in the directory the entry of each member stands, by its name."""
+    """Return the offset of each member's entry in the directory, by its name."""
     found = {}
     at = max(member.end for member in archive.members)
     while at + CENTRAL_SIZE <= window.size and window.read(at, len(CENTRAL)) == CENTRAL:
@@ -166,7 +168,7 @@ def _entries(archive: Archive, window: SliceSource) -> dict[str, int]:
 
 
 def _blanked(data: bytes, blanks: tuple[slice, ...]) -> bytes:
-    """`data` with zeros where it may differ."""
+    """Return `data` with zeros at `blanks`."""
     out = bytearray(data)
     for blank in blanks:
         out[blank] = bytes(blank.stop - blank.start)

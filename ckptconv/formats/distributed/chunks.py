@@ -119,9 +119,9 @@ def is_apart(info: TensorInfo) -> bool:
 
 
 class Cut(NamedTuple):
-    """What one dimension of a mesh does to the dimension `dim` of a tensor.
+    """A cut of the dimension `dim` of a tensor by one dimension of a mesh.
 
-    It is cut into `parts`, one for each process, of which number `at` is this one's; before, into `split` pieces.
+    `split` pieces are made first. Each is cut into `parts`, one for each process. Number `at` is that of this process.
     """
 
     parts: int

@@ -293,7 +293,7 @@ class _Reader:
         return self.merger.calls.tensor(item.dtype, item.shape, key, data.length, *(put_off or ()))
 
     def placement(self, name: str, item: TensorItem, chunk: Chunk) -> tuple[ChunkPlacement, TensorInfo]:
-        """Return where the bytes of a chunk are, and the tensor that its file describes.
+        """Return the position of the bytes of a chunk, and the tensor that its file describes.
 
         Raises InputError if the file cannot be read or is not what the metadata describes.
         """

@@ -1,4 +1,4 @@
-"""Read ``.metadata`` of a torch.distributed.checkpoint folder: its items, the chunks of each tensor, where they are.
+"""Read ``.metadata`` of a torch.distributed.checkpoint folder: its items, the chunks of each tensor, their positions.
 
 The file is a plain pickle of these objects (torch 2.15; older versions have fewer fields):
 

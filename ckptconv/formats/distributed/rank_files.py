@@ -225,7 +225,7 @@ class _Comparison:
                 self.compare(a, b)
 
     def compare(self, a: Place, b: Place) -> None:
-        """Compare the nodes at `a` and `b`. Their members are put on the list of what is still to be compared."""
+        """Compare the nodes at `a` and `b`. Their members are compared later."""
         first, part = self.whole.readers[0].part(a), self.whole.readers[self.rank].part(b)
         if first and part:
             if first.alike != part.alike:

@@ -49,7 +49,7 @@ class RankSet(NamedTuple):
 def _parsed(name: str) -> tuple[str, int | None, int | None]:
     """Return the pattern of the set that `name` belongs to, the number of ranks, and the rank.
 
-    The pattern is empty if `name` is no name of a rank file. The numbers are None if they are not in the name.
+    The pattern is empty if `name` is not the name of a rank file. The numbers are None if they are not in the name.
     """
     parts = _NAME.fullmatch(name)
     if parts is None:
@@ -69,7 +69,7 @@ def sets_in(names: Iterable[str]) -> list[RankSet]:
 
 
 def are_in(folder: Path) -> bool:
-    """Return whether `folder` contains a set, by its names. A name without the number of ranks is no sign of one."""
+    """Return whether `folder` contains a set, by its names. Names without the number of ranks do not count."""
     return folder.is_dir() and any(run.world for run in sets_in(list_folder(folder)[1]))
 
 
@@ -119,9 +119,9 @@ def set_of(path: Path) -> RankSet | None:
 
 
 def main_set(names: Iterable[str]) -> RankSet | None:
-    """Return the set among `names` that a folder with them stands for: the model's, if there are others next to it.
+    """Return the set that a folder with `names` means: the model's, if there are others next to it.
 
-    None if there is no set, or nothing tells which.
+    None if there is no set, or if it is not clear which one is meant.
     """
     every = [run for run in sets_in(names) if run.world is not None]
     models = [run for run in every if not run.pattern.startswith(_OTHERS)]

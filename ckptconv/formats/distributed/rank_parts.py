@@ -33,7 +33,7 @@ _WHOLE = (
 
 
 class Part(NamedTuple):
-    """What one process has of a tensor of `shape`: its `placements`, each with bytes.
+    """The part of one process of a tensor of `shape`: its `placements`, each with bytes.
 
     `layout` describes in words how the tensor is spread. `device` is that of the part, or None if the process has none.
     """
@@ -269,7 +269,7 @@ class PartReader:
     # Nodes
 
     def _placement(self, strip: Strip, local: TensorInfo) -> ChunkPlacement:
-        """Return where the bytes of `strip`, which `local` contains, are."""
+        """Return the position of the bytes of `strip`, which `local` contains."""
         storage, itemsize = local.storage, self._dtype(local).itemsize
         data = storage.data if storage else None
         if not isinstance(data, ByteRange) or not is_apart(local) or local.conj or local.neg:

@@ -1,1 +1,1 @@
-"""Files, zips, pickles and folders that are no checkpoint: what each of them is, and what to type next."""
+"""Files, zips, pickles and folders that are not checkpoints: their kinds, and the next step for each."""

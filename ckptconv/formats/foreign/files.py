@@ -56,7 +56,7 @@ def foreign_file_error(source: Readable) -> InputError | None:
 
 
 def _answers(file: _File) -> Iterator[_Answer | InputError | None]:
-    """Yield the answer of each test, or None where it does not fit. The first answer is right."""
+    """Yield the answer of each test, or None if it does not fit. The first answer is right."""
     source, head, path = file.source, file.head, file.path
     if not head:
         yield "the file is empty", DOWNLOAD_AGAIN
@@ -297,7 +297,7 @@ _MSGPACK_LONG = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 
 
 def _msgpack_step(head: bytes, at: int, code: int) -> int | None:
-    """Return how many bytes the value with `code` at `at` takes, or None if there is no such code.
+    """Return the number of bytes of the value with `code` at `at`, or None if there is no such code.
 
     The members of an array or map are not counted.
     """

@@ -94,7 +94,7 @@ def folder_error(path: Path) -> InputError:
 
 
 def _answers(folder: _Folder) -> Iterator[_Answer | None]:
-    """Yield the answer of each test, or None where it does not fit. The first answer is right."""
+    """Yield the answer of each test, or None if it does not fit. The first answer is right."""
     give = "give the path of the checkpoint itself"
     if not (folder.names or folder.others):
         yield "it is empty", give
@@ -271,7 +271,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _listed(folder: _Folder, where: str) -> _Answer | None:
-    """Recognise a folder by the names of the checkpoints that are `where` in it, or in folders below it."""
+    """Recognise a folder by the names of the checkpoints in it and below. `where` is for messages."""
     names = _checkpoints_in(folder)
     if not names:
         return None

@@ -1,4 +1,4 @@
-"""Recognise zips and pickles that are no checkpoint of torch, and torch zips that are truncated.
+"""Recognise zips and pickles that are not checkpoints of torch, and torch zips that are truncated.
 
 A pickle is parsed like every pickle here, which runs nothing.
 
@@ -78,7 +78,7 @@ _NO_CHECKPOINT = ("attributes.pkl", "archive_format", _PROGRAM, _PACKAGE)
 
 
 def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> list[tuple[object, InputError]]:
-    """Return the archives of torch that are no checkpoint: whether each test fits, and the error."""
+    """Return the kinds of archives of torch that are not checkpoints: whether each fits, and the error."""
     folders = {name.rpartition("/")[0] for name in below}
     return [
         (
@@ -127,7 +127,7 @@ def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> list[
 
 
 def _other_kinds(path: str, names: list[str]) -> list[tuple[object, InputError]]:
-    """Return the archives of other programs: whether each test fits, and the error. The last one always fits."""
+    """Return the kinds of archives of other programs: whether each fits, and the error. The last one always fits."""
     members = set(names)
     checkpoint = next((name for name in names if name.endswith(CHECKPOINT_SUFFIXES)), None)
     listed = some([name[:80] for name in dict.fromkeys(names)])
