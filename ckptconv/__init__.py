@@ -146,7 +146,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 if not TYPE_CHECKING:  # so that a type checker reports a name that does not exist
 
     def __getattr__(name: str) -> object:
-        """The public name, imported from the module that has it."""
+        """Import a public name from the module that has it, and return it."""
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module

@@ -102,24 +102,27 @@ _UNNEEDED = {
 
 
 def normal(guess: str) -> str:
-    """`guess`, an option or a keyword, as it is spelled here."""
+    """Return `guess`, an option or a keyword, in lower case and with dashes."""
     return guess.lower().replace("_", "-")
 
 
 def unneeded(guess: str, known: Sequence[str]) -> str | None:
-    """Why a function with the keywords `known` needs no `guess`, which is one of torch's."""
+    """Return why a function with the keywords `known` does not need torch's keyword `guess`, or None."""
     return None if "dst" in known else _UNNEEDED.get(guess)
 
 
 def close_matches(word: str, known: Iterable[str], *, n: int = 3, cutoff: float = 0.6) -> list[str]:
-    """What ``difflib.get_close_matches`` gives; the module is imported where something is spelled wrong."""
+    """Return up to `n` of the `known` words that are similar to `word`, as ``difflib.get_close_matches`` does."""
     from difflib import get_close_matches
 
     return get_close_matches(word, [*known], n, cutoff)
 
 
 def keyword_for(guess: str, value: object, known: Sequence[str]) -> tuple[str, object] | None:
-    """Which of the keywords `known`, and which value, is meant by `guess` with `value`; a value None is not known."""
+    """Return which of the keywords `known`, and which value, is meant by `guess` with `value`.
+
+    The value is None if it is unknown. Return None if nobody knows what is meant.
+    """
     word = normal(guess)
     for keyword, fixed, guesses in (*_KEYWORDS, *OPTIONS):
         if word in guesses.split() and keyword in known:

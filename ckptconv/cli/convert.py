@@ -40,7 +40,7 @@ from ckptconv.stores import locate
 def convert_batch(
     listing: Listing, flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool, debug: bool
 ) -> int:
-    """Convert all of `listing`, say what became of each as soon as it is known, and of all in the end."""
+    """Convert everything in `listing`, report each conversion when it is done, and return the exit status."""
     started = time.monotonic()
     quiet = as_json or (quiet and not flags["dry_run"])
     style = style_of(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
@@ -86,7 +86,7 @@ def convert_batch(
 
 @contextmanager
 def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
-    """Say after a signal that ends the batch how many of `listing` are `done`, and how the rest is."""
+    """Say how many requests of `listing` are `done` if a signal ends the batch, and how to continue."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -97,7 +97,7 @@ def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
 
 
 def _brief(outcome: Outcome) -> Outcome:
-    """What the sum needs of `outcome`: a hundred thousand reports would have millions of names."""
+    """Return `outcome` with only what the sum needs. 100,000 complete reports would contain millions of names."""
     report = outcome.report
     return replace(outcome, report=report and replace(report, changes=Changes(), left_behind=report.left_behind[:1]))
 
@@ -105,10 +105,16 @@ def _brief(outcome: Outcome) -> Outcome:
 def _show_outcome(
     outcome: Outcome, style: Style, why: dict[str, list[str]], *, quiet: bool, verbose: bool, debug: bool
 ) -> None:
-    """Say what became of one request.
+    """Report one outcome.
 
-    `why` gains the inputs that failed, by what went wrong; what went wrong before is said in the
-    end alone, unless nothing is said then.
+    Args:
+        outcome: The outcome.
+        style: What the terminal can show.
+        why: The inputs that failed, by what went wrong. It gains those of `outcome`. A fault that is in it already is
+            not shown again, because the sum shows it, unless `quiet`.
+        quiet: Whether only faults are shown.
+        verbose: Whether the complete report is shown.
+        debug: Whether the traceback of a bug is shown.
     """
     report = outcome.report
     failed = [(str(outcome.job.src), outcome.error)] if outcome.error else [*report.failed] if report else []
@@ -149,9 +155,10 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
 
 @contextmanager
 def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress | None, Callable[[Outcome], None]]]:
-    """One bar for all of `listing` on a terminal, as large as its inputs until an output says what it is.
+    """Show one progress bar for `listing` on a terminal, unless `quiet` or if there is little to do.
 
-    What to call with bytes, and with outcomes.
+    The bar is as large as the inputs, until an output shows its real size. Yield a function to call with each number of
+    bytes, or None without a bar, and a function to call with each outcome.
     """
     sizes: dict[str, int] = {}
     if not quiet and sys.stderr.isatty():
@@ -248,8 +255,10 @@ def convert_command(
 
 
 def _listed_in_place(paths: tuple[str, ...], edits: Edits, output: OutputOptions) -> Listing:
-    """List the checkpoints to change in place. If only the last of several `paths` is missing, the error has both
-    commands that may be meant, with the options that were given.
+    """Return the checkpoints to change in place.
+
+    If only the last of several `paths` is missing, the error has both commands that may be meant, with the options that
+    were given.
     """
     if not paths:
         raise UsageError(
@@ -268,7 +277,7 @@ def _listed_in_place(paths: tuple[str, ...], edits: Edits, output: OutputOptions
 
 
 def _again(paths: list[Path], *without: str) -> str:
-    """Return the command for `paths`, with the options that were typed but for those called `without`."""
+    """Return the command for `paths` with the options that were typed, except those called `without`."""
     context = click.get_current_context()
     words: list[str] = []
     for each in context.command.params:

@@ -1,4 +1,4 @@
-"""What people type in place of our commands and options, and the command line that they mean by it."""
+"""What people type in place of commands and options, and the command line that they mean."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ _Commands = Mapping[str, click.Command]
 
 
 def wrong_option(name: str, args: Sequence[str], commands: _Commands) -> UsageError:
-    """The error for `args` of the command `name`, one of `commands`, which has not all the options in them."""
+    """Return the error for `args`, which contain an option that the command `name` does not have.
+
+    `commands` are all commands by name. The hint has the command line that is meant, if that is known.
+    """
     first, now, words = _unknown(commands[name], args), name, [*args]
     for _ in range(_MOST):
         at = _unknown(commands[now], words)
@@ -74,7 +77,7 @@ def wrong_option(name: str, args: Sequence[str], commands: _Commands) -> UsageEr
 
 
 def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> UsageError:
-    """The error for the word `guess` in place of one of `commands`."""
+    """Return the error for the word `guess`, which is typed before `args` in place of one of `commands`."""
     words = [*args]
     near = close_matches(guess, commands, n=1)
     name, options = COMMANDS.get(normal(guess), (near[0] if near else "", ()))
@@ -110,7 +113,10 @@ def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> Usage
 
 
 def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple[str, list[str]] | None:
-    """The command line with what is meant by the option at `at`, which the command `name` has not, if that is known."""
+    """Return the command line after the option at `at`, which the command `name` does not have, is replaced.
+
+    Return the name of the command that is meant and its words, or None if nobody knows what the option means.
+    """
     flag, equals, inline = words[at].partition("=")
     before, behind = words[:at], [*([inline] if equals else []), *words[at + 1 :]]
     guess = normal(flag.lstrip("-"))
@@ -167,8 +173,9 @@ def _value(option: Option, value: str) -> tuple[str, ...]:
 
 
 def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
-    """What is typed for `option`, whose value, if it is open, is taken from what stands `behind`; nothing for a value
-    of which nobody knows what it means.
+    """Return the words for `option`, or nothing if its value makes no sense.
+
+    If the value is open, take it from the front of the words `behind`.
     """
     flag, *value = option.words()[0]
     if option.value is True and behind and behind[0].lower() == "true":
@@ -191,7 +198,7 @@ def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
 
 
 def _meant(name: str, words: list[str], commands: _Commands) -> str:
-    """The hint with this command line, and a word for the output of ``convert`` where there is none."""
+    """Return the hint with this command line. If ``convert`` lacks an output, add the word OUT."""
     if name == "convert" and len(_parsed(commands[name], words)) == 1 and not _in_place(words):
         words = [words[0], "OUT", *words[1:]] if not words[0].startswith("-") else [*words, "OUT"]
     paths = _parsed(commands[name], words)
@@ -212,7 +219,7 @@ def _flags(command: click.Command) -> list[str]:
 
 
 def _unknown(command: click.Command, args: Sequence[str]) -> int | None:
-    """Where the first option stands in `args` that `command` has not."""
+    """Return the place in `args` of the first option that `command` does not have, or None."""
     try:
         _parser_of(command).parse_args([*args])
     except click.NoSuchOption as error:
@@ -224,7 +231,7 @@ def _unknown(command: click.Command, args: Sequence[str]) -> int | None:
 
 
 def _parsed(command: click.Command, args: Sequence[str]) -> list[str]:
-    """The paths in `args`; none where `command` does not take these."""
+    """Return the paths in `args`, or nothing if `command` does not take these arguments."""
     try:
         found, rest, _ = _parser_of(command).parse_args([*args])
     except click.UsageError:
@@ -237,5 +244,5 @@ def _parsed(command: click.Command, args: Sequence[str]) -> list[str]:
 
 
 def _parser_of(command: click.Command) -> Any:
-    """The parser of `command`. Its context knows -h: click remembers the option of help as it was first asked for."""
+    """Return the parser of `command`. Its context knows -h, because click keeps the first help option that it makes."""
     return command.make_parser(click.Context(command, help_option_names=["-h", "--help"]))

@@ -1,4 +1,4 @@
-"""``ckptconv inspect``: show what is in a checkpoint."""
+"""The command ``ckptconv inspect``, which shows what is in a checkpoint."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def inspect_command(
 
 
 def _values_wanted(view: dict[str, Any], kinds: list[str]) -> ValuesWanted | None:
-    """Of which tensors the values are read, if that is asked for."""
+    """Return the tensors whose values are read, or None if no values are asked for."""
     if not (view["values"] or view["histogram"] or kinds):
         return None
     select = partial(_selected, include=view["include"], exclude=view["exclude"], sort=None)
@@ -133,8 +133,10 @@ def _values_wanted(view: dict[str, Any], kinds: list[str]) -> ValuesWanted | Non
 
 
 def _checkpoints(path: str) -> list[str]:
-    """The checkpoints that `path` means; a set of shards in a folder of its own is called by the folder, and the files
-    of all ranks by their pattern.
+    """Return the checkpoints that `path` means.
+
+    A set of shards in a folder of its own is named by the folder, and the files of all ranks by their pattern. A path
+    that cannot be listed is returned as it is.
     """
     try:
         folder = locate(path)
@@ -157,7 +159,7 @@ def _show(lines: Iterable[str], style: Style) -> None:
 def _selected(
     summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...], sort: str | None
 ) -> Sequence[TensorSummary]:
-    """The tensors to show. A glob that matches nothing is a typo."""
+    """Return the tensors to show, in the order of `sort`. Raise NoMatchError if a glob matches nothing."""
     tensors: Sequence[TensorSummary] = summary.tensors
     if include or exclude:
         tensors = _filtered(summary, include, exclude)
@@ -167,8 +169,9 @@ def _selected(
 
 
 def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...]) -> Sequence[TensorSummary]:
-    """The tensors that the globs leave, each under the first of its names that they leave: what
-    stands in a module that has two names has two.
+    """Return the tensors that match the globs.
+
+    A tensor in a module with two names has two names. It is returned with the first name that matches.
     """
     names: dict[str, list[str]] = {}
     for named in chain.from_iterable(module.tensors for module in summary.modules):

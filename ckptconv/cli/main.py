@@ -43,7 +43,7 @@ atexit.register(gc.freeze)
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line; its exit status. The console script's entry point."""
+    """Run the command line and return its exit status. This is the entry point of the console script."""
     _open_closed_streams()
     with warnings.catch_warnings(), handled_by(lambda number, frame: sys.exit(128 + number)):
         if not sys.warnoptions:  # torch warns of what is not installed, which is nothing about the user's data
@@ -98,17 +98,17 @@ def _run(args: list[str] | None) -> int:
 
 
 def _forget_output() -> None:
-    """Let what is still to be written go nowhere, or the interpreter complains when it flushes."""
+    """Discard what is not written yet. The interpreter would complain when it flushes."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Unfailing(io.FileIO):
-    """Standard error: what it does not take, because a disk is full, is dropped, and work goes on."""
+    """Standard error that drops what it cannot write, for example because a disk is full."""
 
     is_broken = False
 
     def write(self, data: Any) -> int:
-        """Write `data`, or drop it. Raises BrokenPipeError once: nobody reads on."""
+        """Write `data`, or drop it. Raise BrokenPipeError the first time that nobody reads it."""
         try:
             return super().write(data)
         except OSError as error:
@@ -119,8 +119,9 @@ class _Unfailing(io.FileIO):
 
 
 def _open_closed_streams() -> None:
-    """Let those of the three standard streams that were closed lead to nowhere: else the output would get one of their
-    numbers, and whatever is said would be written into it.
+    """Open those of the three standard streams that are closed, on a device that discards everything.
+
+    Otherwise an output file would get the number of a stream, and messages would be written into it.
     """
     for number in range(3):
         try:

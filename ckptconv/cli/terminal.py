@@ -1,4 +1,4 @@
-"""What the terminal can show, error lines, and progress bars."""
+"""What the terminal can show, errors, reports, and progress bars."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show_error(error: CkptconvError) -> None:
 
 
 def style_of(stream: TextIO) -> Style:
-    """What `stream` can show."""
+    """Return what `stream` can show."""
     terminal = stream.isatty()
     return Style(
         width=screen_size().columns if terminal else None,
@@ -42,7 +42,10 @@ def screen_size() -> os.terminal_size:
 
 @contextmanager
 def progress_bar(size: int, *, quiet: bool) -> Iterator[Progress | None]:
-    """A progress bar on a terminal, for outputs of a `size` that takes a while."""
+    """Show a progress bar on a terminal if `size` bytes take a while, unless `quiet`.
+
+    Yield a function to call with each number of bytes, or None without a bar.
+    """
     if quiet or not sys.stderr.isatty() or size < PROGRESS_FROM:
         yield None
         return
@@ -52,7 +55,7 @@ def progress_bar(size: int, *, quiet: bool) -> Iterator[Progress | None]:
 
 @contextmanager
 def open_bar(size: int) -> Iterator[tuple[Any, Any]]:
-    """A bar on standard error for `size` bytes, and its task."""
+    """Show a bar on standard error for `size` bytes, and yield the bar and its task."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar

@@ -1,4 +1,4 @@
-"""``ckptconv undo``: take back what ``convert --in-place`` did to checkpoints in their own files."""
+"""The command ``ckptconv undo``, which takes back what ``convert --in-place`` did."""
 
 from __future__ import annotations
 

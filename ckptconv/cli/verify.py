@@ -1,4 +1,4 @@
-"""``ckptconv verify``: whether checkpoints are whole, and safe to load."""
+"""The command ``ckptconv verify``, which says whether checkpoints are intact and safe to load."""
 
 from __future__ import annotations
 

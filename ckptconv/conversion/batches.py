@@ -1,7 +1,7 @@
-"""Run many conversions, each by itself: one that fails stops no other, and a lost one is run again.
+"""Run many conversions. A failed one stops no other, and a lost one is run again.
 
-An executor of :mod:`concurrent.futures` is all that it needs: whatever has ``submit`` (Dask, mpi4py, ...) does.
-``docs/scale.md`` shows how.
+Jobs run in this thread, in worker processes, or on any executor with the ``submit`` of :mod:`concurrent.futures` (Dask,
+mpi4py, ...), as ``docs/scale.md`` shows.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ _OPEN = 8  # files that each of them may have open: its input, its output, a fol
 
 
 class _ThisThread(JobExecutor):
-    """This very thread, which plans and writes one job after another; `tick` is called with each number of bytes.
+    """An executor that plans and writes one job after another in this thread.
 
-    Meanwhile other threads wait for the disk for the jobs before. At most `most` jobs wait, whose inputs together have
-    at most `_WAITING` bytes. A larger job is done alone. Outcomes come in the order of the jobs.
+    Other threads wait for the disk for the jobs before. At most `most` jobs wait, and their inputs have at most
+    `_WAITING` bytes together. A larger job is done without others. Outcomes come in the order of the jobs. `tick` is
+    called with each number of bytes written.
     """
 
     def __init__(self, tick: Progress | None) -> None:
@@ -67,7 +68,7 @@ class _ThisThread(JobExecutor):
         self._next: tuple[set[str], int] = set(), 0
 
     def make_room(self, task: Task) -> None:
-        """Finish waiting jobs until there is room for `task`, and none of them shares a path with it."""
+        """Finish waiting jobs until there is room for `task` and none of them shares a path with it."""
         paths, nbytes = self._next = _paths_and_size(task)
         while self._begun and (self._nbytes + nbytes > _WAITING or not self._paths.isdisjoint(paths)):
             self.proceed()
@@ -76,7 +77,7 @@ class _ThisThread(JobExecutor):
                 self._wait_is_over(*self._synced.get_nowait())
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Do `task` up to its first wait for the disk."""
+        """Do `task` up to its first wait for the disk. :meth:`make_room` was called with it before."""
         paths, nbytes = self._next
         begun = _Begun(working(task, self.tick), Future(), paths, nbytes)
         self._begun.append(begun)
@@ -86,13 +87,13 @@ class _ThisThread(JobExecutor):
         return begun.future
 
     def proceed(self) -> None:
-        """Go on with waiting jobs until the first of them has its outcome."""
+        """Continue waiting jobs until the first of them has its outcome."""
         first = self._begun[0].future if self._begun else None
         while first is not None and not first.done():
             self._wait_is_over(*self._synced.get())
 
     def _wait_is_over(self, group: list[_Begun], error: BaseException | None) -> None:
-        """Go on with the `group`, whose wait raised `error`. Jobs that reached its folder during the wait wait next."""
+        """Continue the `group`, whose wait raised `error`. Jobs that reached its folder meanwhile wait next."""
         if isinstance(wait := group[0].wait, FolderSync) and (late := self._folders.pop(wait)):
             self._wait_for(wait, late)
         for each in group:
@@ -116,13 +117,13 @@ class _ThisThread(JobExecutor):
             self._wait_for(begun.wait, [begun])
 
     def _wait_for(self, wait: DiskWait, group: list[_Begun]) -> None:
-        """Have a thread call `wait`, once for all jobs of the `group`."""
+        """Let a thread call `wait` once for all jobs of the `group`."""
         if isinstance(wait, FolderSync):
             self._folders[wait] = []
         self._threads.submit(self._sync, wait, group)
 
     def _sync(self, wait: DiskWait, group: list[_Begun]) -> None:
-        """Call `wait`, in a thread, and say so."""
+        """Call `wait` in a thread, and queue the result."""
         error: BaseException | None = None
         try:
             wait()
@@ -131,7 +132,7 @@ class _ThisThread(JobExecutor):
         self._synced.put((group, error))
 
     def close(self, *, failed: bool) -> None:  # noqa: ARG002 - where nothing failed, nothing waits
-        """End the waiting jobs where they are: each deletes its temporary file, unless that has its name already."""
+        """End the waiting jobs. Each deletes its temporary file, unless that has the name of the output already."""
         with contextlib.ExitStack() as ending:  # each of them, also where Ctrl-C comes once more
             for begun in self._begun:
                 ending.callback(begun.steps.close)
@@ -140,7 +141,7 @@ class _ThisThread(JobExecutor):
 
 @dataclass
 class _Begun:
-    """A job that waits for the disk, or is done and waits for the outcome of a job before it."""
+    """A job that waits for the disk, or is done and waits for the outcomes of earlier jobs."""
 
     steps: Steps[Outcome]
     future: Future[Outcome]
@@ -151,7 +152,7 @@ class _Begun:
 
 
 def _most_at_once() -> int:
-    """How many files may wait for the disk at once, where the system lets so many be open."""
+    """Return how many files may wait for the disk at once, limited by the number of open files."""
     try:
         import resource  # which is of Unix alone
     except ImportError:
@@ -161,9 +162,9 @@ def _most_at_once() -> int:
 
 
 def _paths_and_size(task: Task) -> tuple[set[str], int]:
-    """The paths of `task`, and the bytes of its input. A task that must be alone counts as `_WAITING` bytes.
+    """Return the paths of `task`, and the bytes of its input. A task that must be alone counts as `_WAITING` bytes.
 
-    Alone are those whose input is the output, is far, or is not one file: a set has all of its files open.
+    A task must be alone if its input is the output, is remote, or is not one file: a set has all its files open.
     """
     src, dst = task.job.src, task.job.dst
     paths = {os.path.abspath(src), os.path.abspath(dst)}
@@ -179,7 +180,7 @@ def _paths_and_size(task: Task) -> tuple[set[str], int]:
 
 
 class GivenExecutor(JobExecutor):
-    """The `executor` that a caller gave, which stays open."""
+    """The `executor` of a caller, which stays open."""
 
     most = _WINDOW
     repeats = True
@@ -193,7 +194,7 @@ class GivenExecutor(JobExecutor):
 
 
 def processes(workers: int, tick: Progress | None = None) -> JobExecutor:
-    """An executor of so many `workers`. One worker is this thread, which calls `tick` with the bytes it writes."""
+    """Return an executor with so many `workers`. One worker is this thread, which calls `tick` with bytes written."""
     if workers <= 1:
         return _ThisThread(tick)
 
@@ -212,18 +213,18 @@ def convert_many(
 ) -> list[Outcome]:
     """Do `jobs`.
 
-    An edit that matches nothing in one checkpoint is left out there if it matches in another one; those checkpoints
+    An edit that matches nothing in one checkpoint is left out there if it matches in another one. These checkpoints
     come last. Missing folders above outputs are made.
 
     Args:
         jobs: What to convert, and how.
-        executor: Where they are done, anything with the interface of :class:`concurrent.futures.Executor`; it is left
-            open. None: processes, one for each core, that end with this call. If `jobs` contain a function of the main
-            module, that module must be guarded by ``if __name__ == "__main__"``.
-        done: Called with each outcome as soon as there is one.
+        executor: Where the jobs are done: anything with the interface of :class:`concurrent.futures.Executor`, which is
+            left open. None: processes, one for each core, that end with this call. If `jobs` contain a function of the
+            main module, that module must be guarded by ``if __name__ == "__main__"``.
+        done: Called with each outcome when it is known.
 
     Returns:
-        What became of each job, in their order. Whatever goes wrong with one stands there and is not raised.
+        The outcome of each job, in the order of the jobs. Errors are in the outcomes, and are not raised.
     """
 
     def tell(outcome: Outcome) -> Outcome:
@@ -244,23 +245,23 @@ def jobs_in(
     dst: str | os.PathLike[str],
     **options: Unpack[JobOptions],
 ) -> list[Job]:
-    """The jobs that convert the checkpoints in a folder, and in all folders below it, into another folder.
+    """Return the jobs that convert the checkpoints in and below a folder into another folder.
 
-    Sharded sets and folders of torch.distributed.checkpoint are one job each.
+    A sharded set, or a folder of torch.distributed.checkpoint, is one job.
 
     Args:
         src: The folder; or several files and folders, which go to `dst` under their own names.
-        dst: The folder of the outputs; with ``in_place`` the folder `src` itself.
+        dst: The folder of the outputs. With ``in_place`` it is the folder `src`.
         **options: The keys of :class:`~ckptconv.conversion.options.JobOptions`.
 
     Returns:
         A job for each checkpoint, and with ``copy_others`` one for each other file.
 
     Raises:
-        UsageError: Something makes no sense.
+        UsageError: The arguments contradict each other.
         RefusedError: Two outputs would have one name.
         InputError: There is no checkpoint.
-        ArgumentTypeError: A keyword has a wrong type, or there is none of that name.
+        ArgumentTypeError: An option has a wrong type, or there is no option of that name.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
     edits, others = split_edits(options)
@@ -273,17 +274,17 @@ def jobs_in(
 
 @for_python
 def write_index(folder: str | os.PathLike[str]) -> Path:
-    """Write the index of a set of shards: the last step where each shard was a job of its own.
+    """Write the index of a set of shards, as the last step if each shard was a job of its own.
 
     Args:
-        folder: Where the shards stand.
+        folder: The folder with the shards.
 
     Returns:
         The path of the index.
 
     Raises:
-        MissingInputError: There is no such folder.
-        MalformedError: A shard is missing, or a name stands in two of them.
+        MissingInputError: The folder does not exist.
+        MalformedError: A shard is missing, or two shards contain the same name.
         RefusedError: There are no shards, or there is an index.
     """
     folder = os.fspath(folder)
@@ -306,10 +307,13 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
 def run_jobs(
     jobs: Sequence[Job], executor: JobExecutor, done: Callable[[Outcome], Outcome], tick: Progress | None = None
 ) -> list[Outcome]:
-    """What became of `jobs`, in their order.
+    """Do `jobs` and return their outcomes in the same order.
 
-    `done` is called with each outcome, and gives what is kept of it; `tick` with each
-    number of bytes written. `executor` is closed.
+    Args:
+        jobs: The jobs.
+        executor: Where they are done. It is closed.
+        done: Called with each outcome. Its value is what is returned for the job.
+        tick: Called with each number of bytes written.
     """
     made: list[Path] = []
     failed = True
@@ -331,7 +335,7 @@ def _all(
     tick: Progress | None,
     made: list[Path],
 ) -> dict[int, Outcome]:
-    """The outcomes of `jobs` by their numbers; at first of those for which every edit means something."""
+    """Return the outcomes of `jobs` by their numbers. Jobs with edits that match nothing are done last."""
     outcomes: dict[int, Outcome] = {}
     put_off: dict[int, Outcome] = {}
     known: set[tuple[str, object]] = set()  # the edits that mean something somewhere
@@ -360,7 +364,10 @@ def _all(
 
 
 def _tasks(jobs: Sequence[Job], made: list[Path]) -> Iterator[Task]:
-    """`jobs` with what is so before they begin. `made` gets the folders that they will make."""
+    """Yield a task for each of `jobs`, with what is so before the batch begins.
+
+    The missing folders above outputs are added to `made`.
+    """
     last = None
     for job in jobs:
         src, dst = Path(job.src), Path(job.dst)
@@ -375,7 +382,7 @@ def _tasks(jobs: Sequence[Job], made: list[Path]) -> Iterator[Task]:
 
 
 def _missing(folder: Path) -> Iterator[Path]:
-    """`folder` and those above it, as far as they are not there."""
+    """Yield `folder` and the folders above it that do not exist."""
     for each in (folder, *folder.parents):
         if os.path.lexists(each):
             return
@@ -383,7 +390,7 @@ def _missing(folder: Path) -> Iterator[Path]:
 
 
 def _matched(outcome: Outcome) -> set[tuple[str, object]]:
-    """The edits of which `outcome` says that they mean something."""
+    """Return the edits that match something, as far as `outcome` shows."""
     if outcome.is_copy or not (outcome.report or outcome.unmatched):
         return set()
     return set(outcome.job.parsed()[0].several()).difference(outcome.unmatched)
@@ -392,7 +399,7 @@ def _matched(outcome: Outcome) -> set[tuple[str, object]]:
 def _each(
     tasks: Mapping[int, Task], executor: JobExecutor, tick: Progress | None
 ) -> Generator[tuple[int, Outcome], None, None]:
-    """The outcomes of `tasks` as they come. What `executor` loses is submitted again."""
+    """Yield the outcomes of `tasks`, by their numbers, as they come. Submit again what `executor` loses."""
     waiting = deque(tasks)
     suspects: deque[int] = deque()  # what was lost together, one of which may be why
     running: dict[Future[Outcome], int] = {}
@@ -438,7 +445,7 @@ def _each(
 
 
 def _loss(future: Future[Outcome]) -> BaseException | None:
-    """Why `future` has no outcome: jobs raise nothing, so it is not the job's fault."""
+    """Return why `future` has no outcome, or None. Jobs raise no errors, so the fault is that of the executor."""
     if future.cancelled():
         return OutputError("it was cancelled")
     error = future.exception()

@@ -1,4 +1,4 @@
-"""Find the checkpoints in a folder by name: files, sharded sets, DCP folders, and what is none of them."""
+"""Find the checkpoints in a folder by name: files, sharded sets and folders of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ _OF_CACHE = {"blobs", "refs", "snapshots"}
 
 
 def find(folder: Path) -> list[Found]:
-    """What is in `folder` and in the folders below it, sorted by path.
-
-    Raises InputError where a folder cannot be listed.
-    """
+    """Return everything in and below `folder`, sorted by path. Raise InputError if a folder cannot be listed."""
     found: list[Found] = []
     waiting = [folder]
     while waiting:
@@ -41,12 +38,12 @@ def find(folder: Path) -> list[Found]:
 
 
 def find_in(folder: Path) -> list[Found]:
-    """What stands directly in `folder`. Raises InputError where it cannot be listed."""
+    """Return everything directly in `folder`. Raise InputError if it cannot be listed."""
     return list(_in_folder(folder, list_folder(folder)[1]))
 
 
 def is_part(path: Path, kind: Kind) -> bool:
-    """Whether the file `path`, there or not, is a part of a checkpoint of this `kind` in its folder, by its name."""
+    """Return whether a file at `path` would be part of a checkpoint of this `kind` in its folder, by its name."""
     if kind == "ranks":
         return pattern_of(path.name) is not None
     names = sorted({*list_folder(path.parent)[1], path.name})
@@ -54,12 +51,12 @@ def is_part(path: Path, kind: Kind) -> bool:
 
 
 def is_hub_blob(path: Path) -> bool:
-    """Whether `path` is a file in the Hub's cache, where its name is its checksum."""
+    """Return whether `path` is a file in the Hub's cache, whose name is its checksum."""
     return path.parent.name == "blobs" and (path.parent.parent / "snapshots").is_dir()
 
 
 def _unentered(folder: Path, inside: dict[str, bool]) -> Iterator[Found]:
-    """The links to folders `inside` of `folder`, and the hidden folders that hold something."""
+    """Yield the links to folders among the folders `inside` of `folder`, and the hidden folders that are not empty."""
     for name, is_link in inside.items():
         if not is_own_file(name) and (is_link or (name.startswith(".") and _holds_something(folder / name))):
             yield Found(folder / name, "unentered", ())
@@ -73,7 +70,7 @@ def _holds_something(folder: Path) -> bool:
 
 
 def _in_folder(folder: Path, names: list[str]) -> Iterator[Found]:
-    """What the files called `names`, which stand in `folder`, are."""
+    """Yield what the files called `names` in `folder` are."""
     names = [name for name in names if not is_own_file(name)]
     chunks = [name for name in names if _CHUNK.fullmatch(name)]
     if ".metadata" in names and (chunks or looks_like_metadata(folder)):

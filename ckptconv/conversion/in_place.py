@@ -1,4 +1,7 @@
-"""Change a checkpoint in its own file, or a set in its own files: open, lock, edit, journal, write."""
+"""Change a checkpoint in its own file, or a set in its own files, and give such files their old bytes back.
+
+A change opens, locks, edits, writes the journal, and then writes the files.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ _KEYWORDS = {"dtypes": "dtype"}
 
 @dataclass
 class _File:
-    """A file that changes: open, locked, and what changes in it."""
+    """A file that changes, open and locked, with its changes."""
 
     path: Path
     fd: int
@@ -79,7 +82,7 @@ class _File:
 
     @property
     def changes(self) -> bool:
-        """Whether anything in it changes."""
+        """Whether anything in the file changes."""
         return self.patches is not None and bool(self.patches.patches)
 
 
@@ -134,7 +137,7 @@ def change_in_place(request: Request) -> Report:
 
 
 def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
-    """The index, if there is one, and all files that change with `path`, the index last."""
+    """Return the index of the set at `path`, or None, and all files that change with `path`, the index last."""
     if not path.is_dir() and not is_index_file(path):
         return None, [path]
     found = find_set(path)
@@ -153,7 +156,10 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
 def _plan(
     files: list[_File], index: Path | None, edits: Edits, output: OutputOptions, faults: CheckingSink
 ) -> tuple[Changes, str]:
-    """What changes in each of `files`, all decided before the first is written; all changes, and the format."""
+    """Plan the changes of all `files`, before the first is written, and return the changes and the format.
+
+    An edit may match nothing in some shards. Raises the error of :func:`change_in_place`.
+    """
     shards = files[:-1] if index else files
     total = Changes()
     missing: list[NoMatchError] = []
@@ -182,8 +188,9 @@ def _plan(
 def _plan_file(
     file: _File, edits: Edits, total: Changes, wrapped: set[bool], output: OutputOptions, faults: CheckingSink
 ) -> str:
-    """What changes in one `file` that is a checkpoint, added to `total`, and to `wrapped` whether its names all have
-    the prefix of a wrapper; its format.
+    """Plan the changes of one `file` that is a checkpoint, and return its format.
+
+    The changes are added to `total`. For each state dict, `wrapped` gets whether all names have a wrapper's prefix.
     """
     of_folder = file.path.name == dcp.METADATA
     # Neither is locked: this process has the lock already.
@@ -214,7 +221,7 @@ def _plan_file(
 
 
 def _plan_index(file: _File, names: dict[str, str]) -> None:
-    """The index with the new `names` in it, in the order that it has."""
+    """Plan the index `file` with new `names`, which are mapped from the old ones, in the same order."""
     with Source(file.path) as source:
         old = source.read(0, source.size)
     said = json.loads(old)
@@ -230,7 +237,7 @@ def _plan_index(file: _File, names: dict[str, str]) -> None:
 
 
 def check_edits(edits: Edits, output: OutputOptions) -> None:
-    """Raise UsageError for what cannot be done without moving tensor bytes, and where nothing is to be done."""
+    """Raise UsageError if an edit would move tensor bytes, or if no edit is asked for."""
     usual = Edits()
     said = [name for name in _MOVES if getattr(edits, name) != getattr(usual, name)]
     said += [
@@ -250,7 +257,7 @@ def check_edits(edits: Edits, output: OutputOptions) -> None:
 
 
 def resolved(path: str | os.PathLike[str]) -> tuple[Path, tuple[str, ...]]:
-    """The file that `path` means, and a note where that is another. Raises RefusedError in the Hub's cache."""
+    """Return the file that `path` means, and a note if `path` is a link. Raise RefusedError in the Hub's cache."""
     named = Path(os.fsdecode(path))
     target = Path(os.path.realpath(named))
     if is_hub_blob(target):
@@ -266,7 +273,13 @@ def resolved(path: str | os.PathLike[str]) -> tuple[Path, tuple[str, ...]]:
 
 @contextmanager
 def open_locked(path: Path) -> Iterator[int]:
-    """The file at `path`, open for writing and locked. Raises InputError, OutputError, RefusedError."""
+    """Open the file at `path` for writing, lock it, and yield its descriptor.
+
+    Raises:
+        InputError: There is no regular file.
+        OutputError: The file cannot be written.
+        RefusedError: Another program uses the file.
+    """
     check_system()
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -285,7 +298,7 @@ def open_locked(path: Path) -> Iterator[int]:
 
 
 def _remedy(error: OSError, path: Path) -> str:
-    """What to do where nothing may be written to the file or folder `path`."""
+    """Return what to do after `error`, when the file or folder `path` could not be written."""
     copies = "convert it to another file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room, or " + copies
@@ -301,7 +314,7 @@ def _remedy(error: OSError, path: Path) -> str:
 
 
 def _check_file(file: _File, *, force: bool) -> None:
-    """Raise unless the open `file` may be changed now."""
+    """Raise RefusedError unless the open `file` may be changed now."""
     links = os.fstat(file.fd).st_nlink
     if links > 1 and not force:
         raise RefusedError(
@@ -319,8 +332,9 @@ def _check_file(file: _File, *, force: bool) -> None:
 
 
 def _check_inside(path: Path, target: Path) -> None:
-    """Raise RefusedError where `path`, a file of a folder or set, is a link to a `target` in another folder: who looks
-    for journals looks in one, and those of a set name each other's files by their names there.
+    """Raise RefusedError if `path`, a file of a folder or set, is a link to a `target` in another folder.
+
+    Undo looks for journals in one folder, and the journals of a set name the files in that folder.
     """
     if os.path.realpath(path.parent) != os.path.realpath(target.parent):
         raise RefusedError(
@@ -329,9 +343,9 @@ def _check_inside(path: Path, target: Path) -> None:
 
 
 def _write(files: list[_File], *, keep_journal: bool) -> int:
-    """Write the patches of `files`, each under its journal; how many bytes were written.
+    """Write the patches of `files`, each under its journal, and return how many bytes were written.
 
-    Ctrl-C, SIGTERM and SIGHUP wait for the next point where all can be taken back, or until all is done.
+    Ctrl-C, SIGTERM and SIGHUP wait for the next point where everything can be taken back, or until everything is done.
     """
     if not files:
         return 0
@@ -343,9 +357,7 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
 
 
 def _write_all(files: list[_File], signals: HeldSignals, *, keep_journal: bool) -> int:
-    """:func:`_write` while `signals` are held. The journal of the first of `files` says whether all are done: its mark
-    commits the set.
-    """
+    """Do :func:`_write` while `signals` are held. The mark of the first file's journal commits the set."""
     leader = files[0]
     names = tuple(file.path.name for file in files) if len(files) > 1 else ()
     journals_ = [_journal(file, names, None if file is leader else leader.path.name) for file in files]
@@ -391,7 +403,7 @@ def _write_all(files: list[_File], signals: HeldSignals, *, keep_journal: bool) 
 
 
 def _deliver(signals: HeldSignals, files: list[tuple[_File, Journal]], *, begun: int) -> None:
-    """Deliver the `signals` that came. If that ends the change, put the old bytes back first, as after a fault."""
+    """Deliver the `signals` that came. If they end the change, put the old bytes back first, as after a fault."""
     try:
         signals.deliver()
     except BaseException as error:
@@ -402,10 +414,10 @@ def _deliver(signals: HeldSignals, files: list[tuple[_File, Journal]], *, begun:
 
 
 def _take_back(files: list[tuple[_File, Journal]], *, begun: int) -> bool:
-    """After a fault, give the first of `files`, which were `begun`, and the last, which is spoilt at once, their old
-    bytes back, and remove their journals.
+    """Give `files` their old bytes back after a fault, remove their journals, and return whether that worked.
 
-    Whether that worked; else what is there is hot. A journal that is done is of an earlier change, and stays.
+    The first `begun` files, and the last one, which is spoilt at once, may have new bytes. If it did not work, the set
+    is hot. A journal that is marked as done belongs to an earlier change, and stays.
     """
     try:
         for file, journal in [*files[:-1][:begun], *files[-1:]] if begun else ():
@@ -431,22 +443,22 @@ def undo(path: str | os.PathLike[str]) -> int:
     """Give back the bytes that a file, or all files of its set, had before the last change in place.
 
     Args:
-        path: A file; of a sharded set, any of its files that changed, or its folder.
+        path: A file; or any changed file of a sharded set, or its folder.
 
     Returns:
         How many bytes were written.
 
     Raises:
         InputError: There is no journal, or it is damaged.
-        UsageError: In the folder are several checkpoints that were changed.
-        RefusedError: A journal is not to be trusted, or a file was written anew since; nothing was changed.
-        OutputError: Writing failed; this can be done again.
+        UsageError: The folder contains several checkpoints that were changed.
+        RefusedError: A journal cannot be trusted, or a file was written again since. Nothing was changed.
+        OutputError: Writing failed. This can be done again.
     """
     return take_back(path)
 
 
 def take_back(path: str | os.PathLike[str]) -> int:
-    """:func:`undo` in the words of the command line."""
+    """Do :func:`undo`, with errors in the words of the command line."""
     refuse_url(path)
     found = journals_of(Path(os.fsdecode(path))) if os.path.isdir(path) else [(Path(os.fsdecode(path)), HOT)]
     changed = [target for target, state in found if state == HOT] or [target for target, _ in found]
@@ -479,7 +491,7 @@ def take_back(path: str | os.PathLike[str]) -> int:
 
 
 class _Opened(NamedTuple):
-    """A file that is open, its undo journal, and whether the change was finished: ``DONE``, or ``HOT``."""
+    """An open file, its undo journal, and the journal's state: ``DONE`` if the change was finished, or ``HOT``."""
 
     path: Path
     fd: int
@@ -488,9 +500,9 @@ class _Opened(NamedTuple):
 
 
 def _set_of(first: _Opened, opened: ExitStack) -> list[_Opened]:
-    """The files of the set that the `first` one belongs to, the leader first. Raises as :func:`undo` does.
+    """Return the files of the set of the `first` one, the leader first. Raises the errors of :func:`undo`.
 
-    In a set that is hot, a member without a journal is as it was: its change had not begun, or its undo was done.
+    In a set that is hot, a member without a journal has its old bytes: its change had not begun, or was undone.
     """
     target = first.path
     known = {target.name: first}
@@ -521,7 +533,7 @@ def _set_of(first: _Opened, opened: ExitStack) -> list[_Opened]:
 
 
 class _AsBefore(ComputedSource, Source):
-    """A file as it was before the change that a journal is of."""
+    """A file as it was before the change that a journal describes."""
 
     def __init__(self, path: Path, journal: Journal) -> None:
         super().__init__(path)
@@ -541,8 +553,10 @@ class _AsBefore(ComputedSource, Source):
 
 
 def _check_whole(path: Path, fd: int, journal: Journal) -> None:
-    """Raise RefusedError unless what `journal` gives back to the open file `fd` at `path` is a checkpoint, nothing of
-    it is in its tensors, and all else is as it was. An index, and metadata, have no tensors.
+    """Raise RefusedError unless `journal` can give the open file `fd` at `path` its old bytes back.
+
+    The result must be a checkpoint, the patches must not be in its tensors, and all other bytes must be unchanged. An
+    index and metadata have no tensors.
     """
     with _AsBefore(path, journal) as source, gc_paused():
         if not source.is_same_file(os.fstat(fd)):

@@ -1,6 +1,6 @@
 """One conversion as a picklable job, and its outcome.
 
-:func:`work` raises nothing, so that one that fails stops no other.
+:func:`work` raises no errors, so one job that fails stops no other.
 """
 
 from __future__ import annotations
@@ -89,10 +89,15 @@ def job_of(request: Request, edits: Mapping[str, Any]) -> Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of `job`: a `report`, an `error`, or neither, where it was `skipped` because its output is there.
+    """The result of a job: a report, an error, or neither if it was skipped because the output exists.
 
-    ``trace`` is the traceback of an error that is a bug. ``unmatched`` are edits that mean nothing in this checkpoint;
-    in a report's job they meant something in another one.
+    Attributes:
+        job: The job.
+        report: The report.
+        error: The error.
+        skipped: Whether the job was skipped.
+        trace: The traceback of an error that is a bug.
+        unmatched: The edits that match nothing in this checkpoint. If there is a report, they match in another one.
     """
 
     job: Job
@@ -129,12 +134,12 @@ class Task(NamedTuple):
 
 
 class JobExecutor:
-    """Where jobs are done. By itself this class starts nothing.
+    """A base of executors, which do jobs. This class itself starts nothing.
 
     Attributes:
         most: How many jobs it takes at once.
-        alone: Whether a job that was lost is done again with nothing beside it, because it may have ended the process.
-        repeats: Whether it may do a job again of its own accord.
+        alone: Whether a lost job is done again without others, because it may have ended the process.
+        repeats: Whether the executor may itself do a job again.
     """
 
     most = 1
@@ -142,21 +147,21 @@ class JobExecutor:
     repeats = False
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Have `task` done."""
+        """Start `task`, and return the future of its outcome."""
         raise NotImplementedError
 
     def written(self) -> int:
-        """The bytes that were written, so far as it is known here."""
+        """Return how many bytes were written, as far as is known here."""
         return 0
 
     def make_room(self, task: Task) -> None:
-        """Work on submitted tasks until `task` can be too, if the executor works in this thread."""
+        """Work on submitted tasks until there is room for `task`, if the executor works in this thread."""
 
     def proceed(self) -> None:
         """Work on submitted tasks until one is done, if the executor works in this thread."""
 
     def close(self, *, failed: bool) -> None:
-        """End what the executor has started; at once if `failed`."""
+        """End what the executor has started, and if `failed`, end it at once."""
 
 
 def work(task: Task, tick: Progress | None = None) -> Outcome:

@@ -1,4 +1,4 @@
-"""A conversion as a plan: new bytes and parts of the source, from which another program can make the output."""
+"""A planned conversion as new bytes and parts of the source, from which another program can make the output."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class FilePart(NamedTuple):
 
 
 class PlannedFile:
-    """One file that a conversion would write, as its parts; what :func:`ckptconv.plan` returns.
+    """One file that a conversion would write, as its parts. :func:`ckptconv.plan` returns it.
 
-    A context manager: leaving it closes the source, unless that is a file object.
+    It is a context manager. Leaving it closes the source, unless that is a file object.
 
     Attributes:
-        path: What it is to be called.
-        report: What the conversion would do; what overflowed is in it when all parts were given.
+        path: The path of the file.
+        report: What the conversion would do. After all parts are given, it contains what overflowed.
     """
 
     report: Report
 
     def __init__(self, source: Readable, file: OutFile, report: Report, opened: ExitStack) -> None:
-        """The `file` of a plan for `source`. Closing `opened` closes the source."""
+        """Make the `file` of a plan for `source`. Closing `opened` closes the source."""
         self.path, self.report = file.path, report
         self._source, self._file, self._opened = source, file, opened
         self._stored = {id(each) for each in _files_of(source)}
@@ -71,23 +71,24 @@ class PlannedFile:
 
     @property
     def nbytes_read(self) -> int:
-        """How many bytes :meth:`parts` makes or reads itself: what checksums are still owed for or compared with, what
-        has to be inflated, and what torch computes. All else stays where it is.
+        """How many bytes :meth:`parts` reads or computes itself.
+
+        These are the bytes whose checksum is missing or compared, that are inflated, or that torch computes.
         """
         return sum(piece.length for piece in (*self._file.sums, *filter(self._is_made, self._file.pieces)))
 
     def parts(self, progress: Progress | None = None) -> Iterator[bytes | FilePart]:
-        """What the file is made of, one behind another.
+        """Yield the parts of the file in order.
 
         Args:
-            progress: Called with each number of those bytes that are read.
+            progress: Called with each number of bytes that are read.
 
         Yields:
-            Bytes, or where they stand in the source.
+            Bytes, or a :class:`FilePart` with their place in the source.
 
         Raises:
-            CkptconvError: One of its subclasses. A checksum that is wrong is found before the first part is given, a
-                source that has changed behind the last one.
+            CkptconvError: One of its subclasses. A wrong checksum is found before the first part is given, and a source
+                that has changed after the last one.
         """
         announce(self._file.pieces)
         tick = progress or (lambda nbytes: None)
@@ -109,14 +110,14 @@ class PlannedFile:
         self._source.check_unchanged()
 
     def _is_made(self, piece: Piece) -> bool:
-        """Whether the bytes of `piece` are neither known nor in the source as they are."""
+        """Return whether the bytes of `piece` are neither known nor in the source as they are."""
         if isinstance(piece, (Literal, Deferred)):
             return False
         return not piece.ranges() or any(id(located(span)[0]) not in self._stored for span in piece.ranges())
 
 
 def _files_of(source: Readable) -> Iterator[Readable]:
-    """The files that `source` is made of."""
+    """Yield the files of which `source` consists."""
     if isinstance(source, SourceFolder):
         for part in source.parts:
             yield from _files_of(part)
@@ -149,23 +150,23 @@ def plan_files(src: Input, request: Request) -> tuple[PlannedFile, ...]:
 def plan(
     src: Input, dst: str | os.PathLike[str], *, download: bool = False, **options: Unpack[PlanOptions]
 ) -> PlannedFile:
-    """What :func:`ckptconv.convert` would write to the file `dst`, as bytes and parts of `src`.
+    """Plan what :func:`ckptconv.convert` would write to the file `dst`, as bytes and parts of `src`.
 
-    Nothing is written, so that it can be put together elsewhere: in a browser, in a store that copies ranges, in an
+    Nothing is written, so the output can be put together elsewhere: in a browser, in a store that copies ranges, in an
     HTTP response.
 
     Args:
         src: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`ckptconv.open`.
-        dst: What the file is to be called; its suffix says its format.
+        dst: The path of the file. Its suffix decides its format.
         download: Of a URL, as for :func:`ckptconv.convert`.
         **options: The keys of :class:`~ckptconv.conversion.options.PlanOptions`.
 
     Returns:
-        The planned file, a context manager: ``.report``, ``.size``, ``.parts()``.
+        The planned file, a context manager with ``report``, ``size`` and ``parts()``.
 
     Raises:
         CkptconvError: One of its subclasses.
-        ArgumentTypeError: An option has a wrong type, or there is none of that name.
+        ArgumentTypeError: An option has a wrong type, or there is no option of that name.
     """
     edits, others = split_edits(options)
     output = OutputOptions(**others, download=download)
@@ -175,7 +176,7 @@ def plan(
 
 
 def _sum(reader: Pieces, piece: Piece, tick: Progress) -> int:
-    """The checksum of `piece`, compared where its source says it."""
+    """Return the checksum of `piece`. Raise MalformedError if the source has another one."""
     crc32 = 0
     for chunk in reader.chunks(piece):
         crc32 = checksum(chunk, crc32)

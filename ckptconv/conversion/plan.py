@@ -37,7 +37,7 @@ from ckptconv.stores.base import NO_OLD_SET, OldSet
 
 
 class _Planned(ComputedSource):
-    """A planned file, read by position."""
+    """A planned file that is read by position."""
 
     def __init__(self, file: OutFile) -> None:
         self.path, self.fd, self.size = file.path, -1, file.size
@@ -50,9 +50,9 @@ class _Planned(ComputedSource):
 
 
 def prove_that_it_loads(file: OutFile, source: Path) -> None:
-    """Read a planned `file`, made of what stands in `source`, and follow what torch does with it.
+    """Read a planned `file`, which is made from `source`, and check that torch loads it.
 
-    Raises RefusedError where torch refuses it, or where that is not known.
+    Raises RefusedError if torch refuses it, or if that is not known.
     """
     loading = torch_loading(opening.read_file(_Planned(file)))
     if not loading.loads:
@@ -117,10 +117,10 @@ class InPlace:
     """How a file was changed in place.
 
     Attributes:
-        way: ``same size``: within the old bytes of the pickle or header; ``appended``: the file grew; ``nothing``: it
-            says already what it was to say.
+        way: ``same size`` if the new bytes replace the old pickle or header, ``appended`` if the file grew, ``nothing``
+            if nothing had to change.
         nbytes: How many bytes were written, or would be.
-        journal: Where the undo journal stands; None: there is none.
+        journal: The path of the undo journal, or None.
     """
 
     way: str
@@ -130,12 +130,12 @@ class InPlace:
 
 @dataclass(frozen=True)
 class Verified:
-    """What ``verify=True`` compared, and found to be right.
+    """What ``verify=True`` compared and found to be right.
 
     Attributes:
-        records: How many records of the input have a checksum of their own; each is what that says.
-        nbytes: Their bytes.
-        output: Whether the output was read back; a change in place has none.
+        records: How many records of the input have a checksum of their own.
+        nbytes: The bytes of these records.
+        output: Whether the output was read back. A change in place has no output.
     """
 
     records: int
@@ -148,23 +148,23 @@ class Report(Result):
     """What a conversion did, or after a dry run would do. Sizes are in bytes.
 
     Attributes:
-        src: What was converted.
-        dst: What it became.
-        formats: The format of each.
-        size: That of the target.
+        src: The input.
+        dst: The output.
+        formats: The formats of the input and of the output.
+        size: The size of the output.
         changes: What the edits changed: devices, names, dtypes.
-        ties: Names that the target holds as texts alone, each with the name that it is tied to.
-        left_behind: What the source has and the target has not.
+        ties: The names that the output contains only as texts, each with the name that it is tied to.
+        left_behind: What the input contains and the output does not.
         notes: What else to know.
-        seconds: How long it took.
-        written: Whether something was written: not in a dry run.
+        seconds: How long the conversion took.
+        written: Whether something was written. In a dry run nothing is.
         overflowed: How many numbers were too large for their new dtype, by the paths of the tensors that share their
-            storage. Only writing can tell.
-        files: Of a folder, the files in it with their sizes.
-        failed: Of a folder, what could not be converted, and why.
-        in_place: How the source itself was changed, where it was.
-        verified: What was compared, where that was asked for.
-        direct: Whether it was written around the page cache.
+            storage. Only writing finds it out.
+        files: The files in a folder, with their sizes.
+        failed: The checkpoints of a folder that could not be converted, with their errors.
+        in_place: How the input itself was changed, or None.
+        verified: What was compared, or None.
+        direct: Whether the output was written around the page cache.
     """
 
     src: str
@@ -187,7 +187,7 @@ class Report(Result):
 
     @property
     def changed(self) -> bool:
-        """Whether the output says anything else than the source, or in another format."""
+        """Whether the output has other content or another format than the input."""
         changes = self.changes
         edited = changes.devices or changes.names or changes.dtypes or changes.compacted.storages or changes.made_plain
         return bool(edited or self.left_behind or self.formats[0] != self.formats[1])
@@ -206,9 +206,17 @@ def make_plan(
     *,
     is_folder: bool = False,
 ) -> Plan:
-    """Everything about the output, before a byte of it is written.
+    """Edit `checkpoint`, and return everything about the output before a byte of it is written.
 
-    `checkpoint` is edited. `is_folder`: `path` is one, for new shards, or for those that the source has.
+    Args:
+        checkpoint: The checkpoint.
+        path: The output.
+        edits: The edits.
+        output: The options of the output.
+        is_folder: Whether `path` is a folder, for new shards or those of the source.
+
+    Raises:
+        CkptconvError: The edits or options do not fit the checkpoint.
     """
     writer = WRITERS[output.format or DEFAULT.word]
     if output.copy_tied and writer.ties:
@@ -263,7 +271,10 @@ def make_plan(
 def read_and_plan(
     source: Readable, path: Path, edits: Edits, output: OutputOptions = USUAL, *, is_folder: bool = False
 ) -> Plan:
-    """:func:`make_plan` for what stands in `source`; what the name of `path` leaves open is written as usual."""
+    """Read the checkpoint in `source` and return :func:`make_plan` for it.
+
+    If neither an option nor the suffix of `path` decides the format, the format of the source does.
+    """
     checkpoint, selected = opening.read_selected(source, edits.select)
     edits = replace(edits, select=selected)
     shards = writer_for(objects=not checkpoint.is_state_dict).word
@@ -331,7 +342,7 @@ def _about_rounding(changes: Changes, overflowed: Overflow | None) -> list[str]:
 
 
 def _edits_for(writer: Writer, edits: Edits, *, in_shards: bool) -> Edits:
-    """`edits` without those for which `writer` has no place; what it, or a shard, cannot hold is left out."""
+    """Return `edits` without those that the format of `writer` cannot hold, with those that it or a shard needs."""
     if writer.objects and writer.devices and writer.views and not in_shards:
         return edits
     return replace(
@@ -345,7 +356,7 @@ def _edits_for(writer: Writer, edits: Edits, *, in_shards: bool) -> Edits:
 
 
 def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[str]:
-    """What becomes of devices and storages in a format that has none."""
+    """Return notes about edits, devices and storages that the format of `writer` does not store."""
     notes = []
     if edits.devices and not writer.devices:
         unmatched_rules(checkpoint, edits.devices, tags_of(checkpoint))  # a typo is one for every format
@@ -362,7 +373,7 @@ def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[s
 
 
 def _about_code(checkpoint: Checkpoint) -> list[str]:
-    """What the output still needs, which no edit of devices or names takes away."""
+    """Return a note if torch.load(weights_only=True) refuses the output, because of code that it needs."""
     obstacles = checkpoint.index.obstacles if may_have_obstacles(checkpoint.graph) else []
     found = dict.fromkeys(f"its {node}" if isinstance(node, Global) else reason for reason, node in obstacles)
     if not found:
@@ -376,8 +387,9 @@ def _about_code(checkpoint: Checkpoint) -> list[str]:
 
 
 def refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
-    """Raise DangerousError where a conversion of `checkpoint`, `as_archive` or not, would carry over what no checkpoint
-    needs.
+    """Raise DangerousError if converting `checkpoint` would carry over what no checkpoint needs.
+
+    `as_archive` says whether the output is an archive, which keeps other records too.
     """
     found = dangers_carried(checkpoint, as_archive=as_archive)
     dangers = [concern for concern in found if concern.dangerous]

@@ -39,7 +39,7 @@ _PROGRAM = "import sys; sys.path[:] = {path}; from ckptconv.conversion.worker im
 
 
 class _Process:
-    """A worker and our end of the socket to it."""
+    """A worker process, and our end of the socket to it."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -52,13 +52,16 @@ class _Process:
             )
 
     def end(self) -> int:
-        """Wait for the end of the worker, which has nothing to do."""
+        """Wait for the end of the worker, which is idle, and return its exit status."""
         self.connection.close()
         return self.process.wait()
 
 
 class Processes(JobExecutor):
-    """So many `workers`, each a process with a thread that talks to it. A new one replaces one that was killed."""
+    """An executor with so many `workers`, each a process with a thread that talks to it.
+
+    A new process replaces one that was killed.
+    """
 
     alone = True
 
@@ -75,7 +78,7 @@ class Processes(JobExecutor):
         self._closed = False
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Hand `task` over, to processes that are started as they are needed."""
+        """Hand `task` to a process, which is started if it is needed."""
         future: Future[Outcome] = Future()
         try:
             message = _message(task)
@@ -86,7 +89,7 @@ class Processes(JobExecutor):
         return future
 
     def _run(self, task: Task, message: bytes, future: Future[Outcome]) -> None:
-        """Have a worker do `task`. If it ends before it has, `future` has a ChildProcessError."""
+        """Let a worker do `task`. If the worker ends before it is done, `future` gets a ChildProcessError."""
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -114,11 +117,11 @@ class Processes(JobExecutor):
         return outcome or _not_sent(task, error)
 
     def written(self) -> int:
-        """What all processes have written."""
+        """Return how many bytes all processes have written."""
         return self._written
 
     def close(self, *, failed: bool) -> None:
-        """Let the processes end; where something `failed`, now."""
+        """Let the processes end. If something `failed`, end them now."""
         with self._lock:
             self._closed = True
         if failed:
@@ -147,7 +150,7 @@ def _command_line(connection: Connection) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """What a worker has of the environment: of paths in which Python looks for modules, only the absolute ones."""
+    """Return the environment of a worker. Paths in which Python looks for modules are only the absolute ones."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONINSPECT"}
     for name in _PATHS & environment.keys():
         environment[name] = os.pathsep.join(filter(os.path.isabs, environment[name].split(os.pathsep)))
@@ -155,7 +158,7 @@ def _environment() -> dict[str, str]:
 
 
 def _message(task: Task) -> bytes:
-    """`task` for a worker, with the main module of this program if the task names it."""
+    """Return `task` for a worker, with the main module of this program if the task needs it."""
     pickled = pickle.dumps(task)
     main: dict[str, Any] = {}
     if b"__main__" in pickled:

@@ -1,4 +1,4 @@
-"""What is found in a folder, and the name of what becomes of it in another."""
+"""What is found in a folder, and the name that it gets in another one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ Kind: TypeAlias = Literal["file", "shards", "dcp", "ranks", "other", "unentered"
 class Found(NamedTuple):
     """Something in a folder.
 
-    `path` is that of the file; of ``shards`` that of their index, or of the folder where there is none; of ``dcp`` that
-    of the folder. `parts` are the files that belong to it.
+    Attributes:
+        path: The file. For ``shards`` the index, or the folder if there is none; for ``dcp`` the folder.
+        kind: What it is.
+        parts: The files that belong to it.
     """
 
     path: Path
@@ -28,15 +30,15 @@ class Found(NamedTuple):
 
 
 def name_in_folder(found: Found, format: str | None, *, is_folder: bool = False) -> str:
-    """The name in a folder of what becomes of `found`, whatever the way in.
+    """Return the name that the output of `found` gets in a folder.
 
-    A file keeps its name where its suffix admits the format; else it has the name that the Hub's tools know, or another
-    suffix. A folder of torch.distributed.checkpoint gets a suffix behind its whole name.
+    A file keeps its name if its suffix allows the format. Otherwise it gets the name that the Hub's tools know, or
+    another suffix. A folder of torch.distributed.checkpoint gets a suffix after its complete name.
 
     Args:
-        found: A checkpoint; what is none keeps its name.
-        format: What the user asked for. None: parts become what they are files of, all else what its suffix says.
-        is_folder: It becomes a folder of shards, which has no suffix.
+        found: A checkpoint. Anything else keeps its name.
+        format: The format that was asked for. If it is None, parts keep their format, and a suffix decides otherwise.
+        is_folder: Whether the output is a folder of shards, which has no suffix.
     """
     name = os.path.basename(os.path.abspath(found.path))
     stem, suffix, _ = split_suffix(name) if found.kind == "file" else (name, "", "")

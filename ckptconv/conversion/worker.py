@@ -29,8 +29,8 @@ _worker: _Worker | None = None
 class _Worker:
     """A process that does one task after another, and tells its parent through `connection` what it wrote.
 
-    Each message of the parent is a pair: where its main module is, or None if the task does not need it; and the
-    pickled task. The end of the connection is the end of the parent.
+    Each message of the parent is a pair: the place of its main module, or None if the task does not need it, and the
+    pickled task. The connection ends when the parent ends.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -52,7 +52,7 @@ class _Worker:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def serve(self) -> None:
-        """Do the tasks, each of which ends in a message: (bytes written, outcome, why there is no outcome)."""
+        """Do the tasks. After each, send (bytes written, outcome, why there is no outcome)."""
         threading.Thread(target=self.receive, daemon=True).start()
         while message := self.messages.get():
             outcome, error = self._do(message)

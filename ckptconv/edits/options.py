@@ -1,4 +1,4 @@
-"""The edits that a user asks for: the keywords that say them, and the same as data."""
+"""The edits that a user asks for: the options that declare them, and the same as data."""
 
 # No annotations from __future__: what stands in Annotated is read when the package is imported.
 
@@ -131,10 +131,10 @@ class EditOptions(PartOptions, NameOptions, total=False):
 
 @dataclass(frozen=True)
 class Edits:
-    """What the flags of ``convert`` and the keywords of its function become.
+    """The edits of one conversion, as data.
 
-    ``select`` is a path, ``drop`` are paths, ``include`` and ``exclude`` are globs on names and paths of the
-    source, those of ``dtypes`` on the new ones.
+    ``select`` is a path, and ``drop`` contains paths. The globs of ``include`` and ``exclude`` are for names and
+    paths of the source, those of ``dtypes`` for the new names.
     """
 
     devices: Devices = field(default_factory=Devices)
@@ -153,20 +153,18 @@ class Edits:
     compact: bool = False
 
     def __post_init__(self) -> None:
-        """Raise TypeError where a flag is neither True nor False."""
+        """Raise ArgumentTypeError if a value has a wrong type."""
         check_flags(self)
 
     def without(self, field: str, what: object) -> "Edits":
-        """These edits but for `what` in `field`, where :class:`~ckptconv.errors.NoMatchError` says that it
-        means nothing.
-        """
+        """Return these edits without `what` in `field`, which are given by a :class:`~ckptconv.errors.NoMatchError`."""
         if field == "devices":
             return replace(self, devices=self.devices.without(what))
         left: Any = tuple(each for each in getattr(self, field) if each != what)
         return replace(self, **{field: left})
 
     def several(self) -> Iterator[tuple[str, object]]:
-        """The fields that hold several, each with each of what it holds: what could mean nothing somewhere."""
+        """Yield each element of the fields that have several, with the field. Any of them can match nothing."""
         for each in fields(self):
             value = getattr(self, each.name)
             held = value.rules if isinstance(value, Devices) else value if isinstance(value, tuple) else ()
@@ -190,7 +188,7 @@ def split_edits(options: Mapping[str, Any]) -> tuple[Edits, dict[str, Any]]:
 
 
 def option_of(field: str, what: object) -> Message:
-    """The option that says `what` in a `field` of :class:`Edits` that holds several."""
+    """Return the option that asks for `what` in a `field` of :class:`Edits` that has several elements."""
     keyword = next((name for name, called in _FIELDS.items() if called == field), field)
     if isinstance(what, Rule):
         what = what.old, str(what.new)
