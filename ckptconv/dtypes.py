@@ -1,7 +1,7 @@
 """The table of dtypes: torch's name, storage class, item size, and safetensors' name.
 
 Sources: ``torch.storage._dtype_to_storage_type_map`` and ``_new_dtypes`` of torch 2.13, ``Dtype`` in ``tensor.rs`` of
-safetensors 0.8; tests compare them.
+safetensors 0.8. Tests compare the table with them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from ckptconv.light_dataclass import dataclass
 
 @dataclass(frozen=True)
 class DType:
-    """A torch dtype: its name without ``torch.``, its storage class (None: written as
-    UntypedStorage), its width in bytes.
+    """A dtype of torch or safetensors.
 
-    ``word`` is safetensors' name for it, where that has one.
+    Attributes:
+        name: The name in torch without ``torch.``, or safetensors' name if torch has none.
+        storage_class: The class of its storages, or None if they are UntypedStorage.
+        itemsize: The bytes of an item.
+        packed: The elements in an item.
+        word: The name in safetensors, or None.
     """
 
     name: str
     storage_class: str | None
     itemsize: int
-    packed: int = 1  # elements in each item
+    packed: int = 1
     word: str | None = None
 
     def bytes_of(self, elements: int) -> int:
-        """The bytes that so many elements take."""
+        """Return how many bytes `elements` elements take."""
         return -(-elements // self.packed) * self.itemsize
 
 
@@ -64,7 +68,7 @@ _TABLE = (
     *(DType(f"{kind}{bits}", None, 1) for kind in ("int", "uint") for bits in range(1, 8)),  # meta and wrappers only
 )
 
-#: What safetensors has and torch has not. An element of F4 is half of one of torch's float4_e2m1fn_x2.
+#: Dtypes that safetensors has and torch does not. An element of F4 is half of one of torch's float4_e2m1fn_x2.
 _WITHOUT_TORCH = (
     DType("F4", None, 1, 2, "F4"),
     DType("F6_E2M3", None, 3, 4, "F6_E2M3"),
@@ -76,10 +80,10 @@ UNTYPED = DType("uint8", "UntypedStorage", 1)
 
 BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in (*_TABLE, UNTYPED) if dtype.storage_class}
-#: By safetensors' word, counted in safetensors' elements.
+#: By safetensors' name. Elements are counted as safetensors does.
 BY_WORD = {dtype.word: dtype for dtype in (*_TABLE, *_WITHOUT_TORCH) if dtype.word}
 
 
 def get_dtype(name: str) -> DType:
-    """The dtype that torch calls `name`, else the one that safetensors alone has."""
+    """Return the dtype with this `name` in torch, or else in safetensors. Raises KeyError."""
     return BY_NAME.get(name) or BY_WORD[name]

@@ -1,24 +1,24 @@
-"""The exception tree, each error one line for a person and data for a program; and helpers for such lines.
+"""The exceptions, each one line for a person and data for a program, and functions that format such lines.
 
 CkptconvError
 ├── UsageError          the request contradicts itself or cannot be understood (a ValueError too)
 │   └── ArgumentTypeError   an argument has a wrong type, or there is none of that name (a TypeError too)
 ├── InputError          something is wrong with what was read
-│   ├── MissingInputError   it is not there (a FileNotFoundError too)
+│   ├── MissingInputError   it does not exist (a FileNotFoundError too)
 │   ├── MalformedError      it breaks the rules of its format, or can be read in two ways
 │   ├── LimitError          it asks for more than ckptconv is willing to spend
 │   ├── UnsupportedError    it is sound, but not something that this version handles
-│   ├── DangerousError      carrying it over would carry code that no checkpoint needs
-│   └── UnreadableError     its bytes could not be read, so nothing is known of them
+│   ├── DangerousError      the output would contain code that no checkpoint needs
+│   └── UnreadableError     its bytes could not be read, so nothing is known about them
 │       ├── InputChangedError   it changed while it was being read
-│       └── TransferError       a server, or the line to it, failed, or answered what no server should
-├── MissingTorchError   what was asked for needs torch, which is not installed (an ImportError too)
+│       └── TransferError       a server, or the connection to it, failed or gave a wrong answer
+├── MissingTorchError   the request needs torch, which is not installed (an ImportError too)
 ├── DeviceUnavailable   tensors would go to a device that torch does not have here
-├── RefusedError        doing it would lose data or surprise somebody
-│   ├── TargetExistsError   the output is there already (a FileExistsError too)
+├── RefusedError        the request would lose data or surprise the user
+│   ├── TargetExistsError   the output exists (a FileExistsError too)
 │   ├── CollisionError      two names would become one
 │   └── NoMatchError        a filter or prefix that matches nothing: a typo
-│       └── UnknownDeviceError  a mapping of what is no device's name, and on which nothing is (a UsageError too)
+│       └── UnknownDeviceError  a mapping of a word that is not a device's name (a UsageError too)
 └── OutputError         the system could not write, and the old output is as it was
 """
 
@@ -28,20 +28,20 @@ import errno
 import sys
 from collections.abc import Sequence
 
-#: What to do with a file that is damaged.
+#: The hint for a damaged file.
 DOWNLOAD_AGAIN = "download or copy it again"
 _LONGEST_FACT = 400  # characters; several names and their numbers
 _LONGEST_NUMBER = 1000  # bits
-_LONGEST_PART = 8000  # characters; a list of some hundred names, and no more than a terminal keeps
+_LONGEST_PART = 8000  # characters; a list of some hundred names, and not more than a terminal keeps
 _SCHEME = r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{1,30}:/+)"
 _AFTER_SCHEME = r"([^/?#\s]*)([^?#\s]*)(\S*)"
 _NO_PORT = r"\[[^\]]*|(?:\[[^\]]*\]|[^:\[]*):[0-9]*[^0-9'\"<>),;.].*"
-_CLOSING = "'\"<>),;."  # ends a URL in a sentence
-_KEYED = ("s3:", "hf:", "file:")  # a question mark is a letter there
+_CLOSING = "'\"<>),;."  # characters that end a URL in a sentence
+_KEYED = ("s3:", "hf:", "file:")  # schemes in which a question mark is part of the path
 
 
 def printable(text: object) -> str:
-    """`text` with control, format and unpaired surrogate characters escaped, safe to send to a terminal."""
+    """Return `text` with control, format and unpaired surrogate characters escaped, safe to send to a terminal."""
     text = str(text)
     if text.isprintable():
         return text
@@ -82,7 +82,7 @@ def _without_secrets(scheme: str, rest: str) -> tuple[str, bool]:
 
 
 def size(nbytes: int) -> str:
-    """`nbytes` in the decimal units that disks and the Hub use."""
+    """Return `nbytes` in the decimal units that disks and the Hub use."""
     if nbytes < 1000:
         return f"{nbytes} B"
     power = next((power for power in (1, 2, 3) if nbytes < 999.5 * 1000**power), 4)
@@ -90,34 +90,40 @@ def size(nbytes: int) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """`n` of what `noun` says, in the plural unless there is one."""
+    """Return `n` with `noun`, in the plural unless `n` is 1."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def some(words: Sequence[str], most: int = 3) -> str:
-    """`words`, or the first of them, `most`, and how many more."""
+    """Return `words` with commas; if there are more than `most`, return the first of them and the number of others."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more
 
 
 def _fact(fact: object, most: int = _LONGEST_FACT) -> str:
-    """`fact` without its middle if it is long: names in files can have megabytes."""
+    """Return `fact` without its middle if it is longer than `most`: names in files can have megabytes."""
     text = str(fact)
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
 def _sayable(fact: object) -> object:
-    """`fact`, or what to say of it: integers in files can have more digits than Python prints."""
+    """Return `fact`, or the size of an integer that has more digits than Python prints."""
     if isinstance(fact, int) and fact.bit_length() > _LONGEST_NUMBER:
         return f"an integer of {fact.bit_length():,} bits"
     return fact
 
 
 class CkptconvError(Exception):
-    """What went wrong, where, what was expected, what was found, and what to type next.
+    """The base class of the exceptions. ``str(error)`` is one printable line of all parts.
 
-    No part contains the password or the query of a URL. ``str(error)`` is one printable line. The parts stay apart as
-    attributes, so that no program has to read the line.
+    No part contains the password or the query of a URL.
+
+    Attributes:
+        what: What went wrong.
+        where: The file, and the place in it.
+        expected: What was expected.
+        got: What was found.
+        hint: What to do or type next.
     """
 
     def __init__(
@@ -135,7 +141,7 @@ class CkptconvError(Exception):
         super().__init__(self.what)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set the attribute, a text without the secrets of URLs."""
+        """Set the attribute, without the secrets of URLs if it is a text."""
         super().__setattr__(name, redacted(value) if isinstance(value, str) else value)
 
     def __str__(self) -> str:
@@ -155,7 +161,7 @@ class CkptconvError(Exception):
 
 
 class _OfPath(OSError):
-    """What Python's own error of a file says: its number, and the path."""
+    """An error with the number and the path that Python's own error about a file has."""
 
     where: object
 
@@ -166,7 +172,7 @@ class _OfPath(OSError):
 
     @filename.setter
     def filename(self, path: object) -> None:
-        """Packages that pickle errors with their tracebacks (tblib) set it again."""
+        """Set the path, as packages do that pickle errors with their tracebacks (tblib)."""
         self.where = path
 
 
@@ -175,7 +181,7 @@ class UsageError(CkptconvError, ValueError):
 
 
 class ArgumentTypeError(UsageError, TypeError):
-    """An argument of a function has a wrong type, or it has none of that name."""
+    """An argument of a function has a wrong type, or the function has no argument of that name."""
 
 
 class InputError(CkptconvError):
@@ -183,7 +189,7 @@ class InputError(CkptconvError):
 
 
 class MissingInputError(InputError, _OfPath, FileNotFoundError):
-    """The input is not there."""
+    """The input does not exist."""
 
     errno = errno.ENOENT
 
@@ -197,15 +203,15 @@ class LimitError(InputError):
 
 
 class UnsupportedError(InputError):
-    """The input is sound, but nothing that this version handles."""
+    """The input is sound, but this version does not handle it."""
 
 
 class DangerousError(InputError):
-    """The input calls what no checkpoint needs, and the output would carry that call."""
+    """The input calls a function that no checkpoint needs, and the output would contain that call."""
 
 
 class UnreadableError(InputError):
-    """Bytes of the input could not be read, so nothing is known of them: a disk, a file object or a server failed."""
+    """A disk, a file object or a server failed, so bytes of the input could not be read and are unknown."""
 
 
 class InputChangedError(UnreadableError):
@@ -213,37 +219,35 @@ class InputChangedError(UnreadableError):
 
 
 class TransferError(UnreadableError):
-    """The server that has the input, or the line to it, failed, or answered what no server should."""
+    """The server that has the input, or the connection to it, failed or gave a wrong answer."""
 
 
 class MissingTorchError(CkptconvError, ImportError):
-    """What was asked for needs torch, which is not installed, or cannot be imported."""
+    """The request needs torch, which is not installed or cannot be imported."""
 
 
 def require_torch(what: str, where: object = None) -> None:
-    """Raise MissingTorchError, which says for `what` it is needed, where torch is not installed. It is not imported."""
-    import importlib.util  # which costs every other command a millisecond
+    """Raise MissingTorchError if torch, which `what` needs, is not installed. It is not imported."""
+    import importlib.util
 
     try:
         if "torch" in sys.modules or importlib.util.find_spec("torch"):
             return
-    except ImportError:  # of a finder that has its own mind
+    except ImportError:  # a finder of another package raised it
         pass
     raise MissingTorchError(f"torch is needed for {what}, and is not installed", where=where, hint="pip install torch")
 
 
 class DeviceUnavailable(CkptconvError):
-    """Tensors would go to a device that torch does not have here: the tags, and the argument that sends
-    them elsewhere.
-    """
+    """Tensors would go to a device that torch does not have here."""
 
 
 class RefusedError(CkptconvError):
-    """Doing it would lose data or surprise somebody; nothing was written."""
+    """The request would lose data or surprise the user. Nothing was written."""
 
 
 class TargetExistsError(RefusedError, _OfPath, FileExistsError):
-    """The output is there already, and nobody said that it may be replaced."""
+    """The output exists, and the request does not say that it may be replaced."""
 
     errno = errno.EEXIST
 
@@ -253,10 +257,11 @@ class CollisionError(RefusedError):
 
 
 class NoMatchError(RefusedError):
-    """A prefix, filter or path that matches nothing.
+    """A prefix, filter or path matches nothing.
 
-    ``unmatched``: the field of :class:`~ckptconv.edits.options.Edits`, and what in it means nothing here, where the
-    rest could be done without it: in a batch it may mean something in another file.
+    Attributes:
+        unmatched: The field of :class:`~ckptconv.edits.options.Edits` and the item in it that matches nothing, if the
+            rest could be done without it: in a batch it may match something in another file. Otherwise None.
     """
 
     def __init__(
@@ -274,8 +279,8 @@ class NoMatchError(RefusedError):
 
 
 class UnknownDeviceError(NoMatchError, UsageError):
-    """What a mapping replaces is no device's name, and no tensor is on such a device."""
+    """A mapping replaces a word that is not a device's name, and no tensor is on such a device."""
 
 
 class OutputError(CkptconvError):
-    """The system could not write the output; what was there before is as it was, unless the message says otherwise."""
+    """The system could not write the output. An old output is unchanged unless the message says otherwise."""

@@ -21,20 +21,20 @@ from ckptconv.light_dataclass import dataclass
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_LONGEST = 80  # characters of a value that is said
-#: What a file object without a name is called in messages; in a command and a call it has a placeholder.
+_LONGEST = 80  # characters of a value that is shown
+#: The name of a file object without a name in messages. In a command and a call it is a placeholder.
 UNNAMED = "<file object>"
-#: How advice starts that has another program unpickle the input, which can run any code.
+#: The start of advice by which another program unpickles the input, which can run any code.
 TRUSTED = "if you trust who made it, for it can run code"
-#: Options of commands that no function has, and what of a result has in Python what they show.
+#: Options that only commands have, and the attribute or method of a result that has what they show.
 _TERMINAL_ONLY = {"tree": "tensors", "json": "as_dict()", "verbose": "as_dict()"}
-_SHORT = {"verbose": "-v"}  # as they are said
+_SHORT = {"verbose": "-v"}
 #: One item for each public function that runs, in any thread.
 _public_calls: list[None] = []
 
 
 class Placeholder(str):
-    """A word for what the reader puts in its place, such as OUT."""
+    """A word that the reader replaces, such as OUT."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -42,27 +42,29 @@ class Placeholder(str):
 
 @dataclass(frozen=True)
 class Option:
-    """An option, called as the keyword is, and its value.
+    """An option and its value.
 
-    The value is a text or number, or a tuple of texts or pairs for what can be given several times; True for a switch;
-    None where the option is only named. The devices of ``map_location`` are a text or pairs.
+    Attributes:
+        keyword: The name of the keyword.
+        value: A text or number; a tuple of texts or pairs for an option that can be repeated; True for a flag; None if
+            the option is only named. The devices of ``map_location`` are a text or pairs.
     """
 
     keyword: str
     value: Any = True
 
     def words(self) -> list[tuple[str, ...]]:
-        """What is typed for it: each flag with its value."""
+        """Return what a user types for it: each flag with its value."""
         flag = _SHORT.get(self.keyword, f"--{self.keyword.replace('_', '-')}")
         if self.value is None or self.value is True:
             return [(flag,)]
         values = self.value if isinstance(self.value, tuple) else (self.value,)
         if self.keyword == "map_location":
-            return [("--map", "=".join(each)) if isinstance(each, tuple) else ("--to", each) for each in values]
-        return [(flag, *each) if isinstance(each, tuple) else (flag, str(each)) for each in values]
+            return [("--map", "=".join(value)) if isinstance(value, tuple) else ("--to", value) for value in values]
+        return [(flag, *value) if isinstance(value, tuple) else (flag, str(value)) for value in values]
 
     def in_python(self) -> str:
-        """The keyword with its value; what is an option of commands alone, in Python's way."""
+        """Return the keyword with its value. For an option that only commands have, return what replaces it."""
         if self.keyword in _TERMINAL_ONLY:
             return _TERMINAL_ONLY[self.keyword]
         value = self.value
@@ -75,24 +77,24 @@ class Option:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of ours: its name, ``convert_many`` for a batch, and its paths and options."""
+    """A command of ckptconv: its name, ``convert_many`` for a batch, and its paths and options."""
 
     name: str
     arguments: tuple[str | os.PathLike[str] | Option, ...]
 
     def words(self) -> list[tuple[str, ...]]:
-        """What is typed: each flag with its value, every other word by itself."""
+        """Return what a user types: each flag with its value, every other word by itself."""
         words: list[tuple[str, ...]] = [("ckptconv",), (self.name.removesuffix("_many"),)]
-        for each in self.arguments:
-            words += each.words() if isinstance(each, Option) else [(_no_option(each),)]
+        for argument in self.arguments:
+            words += argument.words() if isinstance(argument, Option) else [(_no_option(argument),)]
         return words
 
     def in_python(self) -> str:
-        """The call that does the same."""
+        """Return the call that does the same."""
         arguments = ", ".join(
-            each.in_python() if isinstance(each, Option) else repr(placed(each))
-            for each in self.arguments
-            if not (isinstance(each, Option) and each.keyword in _TERMINAL_ONLY)
+            argument.in_python() if isinstance(argument, Option) else repr(placed(argument))
+            for argument in self.arguments
+            if not (isinstance(argument, Option) and argument.keyword in _TERMINAL_ONLY)
         )
         if self.name == "convert_many":
             return f"ckptconv.convert_many(ckptconv.jobs_in({arguments}))"
@@ -144,7 +146,7 @@ def option(keyword: str, value: object = True) -> Message:
 
 
 def command(name: str, *arguments: str | os.PathLike[str] | Option) -> Message:
-    """A command of ours as a message. A path that starts with a dash, and is no text, gets a folder."""
+    """Make a message of a command. A path object that begins with a dash gets the current folder before it."""
     return Message(Command(name, arguments))
 
 
@@ -154,19 +156,18 @@ def command_line(name: str, *arguments: str | os.PathLike[str] | Option) -> Mess
 
 
 def joined(*messages: str | None, separator: str = "; ") -> str:
-    """Those of `messages` that there are, as one."""
-    there = [each for each in messages if each]
-    return functools.reduce(lambda text, each: text + separator + each, there)
+    """Join those of `messages` that are neither empty nor None, at least one, and keep their parts."""
+    return functools.reduce(lambda text, message: text + separator + message, filter(None, messages))
 
 
 def options_in(message: str | None) -> dict[str, Any]:
-    """The values of the options that `message` names outside of commands, by keyword."""
-    return {each.keyword: each.value for each in _parts(message or "") if isinstance(each, Option)}
+    """Return the values of the options that `message` contains outside of commands, by keyword."""
+    return {part.keyword: part.value for part in _parts(message or "") if isinstance(part, Option)}
 
 
 def command_in(message: str | None) -> Command | None:
-    """The first command of ours in `message`."""
-    return next((each for each in _parts(message or "") if isinstance(each, Command)), None)
+    """Return the first command in `message`, or None."""
+    return next((part for part in _parts(message or "") if isinstance(part, Command)), None)
 
 
 @contextmanager
@@ -204,38 +205,41 @@ def for_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def _keywords(function: Callable[..., Any]) -> list[str]:
-    import inspect  # which costs those who need it not some milliseconds
+    import inspect
 
     return [*inspect.signature(function).parameters]
 
 
 def _check_paths(function: Callable[..., Any], *args: object, **kwargs: object) -> None:
-    """Raise ArgumentTypeError where an argument of `function` that is to be a path is none."""
+    """Raise ArgumentTypeError if an argument of `function` has the name of a path and is not one."""
     for name, value in (*zip(_keywords(function), args, strict=False), *kwargs.items()):
         if name in PLACES and not isinstance(value, (str, bytes, os.PathLike)):
             raise ArgumentTypeError(f"{name} must be a path, not {value!r}")
 
 
 def unknown_keyword(function: str, guess: str, value: object, known: Sequence[str]) -> ArgumentTypeError:
-    """The error for the keyword `guess` of a `function` that has those `known`, with what is meant by it."""
+    """Return the error for the unknown keyword `guess` with `value` of a `function` that has the keywords `known`.
+
+    Its hint is the keyword that is probably meant, or why none is needed.
+    """
     hint = None
     if why := unneeded(guess, known):
         hint = f"leave it out: {why}"
     elif meant := keyword_for(guess, value, known):
-        keyword, said = meant
-        shown = repr(said)
-        hint = "is this meant: " + (keyword if said is None or len(shown) > _LONGEST else f"{keyword}={shown}")
+        keyword, meant_value = meant
+        shown = repr(meant_value)
+        hint = "is this meant: " + (keyword if meant_value is None or len(shown) > _LONGEST else f"{keyword}={shown}")
     return ArgumentTypeError(f"{function}() got an unexpected keyword argument {guess!r}", hint=hint)
 
 
-# Words of a shell, and of other programs
+# Commands for a shell
 
 
 def shell(*words: str | os.PathLike[str]) -> str:
     """Return a command of these `words`.
 
-    No program that a message names may take code or settings from the current folder or from a file's folder, which
-    somebody else may have filled: git is out, and Python is for :func:`python_command`. Paths are :func:`_no_option`.
+    No program in a message may take code or settings from the current folder or from a file's folder, which another
+    user may have filled. So messages do not suggest git, and Python is run by :func:`python_command`.
     """
     return " ".join(quoted(_no_option(word)) for word in words)
 
@@ -249,25 +253,26 @@ def python_command(*words: str | os.PathLike[str]) -> str:
 
 
 def saved_by_torch(expression: str, *modules: str) -> str:
-    """A command that saves what the Python `expression` gives, which needs `modules` beside torch."""
+    """Return a command that saves the value of the Python `expression`, which needs `modules` in addition to torch."""
     program = f'import {", ".join((*modules, "torch"))}; torch.save({expression}, "out.pt")'
     return python_command("-c", program)
 
 
 def literal(path: str | os.PathLike[str]) -> str:
-    """`path` as Python writes it, in the quotation marks that leave a shell's alone."""
+    """Return `path` as a Python literal in double quotes, so that a shell command can be in single quotes."""
     return json.dumps(os.fspath(path), ensure_ascii=False)
 
 
 def placed(word: str | os.PathLike[str]) -> str:
-    """`word` as text; a placeholder for what has no name."""
+    """Return `word` as text, or a placeholder for a file object without a name."""
     text = os.fspath(word)
     return Placeholder("FILE") if text == UNNAMED else text
 
 
 def _no_option(word: str | os.PathLike[str]) -> str:
-    """Return `word`; a path with a folder, if a program could take its start for an option (-), for a list of paths (@)
-    or, as tar does, for another machine (host:).
+    """Return `word`, a text or path. A path gets the current folder before it if a program could misread it.
+
+    A program could take its start for an option (-), a list of paths (@) or, as tar does, another machine (host:).
     """
     if isinstance(word, str):
         return word
@@ -277,17 +282,17 @@ def _no_option(word: str | os.PathLike[str]) -> str:
 
 
 def quoted(word: str, *, ascii_only: bool = False) -> str:
-    """`word` for a shell; what cannot be shown is in the shell's own escapes, for a message would show it in others."""
+    """Return `word` for a shell. Characters that cannot be printed are in the shell's own escapes."""
     if printable(word) == word and (word.isascii() or not ascii_only):
         return shlex.quote(word)
-    return f"$'{''.join(_escaped(each, ascii_only=ascii_only) for each in word)}'"
+    return f"$'{''.join(_escaped(character, ascii_only=ascii_only) for character in word)}'"
 
 
 def _escaped(character: str, *, ascii_only: bool = False) -> str:
-    """`character` as it stands between ``$'`` and ``'`` in a shell."""
+    """Return `character` as it is written between ``$'`` and ``'`` in a shell."""
     if printable(character) == character and character not in "\\'" and (character.isascii() or not ascii_only):
         return character
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is no UTF-8
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is not UTF-8
         return f"\\x{code - 0xDC00:02x}"
     return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogatepass"))

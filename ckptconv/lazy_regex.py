@@ -1,4 +1,4 @@
-"""Regular expressions that are compiled when they are first used: most commands need few of them."""
+"""Regular expressions that are compiled when they are first used, because a command uses few of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 else:
 
     class regex:
-        """What ``re.compile`` returns, later."""
+        """A pattern with the interface of ``re.Pattern``, compiled when its first attribute is read."""
 
         def __init__(self, pattern, flags=0):
             self._arguments = pattern, flags
 
         def __getattr__(self, name):
-            found = getattr(re.compile(*self._arguments), name)
-            setattr(self, name, found)
-            return found
+            value = getattr(re.compile(*self._arguments), name)
+            setattr(self, name, value)
+            return value

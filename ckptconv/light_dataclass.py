@@ -1,8 +1,8 @@
-"""``dataclass`` as the standard library has it, without the code that it generates and compiles for each class: that
-took a third of the time in which ``inspect`` of a small file ran.
+"""The standard library's ``dataclass`` without the code that it generates and compiles for each class.
 
-Classes of many objects have slots: their ``__init__`` is generated, for one that is not takes longer. ``fields``,
-``replace``, ``asdict``, ``inspect.signature`` and pickling work as with the other. Fields are not inherited.
+That code would take a third of the time of ``inspect`` for a small file. Classes with many objects have slots: their
+``__init__`` is generated, because it is faster. ``fields``, ``replace``, ``asdict``, ``inspect.signature`` and pickling
+work as with the standard one. Fields are not inherited.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls=None, /, *, frozen=False, eq=True, repr=True, slots=False, unsafe_hash=False):
-        """`cls` with the methods of a dataclass; what it defines itself stays."""
+        """Return `cls` with the methods of a dataclass, except for those that it defines itself."""
         if cls is None:
             return partial(dataclass, frozen=frozen, eq=eq, repr=repr, slots=slots, unsafe_hash=unsafe_hash)
         if slots:
-            cls.__doc__ = cls.__doc__ or cls.__name__  # else it becomes the signature, which takes as long as the rest
+            cls.__doc__ = cls.__doc__ or cls.__name__  # otherwise it becomes the signature, which is slow
             cls = dataclasses.dataclass(repr=False, eq=False, frozen=frozen, slots=True)(cls)
-            fields, methods = {each.name: each for each in dataclasses.fields(cls)}, {}
+            fields, methods = {field.name: field for field in dataclasses.fields(cls)}, {}
         else:
             fields = _take_fields(cls)
             methods = _construction_of(cls, fields)
             methods |= {"__setattr__": _refuse, "__delattr__": _refuse} if frozen else {}
-        methods |= {"__repr__": _repr_of([name for name, each in fields.items() if each.repr])} if repr else {}
+        methods |= {"__repr__": _repr_of([name for name, field in fields.items() if field.repr])} if repr else {}
         methods |= _comparison_of([*fields], frozen or unsafe_hash) if eq else {}
         for name in methods.keys() - vars(cls).keys():
             setattr(cls, name, methods[name])
         return cls
 
     def _take_fields(cls):
-        """The fields that `cls` declares, by name; it keeps their defaults as attributes."""
+        """Return the fields that `cls` declares, by name. `cls` keeps their defaults as attributes."""
         fields = {}
         for name, kind in cls.__annotations__.items():
             if str(kind).removeprefix("typing.").startswith("ClassVar"):
                 continue
             value = vars(cls).get(name, dataclasses.MISSING)
-            fields[name] = each = value if isinstance(value, dataclasses.Field) else dataclasses.field(default=value)
-            each.name, each.type, each._field_type = name, kind, dataclasses._FIELD
-            if each.default is not dataclasses.MISSING:
-                setattr(cls, name, each.default)
-            elif each is value:
+            fields[name] = field = value if isinstance(value, dataclasses.Field) else dataclasses.field(default=value)
+            field.name, field.type, field._field_type = name, kind, dataclasses._FIELD
+            if field.default is not dataclasses.MISSING:
+                setattr(cls, name, field.default)
+            elif field is value:
                 delattr(cls, name)
         return fields
 
-    class _Asked:
-        """An attribute of a class that is computed when somebody asks for it."""
+    class _LazyAttribute:
+        """An attribute of a class that is computed each time that it is read."""
 
         def __init__(self, compute):
             self.compute = compute
@@ -60,8 +60,8 @@ else:
             return self.compute()
 
     def _construction_of(cls, fields):
-        """``__init__``, and what says what it takes."""
-        names = [name for name, each in fields.items() if each.init]
+        """Return ``__init__``, and the attributes that describe its parameters."""
+        names = [name for name, field in fields.items() if field.init]
         missing = dataclasses.MISSING
         defaults = [(name, fields[name].default) for name in names if fields[name].default is not missing]
         makers = [(name, fields[name].default_factory) for name in names if fields[name].default_factory is not missing]
@@ -70,25 +70,25 @@ else:
 
         @cache
         def signature():
-            said = [(name, each.type, each) for name, each in fields.items()]
-            return inspect.signature(dataclasses.make_dataclass(cls.__name__, said))
+            declared = [(name, field.type, field) for name, field in fields.items()]
+            return inspect.signature(dataclasses.make_dataclass(cls.__name__, declared))
 
         def __init__(self, *args, **keywords):
             values = self.__dict__
-            values.update(zip(names, args))  # noqa: B905 - too many are told below
+            values.update(zip(names, args))  # noqa: B905 - too many arguments raise an error below
             values.update(keywords)
             is_once = len(values) == len(args) + len(keywords)
             if len(values) < len(names):
                 values.update({name: make() for name, make in makers if name not in values})
                 values.update({name: value for name, value in defaults if name not in values})
             if not is_once or values.keys() != expected:
-                signature().bind(*args, **keywords)  # which raises TypeError
+                signature().bind(*args, **keywords)  # raises TypeError
             if has_more:
                 self.__post_init__()
 
         return {
             "__init__": __init__,
-            "__signature__": _Asked(signature),
+            "__signature__": _LazyAttribute(signature),
             "__dataclass_fields__": fields,
         }
 

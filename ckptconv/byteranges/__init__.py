@@ -1,4 +1,4 @@
-"""Where bytes are, and how to read, check and compute them, a buffer at a time.
+"""Byte ranges, and how to read, check and compute their bytes, a buffer at a time.
 
-May import: ``pickles`` and what stands below it. Start with ``spans`` (the data), then ``sources`` (what is read).
+May import: ``pickles`` and the packages below it. Start with ``spans`` (the data), then ``sources`` (what is read).
 """

@@ -1,6 +1,6 @@
-"""Inputs, read by position: files, opened once, folders of them, and what is in memory.
+"""Inputs that are read by position: files, which are opened once, folders of files, and bytes in memory.
 
-Never mapped into memory: a mapped file that is truncated by somebody else ends the reader with SIGBUS.
+Files are never mapped into memory: if another process truncates a mapped file, the reader ends with SIGBUS.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
@@ -25,66 +24,23 @@ from ckptconv.errors import (
     UnsupportedError,
 )
 
-
-def lock_exclusive(fd: int, where: object) -> None:
-    """Lock the open file `fd` for a change, until it is closed.
-
-    Raises:
-        RefusedError: Somebody reads or changes it, or the filesystem has no locks.
-    """
-    import fcntl
-
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise RefusedError(
-            "another process reads or changes the file", where=where, hint="try again when it has ended"
-        ) from error
-    except OSError as error:
-        raise RefusedError(
-            f"the file cannot be locked ({os.strerror(error.errno or 0)}), so it is not changed in place",
-            where=where,
-            hint="convert it to another file",
-        ) from error
-
-
-def lock_shared(fd: int, where: object) -> None:
-    """Lock the open file `fd` for reading, until it is closed; where there are no locks, do nothing.
-
-    Raises:
-        UnreadableError: Somebody changes it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # not on Unix, where nothing is changed in place
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UnreadableError(
-            "another process changes the file in place", where=where, hint="try again when it has ended"
-        ) from error
-    except OSError:
-        pass
-
-
 _R = TypeVar("_R", bound="Readable")
 
-_HELD = 1 << 15  # bytes of a file that is read at once: a small one is asked for some twenty parts
+_HELD = 1 << 15  # the largest file, in bytes, that is read in one call: some twenty parts of it are needed
 
 _SPARE = 64  # open files that the rest of the process may need
-_LEAST_SPARE = 8  # without which no module can be imported, and no output written
+_LEAST_SPARE = 8  # open files that imports and outputs need
 
 #: The hint if too many files are open.
 MORE_FILES = "ulimit -n shows how many files may be open, and can raise that limit"
 
-STEP = 1 << 24  # bytes that are asked at once of what fills no buffer by itself
+STEP = 1 << 24  # bytes that are read in one call if the system cannot read into a buffer
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
 
 
 def check_system() -> None:
-    """Raise UnsupportedError where Python cannot read and write files by position, as on Windows."""
+    """Raise UnsupportedError if Python cannot read and write files by position, as on Windows."""
     if not hasattr(os, "pread"):
         raise UnsupportedError(
             "this system has no reading and writing of files by position, which ckptconv needs",
@@ -94,12 +50,16 @@ def check_system() -> None:
 
 
 class Readable:
-    """An open file, read by position. A context manager.
+    """An open file that is read by position. A context manager.
 
-    ``path`` is for messages; only where it `is_stored` does that file stand there, so that a command can name it and
-    others can stand beside it. ``fd`` is -1 where the kernel has no file for it, ``size`` in bytes. ``mode`` has the
-    permissions that a copy of it may have. ``faults`` takes what readers find wrong with it. Where it `is_far`, each
-    read can cost a request to a server.
+    Attributes:
+        path: The path, for messages.
+        fd: The descriptor, or -1 if the kernel has no file for it.
+        size: The number of bytes.
+        mode: The permissions that a copy may have.
+        faults: The sink for what readers find wrong with it.
+        is_stored: Whether a file is at `path`, so that a command can name it and other files can be next to it.
+        is_far: Whether each read can cost a request to a server.
     """
 
     path: Path
@@ -113,16 +73,14 @@ class Readable:
     def __enter__(self: _R) -> _R:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Let go of what is open; twice is harmless."""
+        """Close what is open. A second call does nothing."""
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes at `offset`. Raises InputChangedError where the file has become shorter."""
+        """Return `length` bytes at `offset`. Raises InputChangedError if the file has become shorter, InputError."""
         parts = []
         while length:
             try:
@@ -137,7 +95,7 @@ class Readable:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
+        """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
         while buffer:
             try:
                 done = _read_into(self.fd, buffer, offset)
@@ -148,34 +106,38 @@ class Readable:
             offset += done
             buffer = buffer[done:]
 
-    def is_same_file(self, other: os.stat_result) -> bool:  # noqa: ARG002 - what is in memory alone is no file
-        """Whether `other` is this very file, under whatever name."""
+    def is_same_file(self, other: os.stat_result) -> bool:  # noqa: ARG002 - bytes in memory are not a file
+        """Return whether `other` is this file, perhaps under another name."""
         return False
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if it is not what it was when it was opened."""
+        """Raise InputChangedError if the file has changed since it was opened."""
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """`ranges`, from a start to an end, are about to be read: what is far is asked for them all at once."""
+        """Take the `ranges`, pairs of start and end, that will be read. A remote source requests them together."""
 
     def announce(self, ranges: Iterable[tuple[int, int]], *, keep: Path | None = None) -> None:
-        """`ranges`, from a start to an end, are about to be read in this order: what is far comes ahead of who reads.
-        More than once only where there is a folder to `keep` them in.
+        """Take the `ranges`, pairs of start and end, that will be read in this order. A remote source fetches ahead.
+
+        `keep` is the folder to keep them in if they are read more than once.
         """
 
-    def spares(self, offset: int, length: int, what: str) -> bool:  # noqa: ARG002 - what is near is read
-        """Whether bytes that only prove the file sound are not to be read; then it says itself that `what` was not."""
+    def spares(self, offset: int, length: int, what: str) -> bool:  # noqa: ARG002 - local bytes are read
+        """Return whether to skip the integrity check `what`, which reads these bytes and nothing else needs them.
+
+        A skipped check is reported by :meth:`about`.
+        """
         return False
 
     def about(self) -> list[str]:
-        """What else to say of it, when it has been read."""
+        """Return notes about how it was read."""
         return []
 
     def _unreadable(self, error: OSError, offset: int) -> InputError:
         what = f"cannot be read: {error.strerror or error}"
-        found = UnreadableError(what, where=f"{self.path} at byte {offset}")
-        self.faults.unreachable(found)
-        return found
+        unreadable = UnreadableError(what, where=f"{self.path} at byte {offset}")
+        self.faults.unreachable(unreadable)
+        return unreadable
 
     def _too_short(self, expected: int) -> InputChangedError:
         return InputChangedError(
@@ -184,42 +146,42 @@ class Readable:
 
 
 class BytesSource(Readable):
-    """`data`, in memory. `path` is for messages."""
+    """The bytes `data` in memory. `path` is for messages."""
 
     def __init__(self, data: bytes, path: Path) -> None:
         self.path, self.fd, self.size = path, -1, len(data)
         self._data = data
 
     def read(self, offset: int, length: int) -> bytes:
-        """`length` bytes at `offset`."""
+        """Return `length` bytes at `offset`."""
         return self._data[offset : offset + length]
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`."""
+        """Fill `buffer` with the bytes at `offset`."""
         buffer[:] = self._data[offset : offset + len(buffer)]
 
 
 class SliceSource(Readable):
-    """`length` bytes at `offset` of `of`, as if they were a file of their own."""
+    """`length` bytes at `offset` of the source `of`, read like a file."""
 
     def __init__(self, of: Readable, offset: int, length: int) -> None:
         self.path, self.fd, self.size, self.faults = of.path, -1, length, of.faults
         self.of, self.offset = of, offset
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes at `offset`. Raises InputChangedError where the file has become shorter."""
+        """Return `length` bytes at `offset`. Raises InputChangedError if the file has become shorter, InputError."""
         return self.of.read(self.offset + offset, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
+        """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
         self.of.read_into(self.offset + offset, buffer)
 
 
 class ComputedSource(Readable):
-    """What is not read by the kernel, in pieces that :meth:`read_into` alone gives."""
+    """A base class for sources that the kernel does not read. Subclasses have :meth:`read_into`."""
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes at `offset`. Raises InputChangedError where the file has become shorter."""
+        """Return `length` bytes at `offset`. Raises InputChangedError if the file has become shorter, InputError."""
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
@@ -231,13 +193,13 @@ class Source(Readable):
     is_stored = True
 
     def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED, *, locked: bool = False) -> None:
-        """Open `path`; `locked` keeps it from being changed in place until it is closed.
+        """Open `path`. `locked`: it cannot be changed in place until it is closed.
 
-        Raises InputError where it cannot be read, is no regular file, or is being changed in place.
+        Raises InputError if it cannot be read, is not a regular file, or is being changed in place.
         """
         check_system()
         self.faults = faults
-        if not os.fspath(path):  # pathlib takes it for the folder that we are in
+        if not os.fspath(path):  # pathlib takes it for the current folder
             raise InputError("no path given: it is empty")
         self.path = path if isinstance(path, Path) else Path(os.fsdecode(path))
         try:
@@ -255,7 +217,7 @@ class Source(Readable):
         if not leave_spare(self.fd):
             self.close()
             raise _too_many(self.path)
-        if locked:  # before its size is asked for: who changes it in place may be ending just now
+        if locked:  # before its size is read: a change in place may be ending
             try:
                 lock_shared(self.fd, self.path)
             except InputError:
@@ -266,12 +228,12 @@ class Source(Readable):
             self.close()
             raise _no_file(self.path, self._stat.st_mode)
         self.size, self.mode = self._stat.st_size, self._stat.st_mode & 0o777
-        self._held: bytes | None = b"" if self.size > _HELD else None  # what was read at once: all of it, or nothing
+        self._held: bytes | None = b"" if self.size > _HELD else None  # all of a small file; None: not read yet
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes at `offset`, of a small file as it was when its first byte was read.
+        """Return `length` bytes at `offset`. A small file is read completely by the first call.
 
-        Raises InputChangedError where the file has become shorter.
+        Raises InputChangedError if the file has become shorter, UnreadableError.
         """
         if self._held is None:
             try:
@@ -282,18 +244,18 @@ class Source(Readable):
         return held if len(held) == length else super().read(offset, length)
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         if self.fd >= 0:
-            with contextlib.suppress(OSError):  # of what was only read nothing is lost
+            with contextlib.suppress(OSError):  # it was only read
                 os.close(self.fd)
             self.fd = -1
 
     def is_same_file(self, other: os.stat_result) -> bool:
-        """Whether `other` is this very file, under whatever name."""
+        """Return whether `other` is this file, perhaps under another name."""
         return (self._stat.st_dev, self._stat.st_ino) == (other.st_dev, other.st_ino)
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if the file is not what it was when it was opened."""
+        """Raise InputChangedError if the file has changed since it was opened."""
         self._check_same(os.fstat(self.fd))
 
     def _check_same(self, now: os.stat_result) -> None:
@@ -308,34 +270,34 @@ class Source(Readable):
 class PartSource(Source):
     """One of the files of a checkpoint, locked.
 
-    Where the process has nearly as many files open as it may, it is open, and locked, only while it is read, by a
-    descriptor of that read's own; ``fd`` is -1 then. Each time it must be the file that it was.
+    If the process has nearly as many files open as it may, ``fd`` is -1, and each read opens, locks and closes the
+    file. It must not have changed meanwhile.
     """
 
     def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
-        """Raises InputError as :class:`Source` does."""
+        """Open `path`. Raises what :class:`Source` raises."""
         super().__init__(path, faults, locked=True)
-        self._place: str | None = None  # which another current folder does not change
+        self._place: str | None = None  # absolute, because the current folder can change
         if _are_few_left(self.fd):
             self._place = os.path.abspath(self.path)
             super().close()
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes at `offset`. Raises UnreadableError, also where it is another file by now."""
+        """Return `length` bytes at `offset`. Raises UnreadableError, also if the file was replaced."""
         if (place := self._place) is None:
             return super().read(offset, length)
         with self._reopened(place) as file:
             return file.read(offset, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`. Raises as :meth:`read` does."""
+        """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
         if (place := self._place) is None:
             return super().read_into(offset, buffer)
         with self._reopened(place) as file:
             return file.read_into(offset, buffer)
 
     def check_unchanged(self) -> None:
-        """Raise UnreadableError if the file is not what it was when it was opened."""
+        """Raise UnreadableError if the file has changed since it was opened."""
         if (place := self._place) is None:
             return super().check_unchanged()
         return self._reopened(place).close()
@@ -351,24 +313,23 @@ class PartSource(Source):
                 raise
         except InputError as error:
             error.where = self.path
-            if not isinstance(error, UnreadableError):  # it is gone, or no file
+            if not isinstance(error, UnreadableError):  # it is gone, or not a file
                 error = InputChangedError("the file changed while it was read", where=self.path, got=error.what)
             self.faults.unreachable(error)
             raise error from None
         return file
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         super().close()
         self._place = None
 
 
 class SourceFolder(Readable):
-    """Files that are one checkpoint: `path` is the folder that they stand in, or the index that names them.
+    """Files that are one checkpoint. `path` is their folder, or the index that names them.
 
-    Its bytes are those of its parts, one behind another; its ``mode`` is what all of them allow.
-
-    It has no descriptor of its own: ranges for the kernel to copy are those of its parts.
+    Its bytes are those of its parts in order. Its ``mode`` has the permissions that all of them have. It has no
+    descriptor: the kernel copies ranges of its parts.
     """
 
     is_stored = True
@@ -379,8 +340,8 @@ class SourceFolder(Readable):
         faults: FaultSink = RAISED,
         open_file: Callable[[Path, FaultSink], Readable] = Source,
     ) -> None:
-        """`open_file` opens each part; its errors may say more than a source can."""
-        self.path = path if isinstance(path, Path) else Path(os.fsdecode(path))  # one that is far stays so
+        """Open parts by `open_file`, whose errors may say more than those of a source."""
+        self.path = path if isinstance(path, Path) else Path(os.fsdecode(path))  # a remote path stays one
         self.faults = faults
         self._open_file = open_file
         self.folder = self.path if self.path.is_dir() else self.path.parent
@@ -392,7 +353,7 @@ class SourceFolder(Readable):
         self._open: dict[str, Readable] = {}
 
     def open(self, name: str) -> Readable:
-        """The file `name` in the folder, which is closed with it; the same one for the same name. Raises InputError."""
+        """Return the file `name` in the folder, opened once and closed with the folder. Raises InputError."""
         if name not in self._open:
             self._open[name] = self._open_file(self.folder / name, self.faults)
             self.add(self._open[name])
@@ -400,24 +361,24 @@ class SourceFolder(Readable):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was given as a folder, and not by an index or a pattern."""
+        """Whether `path` is the folder, not an index or a pattern."""
         return self.path == self.folder
 
     def missing(self, names: Iterable[str]) -> set[str]:
-        """Those of `names` that are not there. A link to nowhere is not: nobody has fetched it."""
+        """Return which of `names` are not in the folder. A dangling link, to a file that was not fetched, is not."""
         return {name for name in names if not os.path.exists(self.folder / name)}
 
     def peek(self, name: str) -> Readable:
-        """The file `name` by itself, which does not become a part. Raises InputError."""
+        """Open the file `name` without making it a part. Raises InputError."""
         return self._open_file(self.folder / name, RAISED)
 
     def names(self) -> list[str]:
-        """What is in the folder, folders too: one with the name of a shard is said to be one. Raises InputError."""
+        """Return the names of all files and folders in the folder. Raises InputError."""
         folders, files = list_local(self.folder)
         return [*folders, *files]
 
     def add(self, part: Readable) -> int:
-        """Make `part` one of the parts; where its bytes begin."""
+        """Make `part` one of the parts, and return the offset of its bytes."""
         self.parts.append(part)
         self._start_of[id(part)] = self.size
         self._starts.append(self.size)
@@ -426,21 +387,18 @@ class SourceFolder(Readable):
         return self._starts[-1]
 
     def start_of(self, part: Readable) -> int:
-        """Where the bytes of `part` begin; it becomes a part unless it is one."""
+        """Return the offset of the bytes of `part`, which becomes a part unless it is one."""
         if id(part) not in self._start_of:
             self.add(part)
         return self._start_of[id(part)]
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes at `offset`, of one part.
-
-        Raises InputChangedError where its file has become shorter.
-        """
+        """Return `length` bytes at `offset`, all in one part. Raises what the part raises."""
         part, start = self._part_at(offset)
         return part.read(offset - start, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset` of one part. Raises as :meth:`read` does."""
+        """Fill `buffer` with the bytes at `offset`, all in one part. Raises what the part raises."""
         part, start = self._part_at(offset)
         part.read_into(offset - start, buffer)
 
@@ -449,35 +407,38 @@ class SourceFolder(Readable):
         return self.parts[i], self._starts[i]
 
     def is_same_file(self, other: os.stat_result) -> bool:
-        """Whether `other` is one of the files."""
+        """Return whether `other` is one of the files."""
         return any(part.is_same_file(other) for part in self.parts)
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if one of the files is not what it was when it was opened."""
+        """Raise InputChangedError if one of the files has changed since it was opened."""
         for part in self.parts:
             part.check_unchanged()
 
     def about(self) -> list[str]:
-        """What else to say of the files, once where it is said of several."""
+        """Return the notes about the files, each once."""
         return [*dict.fromkeys(note for part in self.parts for note in part.about())]
 
     def close(self) -> None:
-        """Let the files go."""
+        """Close the files."""
         for source in self._open.values():
             source.close()
 
 
 def _read_into(fd: int, buffer: memoryview, offset: int) -> int:
-    """How many bytes were read into `buffer`."""
+    """Read bytes at `offset` into `buffer`, and return how many."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [buffer], offset)
-    data = os.pread(fd, min(len(buffer), STEP), offset)  # WebAssembly has no other
+    data = os.pread(fd, min(len(buffer), STEP), offset)  # WebAssembly has no preadv
     buffer[: len(data)] = data
     return len(data)
 
 
 def list_local(folder: Path) -> tuple[dict[str, bool], list[str]]:
-    """The names in `folder`: of folders, with whether they are links, and of all else. Raises InputError."""
+    """Return the names in `folder`: those of folders, with whether they are links, and the sorted others.
+
+    Raises InputError.
+    """
     folders: dict[str, bool] = {}
     files = []
     try:
@@ -500,17 +461,18 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def leave_spare(fd: int) -> bool:
-    """Let the process have more files open, as far as the system's hard limit goes, once `fd` shows that it has nearly
-    as many as it may: a set can have more shards than the usual 1,024. Return whether some are left.
+    """Raise the limit of open files, up to the system's hard limit, if `fd` is near it. Return whether some are left.
+
+    A set can have more shards than the usual limit of 1,024.
     """
     try:
-        import resource  # which is of Unix alone
+        import resource  # only Unix has it
     except ImportError:
         return True
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:
         more = 2 * soft + _SPARE
-        with contextlib.suppress(OSError, ValueError):  # then opening will say so
+        with contextlib.suppress(OSError, ValueError):  # then opening the next file fails
             resource.setrlimit(
                 resource.RLIMIT_NOFILE, (more if hard == resource.RLIM_INFINITY else min(more, hard), hard)
             )
@@ -518,9 +480,7 @@ def leave_spare(fd: int) -> bool:
 
 
 def _are_few_left(fd: int) -> bool:
-    """Return whether `fd` shows that the process, whose limit has been raised as far as that goes, may have few more
-    files open.
-    """
+    """Return whether `fd` is near the limit of open files, which has been raised as far as possible."""
     try:
         import resource
     except ImportError:
@@ -530,19 +490,58 @@ def _are_few_left(fd: int) -> bool:
 
 
 def _too_many(path: Path) -> UnreadableError:
-    return UnreadableError(
-        f"cannot be read: {os.strerror(errno.EMFILE)}",
-        where=path,
-        hint=MORE_FILES,
-    )
+    return UnreadableError(f"cannot be read: {os.strerror(errno.EMFILE)}", where=path, hint=MORE_FILES)
 
 
 def kind_of(mode: int) -> str:
+    """Return what `mode` describes, in words: something else than a regular file."""
     return _KINDS.get(stat.S_IFMT(mode), "a device")
 
 
 def _no_file(path: Path, mode: int) -> InputError:
-    """Return the error for a `path` that is something else than a regular file."""
+    """Return the error for a `path` that is not a regular file."""
     is_stream = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
     hint = "save it to a file first: streams are not read" if is_stream else None
     return InputError(f"{kind_of(mode)} and not a file", where=path, hint=hint)
+
+
+def lock_exclusive(fd: int, where: object) -> None:
+    """Lock the open file `fd` for a change, until it is closed.
+
+    Raises:
+        RefusedError: Another process reads or changes it, or the filesystem has no locks.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RefusedError(
+            "another process reads or changes the file", where=where, hint="try again when it has ended"
+        ) from error
+    except OSError as error:
+        raise RefusedError(
+            f"the file cannot be locked ({os.strerror(error.errno or 0)}), so it is not changed in place",
+            where=where,
+            hint="convert it to another file",
+        ) from error
+
+
+def lock_shared(fd: int, where: object) -> None:
+    """Lock the open file `fd` for reading, until it is closed, if the filesystem has locks.
+
+    Raises:
+        UnreadableError: Another process changes it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # only on Unix, files are changed in place
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UnreadableError(
+            "another process changes the file in place", where=where, hint="try again when it has ended"
+        ) from error
+    except OSError:
+        pass

@@ -1,4 +1,4 @@
-"""Planned files and folders to disk: each appears whole or not at all.
+"""The writing of planned files and folders: each appears completely or not at all.
 
-May import: ``checkpoint`` and what stands below it, not ``edits`` or ``formats``. Start with ``files``.
+May import: ``checkpoint`` and the packages below it, not ``edits`` or ``formats``. Start with ``files``.
 """

@@ -1,4 +1,4 @@
-"""Write large outputs around the page cache, straight from the pages of the source.
+"""Destinations of bytes: files, and large files that are written around the page cache, from the source's pages.
 
 An output that is large compared with the available memory would drive everything else out of the cache, and would not
 be in it when it is read. `docs/speed.md` has measurements.
@@ -37,28 +37,28 @@ _REFUSED = (
 
 
 class Destination(Protocol):
-    """Where bytes go. ``fd`` is -1 where the kernel has no file for it. All methods raise OSError."""
+    """A file that bytes are written to. ``fd`` is -1 if the kernel has no file for it. All methods raise OSError."""
 
     fd: int
 
     def write(self, at: int, data: bytes | memoryview) -> None:
-        """Put `data` at `at`; threads may do so at once."""
+        """Write `data` at the offset `at`. Several threads may do so concurrently."""
 
     def read(self, at: int, length: int) -> bytes:
-        """What stands at `at`, at most `length` bytes."""
+        """Return at most `length` bytes at the offset `at`."""
 
     def start_writeback(self, at: int, length: int) -> None:
-        """Have what was put there written to the disk, and do not wait for it."""
+        """Begin to write these bytes to the disk, and do not wait for the end."""
 
 
 class FileDestination:
-    """The file `fd`."""
+    """The open file `fd`."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     def write(self, at: int, data: bytes | memoryview) -> None:
-        """Put `data` at `at`."""
+        """Write `data` at the offset `at`."""
         view = memoryview(data)
         while view:
             done = os.pwrite(self.fd, view, at)
@@ -66,15 +66,15 @@ class FileDestination:
             view = view[done:]
 
     def read(self, at: int, length: int) -> bytes:
-        """What stands at `at`."""
+        """Return at most `length` bytes at the offset `at`."""
         return os.pread(self.fd, length, at)
 
     def start_writeback(self, at: int, length: int) -> None:
-        """Begin to write it to the disk."""
+        """Begin to write these bytes to the disk."""
         filesystem.start_writeback(self.fd, at, length)
 
     def settle(self) -> None:
-        """Wait for what is not written yet: nothing. Raises what went wrong with it."""
+        """Wait for writes that have begun. Here all have ended."""
 
 
 def planned_directly(files: tuple[OutFile, ...], target: Path) -> tuple[OutFile, ...]:

@@ -111,3 +111,36 @@ def test_pickling_and_what_a_class_defines_itself() -> None:
             return "own"
 
     assert repr(Own(1)) == "own"
+
+
+@every_kind
+def test_a_field_has_every_internal_that_this_python_gives_it(kind: dict[str, bool]) -> None:
+    """A new Python that keeps something else in a field, or calls it otherwise, is noticed here.
+
+    Only ``kw_only`` is used when a class is made and not later.
+    """
+    names = set(dataclasses.Field.__slots__) - {"kw_only"}
+    ours, standard = (
+        {field.name: {name: getattr(field, name) for name in names} for field in dataclasses.fields(cls)}
+        for cls in (made(decorator, **kind) for decorator in (dataclass, dataclasses.dataclass))
+    )
+    assert ours == standard
+
+
+def test_internals_of_the_standard_library() -> None:
+    """The names that are used without being documented exist, and mean what they meant."""
+
+    @dataclasses.dataclass
+    class Standard:
+        first: int
+
+    @dataclass
+    class Light:
+        first: int
+
+    for cls in (Standard, Light):
+        (field,) = vars(cls)["__dataclass_fields__"].values()
+        assert field._field_type is dataclasses._FIELD  # type: ignore[attr-defined]
+        assert dataclasses.is_dataclass(cls) and dataclasses.fields(cls) == (field,)
+        assert str(inspect.signature(cls)) == "(first: 'int') -> None"
+    assert issubclass(dataclasses.FrozenInstanceError, AttributeError)

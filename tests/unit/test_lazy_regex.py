@@ -1,0 +1,33 @@
+"""A lazy regular expression does what a compiled one does."""
+
+from __future__ import annotations
+
+import re
+from unittest import mock
+
+import pytest
+
+from ckptconv.lazy_regex import regex
+
+PATTERN = r"(?P<name>a+)b"
+
+
+def test_it_is_compiled_when_it_is_used() -> None:
+    """Once, and not before."""
+    lazy = regex(PATTERN, re.IGNORECASE)
+    with mock.patch.object(re, "compile", wraps=re.compile) as compiled:
+        assert not compiled.called
+        assert [bool(lazy.fullmatch(text)) for text in ("AAB", "ab", "b")] == [True, True, False]
+    compiled.assert_called_once_with(PATTERN, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("name", [name for name in dir(re.Pattern) if not name.startswith("_") and name != "scanner"])
+def test_it_has_what_a_pattern_has(name: str) -> None:
+    """Every public attribute of a pattern in this version of Python, with the same value or results."""
+    lazy, compiled = getattr(regex(PATTERN), name), getattr(re.compile(PATTERN), name)
+    if not callable(compiled):
+        assert lazy == compiled
+        return
+    arguments = ("X", "aab ab") if name in ("sub", "subn") else ("aab ab",)
+    results = [call(*arguments) for call in (lazy, compiled)]
+    assert len({repr([*each] if hasattr(each, "__next__") else each) for each in results}) == 1
