@@ -118,7 +118,7 @@ def refused_in_place(kind: type[Error], words: str | None, path: Path, **options
 
 def not_undone(kind: type[Error], words: str | None, path: Path) -> Error:
     """The error, a `kind` that says `words`, in which undoing the change of `path` ends; no file there is another."""
-    with _unchanged(path.parent), ends_in(kind, words, path.parent) as caught:
+    with _unchanged(path if path.is_dir() else path.parent), ends_in(kind, words, path.parent) as caught:
         ckptconv.undo(path)
     return caught.value
 
