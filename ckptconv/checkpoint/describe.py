@@ -23,7 +23,7 @@ from ckptconv.pickles.graph import (
 )
 
 _LONGEST = 60  # characters
-_LOOKED_AT = 64  # members of what a call makes
+_LOOKED_AT = 64  # members of a collection that a call makes
 
 
 def is_flat(node: Value) -> bool:
@@ -49,14 +49,14 @@ def describe(node: Value) -> str:
         return str(node)
     if isinstance(node, Blob):
         return f"{node.kind} of {count(node.length, 'byte')}"
-    if isinstance(node, (Py2String, ByteArray)):
-        return _cut(repr(node.data[:_LONGEST]))
     if isinstance(node, PersistentId):
         return "storage"
     if isinstance(node, Extension):
         return f"extension {node.code}"
+    if isinstance(node, (Py2String, ByteArray)):
+        node = node.data
     if isinstance(node, (str, bytes)):
-        return _cut(repr(node[:_LONGEST]))
+        node = node[:_LONGEST]
     if isinstance(node, int) and node.bit_length() > 200:
         return f"int of {node.bit_length():,} bits"
     return _cut(repr(node))
@@ -66,19 +66,17 @@ def _short_call(node: Call) -> str:
     device = torch_device(node)
     if device is not None:
         return f"torch.device({device!r})"
+    first, codec = [*args_of(node)[:2], None, None][:2]
     if (
         is_global(node.callable, "torch.Size")
-        and isinstance(node.args, Tuple)
-        and node.args.items
-        and isinstance(size := node.args.items[0], Tuple)
-        and len(size.items) <= _LOOKED_AT
-        and is_flat(size)
+        and isinstance(first, Tuple)
+        and len(first.items) <= _LOOKED_AT
+        and is_flat(first)
     ):
-        return f"torch.Size({describe(size)})"
-    if is_global(node.callable, "_codecs.encode") and not node.effects:  # how protocol 2 says bytes
-        text, codec = (*args_of(node), None, None)[:2]
-        if isinstance(text, str) and codec in ("latin1", "latin-1"):
-            return _cut(repr(text[:_LONGEST].encode("latin-1", "replace")))
+        return f"torch.Size({describe(first)})"
+    is_bytes = is_global(node.callable, "_codecs.encode") and codec in ("latin1", "latin-1")  # as protocol 2 has them
+    if is_bytes and not node.effects and isinstance(first, str):
+        return _cut(repr(first[:_LONGEST].encode("latin-1", "replace")))
     return f"object of {node.callable}" if isinstance(node.callable, Global) else "object"
 
 

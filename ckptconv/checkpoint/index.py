@@ -17,7 +17,7 @@ from ckptconv.checkpoint.weights_only.unpickler import obstacles
 from ckptconv.pickles.graph import Call, Global, Graph, Node, PersistentId, Value, args_of, walk
 from ckptconv.pickles.paths import Leaf, Place, Referrers, find_places
 
-#: How functions are called that give what they rebuild the attributes in their fourth argument.
+#: The ends of the names of functions that give a tensor the attributes in their fourth argument.
 _WITH_STATE = ("_with_state", "_rebuild_from_type", "_rebuild_from_type_v2")
 
 
@@ -36,12 +36,12 @@ class Index:
         self, graph: Graph, root: Place, references: list[Reference], where: str, faults: FaultSink = RAISED
     ) -> None:
         self._graph: Graph | None = graph
-        #: Where the root stands.
+        #: The place of the root.
         self.root = root
         self._references = references
         self._where = where
         self._faults = faults
-        self._before: Index | None = None  # one whose tensors are still right
+        self._before: Index | None = None  # an index whose tensors are still right
 
     def replace(self, old: Index, *, same_tensors: bool, same_places: bool = False) -> None:
         """Take the place of `old`, the index before an edit, which must compute nothing more.
@@ -84,12 +84,12 @@ class Index:
     @cached_property
     def storage_of(self) -> dict[int, Storage]:
         """The storage of each persistent id, by the id of its node."""
-        return {id(each.node): each.storage for each in self._references}
+        return {id(reference.node): reference.storage for reference in self._references}
 
     @cached_property
     def storages(self) -> dict[str, Storage]:
         """The storages by key, in the order of first use."""
-        return {each.storage.key: each.storage for each in self._references}
+        return {reference.storage.key: reference.storage for reference in self._references}
 
     @cached_property
     def device_arguments(self) -> list[DeviceArgument]:
@@ -101,8 +101,8 @@ class Index:
 
         Nodes whose id is in `seen` are skipped. The ids of the others are added to it.
         """
-        found = (self.storage_of[id(node)] for node in walk([*roots], seen) if isinstance(node, PersistentId))
-        return list(dict.fromkeys(found))
+        storages = (self.storage_of[id(node)] for node in walk([*roots], seen) if isinstance(node, PersistentId))
+        return list(dict.fromkeys(storages))
 
     # Places and tensors
 
@@ -151,12 +151,12 @@ class Index:
     def attribute_places(self, tensors: Iterable[Value]) -> list[Place]:
         """Return the places of the attributes of `tensors`."""
         leaf = leaf_of(self.tensor_nodes)
-        having = {id(node) for node in tensors if isinstance(node, Call) and leaf(node)}
-        return [each for each in self.every_place if each.parent is not None and id(each.parent.node) in having]
+        owners = {id(node) for node in tensors if isinstance(node, Call) and leaf(node)}
+        return [place for place in self.every_place if place.parent is not None and id(place.parent.node) in owners]
 
     def places_in_root(self) -> list[Place]:
         """Return the places directly in the root, without the root itself."""
-        return [each for each in self.every_place if each.parent is self.root and each.node is not self.root.node]
+        return [place for place in self.every_place if place.parent is self.root and place.node is not self.root.node]
 
     def places_in(self, opened: Container[int]) -> Iterator[Place]:
         """Yield the places directly in the nodes `opened` (ids), from the root on, without these nodes themselves."""
@@ -183,10 +183,11 @@ def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
     def leaf(node: Node) -> list[Value] | None:
         if not isinstance(node, Call) or id(node) not in tensors:
             return [] if is_word(node) else None
-        if not node.effects and not (isinstance(node.callable, Global) and node.callable.name.endswith(_WITH_STATE)):
+        with_state = isinstance(node.callable, Global) and node.callable.name.endswith(_WITH_STATE)
+        if not node.effects and not with_state:
             return []  # most tensors have no attributes
-        is_jagged = tensors[id(node)].kind == "jagged"  # whose state repeats its parts
-        has_state = isinstance(node.callable, Global) and node.callable.name.endswith(_WITH_STATE) and not is_jagged
-        return args_of(node)[3:4] + node.states() if has_state else node.states()
+        if with_state and tensors[id(node)].kind != "jagged":  # the state of a jagged tensor repeats its parts
+            return args_of(node)[3:4] + node.states()
+        return node.states()
 
     return leaf

@@ -12,14 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
-from ckptconv.byteranges.materialise import Pieces
-from ckptconv.byteranges.reading import same_streams
 from ckptconv.byteranges.sources import SourceFolder
-from ckptconv.byteranges.spans import Data, Piece
+from ckptconv.byteranges.spans import Data
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.storage_ids import changed_id, new_id, storage_id
-from ckptconv.checkpoint.tensor_info import Reference, Replica, row_major
+from ckptconv.checkpoint.tensor_info import Replica, row_major
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import RefusedError, UnsupportedError, require_torch, some
 from ckptconv.hints import Placeholder, command, option
@@ -41,6 +39,8 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.paths import Place, is_item, item_segments
+
+_MOST_DROPPED = 20  # paths in a command; nobody types more
 
 
 def drop_effect_order(checkpoint: Checkpoint) -> None:
@@ -129,27 +129,21 @@ class TensorCalls:
             conj: Whether the numbers are still to be conjugated.
             neg: Whether the numbers are still to be negated.
         """
-        typed = dtype.storage_class is not None
-        storage_class = (
-            self._word("torch", dtype.storage_class)
-            if dtype.storage_class
-            else self._word("torch.storage", "UntypedStorage")
-        )
-        storage = PersistentId(new_id(storage_class, key, "cpu", prod(shape) if typed else nbytes))
+        name, version = dtype.storage_class, 2
+        cls = self._word("torch", name) if name else self._word("torch.storage", "UntypedStorage")
+        storage = PersistentId(new_id(cls, key, "cpu", prod(shape) if name else nbytes))
         self._graph.references.append(storage)
-        stride = row_major(shape)
         hooks = Call("REDUCE", self._word("collections", "OrderedDict"), Tuple([]))
-        args: list[Value] = [storage, 0, Tuple([*shape]), Tuple([*stride]), False, hooks]
-        if not typed:
+        args: list[Value] = [storage, 0, Tuple([*shape]), Tuple([*row_major(shape)]), False, hooks]
+        if not name:
+            version = 3
             args.append(
                 self._word("torch", dtype.name) if dtype.name in BY_NAME else OtherDType("safetensors", dtype.name)
             )
         if conj or neg:
-            put_off = Dict()
-            set_items(put_off, [each for bit, there in (("conj", conj), ("neg", neg)) if there for each in (bit, True)])
-            args.append(put_off)
-        name = "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3"
-        return Call("REDUCE", self._word("torch._utils", name), Tuple(args))
+            bits = [*(("conj", True) if conj else ()), *(("neg", True) if neg else ())]
+            args.append(set_items(Dict(), bits))
+        return Call("REDUCE", self._word("torch._utils", f"_rebuild_tensor_v{version}"), Tuple(args))
 
     def _word(self, module: str, name: str) -> Global:
         if (module, name) not in self._words:
@@ -164,11 +158,11 @@ class Merger:
     def __init__(self, source: SourceFolder) -> None:
         self.source = source
         self._graph = empty_graph()
-        self._latest = 0  # of the orders so far
+        self._latest = 0  # the greatest order so far
         self._parts: list[Checkpoint] = []
-        #: The bytes of each storage, by its key; who makes tensors adds theirs.
+        #: The bytes of each storage, by its key. Callers that make tensors add theirs.
         self.records: dict[str, Data] = {}
-        #: Makes tensors.
+        #: Makes tensors in the graph of the whole.
         self.calls = TensorCalls(self._graph)
 
     def take(self, part: Checkpoint, *, in_order: bool = False) -> Value:
@@ -197,7 +191,15 @@ class Merger:
         if part.graph.opcodes:
             if not in_order:
                 drop_effect_order(part)
-            self._move(part)
+            before = self._latest
+            for node in walk([*part.graph.discarded, part.graph.root, *part.graph.byte_strings]):
+                if isinstance(node, Blob):
+                    node.offset += self.source.start_of(part.blobs or part.source)
+                elif isinstance(node, (Call, PersistentId, FrozenSet)):
+                    node.order = self._later(node.order, before)
+                if isinstance(node, Object):
+                    for effect in node.effects:
+                        effect.order = self._later(effect.order, before)
         graph = self._graph
         graph.globals += part.graph.globals
         graph.calls += part.graph.calls
@@ -211,19 +213,8 @@ class Merger:
         graph.used |= part.graph.used
         return part.graph.root
 
-    def _move(self, part: Checkpoint) -> None:
-        """Put the effects of `part` after all others, and its long texts where the whole source has them."""
-        before = self._latest
-        for node in walk([*part.graph.discarded, part.graph.root, *part.graph.byte_strings]):
-            if isinstance(node, Blob):
-                node.offset += self.source.start_of(part.blobs or part.source)
-            elif isinstance(node, (Call, PersistentId, FrozenSet)):
-                node.order = self._later(node.order, before)
-            if isinstance(node, Object):
-                for effect in node.effects:
-                    effect.order = self._later(effect.order, before)
-
     def _later(self, order: int | None, before: int) -> int | None:
+        """Return the position of an effect in the whole, after the `before` effects of earlier parts."""
         if order is not None:
             order += before
             self._latest = max(self._latest, order)
@@ -234,7 +225,9 @@ class Merger:
         self._graph.root = root
         graph = subgraph(self._graph, root)
         reached = set(graph.globals)
-        graph.globals += [node for node in self._graph.globals if node not in reached]  # what parts name and throw away
+        graph.globals += [
+            node for node in self._graph.globals if node not in reached
+        ]  # globals that parts name and throw away
         for part in self._parts:
             graph.left_out += [*part.graph.discarded, part.graph.root, *part.graph.written.values()]
         source, known = self.source, self.source.faults.again()
@@ -256,8 +249,10 @@ def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None
     """
     for root, like in parts:
         part = checkpoint.part(Place(None, "", root, 0))
-        if like is not None:
-            _own_keys(part.references)
+        if like is not None:  # storages get back the keys that they had in it
+            for reference in part.references:
+                reference.storage.key = storage_id(reference.node).key.partition("/")[2]
+                reference.node.id = changed_id(reference.node, key=reference.storage.key)
         yield replace(
             part,
             container=like.container if like else None,
@@ -270,14 +265,7 @@ def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None
         )
 
 
-def _own_keys(references: list[Reference]) -> None:
-    """Give storages the keys that they had in the part from which they came."""
-    for reference in references:
-        reference.storage.key = storage_id(reference.node).key.partition("/")[2]
-        reference.node.id = changed_id(reference.node, key=reference.storage.key)
-
-
-_MOST_DROPPED = 20  # paths in a command; nobody types more
+# Copies
 
 
 def refuse_different(checkpoint: Checkpoint) -> None:
@@ -287,27 +275,36 @@ def refuse_different(checkpoint: Checkpoint) -> None:
     """
     if not checkpoint.replicas:
         return
-    held = _Held(checkpoint)
+    from ckptconv.byteranges.materialise import Pieces
+    from ckptconv.byteranges.reading import same_streams
+
     wanted: dict[object, Replica] = {}
-    for each in checkpoint.replicas:
-        if not (each.pieces and _is_known(*each.pieces)) and held.has(each.place):
-            wanted.setdefault(each.pieces or each, each)
-    every = [piece for each in wanted.values() for piece in each.pieces or ()]
+    nodes = {id(node) for node in walk([checkpoint.graph.root])}
+    segments: dict[int, set[str]] = {}
+    for replica in checkpoint.replicas:
+        if replica.pieces:
+            a, b = replica.pieces
+            if a.length == b.length and a.crc32_known() is not None and a.crc32_known() == b.crc32_known():
+                continue
+        outer = _droppable(replica.place)
+        holder = outer.parent.node if outer and outer.parent else None
+        if outer is not None and isinstance(holder, Object):
+            if id(holder) not in segments:
+                segments[id(holder)] = set(item_segments(holder)) if id(holder) in nodes else set()
+            if outer.segment not in segments[id(holder)]:
+                continue  # an edit dropped it
+        wanted.setdefault(replica.pieces or replica, replica)
+    every = [piece for replica in wanted.values() for piece in replica.pieces or ()]
     if any(piece.is_computed for piece in every):
         require_torch("comparing strided copies", checkpoint.source.path)
     with Pieces(every) as pieces:
         differ = [
-            each
-            for each in wanted.values()
-            if each.pieces is None or not same_streams(*map(pieces.chunks, each.pieces))
+            replica
+            for replica in wanted.values()
+            if replica.pieces is None or not same_streams(*map(pieces.chunks, replica.pieces))
         ]
     if differ:
-        raise _error(checkpoint, differ)
-
-
-def _is_known(a: Piece, b: Piece) -> bool:
-    """Return whether the checksums of `a` and `b` are known and equal."""
-    return a.length == b.length and a.crc32_known() is not None and a.crc32_known() == b.crc32_known()
+        raise _difference_error(checkpoint, differ)
 
 
 def _droppable(place: Place) -> Place | None:
@@ -316,42 +313,24 @@ def _droppable(place: Place) -> Place | None:
     return next(filter(is_item, above), None)
 
 
-class _Held:
-    """The content of `checkpoint` as it is now."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._nodes = {id(node) for node in walk([checkpoint.graph.root])}
-        self._segments: dict[int, set[str]] = {}
-
-    def has(self, place: Place) -> bool:
-        """Return whether no edit dropped the data at `place`."""
-        outer = _droppable(place)
-        holder = outer.parent.node if outer and outer.parent else None
-        if outer is None or not isinstance(holder, Object):
-            return True
-        if id(holder) not in self._segments:
-            is_there = id(holder) in self._nodes
-            self._segments[id(holder)] = set(item_segments(holder)) if is_there else set()
-        return outer.segment in self._segments[id(holder)]
-
-
-def _error(checkpoint: Checkpoint, left: list[Replica]) -> RefusedError:
-    found: dict[str, tuple[str, str]] = {}
-    for each in left:
-        found.setdefault(each.place.path, each.files)
-    dropped = list(dict.fromkeys(place.path if (place := _droppable(each.place)) else "." for each in left))
+def _difference_error(checkpoint: Checkpoint, differ: list[Replica]) -> RefusedError:
+    files: dict[str, tuple[str, str]] = {}
+    for replica in differ:
+        files.setdefault(replica.place.path, replica.files)
+    dropped = list(dict.fromkeys(place.path if (place := _droppable(each.place)) else "." for each in differ))
     folder = checkpoint.source.folder if isinstance(checkpoint.source, SourceFolder) else checkpoint.source.path.parent
-    one = command("convert", folder / left[0].files[0], Placeholder("OUT"))
-    hint = "each rank needs its own, so the run needs all files as they are; that of one rank alone: " + one
-    if all(any(path == each or path.startswith(each + "/") for each in dropped) for path in checkpoint.tensors):
-        dropped = ["."]  # a conversion leaves no tensor out but others stay
-    if "." not in dropped:
+    if "." in dropped or all(
+        any(path == each or path.startswith(each + "/") for each in dropped) for path in checkpoint.tensors
+    ):  # a conversion does not drop all tensors and keep other values
+        one = command("convert", folder / differ[0].files[0], Placeholder("OUT"))
+        hint = "each rank needs its own, so the run needs all files as they are; that of one rank alone: " + one
+    else:
         paths = tuple(dropped[:_MOST_DROPPED])
         more = f", and {len(dropped) - len(paths):,} more" if len(dropped) > len(paths) else ""
         hint = "to leave them out: " + option("drop", paths) + more
     return RefusedError(
         "the files differ in what each of them has a copy of, and nothing says which one is right",
         where=checkpoint.source.path,
-        got=some([f"{path} in {a} and {b}" for path, (a, b) in found.items()], 5),
+        got=some([f"{path} in {a} and {b}" for path, (a, b) in files.items()], 5),
         hint=hint,
     )

@@ -152,7 +152,7 @@ class Checkpoint:
         """The :attr:`places` with the names of the source, which ``--include`` and ``--exclude`` take."""
         return (self.before_renaming or self.index).places
 
-    # What is asked for most of the index
+    # The most used parts of the index
 
     @property
     def places(self) -> list[Place]:
@@ -202,56 +202,51 @@ def checkpoint_of(
     for call in graph.outer_calls:
         if isinstance(call.callable, PersistentId):
             faults.found(MalformedError("a storage is called as if it were a class", where=where))
-    storages = _Storages(record, where)
-    references = []
-    for node in graph.references:
-        try:
-            references.append(Reference(node, storages.of(node)))
-        except InputError as error:
-            faults.found(error)
+    references = _references(graph, record, where, faults)
     checkpoint = Checkpoint(name, source, graph, container, references)
     checkpoint.index = Index(graph, checkpoint.root, references, where, faults)
     checkpoint.notes = partial_notes(checkpoint.tensors)
     return checkpoint
 
 
-class _Storages:
-    """The storages of persistent ids. `record` returns the bytes of a key."""
+def _references(graph: Graph, record: Callable[[str], Data | None], where: str, faults: FaultSink) -> list[Reference]:
+    """Return the storage of each persistent id of `graph`. Ids with a fault are left out."""
+    references: list[Reference] = []
+    storages: dict[str, Storage] = {}
+    dtypes: dict[str, DType] = {}  # of the first reference to each storage, which has one in torch
+    like: dict[RowForm | None, tuple[DType, int]] = {}  # dtype and size of rows of one form
 
-    def __init__(self, record: Callable[[str], Data | None], where: str) -> None:
-        self._record = record
-        self._where = where
-        self._known: dict[str, Storage] = {}
-        self._dtypes: dict[str, DType] = {}  # of the first reference to each: torch has one for each storage
-        self._like: dict[RowForm | None, tuple[DType, int]] = {}  # of rows of one form: dtype and size
+    def bad(key: str, what: str, expected: object, got: object) -> MalformedError:
+        return MalformedError(f"storage {key} {what}", where=where, expected=expected, got=got)
 
-    def of(self, node: PersistentId) -> Storage:
-        """Return the storage of `node`. Raises MalformedError, UnsupportedError."""
-        form = node.form if isinstance(node, RowId) else None
-        if isinstance(node, RowId) and form in self._like:
-            key, tag = node.key, node.tag
-            dtype, nbytes = self._like[form]
-        else:
-            _, key, tag, numel = said = checked_storage_id(node, self._where)
-            dtype = said.dtype
-            nbytes = numel * dtype.itemsize
-            if form:
-                self._like[form] = dtype, nbytes
-        first = self._dtypes.setdefault(key, dtype)
-        if first is not dtype and first.name != dtype.name and nbytes:
-            raise self._bad(key, "is described in two ways", first.storage_class, dtype.storage_class)
-        known = self._known.get(key)
-        if known is None:
-            data = self._record(key)
-            if data is None:
-                raise MalformedError("the file has no such storage", where=self._where, expected=f"a record data/{key}")
-            if data.length != nbytes:
-                raise self._bad(key, "has another size than its record", f"{nbytes} bytes", data.length)
-            known = self._known[key] = Storage(key, tag, nbytes, data)
-        elif (known.nbytes, known.device) != (nbytes, tag):
-            said_first = f"{known.nbytes} bytes on {known.device}"
-            raise self._bad(key, "is described in two ways", said_first, f"{nbytes} bytes on {tag}")
-        return known
-
-    def _bad(self, key: str, what: str, expected: object, got: object) -> MalformedError:
-        return MalformedError(f"storage {key} {what}", where=self._where, expected=expected, got=got)
+    for node in graph.references:
+        try:
+            form = node.form if isinstance(node, RowId) else None
+            if isinstance(node, RowId) and form in like:
+                key, tag = node.key, node.tag
+                dtype, nbytes = like[form]
+            else:
+                _, key, tag, numel = parts = checked_storage_id(node, where)
+                dtype = parts.dtype
+                nbytes = numel * dtype.itemsize
+                if form:
+                    like[form] = dtype, nbytes
+            first = dtypes.setdefault(key, dtype)
+            if first is not dtype and first.name != dtype.name and nbytes:
+                raise bad(key, "is described in two ways", first.storage_class, dtype.storage_class)
+            storage = storages.get(key)
+            if storage is None:
+                data = record(key)
+                if data is None:
+                    expected = f"a record data/{key}"
+                    raise MalformedError("the file has no such storage", where=where, expected=expected)
+                if data.length != nbytes:
+                    raise bad(key, "has another size than its record", f"{nbytes} bytes", data.length)
+                storage = storages[key] = Storage(key, tag, nbytes, data)
+            elif (storage.nbytes, storage.device) != (nbytes, tag):
+                expected = f"{storage.nbytes} bytes on {storage.device}"
+                raise bad(key, "is described in two ways", expected, f"{nbytes} bytes on {tag}")
+            references.append(Reference(node, storage))
+        except InputError as error:
+            faults.found(error)
+    return references

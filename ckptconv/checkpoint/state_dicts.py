@@ -24,112 +24,19 @@ from ckptconv.pickles.graph import Call, Dict, Effect, List, Node, Object, Tuple
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowCall
 
-#: ``torch.get_rng_state()`` of the CPU's Mersenne Twister: ``torch/csrc/…/CPUGeneratorImpl`` packs 5,056 bytes.
+#: The length of ``torch.get_rng_state()``: ``torch/csrc/…/CPUGeneratorImpl`` packs the CPU's Mersenne Twister so.
 CPU_RNG_BYTES = 5056
 _RNG_WORDS = {"rng", "seed", "random", "generator"}
-#: In the keys of the states of each device, as Trainer (``cuda``) and Lightning (``torch.cuda``) write them.
+#: Words in the keys of the states of each device, as Trainer (``cuda``) and Lightning (``torch.cuda``) write them.
 _DEVICE_WORDS = {"torch", "cpu", "cuda", "gpu", "mps", "xpu", "hpu", "mtia", "npu", "mlu", "musa", "privateuseone"}
 
-
-class RngStates:
-    """The tensors of `index` that could be RNG states, and how sure that is without knowing its state dicts."""
-
-    def __init__(self, index: Index) -> None:
-        self._tensor_nodes = index.tensor_nodes
-        self._candidates = _rng_candidates(index)
-        self._possible = {id(p.node) for p in self._candidates}
-        self._certain = {
-            id(p.node) for p in self._candidates if self._info(p).nbytes == CPU_RNG_BYTES or _is_generator_state(p)
-        }
-        self._hinted = {id(p.node) for p in self._candidates if any(has_rng_word(a.key) for a in p.upwards())}
-        self._rng_mappings: dict[int, bool] = {}  # whether a certain state, or python's and numpy's, is in it
-
-    def outside(self, state_dicts: Container[int]) -> list[TensorInfo]:
-        """Return the RNG states. `state_dicts` are the ids of the state dicts' nodes."""
-        return [self._info(place) for place in self._candidates if self._is_rng(place, state_dicts)]
-
-    def are_all_tensors_of(self, node: Object) -> bool:
-        """Return whether all tensors in the mapping `node` are RNG states."""
-        values = [id(value) for _, value in node.entries()]
-        if any(each in self._tensor_nodes and each not in self._possible for each in values):
-            return False
-        tensors = self._tensor_nodes.keys() & values
-        return tensors <= (self._certain | self._hinted if tensors.isdisjoint(self._certain) else self._possible)
-
-    def _info(self, place: Place) -> TensorInfo:
-        return self._tensor_nodes[id(place.node)]
-
-    def _is_rng(self, place: Place, state_dicts: Container[int]) -> bool:
-        if id(place.node) in self._certain:
-            return True
-        above = list(place.upwards())[1:]
-        if any(id(outer.node) in state_dicts for outer in above):
-            return False
-        if id(place.node) in self._hinted:
-            return True
-        item = next(
-            each for each in place.upwards() if not (each.parent and isinstance(each.parent.node, (List, Tuple)))
-        )
-        mapping = item.parent and item.parent.node
-        if not isinstance(mapping, (Dict, Call)) or not has_device_word(item.key):
-            return False
-        if id(mapping) not in self._rng_mappings:  # asked once for each of its tensors
-            beside = strings_of(mapping)
-            sibling = any(id(value) in self._certain for value in beside.values())
-            self._rng_mappings[id(mapping)] = sibling or {"python", "numpy"} <= beside.keys()
-        return self._rng_mappings[id(mapping)]
-
-
-def has_rng_word(key: object) -> bool:
-    """Return whether `key` is a text with a word for a generator in it."""
-    return not _RNG_WORDS.isdisjoint(_words(key))
-
-
-def has_device_word(key: object) -> bool:
-    """Return whether `key` is a text with the word of a device, or torch's name, in it."""
-    return not _DEVICE_WORDS.isdisjoint(_words(key))
-
-
-def _words(key: object) -> list[str]:
-    found = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key) if isinstance(key, str) else []
-    return [word.lower() for word in found]
-
-
-def _rng_candidates(index: Index) -> list[Place]:
-    """Return the first place of each contiguous 1-D uint8 tensor that shares its storage with no other."""
-    nodes, found = index.tensor_nodes, dict[int, Place]()
-    if not any(info.dtype == "uint8" for info in nodes.values()):
-        return []
-    users: Counter[Storage] = Counter(index.storage_of.values())
-    for place in index.places:
-        info = nodes.get(id(place.node))
-        if info is None or info.storage is None or info.dtype != "uint8" or len(info.shape) != 1 or not info.contiguous:
-            continue
-        if users[info.storage] == 1 and info.nbytes == info.storage.nbytes:
-            found.setdefault(id(place.node), place)
-    return list(found.values())
-
-
-def _is_generator_state(place: Place) -> bool:
-    """Return whether `place` is in the state of a ``torch.Generator``: (seed, offset, state)."""
-    return any(isinstance(a.node, Call) and is_global(a.node.callable, "torch._C.Generator") for a in place.upwards())
-
-
-#: Where a pickled module keeps its tensors: attributes of the object, whose names have no prefix to take off.
+#: Attributes of a pickled module that contain its tensors. Names in them have no prefix to take off.
 _MODULE_PARTS = ("/._parameters", "/._buffers")
-#: In the path of what is an average of weights.
+#: Matches the path of an average of weights.
 IS_AVERAGE = regex(r"(?i)(?<![a-z])(ema|averaged?|swa|shadow)(?![a-z])")
 _MAIN_NAMES = (
-    "state_dict",
-    "model",
-    "model_state_dict",
-    "module",
-    "net",
-    "network",
-    "params",
-    "weights",
-    "model_state",
-)
+    "state_dict", "model", "model_state_dict", "module", "net", "network", "params", "weights", "model_state",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,16 +72,21 @@ class NamedOptimizer:
 class Detected:
     """The result of :func:`detect`.
 
-    ``optimizers`` are those with names of parameters in them, ``optimizer_nodes`` all, by the ids of their mappings.
-    ``root`` is the path of the checkpoint itself.
+    Attributes:
+        root: The path of the checkpoint itself.
+        modules: The pickled modules.
+        state_dicts: The state dicts.
+        optimizers: The optimizers with names of parameters in them.
+        optimizer_nodes: All optimizers, by the ids of their mappings.
+        rng_states: The states of random generators.
     """
 
+    root: str
+    modules: list[PickledModule]
     state_dicts: list[StateDict]
     optimizers: list[NamedOptimizer]
     optimizer_nodes: set[int]
     rng_states: list[TensorInfo]
-    root: str
-    modules: list[PickledModule]
 
     @property
     def rng_storages(self) -> set[Storage]:
@@ -188,9 +100,9 @@ class Detected:
         only state dict, or the only module if there is no state dict. The list has several members, or none, if that is
         not clear.
         """
-        modules = [found for found in self.modules if found.tensors or found.trouble]
-        usual = [found for found in self.state_dicts if self.is_usual(found.path)]
-        usual_modules = [found for found in modules if self.is_usual(found.path)]
+        modules = [module for module in self.modules if module.tensors or module.trouble]
+        usual = [state_dict for state_dict in self.state_dicts if self.is_usual(state_dict.path)]
+        usual_modules = [module for module in modules if self.is_usual(module.path)]
         if len(usual) == 1:
             return usual
         return usual_modules if len(usual_modules) == 1 and not usual else self.state_dicts or modules
@@ -210,12 +122,11 @@ class Detected:
 
     def hint_of_modules(self) -> str | None:
         """Return what to type if names are missing that the state dict of a module would have, or None."""
-        modules = [found for found in self.modules if found.tensors]
-        if not modules:
+        first = next((module for module in self.modules if module.tensors), None)
+        if first is None:
             return None
-        first = f"{modules[0].cls} at {modules[0].path}"
         return (
-            f"there are names in a whole module ({first}): "
+            f"there are names in a whole module ({first.cls} at {first.path}): "
             + option("state_dict")
             + " takes its state dict out, to which this then applies"
         )
@@ -236,98 +147,162 @@ def detect(
         is_state_dict: Whether its root is a state dict, by its format.
         scripts: The classes of modules of a TorchScript archive.
     """
-    reader = _Reader(index, is_state_dict, read_modules(index, scripts))
-    return Detected(
-        reader.state_dicts,
-        reader.optimizers,
-        reader.optimizer_nodes,
-        reader.rng.outside({id(found.node) for found in reader.state_dicts}),
-        index.root.path,
-        reader.modules,
-    )
-
-
-class _Reader:
-    """Looks at each mapping once, outermost first."""
-
-    def __init__(self, index: Index, is_state_dict: bool, modules: list[PickledModule]) -> None:
-        self.tensor_nodes = index.tensor_nodes
-        self.root_is_state_dict = is_state_dict
-        self.modules = modules
-        self.rng = RngStates(index)
-        self.state_dicts: list[StateDict] = []
-        self.optimizers: list[NamedOptimizer] = []
-        self.optimizer_nodes: set[int] = set()
-        self.closed = {id(found.place.node) for found in modules}  # nodes inside which there is no state dict
-        self.in_states: dict[int, Value] = {}  # ``_metadata`` by the ids of states, which mappings can share
-        inside: set[int] = set()  # places in what is closed
-        first: set[int] = set()
-        for place in index.places:
-            if isinstance(place.node, RowCall) and not place.node.effects:
-                continue  # most tensors: nothing stands in them
-            if id(place.node) in self.closed or id(place.parent) in inside:
-                inside.add(id(place))
-            if id(place.node) not in first:
-                first.add(id(place.node))
-                node = None if id(place) in inside or place.segment in _MODULE_PARTS else self.mapping(place)
-                if node:
-                    self.classify(place, node)
-                    if id(node) in self.closed:
-                        inside.add(id(place))
-
-    def mapping(self, place: Place) -> Object | None:
+    detected = Detected(index.root.path, read_modules(index, scripts), [], [], set(), [])
+    rng = _RngStates(index)
+    closed = {id(module.place.node) for module in detected.modules}  # nodes that contain no further state dict
+    inside: set[int] = set()  # places in closed nodes
+    first: set[int] = set()
+    in_states: dict[int, Value] = {}
+    for place in index.places:
         node = place.node
-        if not isinstance(node, (Dict, Call)) or id(node) in self.tensor_nodes:
-            return None
+        if isinstance(node, RowCall) and not node.effects:
+            continue  # most tensors, which contain nothing
+        if id(node) in closed or id(place.parent) in inside:
+            inside.add(id(place))
+        if id(node) in first:
+            continue
+        first.add(id(node))
+        if id(place) in inside or place.segment in _MODULE_PARTS:
+            continue
+        if not isinstance(node, (Dict, Call)) or id(node) in index.tensor_nodes:
+            continue
         if isinstance(node, Call) and not is_global(node.callable, "collections.OrderedDict") and not any(node.pairs()):
-            return None
-        return node
-
-    def classify(self, place: Place, node: Object) -> None:
-        metadata = self.metadata_of(node)
-        keys = strings_of(node)
-        if self.root_is_state_dict:
-            self.closed.add(id(node))
-            self.state_dicts.append(StateDict(place.path, node, None))
+            continue
+        metadata, keys = _metadata_of(node, in_states), strings_of(node)
+        if is_state_dict:
+            detected.state_dicts.append(StateDict(place.path, node, None))
         elif metadata is None and {"state", "param_groups"} <= keys.keys():
-            self.closed.add(id(node))
-            self.optimizer_nodes.add(id(node))
-            self.optimizers += _named_optimizer(place.path, keys)
-        elif metadata is not None or self.looks_like_state_dict(node):
-            self.closed.add(id(node))
-            if metadata is not None or not self.rng.are_all_tensors_of(node):
-                self.state_dicts.append(StateDict(place.path, node, metadata))
-
-    def metadata_of(self, node: Object) -> Object | None:
-        """Return the ``_metadata`` attribute that ``Module.state_dict()`` sets, or None."""
-        for state in node.states():
-            if isinstance(state, Dict):
-                if id(state) not in self.in_states:
-                    self.in_states[id(state)] = strings_of(state).get("_metadata")
-                found = self.in_states[id(state)]
-                if isinstance(found, (Dict, Call)):
-                    return found
-        return None
-
-    def looks_like_state_dict(self, node: Object) -> bool:
-        tensors = 0
-        for key, value in node.entries():
-            if not isinstance(key, str):
-                return False
-            if isinstance(value, Node) and id(value) in self.tensor_nodes:
-                tensors += 1
-            elif value is not None and not key.endswith("_extra_state"):
-                return False
-        return tensors > 0
+            detected.optimizer_nodes.add(id(node))
+            if names := _names_in_optimizer(keys):
+                detected.optimizers.append(NamedOptimizer(place.path, names))
+        elif metadata is not None or _looks_like_state_dict(node, index):
+            if metadata is not None or not rng.are_all_tensors_of(node):
+                detected.state_dicts.append(StateDict(place.path, node, metadata))
+        else:
+            continue
+        closed.add(id(node))
+        inside.add(id(place))
+    detected.rng_states.extend(rng.outside({id(each.node) for each in detected.state_dicts}))
+    return detected
 
 
-def _named_optimizer(path: str, keys: dict[str, Value]) -> list[NamedOptimizer]:
-    """Return the optimizer at `path` in a list if it has names of parameters. One keyed by integers has none."""
+def _metadata_of(node: Object, in_states: dict[int, Value]) -> Object | None:
+    """Return the ``_metadata`` attribute that ``Module.state_dict()`` sets, or None.
+
+    `in_states` remembers that of each state, by its id, because any number of mappings can share a state.
+    """
+    for state in node.states():
+        if isinstance(state, Dict):
+            if id(state) not in in_states:
+                in_states[id(state)] = strings_of(state).get("_metadata")
+            metadata = in_states[id(state)]
+            if isinstance(metadata, (Dict, Call)):
+                return metadata
+    return None
+
+
+def _looks_like_state_dict(node: Object, index: Index) -> bool:
+    """Return whether all keys of `node` are texts and all values tensors, None or extra states, with a tensor."""
+    tensors = 0
+    for key, value in node.entries():
+        if not isinstance(key, str):
+            return False
+        if isinstance(value, Node) and id(value) in index.tensor_nodes:
+            tensors += 1
+        elif value is not None and not key.endswith("_extra_state"):
+            return False
+    return tensors > 0
+
+
+def _names_in_optimizer(keys: dict[str, Value]) -> list[tuple[Effect, int]]:
+    """Return the places of parameter names in an optimizer with these `keys`. One keyed by integers has none."""
     state, holder = keys["state"], keys["param_groups"]
-    named = [*state.pairs()] if isinstance(state, Object) else []
+    places = [*state.pairs()] if isinstance(state, Object) else []
     groups = [each for each in holder.elements() if isinstance(each, Object)] if isinstance(holder, List) else []
-    lists = [found.get(key) for found in map(strings_of, dict.fromkeys(groups)) for key in ("params", "param_names")]
-    for each in dict.fromkeys(each for each in lists if isinstance(each, List)):  # groups can share one
-        named += [(effect, i) for effect in each.effects for i in range(len(effect.values))]
-    names = [(effect, i) for effect, i in named if isinstance(effect.values[i], str)]
-    return [NamedOptimizer(path, names)] if names else []
+    lists = [items.get(key) for items in map(strings_of, dict.fromkeys(groups)) for key in ("params", "param_names")]
+    for each in dict.fromkeys(each for each in lists if isinstance(each, List)):  # groups can share a list
+        places += [(effect, i) for effect in each.effects for i in range(len(effect.values))]
+    return [(effect, i) for effect, i in places if isinstance(effect.values[i], str)]
+
+
+# States of random generators
+
+
+class _RngStates:
+    """The tensors of `index` that could be RNG states, and how sure that is without knowing its state dicts."""
+
+    def __init__(self, index: Index) -> None:
+        self._tensor_nodes = index.tensor_nodes
+        self._candidates = _rng_candidates(index)
+        self._possible = {id(place.node) for place in self._candidates}
+        self._certain: set[int] = set()
+        self._hinted: set[int] = set()
+        for place in self._candidates:
+            if self._tensor_nodes[id(place.node)].nbytes == CPU_RNG_BYTES or any(
+                isinstance(above.node, Call) and is_global(above.node.callable, "torch._C.Generator")
+                for above in place.upwards()
+            ):
+                self._certain.add(id(place.node))
+            if any(has_rng_word(above.key) for above in place.upwards()):
+                self._hinted.add(id(place.node))
+        self._rng_mappings: dict[int, bool] = {}  # whether a mapping has a certain state, or python's and numpy's
+
+    def outside(self, state_dicts: Container[int]) -> list[TensorInfo]:
+        """Return the RNG states. `state_dicts` are the ids of the state dicts' nodes."""
+        return [self._tensor_nodes[id(place.node)] for place in self._candidates if self._is_rng(place, state_dicts)]
+
+    def are_all_tensors_of(self, node: Object) -> bool:
+        """Return whether all tensors in the mapping `node` are RNG states."""
+        values = [id(value) for _, value in node.entries()]
+        tensors = self._tensor_nodes.keys() & values
+        return tensors <= (self._certain | self._hinted if tensors.isdisjoint(self._certain) else self._possible)
+
+    def _is_rng(self, place: Place, state_dicts: Container[int]) -> bool:
+        if id(place.node) in self._certain:
+            return True
+        if any(id(above.node) in state_dicts for above in [*place.upwards()][1:]):
+            return False
+        if id(place.node) in self._hinted:
+            return True
+        item = next(
+            above for above in place.upwards() if not (above.parent and isinstance(above.parent.node, (List, Tuple)))
+        )
+        mapping = item.parent and item.parent.node
+        if not isinstance(mapping, (Dict, Call)) or not has_device_word(item.key):
+            return False
+        if id(mapping) not in self._rng_mappings:  # it can have any number of tensors
+            values = strings_of(mapping)
+            has_certain = any(id(value) in self._certain for value in values.values())
+            self._rng_mappings[id(mapping)] = has_certain or {"python", "numpy"} <= values.keys()
+        return self._rng_mappings[id(mapping)]
+
+
+def has_rng_word(key: object) -> bool:
+    """Return whether `key` is a text with a word for a generator in it."""
+    return not _RNG_WORDS.isdisjoint(_words(key))
+
+
+def has_device_word(key: object) -> bool:
+    """Return whether `key` is a text with the word of a device, or torch's name, in it."""
+    return not _DEVICE_WORDS.isdisjoint(_words(key))
+
+
+def _words(key: object) -> list[str]:
+    """Return the words in `key`, in lower case; none if it is not a text."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key) if isinstance(key, str) else []
+    return [word.lower() for word in words]
+
+
+def _rng_candidates(index: Index) -> list[Place]:
+    """Return the first place of each contiguous 1-D uint8 tensor that shares its storage with no other."""
+    nodes, places = index.tensor_nodes, dict[int, Place]()
+    if not any(info.dtype == "uint8" for info in nodes.values()):
+        return []
+    users: Counter[Storage] = Counter(index.storage_of.values())
+    for place in index.places:
+        info = nodes.get(id(place.node))
+        if info is None or info.storage is None or info.dtype != "uint8" or len(info.shape) != 1 or not info.contiguous:
+            continue
+        if users[info.storage] == 1 and info.nbytes == info.storage.nbytes:
+            places.setdefault(id(place.node), place)
+    return list(places.values())

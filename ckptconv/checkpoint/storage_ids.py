@@ -128,6 +128,6 @@ def storage_sizes(graph: Graph) -> dict[str, int]:
     for node in graph.references:
         parts = node.id.items[:5] if isinstance(node.id, Tuple) else []  # the older format has a sixth
         with suppress(InputError):
-            said = checked_storage_id(PersistentId(Tuple(parts)), "")
-            sizes[said.key] = said.numel * said.dtype.itemsize
+            storage = checked_storage_id(PersistentId(Tuple(parts)), "")
+            sizes[storage.key] = storage.numel * storage.dtype.itemsize
     return sizes

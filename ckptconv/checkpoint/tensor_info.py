@@ -28,7 +28,7 @@ class Storage:
     data: Data
 
 
-@dataclass(eq=False, slots=True)  # not frozen: that makes them three times as slow
+@dataclass(eq=False, slots=True)  # not frozen, which is three times as slow
 class Reference:
     """A reference to a storage in the pickle."""
 
@@ -150,7 +150,7 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
     if info.contiguous:
         elements = of.slice(offset, length)
     else:
-        of, offset = of.part_at(offset)  # a view lies within one, because parts are made of what views reach over
+        of, offset = of.part_at(offset)  # a view lies within one, because parts are the reach of views
         assert isinstance(of, (ByteRange, Inflate))
         elements = Gather(of, old.itemsize, info.shape, info.stride, offset // old.itemsize, length)
     swapped = byteorder == "big" and old.itemsize > 1 and old.name in BY_NAME

@@ -394,7 +394,7 @@ CASES: dict[str, Case] = {
     ),
     "files of ranks that differ": Case(
         lambda m: _ranks(m, epoch=2), "convert {m} out.pt", r"to leave them out: (--drop \S+)", "loads",
-        same(weights), "checkpoint/merging.py:_error:option drop",
+        same(weights), "checkpoint/merging.py:_difference_error:option drop",
     ),
     "files of ranks, one left out": Case(
         lambda m: _ranks(m), "convert {m}/model_world_size_3_rank_0.pt {m}/model_world_size_3_rank_1.pt out.pt",
@@ -1146,7 +1146,9 @@ ELSEWHERE: dict[Site, str] = {
     "stores/s3.py:_say_what_is_left:aws": "stores/test_s3.py::test_an_upload_that_may_stay_open_is_said",
     "stores/uploads.py:hint_if_replaced:option force": "stores/test_s3.py::test_it_is_read_back",
     "stores/http.py:_hint_to_download:option download": "stores/test_downloads.py::test_the_error_says_what_to_add",
-    "checkpoint/merging.py:_error:command convert": "formats/distributed/test_rank_files.py::test_extra_state",
+    "checkpoint/merging.py:_difference_error:command convert": (
+        "formats/distributed/test_rank_files.py::test_extra_state"
+    ),
     "edits/loadable/making.py:refusal:text": (
         "edits/loadable/test_refusals.py::test_what_is_torchs_own_names_the_import"
     ),
@@ -1237,7 +1239,7 @@ NOT_TYPED: dict[Site, str] = {
     "formats/safetensors.py::text": "it is for the run of several processes that has all parts",
     "formats/distributed/dcp.py:tensor:text": "it is for the run that saved the folder",
     "formats/distributed/rank_parts.py::text": "it is for the run that saved the files",
-    "formats/distributed/rank_parts.py:_cut:text": "it is for the run that saved the files",
+    "formats/distributed/rank_parts.py:_read_cuts:text": "it is for the run that saved the files",
     "formats/distributed/safetensors_parts.py:part_error:command convert": (
         "it takes a run of several processes; its folder is converted in formats/distributed/test_safetensors_parts.py"
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckptconv.byteranges.fault_sink import UnreadRecord
 from ckptconv.byteranges.sources import SliceSource
@@ -27,8 +28,7 @@ _LENGTHS_IN_ENTRY = struct.Struct("<28x3H")
 _MOST = 16  # files of one size that are remembered
 
 
-@dataclass(frozen=True)
-class ChunkFile:
+class ChunkFile(NamedTuple):
     """A file: the tensor that it contains, if it is one, the bytes of its storage, and whether it is little-endian.
 
     The tensor is as the file describes it. The bytes are those of the source that the file is a part of.
@@ -41,14 +41,19 @@ class ChunkFile:
 
 @dataclass(frozen=True)
 class _Known:
-    """A file that was parsed: what stands `before` and `behind` its storage.
+    """A file that was parsed.
 
-    `records` may differ, the storage first: where each stands, and how long it is; `checksums` are the places behind
-    the storage of those of each, which differ together, `blanks` all that may differ there.
+    Attributes:
+        before: The bytes before its storage.
+        after: The bytes after its storage, with zeros at `blanks`.
+        records: The offset and the length of each record that may differ, the storage first.
+        checksums: The two offsets in `after` of the checksum of each of these, which must be equal.
+        blanks: The parts of `after` that may differ.
+        file: The file.
     """
 
     before: bytes
-    behind: bytes
+    after: bytes
     records: tuple[tuple[int, int], ...]
     checksums: tuple[tuple[int, int], ...]
     blanks: tuple[slice, ...]
@@ -58,14 +63,13 @@ class _Known:
         """Return the records in `window`, a file of the same size, or None if it is another kind of file."""
         if window.read(0, len(self.before)) != self.before:
             return None
-        behind = window.read(window.size - len(self.behind), len(self.behind))
-        numbers = [(behind[a : a + 4], behind[b : b + 4]) for a, b in self.checksums]
-        if any(a != b for a, b in numbers) or _blanked(behind, self.blanks) != self.behind:
+        after = window.read(window.size - len(self.after), len(self.after))
+        numbers = [(after[a : a + 4], after[b : b + 4]) for a, b in self.checksums]
+        if any(a != b for a, b in numbers) or _blanked(after, self.blanks) != self.after:
             return None
-        sums = (int.from_bytes(number, "little") for number, _ in numbers)
         return [
-            ByteRange(window.of, window.offset + at, length, crc32)
-            for (at, length), crc32 in zip(self.records, sums, strict=True)
+            ByteRange(window.of, window.offset + at, length, int.from_bytes(number, "little"))
+            for (at, length), (number, _) in zip(self.records, numbers, strict=True)
         ]
 
 
@@ -76,42 +80,34 @@ class ChunkFiles:
         self._known: dict[int, list[_Known]] = {}  # by the size of the file
 
     def read(self, window: SliceSource) -> ChunkFile:
-        """Return the file in `window`. Raises the errors of reading a file of torch."""
+        """Return the file in `window`.
+
+        Raises UnsupportedError or DangerousError if it names something that no tensor needs, which would not be seen in
+        the whole that its tensor becomes a part of, and the errors of reading a file of torch.
+        """
         known = self._known.setdefault(window.size, [])
-        for each in known:
-            records = each.records_of(window)
+        for like in known:
+            records = like.records_of(window)
             if records is not None:
                 window.faults.unread(UnreadRecord(f"{window.path} at byte {span.offset:,}", span) for span in records)
-                return ChunkFile(each.file.info, records[0], each.file.is_little_endian)
+                return like.file._replace(data=records[0])
         checkpoint = torch_zip.read_inner(window)
-        _refuse_unknown(checkpoint, window)
-        file = _file(checkpoint, window)
-        if len(known) < _MOST and (found := _remembered(checkpoint, file, window)):
-            known.append(found)
+        graph = checkpoint.graph
+        unknown = [node for node in graph.globals if not is_allowed(node)]
+        if unknown or graph.extensions:
+            kind = DangerousError if any(map(is_dangerous, unknown)) else UnsupportedError
+            raise kind(
+                "the file of a chunk names what no tensor needs",
+                where=f"{window.path} at byte {window.offset:,}",
+                got=some([str(node) for node in unknown] or ["an extension code"]),
+                hint="do not load it unless you trust who made it",
+            )
+        info = checkpoint.tensor_nodes.get(id(graph.root))
+        data = in_file(info.storage.data, window) if info and info.storage else None
+        file = ChunkFile(info, data, checkpoint.byteorder == "little")
+        if len(known) < _MOST and (new := _remembered(checkpoint, file, window)):
+            known.append(new)
         return file
-
-
-def _refuse_unknown(checkpoint: Checkpoint, window: SliceSource) -> None:
-    """Raise UnsupportedError or DangerousError if the file names something that no tensor needs.
-
-    It would not be seen in the whole that its tensor becomes a part of.
-    """
-    graph = checkpoint.graph
-    unknown = [node for node in graph.globals if not is_allowed(node)]
-    if unknown or graph.extensions:
-        kind = DangerousError if any(map(is_dangerous, unknown)) else UnsupportedError
-        raise kind(
-            "the file of a chunk names what no tensor needs",
-            where=f"{window.path} at byte {window.offset:,}",
-            got=some([str(node) for node in unknown] or ["an extension code"]),
-            hint="do not load it unless you trust who made it",
-        )
-
-
-def _file(checkpoint: Checkpoint, window: SliceSource) -> ChunkFile:
-    info = checkpoint.tensor_nodes.get(id(checkpoint.graph.root))
-    data = in_file(info.storage.data, window) if info and info.storage else None
-    return ChunkFile(info, data, checkpoint.byteorder == "little")
 
 
 def in_file(data: Data, window: SliceSource) -> Data:
@@ -135,7 +131,7 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) ->
     changing = [member for member in (storage, members.get(_ID)) if member]
     records = tuple((member.data_start(window), member.size) for member in changing)
     entries = _entries(archive, window)
-    # What is so damaged that the archive was read without it can stand in between.
+    # Members that are so damaged that the archive was read without them can be in between.
     if any(member.name not in entries for member in changing):
         return None
     checksums, blanks = [], []
@@ -150,21 +146,21 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) ->
             blanks.append(slice(member.data_start(window) - end, descriptor - end))
     if storage is None:
         return None
-    behind = _blanked(window.read(end, window.size - end), tuple(blanks))
-    return _Known(window.read(0, start), behind, records, tuple(checksums), tuple(blanks), file)
+    after = _blanked(window.read(end, window.size - end), tuple(blanks))
+    return _Known(window.read(0, start), after, records, tuple(checksums), tuple(blanks), file)
 
 
 def _entries(archive: Archive, window: SliceSource) -> dict[str, int]:
     """Return the offset of each member's entry in the directory, by its name."""
-    found = {}
+    entries = {}
     at = max(member.end for member in archive.members)
     while at + CENTRAL_SIZE <= window.size and window.read(at, len(CENTRAL)) == CENTRAL:
         name, extra, comment = _LENGTHS_IN_ENTRY.unpack(window.read(at, _LENGTHS_IN_ENTRY.size))
         if at + CENTRAL_SIZE + name > window.size:
             break
-        found[window.read(at + CENTRAL_SIZE, name).decode("utf-8", "replace")] = at
+        entries[window.read(at + CENTRAL_SIZE, name).decode("utf-8", "replace")] = at
         at += CENTRAL_SIZE + name + extra + comment
-    return found
+    return entries
 
 
 def _blanked(data: bytes, blanks: tuple[slice, ...]) -> bytes:

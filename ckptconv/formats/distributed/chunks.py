@@ -69,7 +69,7 @@ def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
         ends = [(0, size), *((chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]) for chunk in chunks)]
         if len(set(ends)) == 1:  # every chunk reaches from end to end
             continue
-        point = int.from_bytes(os.urandom(32), "little") % _PRIME  # unknown to whoever chooses the chunks
+        point = int.from_bytes(os.urandom(32), "little") % _PRIME  # nobody can know it and choose chunks for it
         powers = {end: pow(point, end, _PRIME) for end in set(chain.from_iterable(ends))}
         values = [
             value * (powers[stop] - powers[start]) % _PRIME for value, (start, stop) in zip(values, ends, strict=True)
@@ -188,7 +188,7 @@ def _taken(of: _Stretches, shares: Iterable[tuple[int, int]]) -> _Stretches:
     """Return the stretches of those indices of `of`, counted from its first one, that are in `shares`."""
     taken: _Stretches = []
     rest = iter(of)
-    first, size, before = 0, 0, 0  # a stretch, and how many indices stand in earlier ones
+    first, size, before = 0, 0, 0  # a stretch, and the number of indices in earlier ones
     for start, count in shares:
         while count:
             while before + size <= start:

@@ -207,38 +207,38 @@ class _Reader:
             )
         self.gone.update(missing)
         for file in sorted(places.keys() - self.gone):
-            ranges = sorted(places[file])
             try:
-                self.check_size(file, ranges)
-                self.folder.open(file).prefetch(
-                    end
-                    for start, stop in ranges
-                    for end in ((start, min(start + _HEAD, stop)), (max(stop - _TAIL, start), stop))
-                )
+                self.check_file(file, sorted(places[file]))
             except InputError as error:
                 self.report(error)
                 self.gone.add(file)
 
-    def check_size(self, name: str, ranges: list[tuple[int, int]]) -> None:
-        """Raise InputError if the file `name` cannot be opened, or ends before the last of `ranges`.
+    def check_file(self, name: str, ranges: list[tuple[int, int]]) -> None:
+        """Announce what is read of the file `name`, and note how many bytes are outside of `ranges`.
 
-        The number of bytes outside of `ranges`, sorted pairs of start and stop, is noted.
+        Raises InputError if the file cannot be opened, or ends before the last of `ranges`, sorted pairs of start and
+        stop.
         """
         covered = end = 0
         for start, stop in ranges:
             covered += max(stop - max(start, end), 0)
             end = max(end, stop)
-        size = self.folder.open(name).size
-        if size > covered:
-            self.empty.append(LeftBehind(name, size - covered, "nothing is stored in that much of it"))
-        if size < end:
+        source = self.folder.open(name)
+        if source.size > covered:
+            self.empty.append(LeftBehind(name, source.size - covered, "nothing is stored in that much of it"))
+        if source.size < end:
             raise MalformedError(
-                f"the file was truncated: {counted(end - size, 'byte')} missing",
+                f"the file was truncated: {counted(end - source.size, 'byte')} missing",
                 where=self.folder.folder / name,
                 expected=f"at least {end:,} bytes",
-                got=f"{size:,}",
+                got=f"{source.size:,}",
                 hint="copy it again",
             )
+        source.prefetch(
+            part
+            for start, stop in ranges
+            for part in ((start, min(start + _HEAD, stop)), (max(stop - _TAIL, start), stop))
+        )
 
     def window(self, name: str, offsets: tuple[int, ...] | None) -> SliceSource:
         """Return the bytes of the chunk of `name` at `offsets`, or of the object `name` if these are None."""

@@ -36,7 +36,6 @@ from ckptconv.pickles.graph import (
     Call,
     Dict,
     Global,
-    Graph,
     List,
     Tuple,
     Value,
@@ -128,7 +127,14 @@ def read_metadata(source: Readable) -> Metadata:
     reader = _Reader(source, graph.opcodes // LIMITS.opcodes_of_a_chunk)
     if end != source.size or graph.references or graph.discarded:
         reader.fail("it is no plain pickle of Metadata")
-    reader.refuse_unknown(graph)
+    unknown = [name for node in graph.globals if (name := imported_name(node, graph.protocol)) not in _KNOWN]
+    unknown = [*dict.fromkeys(unknown), *dangerous_globals(graph)]  # known globals can reach everything by getattr
+    if unknown:
+        reader.refuse(
+            "it names what torch.distributed.checkpoint's own metadata does not have",
+            got=some(unknown),
+            hint="load it with the framework that wrote it, and save it with torch.save",
+        )
     return reader.metadata(graph.root)
 
 
@@ -184,18 +190,6 @@ class _Reader:
 
     def refuse(self, what: str, *, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
         raise UnsupportedError(what, where=self.where, expected=expected, got=got, hint=hint)
-
-    def refuse_unknown(self, graph: Graph) -> None:
-        """Raise UnsupportedError if `graph` names something that torch's own writers do not name."""
-        names = (imported_name(node, graph.protocol) for node in graph.globals)
-        unknown = list(dict.fromkeys(name for name in names if name not in _KNOWN))
-        unknown += dangerous_globals(graph)  # known globals can reach everything by getattr
-        if unknown:
-            self.refuse(
-                "it names what torch.distributed.checkpoint's own metadata does not have",
-                got=some(unknown),
-                hint="load it with the framework that wrote it, and save it with torch.save",
-            )
 
     def metadata(self, root: Value) -> Metadata:
         """Return the content of `root`, the object of the file."""

@@ -148,39 +148,25 @@ class PartReader:
             self._fail("a DTensor has another number of placements than its mesh has dimensions")
         cuts, layout = [], []
         for word, (parts, at, name) in zip(words, mesh, strict=True):
-            cut, said = self._cut(word, parts, at, rank)
+            kind = word.callable.name if isinstance(word, Call) and isinstance(word.callable, Global) else ""
+            if kind not in ("Replicate", "Shard", "_StridedShard"):
+                what = f"has a placement that is not known: {kind}"
+                if kind == "Partial":
+                    what = "is a sum that was never made: it is Partial"
+                self._refuse(f"a DTensor {what}", needed="whole: tensor.full_tensor() makes it so")
+            fields = self._object(word, kind)
+            said = kind
+            if kind != "Replicate":
+                dim, split = fields.get("dim"), fields.get("split_factor", 1)
+                if not is_count(dim) or dim >= rank:
+                    self._fail("a placement cuts a dimension that the tensor has not", f"0 to {rank - 1}", _plain(dim))
+                if not is_count(split) or not 0 < split <= max(self.world, 1):
+                    self._fail("a placement has no sound split_factor", f"1 to {self.world}", _plain(split))
+                said = f"Shard({dim})" if split == 1 else f"_StridedShard({dim}, split_factor={split})"
+                if parts > 1:
+                    cuts.append(Cut(parts, at, dim, split))
             layout.append(f"{said} over {parts}" + (f" ({name})" if isinstance(name, str) else ""))
-            if cut and parts > 1:
-                cuts.append(cut)
         return tuple(cuts), ", ".join(layout)
-
-    def _cut(self, word: Value, parts: int, at: int, rank: int) -> tuple[Cut | None, str]:
-        """Return the cut that the placement `word` makes, None for a copy, and the placement as torch writes it.
-
-        Args:
-            word: The placement in one dimension of the mesh.
-            parts: The size of the mesh in this dimension.
-            at: The position of this process in it.
-            rank: The number of dimensions of the tensor.
-        """
-        kind = word.callable.name if isinstance(word, Call) and isinstance(word.callable, Global) else ""
-        if kind not in ("Replicate", "Shard", "_StridedShard"):
-            what = (
-                "is a sum that was never made: it is Partial"
-                if kind == "Partial"
-                else f"has a placement that is not known: {kind}"
-            )
-            self._refuse("a DTensor " + what, needed="whole: tensor.full_tensor() makes it so")
-        fields = self._object(word, kind)
-        if kind == "Replicate":
-            return None, kind
-        dim, split = fields.get("dim"), fields.get("split_factor", 1)
-        if not is_count(dim) or dim >= rank:
-            self._fail("a placement cuts a dimension that the tensor has not", f"0 to {rank - 1}", _plain(dim))
-        if not is_count(split) or not 0 < split <= max(self.world, 1):
-            self._fail("a placement has no sound split_factor", f"1 to {self.world}", _plain(split))
-        said = f"Shard({dim})" if split == 1 else f"_StridedShard({dim}, split_factor={split})"
-        return Cut(parts, at, dim, split), said
 
     def _mesh(self, node: Value) -> _Mesh:
         """Return the mesh `node`."""
@@ -198,7 +184,19 @@ class PartReader:
                 f"ranks below {self.world}, and {self.rank} among them",
                 f"{len(ranks):,} ranks up to {max(ranks, default=0):,}",
             )
-        sizes = self._mesh_sizes(fields)
+        sizes: tuple[int, ...] | None = None
+        if "_layout" in fields:  # since torch 2.9
+            layout = self._object(fields["_layout"], "_MeshLayout")
+            axes = layout.get("axes")
+            if isinstance(axes, Tuple) and len(axes.items) <= LIMITS.rank:
+                shapes = [self._object(axis, "_FlatLayout").get("shape") for axis in axes.items]
+            else:
+                shape = layout.get("shape")
+                shapes = shape.items[: LIMITS.rank] if isinstance(shape, Tuple) else [shape]
+            counts = [(one,) if is_count(one) else self._counts(one) for one in shapes]
+            sizes = tuple(prod(size) for size in counts if size is not None) if None not in counts else None
+        elif "mesh" in fields:  # the tensor of its ranks
+            sizes = self._tensor(fields["mesh"]).shape
         coordinate = self._counts(fields.get("_coordinate_on_dim"))
         if sizes is None or coordinate is None:
             self._refuse("its DeviceMesh does not say how large it is, or where in it this rank is")
@@ -212,20 +210,6 @@ class PartReader:
         words = names.items if isinstance(names, Tuple) and len(names.items) == len(sizes) else [None] * len(sizes)
         self._meshes[id(node)] = [*zip(sizes, coordinate, words, strict=True)]
         return self._meshes[id(node)]
-
-    def _mesh_sizes(self, fields: dict[str, Value]) -> tuple[int, ...] | None:
-        """Return the sizes of a DeviceMesh: by its layout since torch 2.9, before by the tensor of its ranks."""
-        if "_layout" not in fields:
-            return self._tensor(fields.get("mesh")).shape if "mesh" in fields else None
-        layout = self._object(fields["_layout"], "_MeshLayout")
-        axes = layout.get("axes")
-        if isinstance(axes, Tuple) and len(axes.items) <= LIMITS.rank:
-            shapes = [self._object(axis, "_FlatLayout").get("shape") for axis in axes.items]
-        else:
-            shape = layout.get("shape")
-            shapes = shape.items[: LIMITS.rank] if isinstance(shape, Tuple) else [shape]
-        sizes = [(one,) if is_count(one) else self._counts(one) for one in shapes]
-        return tuple(prod(size) for size in sizes if size is not None) if None not in sizes else None
 
     # ShardedTensor
 

@@ -30,7 +30,6 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import row_major
 from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import InputError, MalformedError, UnsupportedError
-from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
 from ckptconv.formats.safetensors_header import Entry, Header, check_nesting, read_header
 from ckptconv.hints import Placeholder, command
 from ckptconv.lazy_regex import regex
@@ -162,6 +161,8 @@ def read(
 
 def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]) -> Value:
     """Return a call that makes the tensor `name` of its `parts`. Raises MalformedError, UnsupportedError."""
+    from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
+
     folder = merger.source.path
     words = sorted({entry.word for entry, _ in parts})
     ranks = {len(placement.sizes) for _, placement in parts}

@@ -331,7 +331,7 @@ _GGUF = "ask its publisher for the weights it was made from, or read it with the
 _GGML = "a GGML file (llama.cpp, before GGUF) and not a checkpoint of torch"
 _LEVELDB = b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"  # the magic number at the end of its tables
 
-#: Offset, signature, what the file is, and the next step; {path} stands for the file's path, quoted for a shell.
+#: Offset, signature, kind of file, and the next step. {path} is replaced by the file's path, quoted for a shell.
 _SIGNATURES = (
     (0, b"GGUF", "a GGUF file and not a checkpoint of torch", _GGUF),
     (0, b"lmgg", _GGML, _GGUF),

@@ -35,7 +35,10 @@ FETCH_LFS = (
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".th", ".pth.tar")
 #: The suffixes of the files that are converted in a folder, in any case of letters.
 FILE_SUFFIXES = (*CHECKPOINT_SUFFIXES, ".pkl")
-_METADATA, _METADATA_HEAD = b"torch.distributed.checkpoint.metadata", 128  # the first global, and where it stands
+_METADATA, _METADATA_HEAD = (
+    b"torch.distributed.checkpoint.metadata",
+    128,
+)  # the first global, and the length of the start that contains it
 _POINTER = 1024  # bytes: Git LFS's own bound on a pointer
 #: The names that transformers, peft and diffusers give to a whole model, the better format first.
 _MODELS = (
@@ -329,7 +332,7 @@ def _folder_at(path: Path) -> _Folder | None:
         return None
 
 
-# Paths that are no folder
+# Other paths
 
 
 _DRIVE = regex(r"([A-Za-z]):[\\/]")

@@ -72,8 +72,8 @@ def refuse_foreign_zips(source: Readable, names: list[str]) -> None:
 
 _PROGRAM = "serialized_exported_program.json"  # torch 2.1 to 2.7
 _PACKAGE = ".data/extern_modules"
-#: Members that other readers of torch's own look for, and run what stands next to them. An archive with one of them is
-#: no checkpoint, even with ``data.pkl``.
+#: Members that other readers of torch look for, which then run code next to them. An archive with one of them is not a
+#: checkpoint, even with ``data.pkl``.
 _NO_CHECKPOINT = ("attributes.pkl", "archive_format", _PROGRAM, _PACKAGE)
 
 
@@ -278,7 +278,7 @@ def looks_like_pickle(source: Readable, head: bytes) -> bool:
 
 def pickle_error(source: Readable) -> InputError:
     """Return the error that says what the pickle in `source` is."""
-    if b"joblib.numpy_pickle" in source.read(0, min(_MORE, source.size)):  # raw arrays stand between its opcodes
+    if b"joblib.numpy_pickle" in source.read(0, min(_MORE, source.size)):  # raw arrays are between its opcodes
         return UnsupportedError(
             "a file of joblib's, without tensors of torch",
             where=source.path,
