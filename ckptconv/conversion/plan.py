@@ -219,16 +219,8 @@ def make_plan(
         CkptconvError: The edits or options do not fit the checkpoint.
     """
     writer = WRITERS[output.format or DEFAULT.word]
-    if output.copy_tied and writer.ties:
-        why = f" is for {words('ties', holds=False)}: ties stay ties in torch's format"
-        raise UsageError(option("copy_tied") + why, where=path)
     is_loadable = (edits.loadable or edits.loadable_objects) and writer.objects
-    if is_loadable and not writer.safe_loader:
-        raise UsageError(
-            option("loadable") + f" is for torch.load, which reads no {writer.name}",
-            where=path,
-            hint=option("format", DEFAULT.word) + " writes what it reads",
-        )
+    _check_writer(writer, path, copy_tied=output.copy_tied, loadable=is_loadable)
     torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
     notes = _about_edits(checkpoint, edits, writer)
     edits = _edits_for(writer, edits, in_shards=is_folder and output.max_shard_size is not None)
@@ -266,6 +258,19 @@ def make_plan(
         left_behind=(*changes.left_behind, *layout.left_behind, *checkpoint.unused),
         notes=(*checkpoint.notes, *changes.notes, *layout.notes, *notes),
     )
+
+
+def _check_writer(writer: Writer, path: Path, *, copy_tied: bool, loadable: bool) -> None:
+    """Raise UsageError if an option has no meaning for the format that `writer` writes to `path`."""
+    if copy_tied and writer.ties:
+        why = f" is for {words('ties', holds=False)}: ties stay ties in torch's format"
+        raise UsageError(option("copy_tied") + why, where=path)
+    if loadable and not writer.safe_loader:
+        raise UsageError(
+            option("loadable") + f" is for torch.load, which reads no {writer.name}",
+            where=path,
+            hint=option("format", DEFAULT.word) + " writes what it reads",
+        )
 
 
 def read_and_plan(

@@ -304,16 +304,9 @@ def _filter(
             if not hits and is_gone and any(matches(glob, path, None) for path in before.tensors):
                 continue
             if not hits:
-                what = "tensor" if "/" in glob else "name in a state dict"
-                near = None if "/" in glob else _near_glob(checkpoint, field, glob, named) or detected.hint_of_modules()
-                raise NoMatchError(
-                    f"no {what} matches {glob!r}",
-                    where=checkpoint.source.path,
-                    expected="something like " + (searched[0].path if searched else "a path, with a slash"),
-                    hint=near,
-                    # without its only glob, include would take everything
-                    unmatched=(field, glob) if field == "exclude" or len(globs) > 1 else None,
-                )
+                # without its only glob, include would take everything
+                unmatched = (field, glob) if field == "exclude" or len(globs) > 1 else None
+                raise _no_match(checkpoint, field, glob, searched, unmatched)
             found |= hits
         return found
 
@@ -323,6 +316,23 @@ def _filter(
         wanted = meant("include", include)
         unwanted |= {id(p) for p in places if id(p) not in wanted and (of_others or id(p) in inside)}
     return _drop(checkpoint, [place for place in places if id(place) in unwanted], only_keyed=True)
+
+
+def _no_match(
+    checkpoint: Checkpoint, field: str, glob: str, searched: Sequence[Place], unmatched: tuple[str, str] | None
+) -> NoMatchError:
+    """Return the error for `glob`, the option `field`, that matches none of the places `searched`."""
+    what, near = "tensor", None
+    if "/" not in glob:
+        what = "name in a state dict"
+        near = _near_glob(checkpoint, field, glob, searched) or checkpoint.detected.hint_of_modules()
+    return NoMatchError(
+        f"no {what} matches {glob!r}",
+        where=checkpoint.source.path,
+        expected="something like " + (searched[0].path if searched else "a path, with a slash"),
+        hint=near,
+        unmatched=unmatched,
+    )
 
 
 def _near_glob(checkpoint: Checkpoint, field: str, glob: str, named: Sequence[Place]) -> str | None:

@@ -131,12 +131,13 @@ def _other_kinds(path: str, names: list[str]) -> list[tuple[object, InputError]]
     members = set(names)
     checkpoint = next((name for name in names if name.endswith(CHECKPOINT_SUFFIXES)), None)
     listed = some([name[:80] for name in dict.fromkeys(names)])
+    arrays = f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(path)}).items()}}"
 
     def unzip(purpose: str, name: str | None) -> str:
-        """Return the command that takes the member `name` out, or all members if its name could be misread."""
-        if not name:
-            return f"unpack it: {shell('unzip', path)}"
-        return f"{purpose}: {shell('unzip', path, name) if _TAME.fullmatch(name) else shell('unzip', path)}"
+        """Return the command that takes out the member `name`, or all if its name could be misread."""
+        if name and _TAME.fullmatch(name):
+            return f"{purpose}: {shell('unzip', path, name)}"
+        return f"{purpose if name else 'unpack it'}: {shell('unzip', path)}"
 
     return [
         (
@@ -166,11 +167,7 @@ def _other_kinds(path: str, names: list[str]) -> list[tuple[object, InputError]]
         (
             names and all(name.endswith(".npy") for name in names),
             UnsupportedError(
-                f"NumPy arrays (.npz): {listed}",
-                hint="save them with torch: "
-                + saved_by_torch(
-                    f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(path)}).items()}}", "numpy"
-                ),
+                f"NumPy arrays (.npz): {listed}", hint="save them with torch: " + saved_by_torch(arrays, "numpy")
             ),
         ),
         (
