@@ -18,6 +18,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,8 +222,11 @@ def read(data: bytes, folder: Path) -> bool:
 def _list(server: _Server) -> None:
     found = far_path("hf://owner/repo/").find_store().entries(far_path("hf://owner/repo/").url, "hf://owner/repo/")
     for _ in range(_ENTRIES):
-        asked = server.asked  # a page without entries costs a request, and each may take its time
-        if _timed(server, lambda: next(found, None), lambda asked=asked: server.asked - asked) is None:
+
+        def requests(before: int = server.asked) -> int:  # a page without entries costs one, and each may take its time
+            return server.asked - before
+
+        if _timed(server, lambda: next(found, None), requests) is None:
             return
 
 
@@ -231,7 +235,7 @@ def _file(server: _Server, folder: Path | None, deadlines: int) -> None:
     with _timed(server, lambda: remote.open_far(path, download=folder or False), lambda: deadlines) as source:
         for at in islice(range(0, source.size, POLICY.window), _PIECES):
             length = min(POLICY.window, source.size - at)
-            assert len(_timed(server, lambda at=at, length=length: source.read(at, length))) == length
+            assert len(_timed(server, partial(source.read, at, length))) == length
         source.about()
 
 
