@@ -688,6 +688,7 @@ def test_an_interrupt_from_a_file_object(error: type[BaseException]) -> None:
     assert n > 5
 
 
+@pytest.mark.untraced  # an exception in coverage's own lock would leave it locked
 def test_interrupts_at_any_moment(tmp_path: Path) -> None:
     """A signal handler's exception is never lost, and the file never called malformed: the load ends with it, unless
     it was done before.
