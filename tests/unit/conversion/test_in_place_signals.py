@@ -78,7 +78,7 @@ def test_a_signal_at_any_moment(
             assert journals(path) == []
         else:
             assert ckptconv.verify(path).ok
-            assert ("ckptconv undo" in said) != no_undo
+            assert ("ckptconv.undo(" in said) != no_undo
             assert "was changed" in said
             assert all(state_of(file) in (None, DONE) for file in files_of(path))
             assert bool(journals(path)) != no_undo
@@ -140,7 +140,7 @@ def test_a_fault_and_a_signal_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(writing, "_write", failing)
     with pytest.raises(KeyboardInterrupt) as caught:
         renamed(path)
-    assert f"ckptconv undo {path}" in vars(caught.value)["__notes__"][0]
+    assert f"ckptconv.undo({str(path)!r})" in vars(caught.value)["__notes__"][0]
 
 
 KILLED = """
