@@ -384,7 +384,7 @@ CASES: dict[str, Case] = {
     "plain, for pickle": Case(
         saved(lambda: {"w": torch.ones(1), "args": argparse.Namespace(lr=1)}),
         "convert {m}.pt out.pkl --format pickle --loadable", r"(--format pt) writes", "loads", loads,
-        "conversion/plan.py:make_plan:option format conversion/plan.py:make_plan:option loadable",
+        "conversion/plan.py:_check_writer:option format conversion/plan.py:_check_writer:option loadable",
         made="convert {m}.pt out.pkl --loadable",
     ),
     "objects in no table": Case(
@@ -1133,6 +1133,7 @@ def sites_of(case: Case) -> set[Site]:
 #: What other modules type and judge: site → the test.
 ELSEWHERE: dict[Site, str] = {
     "conversion/plan.py:make_plan:option include": "formats/test_layout.py::test_views_that_repeat",
+    "conversion/plan.py:make_plan:option format": "formats/test_layout.py::test_views_that_repeat",
     "render/summary.py:facts:option all": "cli/test_inspect.py::test_the_verdict_and_the_parts_come_first",
     "render/listing.py:listing_lines:option all": (
         "cli/test_inspect.py::test_a_folder_and_more_than_two_files_are_a_table"
@@ -1204,7 +1205,7 @@ NOT_TYPED: dict[Site, str] = {
     "cli/verify.py:verify_command:option expect_sha256": _NAMED,
     "conversion/in_place.py:check_edits:option *": _NAMED,
     "conversion/in_place.py:check_edits:option in_place": _NAMED,
-    "conversion/plan.py:make_plan:option copy_tied": _NAMED,
+    "conversion/plan.py:_check_writer:option copy_tied": _NAMED,
     "conversion/plan.py:_about_edits:option loadable": _NO_CHANGE,
     "edits/loadable/making.py:make_loadable:option loadable": _NO_CHANGE,
     "conversion/targets.py:_of_one:option copy_others": _NAMED,

@@ -131,7 +131,7 @@ def _other_kinds(path: str, names: list[str]) -> list[tuple[object, InputError]]
     members = set(names)
     checkpoint = next((name for name in names if name.endswith(CHECKPOINT_SUFFIXES)), None)
     listed = some([name[:80] for name in dict.fromkeys(names)])
-    arrays = f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(path)}).items()}}"
+    arrays = saved_by_torch(f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(path)}).items()}}", "numpy")
 
     def unzip(purpose: str, name: str | None) -> str:
         """Return the command that takes out the member `name`, or all if its name could be misread."""
@@ -166,9 +166,7 @@ def _other_kinds(path: str, names: list[str]) -> list[tuple[object, InputError]]
         ),
         (
             names and all(name.endswith(".npy") for name in names),
-            UnsupportedError(
-                f"NumPy arrays (.npz): {listed}", hint="save them with torch: " + saved_by_torch(arrays, "numpy")
-            ),
+            UnsupportedError(f"NumPy arrays (.npz): {listed}", hint="save them with torch: " + arrays),
         ),
         (
             checkpoint,
