@@ -142,15 +142,13 @@ def verify(
 
     Args:
         path: A file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one; or a binary
-        file object, as for :func:`ckptconv.open`.
+            file object, as for :func:`ckptconv.open`.
         strict: Accept a checkpoint only if it is proved to load with ``weights_only=True`` by the rules of torch 2.13,
-            or
-        has no pickle (safetensors).
+            or contains no pickle (safetensors).
         expect_sha256: The SHA-256 of the file in hexadecimal digits. The whole file is then read.
         download: For a URL, as for :func:`ckptconv.convert`.
         progress: Called with the number of bytes that have a checksum. It returns a context manager for a function that
-            is
-        called with the number of bytes checked since its last call.
+            is called with the number of bytes checked since its last call.
 
     Returns:
         The findings. ``.ok`` is True if none of them matters.
