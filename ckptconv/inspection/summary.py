@@ -197,7 +197,7 @@ class Summary(Result):
         format: The name of its format.
         size: Its size on the disk.
         loads_here: Whether a plain ``torch.load(path)`` loads it on this machine. None if that is not known, as with a
-        version of torch whose rules are not known.
+            version of torch whose rules are not known.
         findings: What is in the way, or unusual, each with the command that mends it.
         remedy: One command that mends all findings, if there is one.
         protocol: The protocol of the pickle, or None if there is no pickle.
@@ -273,7 +273,7 @@ def inspect(path: Input, *, values: bool = False, histogram: bool = False, downl
         path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`ckptconv.open`.
         values: Read all tensors in bounded memory, which needs torch. Each tensor then has ``values``: the counts of
             NaN,
-        infinities and zeros, the extremes, mean, standard deviation and norm.
+            infinities and zeros, the extremes, mean, standard deviation and norm.
         histogram: The same, with a histogram of 32 bins for each tensor.
         download: For a URL, as for :func:`ckptconv.convert`.
 

@@ -201,7 +201,7 @@ def compare(
         compared: What is compared, and how exactly.
         brief: Whether notes name only a few paths of many.
         progress: Called with the bytes to compare. It returns a context manager for a function that is called with each
-        number of bytes compared.
+            number of bytes compared.
     """
     with _paired(a, b, edits, compared, brief=brief, progress=progress) as comparison:
         comparison.values.run(progress)

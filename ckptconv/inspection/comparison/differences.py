@@ -41,14 +41,14 @@ class ValueDifference:
         elements: The number of elements.
         differing: How many of them differ.
         largest: The largest ``|a - b|`` of the elements that are finite on both sides. None for dtypes whose bits torch
-        does not read as numbers.
+            does not read as numbers.
         largest_relative: The largest ``|a - b| / |b|`` of the same elements, inf if b is 0 and a is not. None as above.
         not_finite: How many of the differing elements are NaN or an infinity on at least one side.
         histogram: The distribution of ``|a - b|`` over the finite elements that are not equal, also those within the
-        tolerance. None if it was not asked for.
+            tolerance. None if it was not asked for.
         relative_to_max: ``largest`` divided by the largest ``|b|`` of all finite elements, also of equal ones. It is
             inf if
-        that is 0, and None if it is not known.
+            that is 0, and None if it is not known.
     """
 
     elements: int
@@ -73,10 +73,10 @@ class TensorDifference:
         class_name: ``Tensor``, ``Parameter``, or the name of their own class.
         made_of: Their kinds (strided, sparse) in words, or what else the calls that make them contain.
         values: How far the values are apart. None if they were not compared, because shapes or kinds differ. If nothing
-        else differs, None means that the elements share bytes with other data and the storages are not equal.
+            else differs, None means that the elements share bytes with other data and the storages are not equal.
         rng_state: Whether it is the state of a random generator.
         statistics: What the elements are on each side, if that was asked for; None for a side whose elements are not
-        numbers.
+            numbers.
         sides: What the headers of A and B say.
     """
 
@@ -118,7 +118,7 @@ class Difference(Result):
         others: What differs and is not a tensor. Empty if only names were compared.
         notes: What was not compared, and what else to know.
         suggestion: If no name is in both, the command that compares the tensors under their other paths or prefixes, or
-        None.
+            None.
         near: The number of tensors in which numbers differ, all within the tolerance.
     """
 

@@ -62,7 +62,7 @@ def unequal_parts(
         pairs: The ranges to compare.
         progress: Called with the number of bytes that were compared since its last call.
         counts: Called with the index of a pair and an unequal part of it, in any thread. It returns whether the part
-        matters.
+            matters.
 
     Raises what reading and these functions raise.
     """
