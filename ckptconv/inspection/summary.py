@@ -272,8 +272,7 @@ def inspect(path: Input, *, values: bool = False, histogram: bool = False, downl
     Args:
         path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`ckptconv.open`.
         values: Read all tensors in bounded memory, which needs torch. Each tensor then has ``values``: the counts of
-            NaN,
-            infinities and zeros, the extremes, mean, standard deviation and norm.
+            NaN, infinities and zeros, the extremes, mean, standard deviation and norm.
         histogram: The same, with a histogram of 32 bins for each tensor.
         download: For a URL, as for :func:`ckptconv.convert`.
 

@@ -47,8 +47,7 @@ class ValueDifference:
         histogram: The distribution of ``|a - b|`` over the finite elements that are not equal, also those within the
             tolerance. None if it was not asked for.
         relative_to_max: ``largest`` divided by the largest ``|b|`` of all finite elements, also of equal ones. It is
-            inf if
-            that is 0, and None if it is not known.
+            inf if that is 0, and None if it is not known.
     """
 
     elements: int
