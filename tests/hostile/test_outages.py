@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 
 import ckptconv
 from ckptconv.conversion.in_place import open_locked
@@ -20,6 +19,7 @@ from ckptconv.inspection.verification import status_of
 from ckptconv.stores.requests import POLICY
 from tests.support import fake_s3
 from tests.support.command import Command
+from tests.support.conversions import saved_in_each_format
 from tests.support.http_server import Exchange, serving
 
 pytest.importorskip("urllib3", reason="the extra remote is not installed")
@@ -37,13 +37,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One state dict in each format, and as a set of shards."""
-    folder = tmp_path_factory.mktemp("far")
     state = {f"layer.{i}": torch.arange(20_000.0) + i for i in range(3)}
-    torch.save(state, folder / "zip.pt")
-    torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
-    save_file(state, folder / "s.safetensors")
-    ckptconv.convert(folder / "s.safetensors", folder / "set/", max_shard_size="100KB")
-    return folder
+    return saved_in_each_format(tmp_path_factory.mktemp("far"), state, "100KB")
 
 
 def cut(it: Exchange) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptconv
 from ckptconv.byteranges.sources import Source
@@ -45,6 +45,15 @@ def saved_at(path: Path, obj: object, **options: Any) -> Path:
     """`path`, at which torch has saved `obj` with these `options` of ``torch.save``."""
     torch.save(obj, path, **options)
     return path
+
+
+def saved_in_each_format(folder: Path, state: dict[str, torch.Tensor], shard_size: str) -> Path:
+    """`folder`, in which `state` is saved in each format, and as a set of shards of at most `shard_size`."""
+    torch.save(state, folder / "zip.pt")
+    torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+    save_file(state, folder / "s.safetensors")
+    ckptconv.convert(folder / "s.safetensors", folder / "set/", max_shard_size=shard_size)
+    return folder
 
 
 def read(path: Path) -> Checkpoint:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import ckptconv
 from ckptconv.errors import InputChangedError, MalformedError, MissingInputError, TransferError, UsageError
@@ -22,7 +21,7 @@ from ckptconv.stores.remote import far_path
 from ckptconv.stores.requests import POLICY, Extents, enlarged, in_parts, merged
 from ckptconv.stores.urls import local_path, parse
 from tests.support.command import Command
-from tests.support.conversions import run_without_torch
+from tests.support.conversions import run_without_torch, saved_in_each_format
 from tests.support.http_server import Exchange, FileServer, serving
 from tests.support.paths import ROOT
 
@@ -35,13 +34,8 @@ needs_urllib3 = pytest.mark.skipif(not find_spec("urllib3"), reason="the extra r
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One state dict in each format, and as a set of three shards with their index."""
-    folder = tmp_path_factory.mktemp("far")
     state = {f"module.layer.{i}": torch.arange(100_000.0) + i for i in range(6)}
-    torch.save(state, folder / "zip.pt")
-    torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
-    save_file(state, folder / "s.safetensors")
-    ckptconv.convert(folder / "s.safetensors", folder / "set/", max_shard_size="1MB")
-    return folder
+    return saved_in_each_format(tmp_path_factory.mktemp("far"), state, "1MB")
 
 
 @pytest.fixture
