@@ -235,7 +235,9 @@ def require_torch(what: str, where: object = None) -> None:
             return
     except ImportError:  # a finder of another package raised it
         pass
-    raise MissingTorchError(f"torch is needed for {what}, and is not installed", where=where, hint="pip install torch")
+    raise MissingTorchError(
+        f"torch is needed for {what}, and is not installed", where=where, hint="pip install 'ckptconv[torch]'"
+    )
 
 
 class DeviceUnavailable(CkptconvError):

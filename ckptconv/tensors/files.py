@@ -175,10 +175,10 @@ def load(
     loadable: bool = False,
     download: bool = False,
 ) -> Any:
-    """Load what ``torch.load(path, map_location, weights_only=True)`` returns, from any container.
+    """Load a checkpoint as real tensors. Needs torch: ``pip install 'ckptconv[torch]'``.
 
-    Nothing in the file is executed. If the file needs unknown classes, use `state_dict` or `select` to load a part
-    without them.
+    From any container, it returns what ``torch.load(path, map_location, weights_only=True)`` would. Nothing in the
+    file is executed. If the file needs unknown classes, use `state_dict` or `select` to load a part without them.
 
     Args:
         path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`open`.

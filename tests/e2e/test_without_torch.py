@@ -82,7 +82,7 @@ def test_what_computes_is_refused_when_it_is_planned(typed: str, what: str) -> N
     before = sorted(os.listdir())
     done = run(MAIN, *typed.split())
     assert done.returncode == (2 if typed.startswith("diff") else 1) and done.stdout == ""
-    assert f"torch is needed for {what}, and is not installed; pip install torch\n" in done.stderr
+    assert f"torch is needed for {what}, and is not installed; pip install 'ckptconv[torch]'\n" in done.stderr
     assert done.stderr.count("\n") == 1 and sorted(os.listdir()) == before
 
 
@@ -96,7 +96,7 @@ def test_functions_that_have_tensors(call: str) -> None:
         f"{MISSING}\nimport ckptconv\ntry:\n    ckptconv.{call}\n"
         "except ckptconv.CkptconvError as error:\n    assert isinstance(error, ImportError); print(error)"
     )
-    assert done.stdout.endswith(", and is not installed; pip install torch\n"), done.stderr
+    assert done.stdout.endswith(", and is not installed; pip install 'ckptconv[torch]'\n"), done.stderr
     assert not Path("b.pt").exists()
 
 

@@ -17,13 +17,12 @@ from tests.support.paths import FIXTURES, ROOT
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel, click and rich in it, and nothing else."""
+    """A new environment with the wheel in it, and what it requires."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True)
     (wheel,) = folder.glob("ckptconv-*.whl")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    for words in (["click", "rich"], ["--no-deps", str(wheel)]):
-        subprocess.run([folder / "venv/bin/python", "-m", "pip", "install", "-q", *words], check=True)
+    subprocess.run([folder / "venv/bin/python", "-m", "pip", "install", "-q", wheel], check=True)
     return folder / "venv"
 
 
@@ -32,11 +31,23 @@ def run(environment: Path, here: Path, *words: str) -> subprocess.CompletedProce
     return subprocess.run([environment / "bin/ckptconv", *words], cwd=here, env=clean, capture_output=True, text=True)
 
 
+def test_it_brings_neither_torch_nor_numpy(environment: Path) -> None:
+    """click and rich, and what these need."""
+    typed = [environment / "bin/python", "-m", "pip", "list", "--format=freeze"]
+    listed = subprocess.run(typed, capture_output=True, text=True, check=True).stdout
+    names = {line.partition("==")[0].lower().partition(" @")[0] for line in listed.splitlines()} - {"pip", "setuptools"}
+    assert names == {"ckptconv", "click", "rich", "markdown-it-py", "mdurl", "pygments"}
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        "inspect ddp.pt", "verify ddp.pt", "diff ddp.pt copy.pt", "convert ddp.pt cpu.pt --to cpu --unwrap",
-        "convert ddp.pt weights.safetensors", "convert ddp.pt --to cpu --in-place", "--help",
+        "inspect ddp.pt", "inspect ddp.pt --json", "inspect . --tree", "inspect ddp.pt --html page.html",
+        "verify ddp.pt", "verify . --json", "diff ddp.pt copy.pt", "diff ddp.pt copy.pt --html page.html",
+        "convert ddp.pt cpu.pt --to cpu --unwrap --verify", "convert ddp.pt weights.safetensors",
+        "convert ddp.pt old.pt --format legacy", "convert ddp.pt plain.pkl --format pickle",
+        "convert ddp.pt plain.pt --loadable --compact", "convert ddp.pt same.safetensors --dtype fp32",
+        "convert ddp.pt copy.pt out/ --to cpu -j 2", "convert ddp.pt --to cpu --in-place", "--help", "convert --help",
     ],
 )  # fmt: skip
 def test_what_needs_no_torch(words: str, environment: Path, tmp_path: Path) -> None:
@@ -46,12 +57,26 @@ def test_what_needs_no_torch(words: str, environment: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
-def test_what_needs_torch(environment: Path, tmp_path: Path) -> None:
-    """One line that says so, and no output."""
+@pytest.mark.parametrize(
+    "words",
+    [
+        "convert a.pt half.pt --dtype bf16", "convert a.pt half.pt --dtype bf16 --dry-run", "inspect a.pt --values",
+        "inspect a.pt --fail-on nan", "inspect a.pt --histogram --html page.html", "diff a.pt changed.safetensors",
+        "diff a.pt changed.safetensors --html page.html",
+    ],
+)  # fmt: skip
+def test_what_needs_torch(words: str, environment: Path, tmp_path: Path) -> None:
+    """The message contains the command that installs it, and nothing is written."""
     shutil.copy(FIXTURES / "cpu.pt", tmp_path / "a.pt")
-    done = run(environment, tmp_path, "convert", "a.pt", "half.pt", "--dtype", "bf16")
-    assert done.returncode == 1 and "torch" in done.stderr and done.stderr.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+    assert run(environment, tmp_path, "convert", "a.pt", "changed.safetensors").returncode == 0
+    with (tmp_path / "changed.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\1")
+    before = sorted(tmp_path.iterdir())
+    done = run(environment, tmp_path, *words.split())
+    assert done.returncode == (2 if words.startswith("diff") else 1) and done.stdout == ""
+    assert "pip install 'ckptconv[torch]'" in done.stderr and "Traceback" not in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_the_manual_page_is_installed(environment: Path) -> None:
