@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptconv
 from tests.support.paths import ROOT
 
 #: What is pasted, and the page in docs/fix that has the command for it.
@@ -73,6 +74,8 @@ def test_a_pasted_error_leads_to_its_page(tmp_path: Path) -> None:
     """Its page is the first or the second that is found."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     subprocess.run(["sphinx-build", "-q", "-W", "docs", str(tmp_path)], cwd=ROOT, check=True, env=env, timeout=300)
+    for page in ("index.html", "fix/killed.html"):
+        assert f"ckptconv {ckptconv.__version__}" in (tmp_path / page).read_text(), "it says its version"
     program = tmp_path / "search.cjs"
     program.write_text(_SEARCH)
     ended = subprocess.run(

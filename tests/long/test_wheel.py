@@ -1,5 +1,5 @@
 """The wheel, installed without torch and used outside of the checkout: what only moves bytes works, and what computes
-numbers says what to install.
+numbers says what to install. And what is published: ``.ci/release``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptconv
 from tests.support.paths import FIXTURES, ROOT
 
 
@@ -81,3 +82,23 @@ def test_what_needs_torch(words: str, environment: Path, tmp_path: Path) -> None
 
 def test_the_manual_page_is_installed(environment: Path) -> None:
     assert (environment / "share/man/man1/ckptconv.1").exists()
+
+
+def release(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([ROOT / ".ci/release", *words], capture_output=True, text=True)
+
+
+def test_what_is_published(tmp_path: Path) -> None:
+    """Two builds are equal, and the checks of other people's tools pass."""
+    done = release(tmp_path / "dist")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.suffix for path in (tmp_path / "dist").iterdir()) == [".gz", ".whl"]
+    assert "2 files of others, as the bill says" in done.stdout
+
+
+def test_what_is_not_published(tmp_path: Path) -> None:
+    """A version under the tag of another, and an account that nobody has filled in."""
+    done = release(tmp_path / "dist", "v0.0.0")
+    assert done.returncode == 1 and "the tag is v0.0.0" in done.stdout
+    done = release(tmp_path / "dist", f"v{ckptconv.__version__}")
+    assert (done.returncode == 1) == ("OWNER" in (ROOT / "pyproject.toml").read_text())
