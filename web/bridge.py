@@ -14,7 +14,7 @@ from ckptconv.conversion.parts import PlannedFile, plan_files
 from ckptconv.conversion.targets import find_request
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits, split_edits
-from ckptconv.errors import CkptconvError, MissingTorchError, UsageError, printable, some
+from ckptconv.errors import CkptconvError, DangerousError, MissingTorchError, UsageError, printable, some
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import Command, Option, Placeholder, command, command_in
@@ -71,6 +71,7 @@ class Bridge:
         self.forget()
         self.path = path
         summary = summary_of(path)
+        dangers = [printable(each.text) for each in summary.findings if each.kind == "dangerous"]
         return {
             "loads": summary.loads_here,
             "verdict": _verdict(summary),
@@ -78,11 +79,27 @@ class Bridge:
             "findings": [
                 {"text": printable(str(each.text)), "blocks": each.blocks, "fix": _fix(each.command)}
                 for each in summary.findings
-            ],
+                if each.kind != "dangerous"
+            ]
+            + (self._without_danger() if dangers else []),
+            "danger": dangers,
             "remedy": _fix(summary.remedy),
             "notes": [printable(str(note)) for note in summary.notes],
             "page": page_of({**summary_data(summary), "verdict": NO_VERDICT}),
         }
+
+    def _without_danger(self) -> list[dict[str, Any]]:
+        """The state dict as a finding with a fix, if a copy of it would have nothing dangerous in it."""
+        src = Path(self.path)
+        typed = command("convert", src, Path(f"{src.stem}-weights.pt"), Option("state_dict", True))
+        fix = _fix(typed)
+        try:
+            self.plan(f"{src.stem}-weights.pt", {"state_dict": True})
+        except CkptconvError:
+            return []
+        finally:
+            self.forget()
+        return [{"text": "A copy of the state dict alone is without what is dangerous.", "blocks": True, "fix": fix}]
 
     def plan(self, dst: str, options: dict[str, Any]) -> dict[str, Any]:
         """Plan a copy named `dst` by the `options` of ``convert``: its report, its command line, its files."""
@@ -99,6 +116,11 @@ class Bridge:
             planned = plan_files(request.src, request)
         except MissingTorchError as error:
             error.hint = f"a browser has no torch; the command line does it: {line}"
+            raise
+        except DangerousError as error:
+            error.hint = (
+                "do not load it. This page saves only a copy without that: take the state dict, or leave it out"
+            )
             raise
         self.planned = planned
         self._opened.enter_context(planned[0])
@@ -134,7 +156,8 @@ class Bridge:
             found = compare(a, b, Edits(), Compared(names_only=True))
             note = _by_checksums(*(_checksums(path) for path in (a, b)))
         lines = ("names: " if note else "") + "\n".join(difference_lines(found, Style(), names_only=bool(note)))
-        return {"same": found.same and not note, "text": lines, "note": note, "command": line}
+        dangers = [*map(printable, found.dangers)]
+        return {"same": found.same and not note, "dangers": dangers, "text": lines, "note": note, "command": line}
 
     def forget(self) -> None:
         """Drop the copy that was planned last, and close its source."""

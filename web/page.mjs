@@ -147,7 +147,7 @@ async function unchanged() {
 
 async function take(dropped) {
   const mine = ++turn;
-  for (const id of ["error", "errors", "file", "compared", "planned"]) $(id).hidden = true;
+  for (const id of ["error", "errors", "danger", "file", "compared", "planned"]) $(id).hidden = true;
   try {
     await ready();
     say("Reading " + (dropped.length > 2 ? counted(dropped.length) + " files" : dropped.map((each) => each.path).join(" and ")), null);
@@ -169,11 +169,17 @@ const opened = (dropped) => post("open", { dropped: dropped.map(({ path, file })
 async function compare([a, b], mine) {
   const found = await post("diff", { a, b });
   if (mine !== turn) return;
+  warn(found.dangers, found.dangers.map((text) => text[0]).join(" or "));
   $("same").textContent = found.same ? "They are the same." : "They are not the same.";
   $("same").className = found.same ? "good" : "bad";
   $("difference").textContent = [found.note, found.text].filter((text) => text).join("\n\n");
   $("diff-command").textContent = found.command;
   $("compared").hidden = false;
+}
+
+function warn(dangers, what) {
+  $("danger").hidden = !dangers.length;
+  $("danger").replaceChildren(make("strong", {}, "Dangerous: do not load " + what), ...dangers.map((text) => make("p", {}, text)));
 }
 
 async function look(mine) {
@@ -182,6 +188,8 @@ async function look(mine) {
   $("name").textContent = source.path;
   $("stands").hidden = !source.path.startsWith("FOLDER");
   $("several").hidden = source.dropped.length === 1;
+  warn(found.danger, "this file");
+  refusal = found.danger.length ? "Not with what is dangerous in it. This page saves only a copy without that." : "";
   $("verdict").textContent = found.verdict;
   $("verdict").className = found.loads === false ? "bad" : found.loads && !found.findings.length ? "good" : "";
   $("host").hidden = found.loads !== undefined;
@@ -211,9 +219,18 @@ const FLAGS = ["unwrap", "state_dict", "loadable", "loadable_objects", "compact"
 
 function clear() {
   $("edits").reset();
-  $("planned").hidden = true;
+  unplan();
   const [name] = source.path.split("/"), dot = name.lastIndexOf(".");
   form.dst.value = source.dropped.length > 1 ? name + "-new" : dot > 0 ? name.slice(0, dot) + "-new" + name.slice(dot) : name + "-new.pt";
+}
+
+let refusal = ""; // why nothing is saved yet, of a dangerous file
+
+function unplan() { // nothing can be saved before it is planned
+  $("planned").hidden = $("save").disabled = true;
+  $("save").hidden = false;
+  $("save").textContent = "Save";
+  $("saved").textContent = refusal || "Prepare the copy first.";
 }
 
 function mend(fix) {
@@ -246,8 +263,8 @@ function options() {
 
 async function prepare() {
   const mine = turn;
-  $("error").hidden = $("planned").hidden = true;
-  $("saved").textContent = "";
+  $("error").hidden = true;
+  unplan();
   const suffix = form.suffix.value;
   if (suffix) form.dst.value = form.dst.value.replace(/\.(pt|pth|bin|ckpt|tar|th|pkl|p|pickle|safetensors)$/i, "") + suffix;
   form.suffix.value = "";
@@ -289,6 +306,7 @@ function show(plan) {
   $("save").textContent = plan.folder ? "Save " + counted(plan.files.length) + " files, " + total + ", in a folder" : "Save " + plan.files[0].name + ", " + total;
   $("save").hidden = Boolean(plan.folder) && !globalThis.showDirectoryPicker;
   $("save").disabled = false;
+  $("saved").textContent = "";
   $("outputs").replaceChildren(...(plan.folder ? plan.files.map((each, i) =>
     make("li", {}, make("button", { type: "button", onclick: () => save([i], oneFile) }, "Save " + size(each.size)), " " + each.name)) : []));
   $("planned").hidden = false;
@@ -317,7 +335,8 @@ async function oneFolder() {
 }
 
 async function save(numbers, places) {
-  for (const each of document.querySelectorAll("#planned button")) each.disabled = true;
+  const buttons = [$("save"), ...document.querySelectorAll("#planned button")];
+  for (const each of buttons) each.disabled = true;
   $("error").hidden = true;
   const outs = [];
   try {
@@ -345,7 +364,7 @@ async function save(numbers, places) {
     if (error.name !== "AbortError") fail(await unchanged().then(() => error, (why) => why)); // AbortError: the user has cancelled
   } finally {
     say("Ready.");
-    for (const each of document.querySelectorAll("#planned button")) each.disabled = false;
+    for (const each of buttons) each.disabled = $("planned").hidden;
   }
 }
 
@@ -421,6 +440,7 @@ async function enter(folder, dropped) {
 }
 
 $("edits").addEventListener("submit", (event) => { event.preventDefault(); prepare(); });
+$("edits").addEventListener("input", unplan); // what is planned is no longer what the form says
 $("clear").addEventListener("click", clear);
 $("save").addEventListener("click", () => save([...planned.files.keys()], planned.folder ? oneFolder : oneFile));
 for (const each of document.querySelectorAll("[data-copies]")) {

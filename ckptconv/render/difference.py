@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import isinf
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,8 @@ def difference_lines(
         yield from (style.paint(row, "title") for row in lines)
         for label, path, format_ in zip("AB", (difference.a, difference.b), difference.formats, strict=True):
             yield from fact(style, label, f"{path} ({format_})")
+    for text in difference.dangers:
+        yield from fact(style, "DANGEROUS", text, paint=partial(style.paint, style="bad"))
     most = None if everything or style.width is None else _SHOWN
     rows: list[list[str]]
     for label, missing in (("only in A", difference.only_in_a), ("only in B", difference.only_in_b)):

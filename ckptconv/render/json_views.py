@@ -21,7 +21,7 @@ _KEYS = {
     "Concern": ("name", "path", "dangerous", "more", "inside"),
     "Difference": (
         *("a", "b", "formats", "same", "tensors", "nbytes", "near", "only_in_a", "only_in_b"),
-        *("differing", "others", "notes", "suggestion"),
+        *("differing", "others", "notes", "dangers", "suggestion"),
     ),
     "OnlyIn": ("path", "dtype", "shape", "nbytes", "tied_to"),
     "TensorDifference": (

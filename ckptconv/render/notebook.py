@@ -45,7 +45,7 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
     return {
         "title": report.dst,
         "named": False,
-        "verdict": {"good": None, "text": report_title(report), "findings": [], "remedy": None},
+        "verdict": {"good": None, "text": report_title(report), "danger": [], "findings": [], "remedy": None},
         "facts": [
             ("from", report.src),
             ("tensors", f"{count(len(checkpoint.tensors), 'tensor')}, {size(sum(untied))}"),

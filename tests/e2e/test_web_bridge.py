@@ -179,6 +179,29 @@ def test_the_verdict(bridge: Bridge) -> None:
     assert _verdict(seen) == "torch.load may refuse it. What was found:"
 
 
+class Harm:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_a_dangerous_file_is_named_and_mended_by_its_weights(bridge: Bridge, folder: Path) -> None:
+    """The button takes the state dict, if there is one; what has the danger in it is refused without a flag."""
+    torch.save({"model": {"w": torch.ones(2), "b": torch.ones(3)}, "v": Harm()}, "x.pt")
+    seen = bridge.inspect("x.pt")
+    assert "posix.system" in seen["danger"][0] and seen["loads"] is False
+    (finding,) = seen["findings"]
+    bridge.plan(finding["fix"]["dst"], finding["fix"]["options"])
+    Path("copy.pt").write_bytes(*put_together(bridge, folder))
+    assert torch.load("copy.pt", weights_only=True).keys() == {"w", "b"}
+    with pytest.raises(CkptconvError) as caught:
+        bridge.plan("y.pt", {})
+    assert "--" not in error_text(caught.value) and "take the state dict" in error_text(caught.value)
+    torch.save([Harm()], "y.pt")
+    assert bridge.inspect("y.pt")["findings"] == []
+    assert bridge.inspect("ddp.pt")["danger"] == []
+    assert bridge.diff("x.pt", "ddp.pt")["dangers"][0].startswith("A: it names posix.system")
+
+
 def on_cuda(bridge: Bridge) -> None:
     assert main(["convert", "ddp.pt", "x.pt", "--to", "cuda:0", "--strip-prefix", "module.", "-q"]) == 0
 

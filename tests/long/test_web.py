@@ -347,12 +347,7 @@ def test_what_ends_the_stack_is_said_and_the_page_goes_on(chromium: Any, site: S
 
 
 def test_what_cannot_be_converted_is_said_so_too(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is saved: a dangerous file, a typo, a wrong checksum."""
-    dangerous(Path("bad.pt"))
-    page.choose(Path("bad.pt"))
-    page.prepare(dst="x.pt")
-    assert main(["convert", "bad.pt", "x.pt"]) == 1
-    assert page.text("error") == capsys.readouterr().err.strip() and not page.shows("planned")
+    """Before anything is saved: a typo, a wrong checksum."""
     page.choose(write("zip"))
     page.prepare(dst="x.pt", strip_prefix="modul.")
     assert main(["convert", "zip.pt", "x.pt", "--strip-prefix", "modul."]) == 1
@@ -365,6 +360,23 @@ def test_what_cannot_be_converted_is_said_so_too(page: Page, capsys: pytest.Capt
     page.page.wait_for_selector("#error:visible")
     assert main(["convert", "zip.pt", "x.safetensors"]) == 1
     assert page.text("error") == capsys.readouterr().err.strip()
+
+
+def test_what_is_dangerous_is_not_saved(page: Page) -> None:
+    """It has a headline of its own, Save says why it does nothing, and no option is named that the page has not."""
+    dangerous(Path("bad.pt"))
+    page.choose(Path("bad.pt"))
+    assert page.text("danger").startswith("Dangerous: do not load this file") and "posix.system" in page.text("danger")
+    save = page.page.locator("#save")
+    for options in ({}, {"to": "cpu"}):
+        assert save.is_disabled() and "what is dangerous" in page.text("saved")
+        page.prepare(dst="x.pt", **options)
+        assert "posix.system" in page.text("error") and "--" not in page.text("error") and not page.shows("planned")
+    page.prepare(drop="v")
+    assert page.text("command") == "ckptconv convert bad.pt x.pt --to cpu --drop v" and save.is_enabled()
+    assert torch.load(page.save(), weights_only=True).keys() == {"w"}
+    page.choose(write("zip"))
+    assert not page.shows("danger") and page.text("saved") == "Prepare the copy first."
 
 
 def test_names_are_text(page: Page) -> None:

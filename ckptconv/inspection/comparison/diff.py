@@ -33,10 +33,12 @@ from ckptconv.inspection.comparison.differences import (
 from ckptconv.inspection.comparison.options import ALL, Compared, DiffOptions
 from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.values import DifferenceFound, Key, Values, bytes_of
+from ckptconv.inspection.diagnosis.diagnose import danger
 from ckptconv.inspection.values import values_of
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
 from ckptconv.pickles.paths import Place
+from ckptconv.safety.scan import concerns
 from ckptconv.stores.memory import Input
 
 if TYPE_CHECKING:
@@ -203,9 +205,9 @@ def compare(
         progress: Called with the bytes to compare. It returns a context manager for a function that is called with each
             number of bytes compared.
     """
-    with _paired(a, b, edits, compared, brief=brief, progress=progress) as comparison:
+    with _paired(a, b, edits, compared, brief=brief, progress=progress, judged=True) as comparison:
         comparison.values.run(progress)
-        difference = comparison.result()
+        difference = replace(comparison.result(), dangers=comparison.dangers)
         if compared.values or compared.histogram:
             difference = replace(difference, differing=comparison.with_statistics(difference.differing))
         return difference
@@ -233,9 +235,11 @@ def are_same(
 
 @contextmanager
 def _paired(
-    a: Input, b: Input, edits: Edits, compared: Compared, *, brief: bool, progress: Meter | None
+    a: Input, b: Input, edits: Edits, compared: Compared, *, brief: bool, progress: Meter | None, judged: bool = False
 ) -> Iterator[_Comparison]:
     """Open `a` and `b`, and yield their comparison, in which everything but values was compared.
+
+    `judged` says whether it also tells what is dangerous in them.
 
     Raise InputChangedError if one of them changes before the end.
     """
@@ -245,7 +249,10 @@ def _paired(
     ):
         with gc_paused():
             checkpoints = opening.read(source_a), opening.read(source_b)
+            sides = dict(zip("AB", checkpoints, strict=True)) if judged else {}
+            said = [(side, danger(concerns(each))) for side, each in sides.items()]  # before edits
             comparison = _Comparison(*checkpoints, edits, compared, brief=brief)
+            comparison.dangers = tuple(f"{side}: {text}" for side, text in said if text)
             comparison.pair()
             comparison.notes += filter(None, map(opening.interrupted, (source_a, source_b)))
         yield comparison
@@ -271,6 +278,7 @@ class _Comparison:
         self.paths = str(a.source.path), str(b.source.path)
         self.weights_alone = [why for checkpoint in (a, b) if (why := _why_weights_alone(checkpoint))]
         self.notes: list[str] = []
+        self.dangers: tuple[str, ...] = ()
         self.rest: tuple[list[str], list[str]] = ([], [])
         self.take_parts()
         self.pairing = Pairing(Side(a), Side(b), tensors_alone=bool(self.weights_alone))

@@ -119,6 +119,7 @@ class Difference(Result):
         suggestion: If no name is in both, the command that compares the tensors under their other paths or prefixes, or
             None.
         near: The number of tensors in which numbers differ, all within the tolerance.
+        dangers: What attacks use and no checkpoint needs, in the words of ``inspect``, each after its side.
     """
 
     a: str
@@ -133,6 +134,7 @@ class Difference(Result):
     notes: tuple[str, ...]
     suggestion: str | None = None
     near: int = 0
+    dangers: tuple[str, ...] = ()
     _drawn_by = "difference"
 
     @property

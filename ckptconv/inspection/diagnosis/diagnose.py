@@ -67,9 +67,7 @@ def diagnose(
         loading: The result of :func:`ckptconv.safety.torch_load.torch_loading` for the checkpoint.
         concerns: The result of :func:`ckptconv.safety.scan.concerns` for it.
     """
-    dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
-    if dangers:
-        text = f"it names {some(dangers)}, which no checkpoint needs and which attacks use: do not load it"
+    if text := danger(concerns):
         return Diagnosis([Advice(kind="dangerous", blocks=True, text=text, command=None)], None)
     whole = Scope(checkpoint, host)
     if checkpoint.is_state_dict:
@@ -105,6 +103,13 @@ def diagnose(
     if any(fix.options and not fix.part for fix in needful):  # this conversion mends the others too
         issues = [replace(issue, fix=None) if issue.fix and issue.fix.is_any else issue for issue in issues]
     return Diagnosis([advice(checkpoint, issue) for issue in with_names_apart(issues)], remedy)
+
+
+def danger(concerns: Sequence[Concern]) -> str:
+    """Return which of the `concerns` attacks use, in words, or "" if none is dangerous."""
+    dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
+    said = f"it names {some(dangers)}, which no checkpoint needs and which attacks use: do not load it"
+    return said if dangers else ""
 
 
 def _combined(scope: Scope, code: list[Issue], names: Scope) -> list[Issue]:

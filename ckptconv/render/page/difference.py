@@ -49,6 +49,7 @@ def difference_data(difference: Difference, command: Command | None = None, most
         "verdict": {
             "good": difference.same or None,
             "text": next(difference_lines(difference)),
+            "danger": difference.dangers,
             "findings": [],
             "remedy": None if command_in(suggestion) is None else str(suggestion),
         },

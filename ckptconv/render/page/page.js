@@ -183,6 +183,9 @@
   function head() {
     $("path").textContent = short(shown(data.title), 400);
     const verdict = data.verdict;
+    $("danger").hidden = !verdict.danger.length;
+    $("danger").append(make("strong", {}, "Dangerous: do not load " + (columns.sides.length > 1 ? verdict.danger.map((text) => text[0]).join(" or ") : "this file")),
+      ...verdict.danger.map((text) => make("p", {}, make("bdi", {}, shown(text)))));
     $("verdict").textContent = verdict.text;
     if (verdict.good !== null) $("verdict").className = verdict.good ? "good" : "bad";
     if (verdict.findings.length) {

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptconv.inspection.summary import Part, Summary, TensorSummary
 
 #: For a page whose verdict is shown elsewhere.
-NO_VERDICT: dict[str, Any] = {"good": None, "text": "", "findings": [], "remedy": None}
+NO_VERDICT: dict[str, Any] = {"good": None, "text": "", "danger": [], "findings": [], "remedy": None}
 _PARTS, _OTHERS, _ALONE = 12, 24, 3
 
 
@@ -63,12 +63,15 @@ def _verdict(summary: Summary) -> dict[str, Any]:
         None: "Whether it loads on this machine is not known"
         + (f": torch {summary.torch_load.other_torch} is here." if summary.torch_load.other_torch else "."),
     }
+    danger = [each.text for each in summary.findings if each.kind == "dangerous"]
     return {
         "good": summary.loads_here,
-        "text": says[summary.loads_here],
+        "text": "" if danger else says[summary.loads_here],
+        "danger": danger,
         "findings": [
             {"text": str(each.text)[:LONGEST], "command": each.command and str(each.command)}
             for each in summary.findings[:MOST]
+            if each.kind != "dangerous"
         ],
         "remedy": summary.remedy and str(summary.remedy),
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -155,6 +156,26 @@ def test_what_is_in_it(command: Command) -> None:
     plain = data_of(page_of(command))
     assert "nan" not in facts_in(plain["tensors"]) and not plain["tensors"]["histograms"]
     assert ["NaN or inf", "none"] in data_of(page_of(command, "--values", "--exclude", "h"))["facts"]
+
+
+class Harm:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_what_is_dangerous_is_the_headline(command: Command) -> None:
+    """Of a checkpoint, and of two that are compared; nothing else is said of whether it loads."""
+    torch.save({"w": torch.ones(2), "v": Harm()}, "m.pt")
+    verdict = data_of(page_of(command))["verdict"]
+    assert "posix.system (at v)" in verdict["danger"][0] and verdict["text"] == "" and not verdict["findings"]
+    torch.save({"w": torch.ones(2)}, "a.pt")
+    Path("m.pt").rename("b.pt")
+    (danger,) = data_of(page_of_two(command))["verdict"]["danger"]
+    assert danger.startswith("B: ") and "posix.system" in danger
+    command("diff", "b.pt", "a.pt", status=1, out="DANGEROUS     A: it names posix.system")
+    assert json.loads(command("diff", "b.pt", "a.pt", "--json", status=1).out)["dangers"]
+    command("diff", "a.pt", "a.pt", "--html", "d.html", "-f", err="written")
+    assert data_of(Parsed(Path("d.html").read_text("utf-8")))["verdict"]["danger"] == []
 
 
 def test_three_thousand_tensors_are_small(command: Command) -> None:
