@@ -10,6 +10,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.dtype_casts import cast
 from ckptconv.edits.loadable.making import make_loadable
+from ckptconv.edits.optimizers import Followers
 from ckptconv.edits.options import Edits
 from ckptconv.edits.rename import NameEditor
 from ckptconv.edits.retag import about_kept_devices, retag
@@ -33,7 +34,11 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
         UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or not for this checkpoint.
     """
     averages = checkpoint.detected.averages() if edits.state_dict and edits.select is None else []
+    is_partial = edits.drop or edits.include or edits.exclude
+    followers = Followers(checkpoint) if is_partial and is_emitted else None
     changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
+    if followers:
+        followers.follow_selection(changes)
     for average in averages:
         text = f"{average.path} is an average of the weights (EMA) and is left behind; to take only the average: "
         changes.notes.append(text + option("select", average.path))

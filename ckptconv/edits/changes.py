@@ -44,13 +44,26 @@ class MadePlain(NamedTuple):
 
 
 @dataclass
+class OptimizerChange:
+    """The changes of an optimizer.
+
+    Attributes:
+        names: The number of names that changed with those of the model.
+        left_out: The number of parameters that are left out with their weights.
+    """
+
+    names: int = 0
+    left_out: int = 0
+
+
+@dataclass
 class Changes:
     """The changes of one checkpoint, or of several together.
 
     Attributes:
         devices: The number of tensors and the bytes of their storages, by (old tag, new tag).
         names: The names of state dicts that changed.
-        optimizers: The number of names that changed in each optimizer keyed by names, by its path.
+        optimizers: The changes of optimizers, by path.
         unprefixed: The number of names that did not have the prefix to remove.
         left_behind: The parts of the source that are left out.
         dtypes: The casts, by (old dtype, new dtype).
@@ -64,7 +77,7 @@ class Changes:
 
     devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     names: list[NameChange] = field(default_factory=list)
-    optimizers: dict[str, int] = field(default_factory=dict)
+    optimizers: dict[str, OptimizerChange] = field(default_factory=dict)
     unprefixed: int = 0
     left_behind: list[LeftBehind] = field(default_factory=list)
     dtypes: dict[tuple[str, str], CastCount] = field(default_factory=dict)
@@ -101,8 +114,6 @@ class Changes:
     def add(self, other: Changes, prefix: str = "") -> None:
         """Add the changes of another checkpoint.
 
-        ``optimizers`` and ``made_plain`` are reported for single checkpoints only, and are not added.
-
         Args:
             other: The changes of the other checkpoint.
             prefix: A text to put before its paths and notes.
@@ -117,6 +128,8 @@ class Changes:
             self.count_casts(*dtypes, casts)
         for reason, paths in other.not_cast.items():
             self.not_cast.setdefault(reason, []).extend(prefixed(paths))
+        self.optimizers |= {prefix + path: change for path, change in other.optimizers.items()}
+        self.made_plain += [plain._replace(path=prefix + plain.path) for plain in other.made_plain]
         self.names += [replace(change, path=prefix + change.path) for change in other.names]
         self.unprefixed += other.unprefixed
         self.left_behind += [replace(part, path=prefix + part.path) for part in other.left_behind]

@@ -11,7 +11,7 @@ from types import FrameType
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected, NamedOptimizer, StateDict
-from ckptconv.edits.changes import Changes, NameChange
+from ckptconv.edits.changes import Changes, NameChange, OptimizerChange
 from ckptconv.edits.names import (
     modules_unwrapped,
     modules_with,
@@ -214,7 +214,7 @@ class NameEditor:
         pairs = dict.fromkeys(zip(before, found.names(), strict=True))
         changed = sum(old != new for old, new in pairs)
         if changed and not is_reported:
-            self.changes.optimizers[found.path] = changed
+            self.changes.optimizers.setdefault(found.path, OptimizerChange()).names = changed
         for old, new in pairs:
             other = origin.setdefault(new, old)
             if other != old:

@@ -56,7 +56,7 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
             left += _take(checkpoint, next(place for place in checkpoint.places if place.node is found.node))
     if edits.drop:
         unwanted = [place for path in edits.drop for place in _places_at(checkpoint, path, before)]
-        left += _drop(checkpoint, unwanted)
+        left += leave_out(checkpoint, unwanted)
     if edits.include or edits.exclude:
         left += _filter(checkpoint, edits.include, edits.exclude, paths, before)
     if is_emitted and checkpoint.index is not before:
@@ -315,7 +315,7 @@ def _filter(
         of_others = any("/" in glob for glob in include)
         wanted = meant("include", include)
         unwanted |= {id(p) for p in places if id(p) not in wanted and (of_others or id(p) in inside)}
-    return _drop(checkpoint, [place for place in places if id(place) in unwanted], only_keyed=True)
+    return leave_out(checkpoint, [place for place in places if id(place) in unwanted], only_keyed=True)
 
 
 def _no_match(
@@ -393,8 +393,12 @@ def holder_of(place: Place) -> tuple[Object, str] | None:
     return (outer, place.segment) if isinstance(outer, Object) else None
 
 
-def _drop(checkpoint: Checkpoint, unwanted: list[Place], *, only_keyed: bool = False) -> list[LeftBehind]:
-    """Remove the nodes at the places `unwanted` from the objects that contain them. Return what is left behind.
+def leave_out(
+    checkpoint: Checkpoint, unwanted: list[Place], why: str = "left out as asked", *, only_keyed: bool = False
+) -> list[LeftBehind]:
+    """Remove the nodes at the places `unwanted` from the objects that contain them, for the reason `why`.
+
+    Return what is left behind.
 
     Raises:
         RefusedError: A node cannot be removed, or has no key although `only_keyed` is set.
@@ -421,7 +425,7 @@ def _drop(checkpoint: Checkpoint, unwanted: list[Place], *, only_keyed: bool = F
     again = [place for place in index.places if id(place.node) in by_mapping]
     for mapping, segments in by_mapping.values():
         _remove(mapping, segments)
-    left = _restrict(checkpoint, checkpoint.root, {"left out as asked": unwanted}, index)
+    left = _restrict(checkpoint, checkpoint.root, {why: unwanted}, index)
     named = {place.path for place in unwanted}
     for place in again:  # a mapping with two places loses its items in both
         paths = [place.path.removesuffix(".") + segment for segment in sorted(by_mapping[id(place.node)][1])]

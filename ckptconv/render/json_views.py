@@ -71,7 +71,7 @@ def _report(report: Report) -> dict[str, Any]:
             "seconds": round(report.seconds, 6),
             "devices": _rows(("old", "new", "tensors", "nbytes"), ((*a, *b) for a, b in changes.devices.items())),
             "names": changes.names,
-            "optimizers": _rows(("path", "names"), changes.optimizers.items()),
+            "optimizers": [{"path": path, **_plain(change)} for path, change in changes.optimizers.items()],
             "ties": report.ties,
             "unprefixed": changes.unprefixed,
             "dtypes": [{"old": old, "new": new, **cast._asdict()} for (old, new), cast in changes.dtypes.items()],

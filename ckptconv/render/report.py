@@ -159,8 +159,12 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
         old = old if _holds(old_format, "devices") else "none stored"
         yield ("devices", f"{old} → {new}: {count(tensors, 'tensor')}, {size(nbytes)}")
     yield from _name_lines(changes.names, every_name)
-    for path, names in changes.optimizers.items():
-        yield ("names", f"{count(names, 'name')} in the optimizer at {path} changed with them")
+    for path, change in changes.optimizers.items():
+        if change.names:
+            yield ("names", f"{count(change.names, 'name')} in the optimizer at {path} changed with them")
+        if change.left_out:
+            left = count(change.left_out, "parameter")
+            yield ("optimizer", f"{path}: {left} left out with the weights, the others numbered again")
     if changes.unprefixed:
         yield ("names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
     yield from _dtype_lines(report, every_name)

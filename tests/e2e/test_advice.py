@@ -392,6 +392,12 @@ CASES: dict[str, Case] = {
         r"(--loadable-objects) makes", "loads", loads, "edits/loadable/making.py:refusal:option loadable_objects",
         made="convert {m}.pt out.pt",
     ),
+    "an optimizer that cannot follow its weights": Case(
+        saved(lambda: {"model": dict(net().named_parameters()), "optimizer": trained()["optimizer"]}),
+        "convert {m}.pt out.pt --exclude *.weight", r"without the optimizer: (--drop \w+)", "loads",
+        lambda made: _equal(list(loads(made)["model"]), ["0.bias", "1.bias", "2.bias"]),
+        "edits/optimizers.py:_refused:option drop",
+    ),
     "files of ranks that differ": Case(
         lambda m: _ranks(m, epoch=2), "convert {m} out.pt", r"to leave them out: (--drop \S+)", "loads",
         same(weights), "checkpoint/merging.py:_difference_error:option drop",
@@ -528,7 +534,7 @@ CASES: dict[str, Case] = {
     ),
     "a part of a tuple to drop": Case(
         saved(lambda: {"t": (torch.ones(1), 2), "w": torch.ones(1)}), "convert {m}.pt out.pt --drop t[0]",
-        r"what it is in: (--drop t)", "loads without it", has("w"), "edits/selection.py:_drop:option drop",
+        r"what it is in: (--drop t)", "loads without it", has("w"), "edits/selection.py:leave_out:option drop",
         made="convert {m}.pt out.pt",
     ),
     "a name inside a module": Case(

@@ -373,6 +373,21 @@ def goes_on_there_and_back() -> None:
         optimizer.step()
 
 
+def trained_by_names() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.named_parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "model.pt")
+
+
+def goes_on_without_a_head() -> None:
+    found, model = torch.load("smaller.pt"), net()
+    del model.head
+    model.load_state_dict(found["model"], strict=True)
+    torch.optim.Adam(model.parameters()).load_state_dict(found["optimizer"])
+
+
 def as_a_part() -> dict[str, torch.Tensor]:
     """The names of a network that another module has as ``self.model``."""
     return {f"model.{name}": tensor for name, tensor in net().state_dict().items()}
@@ -516,6 +531,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "The file is far too big": (saving(lambda: {"a": torch.randn(100_000)[:10]}, None), is_small),
     "The weights in half the bytes": (saved_training, is_half),
     "The weights without the optimizer, the EMA, one part of the model": (saved_training, takes_parts),
+    "The optimizer of a model that changes": (trained_by_names, goes_on_without_a_head),
     "A model in shards: one file of it, other shards, another device": (in_shards, loads_from_shards),
     "A folder with .metadata and .distcp files, which torch.load does not read": (in_chunks, is_whole),
     "Files of FSDP ranks, model_world_size_4_rank_0.pt and so on, as one": (of_ranks, is_one_model),

@@ -437,7 +437,7 @@ def training(folder: Path) -> Path:
         "module.b.rows": torch.zeros(100, 3)[5:9],
     }
     optimizer = {
-        "state": {name: {"exp_avg": torch.full((2,), 0.1)} for name in state},
+        "state": {name: {"exp_avg": torch.full(tensor.shape, 0.1)} for name, tensor in state.items()},
         "param_groups": [{"params": list(state)}],
     }
     obj = {"model": state, "ema": _twin(state), "optimizer": optimizer, "rng": torch.get_rng_state(), "epoch": 3}

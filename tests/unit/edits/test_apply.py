@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import ckptconv
+from ckptconv.edits.changes import OptimizerChange
 from ckptconv.errors import CollisionError, NoMatchError, UsageError
 from tests.support.hostile_bytes import saved
 from tests.support.judge import assert_same, tags_of
@@ -554,7 +555,7 @@ def test_an_optimizer_keyed_by_integers_is_untouched(tmp_path: Path) -> None:
     optimizer.step()
     obj = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     stripped, report = round_trip(tmp_path, obj, strip_prefix="module")
-    assert report.changes.optimizers == {"optimizer": 2}
+    assert report.changes.optimizers == {"optimizer": OptimizerChange(names=2)}
     assert "2 names in the optimizer at optimizer changed with them" in str(report)
     expected = obj["optimizer"]
     assert expected["param_groups"][0].pop("param_names") == ["module.weight", "module.bias"]

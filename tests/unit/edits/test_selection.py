@@ -71,7 +71,7 @@ def without(*where: Any) -> dict[str, Any]:
         (["seen/(0)[0]"], [["seen", "x"]]),  # a set is made of a list
         ([r"a\/b"], [["a/b"]]),
         (["model/._metadata"], [["model", "._metadata"]]),
-        (["model/w", "pair"], [["model", "w"], ["pair"]]),
+        (["model/w", "pair", "optimizer"], [["model", "w"], ["pair"], ["optimizer"]]),
         (["optimizer/*"], [["optimizer", "state"], ["optimizer", "param_groups"]]),
     ],
 )

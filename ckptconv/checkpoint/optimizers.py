@@ -1,0 +1,284 @@
+"""Read the state of an optimizer: its groups, the state of each parameter, and the weights that it belongs to.
+
+``param_groups[...]["params"]`` lists the parameters by numbers, or by names (FSDP, ``get_optimizer_state_dict``), and
+``state`` has the state of each. ``load_state_dict`` pairs parameters by their position in all groups together, so the
+numbers are only labels. From torch 2.6 on a group can also have ``param_names``. A parameter that is frozen or was
+never updated has no state. Source: ``torch/optim/optimizer.py`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TypeAlias, TypeGuard
+
+from ckptconv.checkpoint.index import Index
+from ckptconv.checkpoint.state_dicts import Detected, StateDict
+from ckptconv.checkpoint.tensor_info import TensorInfo
+from ckptconv.light_dataclass import dataclass
+from ckptconv.pickles.graph import Call, Dict, List, Node, Object, Value, strings_of
+from ckptconv.pickles.paths import Place
+
+#: A number or a name.
+Key: TypeAlias = "int | str"
+Shape: TypeAlias = "tuple[int, ...]"
+
+#: What optimizers keep in the shape of the parameter: those of ``torch.optim``, Lion, Adan, bitsandbytes, and copies of
+#: the parameters in float32.
+_LIKE_THE_PARAMETER = frozenset((
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "exp_avg_diff", "neg_pre_grad", "momentum_buffer", "sum"),
+    *("square_avg", "acc_delta", "grad_avg", "ax", "prev", "step_size", "variance", "state1", "state2"),
+    *("master_param", "fp32_param"),
+))  # fmt: skip
+#: The factors of Adafactor: torch keeps the dimension over which it averaged with the size 1, transformers does not.
+_ROWS, _COLUMNS = ("row_var", "exp_avg_sq_row"), ("col_var", "exp_avg_sq_col")
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterGroup:
+    """A group: its mapping, its parameters, and their ``param_names`` or None."""
+
+    node: Object
+    params: list[Key]
+    names: list[str] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Optimizer:
+    """The state of an optimizer.
+
+    Attributes:
+        path: Its path.
+        node: Its mapping.
+        state: The mapping from parameters to their states.
+        groups: Its groups.
+        entries: The state of each parameter that has one.
+        shapes: The shape of each parameter whose state tells it.
+        trouble: Why it cannot be understood, or None. Then the other attributes may be incomplete.
+    """
+
+    path: str
+    node: Object
+    state: Object
+    groups: list[ParameterGroup]
+    entries: dict[Key, Value]
+    shapes: dict[Key, Shape]
+    trouble: str | None = None
+
+    @cached_property
+    def params(self) -> list[Key]:
+        """The parameters of all groups, in order."""
+        return [key for group in self.groups for key in group.params]
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it lists its parameters by names."""
+        return bool(self.params) and isinstance(self.params[0], str)
+
+    @cached_property
+    def names(self) -> dict[Key, str] | None:
+        """The name of each parameter if the optimizer has names, else None."""
+        if self.is_named:
+            return {key: str(key) for key in self.params}
+        if not self.params or any(group.names is None for group in self.groups if group.params):
+            return None
+        return {key: name for group in self.groups for key, name in zip(group.params, group.names or (), strict=True)}
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The tensors of a state dict, by name.
+
+    Attributes:
+        path: The path of the state dict, for messages.
+        shapes: Their shapes.
+        floats: The names of those that can be updated: the floating-point ones.
+        first: The first name of each tensor. Tied tensors have several names.
+        is_ordered: Whether the names are in the order of the model. safetensors sorts them.
+    """
+
+    path: str
+    shapes: dict[str, Shape]
+    floats: frozenset[str]
+    first: dict[str, str]
+    is_ordered: bool = True
+
+    @cached_property
+    def untied(self) -> list[str]:
+        """The first name of each tensor, in order."""
+        return list(dict.fromkeys(self.first.values()))
+
+
+def weights_in(found: StateDict, index: Index, *, is_ordered: bool = True) -> Weights:
+    """Return the tensors of the state dict `found`."""
+    infos: dict[str, TensorInfo] = {}
+    for name, value in found.items():
+        if isinstance(name, str) and isinstance(value, Node) and id(value) in index.tensor_nodes:
+            infos[name] = index.tensor_nodes[id(value)]
+    seen: dict[tuple[object, ...], str] = {}
+    first = {}
+    for name, info in infos.items():
+        is_shared = info.storage is not None and info.nbytes > 0
+        first[name] = seen.setdefault(info.view, name) if is_shared else name
+    floats = frozenset(name for name, info in infos.items() if info.dtype.startswith(("float", "bfloat", "complex")))
+    return Weights(found.path, {name: info.shape for name, info in infos.items()}, floats, first, is_ordered)
+
+
+def optimizers_in(index: Index, detected: Detected) -> list[Optimizer]:
+    """Return the optimizers of a checkpoint, each once."""
+    read: dict[int, Optimizer] = {}
+    states: Counter[int] = Counter()
+    for place in index.places:
+        if id(place.node) in detected.optimizer_nodes and id(place.node) not in read:
+            found = read[id(place.node)] = _read(place, index)
+            states.update([id(found.state), *{id(group.node) for group in found.groups}])
+    for found in read.values():
+        if any(states[id(node)] > 1 for node in (found.state, *(group.node for group in found.groups))):
+            read[id(found.node)] = _in_trouble(found.path, found.node, "it shares its state or a group with another")
+    return list(read.values())
+
+
+def _in_trouble(path: str, node: Object, trouble: str) -> Optimizer:
+    return Optimizer(path, node, Dict(), [], {}, {}, trouble)
+
+
+def _read(place: Place, index: Index) -> Optimizer:
+    """Return the optimizer at `place`."""
+    node = place.node
+    assert isinstance(node, Object)
+    keys = strings_of(node)
+    state, holder = keys["state"], keys["param_groups"]
+    if not isinstance(state, (Dict, Call)) or not isinstance(holder, List):
+        return _in_trouble(place.path, node, "its state is not a dict, or its param_groups are not a list")
+    groups = [_group(each) for each in holder.elements()]
+    if not groups or None in groups:
+        return _in_trouble(place.path, node, "a group does not list its parameters by numbers or names")
+    found = Optimizer(place.path, node, state, [group for group in groups if group], {}, {})
+    params = set(found.params)
+    kinds = {type(key) for key in params}
+    if len(kinds) > 1 or len(params) != len(found.params):
+        what = "numbers and names" if len(kinds) > 1 else "a parameter twice"
+        return _in_trouble(place.path, node, f"its groups list {what}")
+    for key, value in state.entries():
+        if is_key(key) and key in params:
+            if key in found.entries:
+                return _in_trouble(place.path, node, f"its state has {key!r} twice")
+            found.entries[key] = value
+            shape = _shape_of(value, index.tensor_nodes)
+            if shape is not None:
+                found.shapes[key] = shape
+        elif type(key) is int or not isinstance(key, str) or kinds == {str}:
+            return _in_trouble(place.path, node, "its state has parameters that are in no group")
+    return found
+
+
+def is_key(value: Value) -> TypeGuard[Key]:
+    """Return whether `value` can stand for a parameter."""
+    return type(value) in (int, str)
+
+
+def _group(value: Value) -> ParameterGroup | None:
+    """Return the group that `value` is, or None."""
+    keys = strings_of(value) if isinstance(value, Dict) else {}
+    params, names = keys.get("params"), keys.get("param_names")
+    if not isinstance(value, Dict) or not isinstance(params, List):
+        return None
+    listed = [key for key in params.elements() if is_key(key)]
+    if len(listed) != len([*params.elements()]):
+        return None
+    if not isinstance(names, List):
+        return ParameterGroup(value, listed, None)
+    texts = [name for name in names.elements() if isinstance(name, str)]
+    return ParameterGroup(value, listed, texts) if len(texts) == len(listed) == len([*names.elements()]) else None
+
+
+def _shape_of(entry: Value, tensors: Mapping[int, TensorInfo]) -> Shape | None:
+    """Return the shape of a parameter that its state `entry` tells, or None."""
+    if not isinstance(entry, (Dict, Call)):
+        return None
+    values = strings_of(entry).items()
+    infos = {key: tensors[id(value)].shape for key, value in values if isinstance(value, Node) and id(value) in tensors}
+    shapes = {shape for key, shape in infos.items() if key in _LIKE_THE_PARAMETER}
+    for row_key, column_key in zip(_ROWS, _COLUMNS, strict=True):
+        row, column = infos.get(row_key), infos.get(column_key)
+        if row and column:
+            shapes.add((*row[: None if row_key == "exp_avg_sq_row" else -1], column[-1]))
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+# The weights that it belongs to
+
+
+def candidates(optimizer: Optimizer, every: Sequence[Weights]) -> list[Weights]:
+    """Return those of `every` state dict that `optimizer` can belong to.
+
+    If it has names, these are the state dicts with most of them. Otherwise each number needs a tensor of its shape.
+    """
+    if optimizer.names is None:
+        return [each for each in every if optimizer.params and _fits(optimizer, each)]
+    names = set(optimizer.names.values())
+    counts = [len(names & each.shapes.keys()) for each in every]
+    most = max(counts, default=0)
+    return [each for each, n in zip(every, counts, strict=True) if n == most > 0]
+
+
+def _fits(optimizer: Optimizer, weights: Weights) -> bool:
+    """Return whether each number of `optimizer` can have a tensor of `weights` that no other number has."""
+    wanted = Counter(optimizer.shapes.values())
+    there = Counter(weights.shapes[name] for name in weights.untied if name in weights.floats)
+    return wanted <= there and len(optimizer.params) <= len(weights.untied)
+
+
+def alternatives(optimizer: Optimizer, weights: Weights) -> Iterator[tuple[list[Key], list[str]]]:
+    """Yield groups of numbers, and the names among which the names of these numbers are.
+
+    Nothing but shapes decides. If there are more names than numbers, the others are buffers, or not in the optimizer.
+    The last group has the numbers whose shape is unknown.
+    """
+    numbers: dict[Shape, list[Key]] = {}
+    for key, shape in optimizer.shapes.items():
+        numbers.setdefault(shape, []).append(key)
+    rest = []
+    by_shape: dict[Shape, list[str]] = {}
+    for name in weights.untied:
+        if name in weights.floats and weights.shapes[name] in numbers:
+            by_shape.setdefault(weights.shapes[name], []).append(name)
+        else:
+            rest.append(name)
+    for shape, keys in numbers.items():
+        names = by_shape.get(shape, [])
+        yield keys, names
+        if len(names) > len(keys):
+            rest += names
+    unknown = [key for key in optimizer.params if key not in optimizer.shapes]
+    if unknown:
+        yield unknown, rest
+
+
+def keys_of(names: Collection[str], optimizer: Optimizer, weights: Weights) -> set[Key] | tuple[list[Key], list[str]]:
+    """Return the parameters of `optimizer` with these `names`, which are first names in `weights`.
+
+    Only what is the same in every reading of the shapes is returned. Otherwise return the numbers in question, and the
+    names among which theirs are.
+    """
+    if optimizer.names is not None:
+        return {key for key, name in optimizer.names.items() if weights.first.get(name, name) in names}
+    found: set[Key] = set()
+    for keys, possible in alternatives(optimizer, weights):
+        if possible and set(possible) <= set(names):
+            found.update(keys)
+        elif not set(names).isdisjoint(possible):
+            return keys, possible
+    return found
+
+
+def mismatched(optimizer: Optimizer, weights: Weights) -> Iterator[tuple[str, Shape, Shape]]:
+    """Yield the name of each parameter whose state has another shape than the weight: its shape, and the weight's.
+
+    Only an `optimizer` with names has such parameters.
+    """
+    for key, name in (optimizer.names or {}).items():
+        shape, own = optimizer.shapes.get(key), weights.shapes.get(name)
+        if shape is not None and own is not None and shape != own:
+            yield name, shape, own
