@@ -28,7 +28,8 @@ UNNAMED = "<file object>"
 TRUSTED = "if you trust who made it, for it can run code"
 #: Options that only commands have, and the attribute or method of a result that has what they show.
 _TERMINAL_ONLY = {"tree": "tensors", "json": "as_dict()", "verbose": "as_dict()"}
-_SHORT = {"verbose": "-v"}
+#: Flags that are not the keyword with dashes.
+FLAGS = {"verbose": "-v", "sizes": "--size"}
 #: One item for each public function that runs, in any thread.
 _public_calls: list[None] = []
 
@@ -55,7 +56,7 @@ class Option:
 
     def words(self) -> list[tuple[str, ...]]:
         """Return what a user types for it: each flag with its value."""
-        flag = _SHORT.get(self.keyword, f"--{self.keyword.replace('_', '-')}")
+        flag = FLAGS.get(self.keyword, f"--{self.keyword.replace('_', '-')}")
         if self.value is None or self.value is True:
             return [(flag,)]
         values = self.value if isinstance(self.value, tuple) else (self.value,)

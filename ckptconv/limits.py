@@ -42,6 +42,11 @@ class Limits:
     #: Characters in a name that is matched with a user's regular expression: a quadratic one takes a million steps. The
     #: longest name in the real files that tests read has 60 characters.
     matched_name: int = 1_000
+    #: Tensors that one rule of ``--regroup`` makes: 100 layers of 512 experts of three tensors are fewer. A tensor
+    #: without elements can have any number of rows.
+    regrouped: int = 200_000
+    #: Bytes of a file of such rules, or of sizes for them.
+    rules_bytes: int = MIB
     #: Seconds of processor time for matching all names with a regular expression: 60,000 names take 0.1.
     match_seconds: int = 10
     #: Nested calls that make one tensor (a parameter of a subclass of a view); torch writes three. They are read by

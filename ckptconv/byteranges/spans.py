@@ -201,12 +201,14 @@ class InflateSlice(Piece):
 class Concat(Piece):
     """The bytes of `parts` in order, `length` bytes in all.
 
-    If `whole` is a range, they are parts of it and it has the checksum. If it is None, each part has its own.
+    If `whole` is a range, they are parts of it and it has the checksum. If it is None, each part has its own, and
+    `verified` has the ranges with checksums of which there are only parts.
     """
 
     parts: tuple[ByteRange, ...]
     whole: ByteRange | None
     length: int
+    verified: tuple[ByteRange, ...] = ()
 
     @cached_property
     def starts(self) -> list[int]:
@@ -218,6 +220,9 @@ class Concat(Piece):
 
     def stored(self) -> ByteRange | None:
         return self.whole
+
+    def with_checksums(self) -> tuple[ByteRange, ...]:
+        return (*super().with_checksums(), *self.verified)
 
     def crc32_known(self) -> int | None:
         """Return the checksum that follows from those of the parts, or None if one is unknown or they are not whole."""
@@ -243,7 +248,7 @@ class Concat(Piece):
             done = min(part.length - skipped, left)
             parts.append(ByteRange(part.source, part.offset + skipped, done))
             left, i, skipped = left - done, i + 1, 0
-        return Concat(tuple(parts), self.whole, length)
+        return Concat(tuple(parts), self.whole, length, self.verified)
 
 
 @dataclass(frozen=True)
@@ -290,13 +295,15 @@ class ChunkPlacement:
 class Assemble(Piece):
     """The elements of a tensor of `shape` in row-major order, `length` bytes in all, `itemsize` bytes each.
 
-    Each element is in one of `placements`, which are in the order of their first indices.
+    Each element is in one of `placements`, which are in the order of their first indices. `verified` has the ranges
+    with checksums of which there are only parts.
     """
 
     placements: tuple[ChunkPlacement, ...]
     shape: tuple[int, ...]
     itemsize: int
     length: int
+    verified: tuple[ByteRange, ...] = ()
 
     is_computed = True
 
@@ -304,7 +311,8 @@ class Assemble(Piece):
         return tuple(placement.of for placement in self.placements)
 
     def with_checksums(self) -> tuple[ByteRange, ...]:
-        return tuple(placement.of for placement in self.placements if placement.of.crc32 is not None)
+        whole = (placement.of for placement in self.placements if placement.of.crc32 is not None)
+        return (*whole, *self.verified)
 
 
 @dataclass(frozen=True)

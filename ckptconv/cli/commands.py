@@ -15,7 +15,7 @@ from ckptconv.byteranges.sources import check_system
 from ckptconv.cli.terminal import style_of
 from ckptconv.errors import CkptconvError, UsageError, size
 from ckptconv.guesses import DOWNLOAD, keyword_for
-from ckptconv.hints import Placeholder, option, shell
+from ckptconv.hints import FLAGS, Placeholder, option, shell
 from ckptconv.light_dataclass import dataclass
 
 PATH = click.Path(path_type=str)
@@ -208,8 +208,8 @@ def declared(options: Any, **more: dict[str, Any]) -> Callable[[Any], Any]:
             # with an explicit is_flag=False, click would let the value of an option be missing
             how: dict[str, Any] = {"is_flag": True} if type_ is bool else {"multiple": _is_repeated(type_)}
             how |= {"help": flag.help, "metavar": flag.metavar, **_MORE.get(name, {}), **more.get(name, {})}
-            flags = [*filter(None, [flag.short]), f"--{name.replace('_', '-')}"]
-            command = click.option(*flags, **how)(command)
+            flags = [*filter(None, [flag.short]), FLAGS.get(name, f"--{name.replace('_', '-')}")]
+            command = click.option(*flags, name, **how)(command)
         return command
 
     return decorate

@@ -102,6 +102,8 @@ def change_in_place(request: Request) -> Report:
     check_edits(edits, output)
     started = time.monotonic()
     index, paths = _files_of(src)
+    if edits.regroup and len(paths) > 1:
+        raise _moves("regroup", "from shard to shard")
     with ExitStack() as opened, gc_paused():
         notes: list[str] = []
         files = []
@@ -201,7 +203,10 @@ def _plan_file(
         format_ = checkpoint.format
         file.rest = None if of_folder else rest_sum(checkpoint)
         wrapped.update(is_wrapped(names) for found in checkpoint.detected.state_dicts if (names := found.names()))
+        known = {*checkpoint.storages}
         changes = apply(checkpoint, edits)
+        if edits.regroup and (of_folder or not known.issuperset(checkpoint.storages)):
+            raise _moves("regroup", "in these files" if of_folder else "where it joins, or cuts another dimension")
         writer = writer_of(format_)
         if not output.allow_unsafe and (writer is None or writer.objects):
             refuse_dangers(checkpoint, as_archive=bool(writer and writer.records))
@@ -244,16 +249,20 @@ def check_edits(edits: Edits, output: OutputOptions) -> None:
         each.name for each in fields(output) if each.name in _NO_OUTPUT and getattr(output, each.name) != each.default
     ]
     if said:
-        asked = option(_KEYWORDS.get(said[0], said[0]), None)
-        raise UsageError(
-            asked + " moves tensor bytes, and " + option("in_place") + " does not",
-            hint="give an output: " + command("convert", Placeholder("SRC"), Placeholder("DST")),
-        )
-    if not (edits.devices or edits.strip_prefix or edits.rename or edits.add_prefix or edits.unwrap):
+        raise _moves(_KEYWORDS.get(said[0], said[0]))
+    if not (edits.devices or edits.strip_prefix or edits.rename or edits.add_prefix or edits.unwrap or edits.regroup):
         raise UsageError(
             option("in_place") + " is given, and no change",
             expected="a new device or new names",
         )
+
+
+def _moves(keyword: str, when: str = "") -> UsageError:
+    """Return the error for an option that moves tensor bytes: always, or in the case `when`."""
+    return UsageError(
+        option(keyword, None) + f" moves tensor bytes{when and ' ' + when}, and " + option("in_place") + " does not",
+        hint="give an output: " + command("convert", Placeholder("SRC"), Placeholder("DST")),
+    )
 
 
 def resolved(path: str | os.PathLike[str]) -> tuple[Path, tuple[str, ...]]:

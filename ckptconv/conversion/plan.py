@@ -190,7 +190,7 @@ class Report(Result):
         """Whether the output has other content or another format than the input."""
         changes = self.changes
         edited = changes.devices or changes.names or changes.dtypes or changes.compacted.storages or changes.made_plain
-        return bool(edited or self.left_behind or self.formats[0] != self.formats[1])
+        return bool(edited or changes.regrouped or self.left_behind or self.formats[0] != self.formats[1])
 
     @property
     def nbytes(self) -> int:

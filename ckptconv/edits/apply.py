@@ -1,12 +1,15 @@
 """Apply edits to the graph of a checkpoint, in place, and return what changed.
 
-Order: selection, unwrap, strip, rename, add, dtypes, devices, loadable, compaction.
+Order: selection, unwrap, strip, rename, regroup, add, dtypes, devices, loadable, compaction.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckptconv.checkpoint.merging import refuse_different
 from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.dtype_casts import cast
 from ckptconv.edits.loadable.making import make_loadable
@@ -46,8 +49,14 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
     detected = checkpoint.detected
     # before the names are edited: after that, all places would have to be found again
     about_kept = about_kept_devices(checkpoint, edits.devices) if edits.devices else []
-    if edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix:
-        NameEditor(checkpoint, detected, changes).run(edits)
+    if edits.regroup:
+        from ckptconv.edits.regroup import regroup  # lazily, for start-up
+
+        _edit_names(checkpoint, detected, replace(edits, add_prefix=()), changes)
+        regroup(checkpoint, edits, changes)
+        detected = checkpoint.detected
+        edits = replace(edits, unwrap=False, strip_prefix=(), rename=())
+    _edit_names(checkpoint, detected, edits, changes)
     if edits.dtypes:
         cast(checkpoint, edits.dtypes, detected, changes)
     if edits.devices:
@@ -61,3 +70,8 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
     if edits.compact:
         compact(checkpoint, changes)
     return changes
+
+
+def _edit_names(checkpoint: Checkpoint, detected: Detected, edits: Edits, changes: Changes) -> None:
+    if edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix:
+        NameEditor(checkpoint, detected, changes).run(edits)

@@ -43,6 +43,23 @@ class MadePlain(NamedTuple):
     reads: str
 
 
+@dataclass(frozen=True)
+class Regrouping:
+    """A group of tensors in the state dict at `path` of which others were made.
+
+    Attributes:
+        path: The path of the state dict.
+        rule: The rule.
+        old: The tensors that were read, each with its shape; ``{e}`` and ``× 8`` stand for eight that are stacked.
+        new: The tensors that were made, in the same way.
+    """
+
+    path: str
+    rule: str
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+
+
 @dataclass
 class OptimizerChange:
     """The changes of an optimizer.
@@ -72,6 +89,7 @@ class Changes:
         compacted: The bytes that storages lost.
         rng_states: The paths of states of random generators that stay on the CPU, or are moved there.
         made_plain: The objects that became plain.
+        regrouped: The groups of tensors that were split, joined or stacked.
         notes: Other messages.
     """
 
@@ -86,6 +104,7 @@ class Changes:
     compacted: Dropped = field(default_factory=lambda: Dropped(0, 0))
     rng_states: list[str] = field(default_factory=list)
     made_plain: list[MadePlain] = field(default_factory=list)
+    regrouped: list[Regrouping] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def count_devices(self, old: str, new: str, tensors: int, nbytes: int) -> None:
@@ -131,6 +150,7 @@ class Changes:
         self.optimizers |= {prefix + path: change for path, change in other.optimizers.items()}
         self.made_plain += [plain._replace(path=prefix + plain.path) for plain in other.made_plain]
         self.names += [replace(change, path=prefix + change.path) for change in other.names]
+        self.regrouped += [replace(group, path=prefix + group.path) for group in other.regrouped]
         self.unprefixed += other.unprefixed
         self.left_behind += [replace(part, path=prefix + part.path) for part in other.left_behind]
         self.separated += [{dtype: prefixed(paths) for dtype, paths in groups.items()} for groups in other.separated]

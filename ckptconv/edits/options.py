@@ -5,7 +5,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, fields, replace
 from functools import cache, partial
-from typing import Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from ckptconv.edits.devices import Devices, MapLocation, Rule, to_devices
 from ckptconv.edits.dtype_rules import DTypeLike, DTypeRule, to_dtypes
@@ -14,6 +14,9 @@ from ckptconv.errors import ArgumentTypeError
 from ckptconv.guesses import Flag
 from ckptconv.hints import Message, option
 from ckptconv.light_dataclass import dataclass
+
+if TYPE_CHECKING:
+    from ckptconv.edits.regroup_rules import Rule as RegroupRule
 
 
 class PartOptions(TypedDict, total=False):
@@ -78,7 +81,37 @@ class NameOptions(TypedDict, total=False):
     ]
 
 
-class EditOptions(PartOptions, NameOptions, total=False):
+class RegroupOptions(TypedDict, total=False):
+    """The options that split, join and stack tensors."""
+
+    regroup: Annotated[
+        str | Iterable[str],
+        Flag(
+            "Split, join or stack tensors: 'qkv = q:1, k:1, v:1', 'experts.down = experts.{e}.down'. The documentation"
+            " has the rules.",
+            "Rules that split, join and stack tensors, such as ``'qkv = q:1, k:1, v:1'``.",
+            "RULE",
+        ),
+    ]
+    rules: Annotated[
+        str | Iterable[str],
+        Flag("Take rules from FILE, one a line.", "Files of such rules, one a line. They come first.", "FILE"),
+    ]
+    sizes: Annotated[
+        "Mapping[str, int] | str | Iterable[str]",
+        Flag(
+            "The number that $NAME means in rules: NAME=8, or a JSON file; by default SRC's config.json.",
+            "The numbers that names mean in rules (``$NAME``). By default they are in the ``config.json`` next to the"
+            " input.",
+            "NAME=N",
+        ),
+    ]
+    reverse: Annotated[
+        bool, Flag("Apply rules backwards.", "Exchange the sides of each rule, and apply the last rule first.")
+    ]
+
+
+class EditOptions(PartOptions, NameOptions, RegroupOptions, total=False):
     """All options that change what a checkpoint says."""
 
     drop: Annotated[
@@ -147,6 +180,8 @@ class Edits:
     rename: tuple[tuple[str, str], ...] = ()
     add_prefix: tuple[str, ...] = ()
     unwrap: bool = False
+    regroup: tuple["RegroupRule", ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()
     dtypes: tuple[DTypeRule, ...] = ()
     loadable: bool = False
     loadable_objects: bool = False
@@ -160,7 +195,7 @@ class Edits:
         """Return these edits without `what` in `field`, which are given by a :class:`~ckptconv.errors.NoMatchError`."""
         if field == "devices":
             return replace(self, devices=self.devices.without(what))
-        left: Any = tuple(each for each in getattr(self, field) if each != what)
+        left: Any = tuple(each for each in getattr(self, field) if each != what and getattr(each, "file", 0) != what)
         return replace(self, **{field: left})
 
     def several(self) -> Iterator[tuple[str, object]]:
@@ -168,7 +203,8 @@ class Edits:
         for each in fields(self):
             value = getattr(self, each.name)
             held = value.rules if isinstance(value, Devices) else value if isinstance(value, tuple) else ()
-            yield from ((each.name, one) for one in held)
+            if each.name != "sizes":
+                yield from ((each.name, getattr(one, "file", None) or one) for one in held)
 
 
 def edits_from(**options: Any) -> Edits:
@@ -178,6 +214,14 @@ def edits_from(**options: Any) -> Edits:
         ArgumentTypeError: A value has a wrong type.
         UsageError: A value makes no sense.
     """
+    given = [options.pop(name, None) or () for name in ("rules", "regroup")]
+    sizes, reverse = options.pop("sizes", None) or (), options.pop("reverse", False)
+    if not isinstance(reverse, bool):
+        raise ArgumentTypeError(f"reverse must be True or False, not {reverse!r}")
+    if any(given) or sizes or reverse:
+        from ckptconv.edits.regroup_files import read_rules, read_sizes  # lazily, for start-up
+
+        options |= {"regroup": read_rules(*given, reverse=reverse), "sizes": read_sizes(sizes)}
     return Edits(**{_FIELDS.get(name, name): _READ.get(name, _as_it_is)(value) for name, value in options.items()})
 
 
@@ -192,6 +236,8 @@ def option_of(field: str, what: object) -> Message:
     keyword = next((name for name, called in _FIELDS.items() if called == field), field)
     if isinstance(what, Rule):
         what = what.old, str(what.new)
+    elif field == "regroup" and isinstance(what, str):
+        keyword = "rules"
     return option(keyword, (what if isinstance(what, tuple) else str(what),))
 
 

@@ -91,12 +91,12 @@ class NameEditor:
             inside = modules_unwrapped(names, modules)
             if any(inside(path) != path for path in modules):
                 changed = option("unwrap") + " changed _metadata alone"
-            _rename_keys(metadata, inside)
+            rename_keys(metadata, inside)
         texts: dict[str, str] = {}  # equal names share one string, as in a pickle
         for found, names in zip(self.named, self.before, strict=True):
             is_model = isinstance(found, StateDict)
             new = unwrapped(names) if is_model else unwrapped(self.model_of(names) or names, names)
-            _replace(found, {old: texts.setdefault(name, name) for old, name in new.items()})
+            replace_names(found, {old: texts.setdefault(name, name) for old, name in new.items()})
         if all(found.names() == names for found, names in zip(self.named, self.before, strict=True)):
             self.changes.notes.append("no wrapper is in the names, so " + changed)
         if inner := self.inner_module():
@@ -156,7 +156,7 @@ class NameEditor:
             stripped = [name.startswith(prefix) for name in names]
             if any(stripped):
                 modules = strings_of(metadata)
-                _rename_keys(metadata, modules_without(prefix, modules, keep_ancestors=not all(stripped)))
+                rename_keys(metadata, modules_without(prefix, modules, keep_ancestors=not all(stripped)))
         _each_name(self.named, lambda name: name.removeprefix(prefix))
 
     def rename(self, pattern: str, replacement: str) -> None:
@@ -179,7 +179,7 @@ class NameEditor:
                 return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
 
             for metadata, _ in self.metadata(self.detected.state_dicts):
-                _rename_keys(metadata, renamed_module)
+                rename_keys(metadata, renamed_module)
             _each_name(self.named, lambda name: compiled.sub(replacement, bounded(name)))
 
     def add(self, asked: str) -> None:
@@ -263,10 +263,10 @@ def _each_name(named: Sequence[StateDict | NamedOptimizer], new: Callable[[str],
     """Replace each name in `named` by `new` of it. Equal names share one string, as in a pickle."""
     known = {name: new(name) for found in named for name in found.names()}
     for found in named:
-        _replace(found, known)
+        replace_names(found, known)
 
 
-def _replace(found: StateDict | NamedOptimizer, new: dict[str, str]) -> None:
+def replace_names(found: StateDict | NamedOptimizer, new: dict[str, str]) -> None:
     """Replace the names of `found` by their values in `new`. A name that is not a key of `new` stays."""
     for effect, i in found.node.pairs() if isinstance(found, StateDict) else found.places:
         name = effect.values[i]
@@ -300,7 +300,7 @@ def _prefixes(names: list[str]) -> str:
 def _add_to_metadata(metadata: Object, prefix: str) -> None:
     """Add `prefix` to the module paths of `metadata`, and the entries that a wrapper's ``state_dict()`` writes."""
     added, module = modules_with(prefix, strings_of(metadata))
-    _rename_keys(metadata, module)
+    rename_keys(metadata, module)
     if added:
         first, at = next(metadata.pairs())
         if first.opcode == "SETITEM":
@@ -311,7 +311,7 @@ def _add_to_metadata(metadata: Object, prefix: str) -> None:
             first.values[at:at] = [path, version]
 
 
-def _rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
+def rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
     """Replace each string key of `mapping` by `new` of it.
 
     An item is removed if `new` returns None. If two keys become one, the first item stays.

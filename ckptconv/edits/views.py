@@ -255,7 +255,8 @@ def _packed(data: Data, ranges: list[_Range]) -> Data:
 def _chain(data: Piece, ranges: list[_Range]) -> Concat:
     """Return the `ranges` of a piece that consists of ranges of the source, one after another."""
     spans = tuple(span for start, stop in ranges for span in data.slice(start, stop - start).ranges())
-    return Concat(spans, data.stored(), sum(stop - start for start, stop in ranges))
+    verified = data.with_checksums() if data.stored() is None else ()
+    return Concat(spans, data.stored(), sum(stop - start for start, stop in ranges), verified)
 
 
 def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[_Range]) -> Cast:

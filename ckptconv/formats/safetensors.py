@@ -169,8 +169,10 @@ def header_in_place(checkpoint: Checkpoint, container: DataStart) -> bytes | Non
     for name, info in _untied(taken, metadata).items():
         word, shape = _word_and_shape(info)
         data = info.storage and info.storage.data.stored()
-        start = data.offset - container.data_offset if data else 0
+        start = data.offset + info.offset * get_dtype(info.dtype).itemsize - container.data_offset if data else 0
         entries.append(Entry(name, word, shape, start, start + info.nbytes))
+    if sum(entry.end - entry.start for entry in entries) != checkpoint.source.size - container.data_offset:
+        return None  # a hole, which no reader accepts
     header = header_bytes(metadata if metadata or kept is not None else None, entries)
     text = header[_LENGTH:].rstrip(b" ")
     available = container.data_offset - _LENGTH

@@ -73,6 +73,7 @@ def _report(report: Report) -> dict[str, Any]:
             "names": changes.names,
             "optimizers": [{"path": path, **_plain(change)} for path, change in changes.optimizers.items()],
             "ties": report.ties,
+            "regrouped": changes.regrouped,
             "unprefixed": changes.unprefixed,
             "dtypes": [{"old": old, "new": new, **cast._asdict()} for (old, new), cast in changes.dtypes.items()],
             "not_cast": changes.not_cast,

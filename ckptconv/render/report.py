@@ -21,7 +21,7 @@ from ckptconv.render.text import PLAIN, Style, fact, first_of, headline
 if TYPE_CHECKING:
     from ckptconv.checkpoint.tensor_info import LeftBehind
     from ckptconv.conversion.plan import Report, Verified
-    from ckptconv.edits.changes import MadePlain, NameChange
+    from ckptconv.edits.changes import MadePlain, NameChange, Regrouping
 
 _LARGEST_TABLE = 2048  # cells; longer changes, as in a file made for that, are written out
 # Patterns are texts, so that they are compiled only if a name has changed.
@@ -167,6 +167,7 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
             yield ("optimizer", f"{path}: {left} left out with the weights, the others numbered again")
     if changes.unprefixed:
         yield ("names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
+    yield from _group_lines(changes.regrouped, every_name or not report.written)
     yield from _dtype_lines(report, every_name)
     yield from _plain_lines(changes.made_plain, every_name)
     if changes.rng_states:
@@ -205,6 +206,19 @@ def _holds(container: str, quality: str) -> bool:
     """
     writer = None if " and " in container else writer_of(container)
     return writer is None or getattr(writer, quality)
+
+
+def _group_lines(groups: list[Regrouping], every_one: bool) -> Iterator[Fact]:
+    """Yield the tensors that were regrouped: every group, or the first and the number of others of each rule."""
+    by_rule: dict[str, list[Regrouping]] = {}
+    for group in groups:
+        by_rule.setdefault(group.rule, []).append(group)
+    for group_list in by_rule.values():
+        for group in group_list if every_one else group_list[:1]:
+            where = "" if group.path == "." else f" in {group.path}"
+            yield ("regrouped", f"{', '.join(group.old)} → {', '.join(group.new)}{where}")
+        if not every_one and len(group_list) > 1:
+            yield ("", f"and {len(group_list) - 1:,} more in this way (" + option("verbose") + " lists all)")
 
 
 def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:

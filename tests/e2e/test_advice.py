@@ -225,6 +225,25 @@ DIAGNOSIS = "inspection/diagnosis/"
 CONVERT = f"{DIAGNOSIS}findings.py:fix_command:command convert"
 
 CASES: dict[str, Case] = {
+    # tensors that are split and joined
+    "an optimizer of what is split": Case(
+        saved(lambda: {"model": net().state_dict(), **trained()}), "convert {m}.pt out.pt --regroup 0.*=a.*:1,b.*:2",
+        r"(--drop \S+)",
+        "without it", lambda path: loads(path)["model"]["a.weight"], "edits/regroup.py:_refuse_optimizers:option drop",
+    ),
+    "a number in a rule": Case(
+        saved(lambda: {"w": torch.ones(6, 2)}), "convert {m}.pt out.pt --regroup w=a:$heads,b:1", r"(--size \S+)",
+        "with the number", lambda path: loads(path)["a"], "edits/regroup_files.py:sizes_in:option sizes",
+        {"heads=N": "heads=2"},
+    ),
+    "a join of deflated tensors": Case(
+        lambda m: (
+            saved(lambda: {"x.0": torch.ones(99), "x.1": torch.ones(99)})("in"),
+            rezip(Path("in.pt"), Path(m + ".pt"), method=zipfile.ZIP_DEFLATED),
+        ),
+        "convert {m}.pt out.pt --regroup x.{{e}}=x", LINE,
+        "stored as they are", loads, "edits/regroup.py:_blocks:command convert",
+    ),
     # what inspect finds
     "a GPU that is not here": Case(
         saved(lambda: net().state_dict(), ("cuda:1",)), "inspect {m}.pt", FINDING.format("are on cuda:1"),
@@ -670,7 +689,7 @@ CASES: dict[str, Case] = {
     },
     "in place, what moves tensors": Case(
         saved(weights), "convert {m}.pt --in-place --dtype bf16", r"give an output: (ckptconv .*)",
-        "with the same edits, loads", loads, "conversion/in_place.py:check_edits:command convert",
+        "with the same edits, loads", loads, "conversion/in_place.py:_moves:command convert",
         {"SRC": "{m}.pt", "DST": "out.pt"},
     ),
     # sets and folders
@@ -851,7 +870,7 @@ CASES: dict[str, Case] = {
     ),
     "in place, a folder of DCP": Case(
         lambda m: _dcp(m), "convert {m} --in-place --drop epoch", r"give an output: (ckptconv convert .*)",
-        "with the same edits, loads", loads, "conversion/in_place.py:check_edits:command convert",
+        "with the same edits, loads", loads, "conversion/in_place.py:_moves:command convert",
         {"SRC": "{m}", "DST": "out.pt"}, made="EDITS --drop epoch",
     ),
     "in place, names in a folder of DCP that are not its places": Case(
@@ -1149,6 +1168,9 @@ ELSEWHERE: dict[Site, str] = {
         "edits/loadable/test_refusals.py::test_the_command_takes_it_all_out",
     ),
     "render/difference.py:_group:option verbose": "inspection/comparison/test_diff.py::test_text_of_what_is_the_same",
+    "render/report.py:_group_lines:option verbose": (
+        "edits/test_regroup.py::test_the_report_has_every_group_before_anything_is_written"
+    ),
     "render/report.py:_name_lines:option verbose": "cli/test_convert.py::test_dry_run_writes_nothing",
     "stores/s3.py:_say_what_is_left:aws": "stores/test_s3.py::test_an_upload_that_may_stay_open_is_said",
     "stores/uploads.py:hint_if_replaced:option force": "stores/test_s3.py::test_it_is_read_back",
@@ -1205,11 +1227,16 @@ NOT_TYPED: dict[Site, str] = {
     "inspection/comparison/diff.py:_simple:option unwrap": _NO_ADVICE,
     "inspection/diagnosis/refusals.py:around:issue not known": "it says that nothing is known, and advises nothing",
     "cli/convert.py:convert_command:option in_place": _NAMED,
+    "edits/regroup.py:_apply:option regroup": _NAMED,
+    "edits/regroup_files.py:read_rules:option regroup": _NAMED,
+    "edits/regroup_files.py:read_rules:option reverse": _NAMED,
+    "edits/regroup_files.py:read_rules:option rules": _NAMED,
     "cli/inspect.py:inspect_command:option fail_on": _NAMED,
     "cli/commands.py:asked_for:option html": _NAMED,
     "cli/commands.py:asked_for:option open": _NAMED,
     "cli/verify.py:verify_command:option expect_sha256": _NAMED,
-    "conversion/in_place.py:check_edits:option *": _NAMED,
+    "conversion/in_place.py:_moves:option *": _NAMED,
+    "conversion/in_place.py:_moves:option in_place": _NAMED,
     "conversion/in_place.py:check_edits:option in_place": _NAMED,
     "conversion/plan.py:_check_writer:option copy_tied": _NAMED,
     "conversion/plan.py:_about_edits:option loadable": _NO_CHANGE,

@@ -11,6 +11,7 @@ import json
 import pickle
 import re
 import runpy
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
             shutil.copy("a.pt", name)
         ckptconv.convert("weights.safetensors", "sharded", max_shard_size=200)
         save_as_ranks(net.state_dict(), Path("actor"))
-        args = [arg.strip("'") for arg in line.split()[1:]]
+        torch.save({"a.qkv.weight": torch.ones(6, 2), "a.qkv.bias": torch.ones(6)}, "fused.pt")
+        args = shlex.split(line)[1:]
         if "--rename" in args:
             shutil.copy(fixtures / "dataparallel_features.pt", "a.pt")
         if args[0] == "convert" and not {"--force", "--in-place"} & {*args}:

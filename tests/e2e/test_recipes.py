@@ -104,6 +104,21 @@ def with_wrappers(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
+def fused() -> dict[str, torch.Tensor]:
+    """Fused weights beside experts in parts."""
+    experts = {f"l.experts.{e}.{w}.weight": torch.rand(4, 2) for e in range(3) for w in ("w1", "w3")}
+    return {"l.qkv.weight": torch.rand(6, 2), "l.qkv.bias": torch.rand(6), **experts}
+
+
+def is_split_and_stacked() -> None:
+    old, split, stacked, again = (load(f"{name}.pt") for name in ("model", "split", "stacked", "again"))
+    assert torch.equal(torch.cat([split[f"l.{name}.weight"] for name in "qkv"]), old["l.qkv.weight"])
+    experts = [torch.cat([old[f"l.experts.{e}.{w}.weight"] for w in ("w1", "w3")]) for e in range(3)]
+    assert torch.equal(stacked["l.experts.gate_up_proj"], torch.stack(experts))
+    assert again.keys() == split.keys()
+    assert all(torch.equal(again[name], split[name]) for name in again)
+
+
 def dumped() -> Callable[[], Any]:
     with zoo.tagging(["cuda:0"]):
         Path("data.pkl").write_bytes(pickle.dumps(state()))
@@ -528,6 +543,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
         pickled,
         lambda: net().load_state_dict(torch.load("model.pt"), strict=True),
     ),
+    "Fused weights and stacked experts: split, join and stack them": (saving(fused, None), is_split_and_stacked),
     "The file is far too big": (saving(lambda: {"a": torch.randn(100_000)[:10]}, None), is_small),
     "The weights in half the bytes": (saved_training, is_half),
     "The weights without the optimizer, the EMA, one part of the model": (saved_training, takes_parts),

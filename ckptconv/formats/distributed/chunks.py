@@ -1,4 +1,4 @@
-"""Parts of distributed tensors: put chunks together, check that they cover a tensor once, and cut as torch does.
+"""Parts of distributed tensors: check that chunks cover a tensor once, and cut as torch does.
 
 Which elements of a tensor a process has follows from torch's placements, from left to right over a mesh. Each dimension
 of the mesh cuts one dimension of the tensor as ``torch.chunk`` does, or none. ``_StridedShard`` first cuts into
@@ -13,12 +13,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, product
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
-from ckptconv.byteranges.sources import BytesSource
-from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat
-from ckptconv.checkpoint.tensor_info import TensorInfo, row_major
+from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.errors import MalformedError
 
 _PRIME = (1 << 127) - 1
@@ -75,34 +72,6 @@ def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
             value * (powers[stop] - powers[start]) % _PRIME for value, (start, stop) in zip(values, ends, strict=True)
         ]
     return (sum(values[1:]) - values[0]) % _PRIME == 0
-
-
-def assembled(
-    shape: tuple[int, ...], itemsize: int, placements: Iterable[ChunkPlacement], path: Path
-) -> ByteRange | Concat | Assemble:
-    """Return the bytes of a tensor of `shape`, which `placements` cover.
-
-    If the placements follow one another in the order of the tensor's elements, their own bytes are used as they are.
-
-    Args:
-        shape: The shape of the tensor.
-        itemsize: The number of bytes of an element.
-        placements: Chunks that cover the tensor exactly once.
-        path: For messages, the file or folder.
-    """
-    length = prod(shape) * itemsize
-    if not length:
-        return ByteRange(BytesSource(b"", path), 0, 0)
-    filled = sorted(
-        (placement for placement in placements if placement.of.length), key=lambda placement: placement.offsets
-    )
-    cut = [d for d in range(len(shape)) if any(placement.sizes[d] != shape[d] for placement in filled)]
-    if all(placement.stride == row_major(placement.sizes) for placement in filled) and (
-        not cut or prod(shape[: cut[-1]]) == 1
-    ):
-        parts = tuple(placement.of for placement in filled)
-        return parts[0] if len(parts) == 1 else Concat(parts, None, length)
-    return Assemble(tuple(filled), shape, itemsize, length)
 
 
 def is_apart(info: TensorInfo) -> bool:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from ckptconv.byteranges.sources import Readable, SliceSource, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
+from ckptconv.checkpoint.blocks import assembled
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, row_major
@@ -34,7 +35,7 @@ from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file
-from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover, is_apart
+from ckptconv.formats.distributed.chunks import Chunk, check_cover, is_apart
 from ckptconv.formats.distributed.metadata import ItemPath, Metadata, TensorItem, read_metadata
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass

@@ -17,6 +17,7 @@ from math import prod
 
 from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, ChunkPlacement, Gather, Piece
+from ckptconv.checkpoint.blocks import assembled
 from ckptconv.checkpoint.index import leaf_of
 from ckptconv.checkpoint.merging import Merger
 from ckptconv.checkpoint.model import Checkpoint
@@ -25,7 +26,7 @@ from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.checkpoint.tensor_info import Replica, piece_of, row_major
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
-from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
+from ckptconv.formats.distributed.chunks import Chunk, check_cover
 from ckptconv.formats.distributed.rank_names import RankSet, are_in, main_set, set_of, sets_in
 from ckptconv.formats.distributed.rank_parts import Part, PartReader, spread_call
 from ckptconv.hints import Placeholder, command

@@ -161,7 +161,8 @@ def read(
 
 def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]) -> Value:
     """Return a call that makes the tensor `name` of its `parts`. Raises MalformedError, UnsupportedError."""
-    from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
+    from ckptconv.checkpoint.blocks import assembled
+    from ckptconv.formats.distributed.chunks import Chunk, check_cover
 
     folder = merger.source.path
     words = sorted({entry.word for entry, _ in parts})

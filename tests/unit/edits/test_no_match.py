@@ -25,6 +25,7 @@ TYPED = {
     "exclude GLOB": "--exclude model.*",
     "strip-prefix P": "--strip-prefix model.",
     "rename REGEX REPL": "--rename ^model[.] net.",
+    "regroup RULE": "--regroup model.{n}=net.{n}",
     "add-prefix P": "--add-prefix net.",
     "dtype GLOB=D": "--dtype model.*=bf16",
     "map WORD=NEW": "--map odd:1=cpu",
@@ -66,7 +67,7 @@ def test_a_file_of_several(nothing: Path, row: str, command: Command) -> None:
     if row == "add-prefix P":
         torch.save([torch.ones(3)], nothing)
     beside = nothing.with_name("b.pt")
-    weights = {"model.w": torch.ones(3), "v": torch.ones(3)}
+    weights = {"model.w": torch.ones(3), "v": torch.ones(3), "model.0": torch.ones(3)}
     zoo.save({"model": weights} if row == "select PATH" else weights, beside, ("odd:1",))
     word = ROWS[row].split(" | ")[1]
     out = nothing.with_name("out")

@@ -14,7 +14,8 @@ from ckptconv.byteranges.kernels import gathering
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat, Literal, OutFile
-from ckptconv.formats.distributed.chunks import Chunk, assembled, check_cover
+from ckptconv.checkpoint.blocks import assembled
+from ckptconv.formats.distributed.chunks import Chunk, check_cover
 from ckptconv.output.transfer import VirtualFile
 from tests.support.chunks import bytes_of, cut, placements_of
 from tests.support.memory import memory_below

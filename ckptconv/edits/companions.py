@@ -1,0 +1,139 @@
+"""Check that nothing is forgotten that belongs to tensors which were regrouped: biases, scales, quantization state.
+
+The scales of a quantized weight are other tensors of its module (``weight_scale_inv``, ``scales``, ``qzeros``), or have
+names that begin with its own (``gate_up_proj_scale_inv``, ``weight.absmax``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+
+from ckptconv.edits.changes import Changes
+from ckptconv.edits.regroup_plan import Geometry, Group
+from ckptconv.errors import RefusedError, some
+from ckptconv.lazy_regex import regex
+
+#: Words in the last segment of a name that only quantization state has.
+_STATE = regex(r"(?i).*(scale|zero_?point|q?zeros|g_idx|absmax|amax|quant|scb|_shape|codebook).*")
+_WEIGHTS = ("weight", "qweight")
+
+
+def check_companions(
+    path: str, before: Sequence[str], after: Collection[str], groups: Sequence[Group], where: object, changes: Changes
+) -> None:
+    """Check the names of the state dict at `path`. A note about biases is added to `changes`.
+
+    Args:
+        path: The path of the state dict.
+        before: Its names before all rules.
+        after: Its names after them.
+        groups: The groups of tensors that were regrouped.
+        where: For errors, the file.
+        changes: The changes.
+
+    Raises:
+        RefusedError: A bias or the state of a quantization stays beside a tensor that was regrouped, or is not
+            regrouped as the tensor is.
+    """
+    group_of = {name: group for group in groups for name in group.old}
+    if not group_of:
+        return
+    left = _Beside([name for name in before if name in after])
+    taken = _Beside([*group_of])
+    stacked: list[str] = []
+    for name, group in group_of.items():
+        state = next(left.state_of(name), None)
+        if state:
+            raise RefusedError(
+                f"{state} belongs to {name}, which is regrouped, and no rule takes it",
+                where=where,
+                got=str(group.rule),
+                expected=f"a rule for each of them in {path}",
+            )
+        for other in taken.state_of(name):
+            if not _is_cut_alike(group.geometry, group_of[other].geometry):
+                raise RefusedError(
+                    f"{name} is not cut where the blocks of {other} end",
+                    where=where,
+                    expected=f"parts of whole blocks: {_sizes(group.geometry)}",
+                    got=_sizes(group_of[other].geometry),
+                )
+        for bias in left.biases_of(name):
+            if group.geometry.dim is not None:
+                raise RefusedError(
+                    f"{bias} belongs to {name}, which is split or joined, and no rule takes it",
+                    where=where,
+                    got=str(group.rule),
+                    expected=f"a rule for each of them in {path}",
+                )
+            stacked.append(bias)
+    if stacked:
+        names = [*dict.fromkeys(stacked)]
+        changes.notes.append(f"the weights beside {some(names)} are stacked, and these biases stay as they are")
+
+
+class _Beside:
+    """Names, by the modules in which they are.
+
+    Args:
+        names: The names.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = {*names}
+        self._state: dict[str, list[str]] = {}  # the last segments of state by module
+        self._below: dict[str, str] = {}  # the first name below each name or module
+        for name in names:
+            module, _, last = name.rpartition(".")
+            if _STATE.fullmatch(last):
+                insort(self._state.setdefault(module, []), last)
+            while module and module not in self._below:
+                self._below[module] = name
+                module = module.rpartition(".")[0]
+
+    def state_of(self, name: str) -> Iterator[str]:
+        """Yield the names of quantization state that belongs to the tensor `name`."""
+        if name in self._below:
+            yield self._below[name]
+        module, _, own = name.rpartition(".")
+        stem = own.removesuffix("_blocks").removesuffix("_packed")
+        state = self._state.get(module, [])
+        start = 0 if stem in _WEIGHTS else bisect_left(state, f"{stem}_")
+        for last in islice(state, start, None) if stem in _WEIGHTS or not _STATE.fullmatch(own) else ():
+            if stem not in _WEIGHTS and not last.startswith(f"{stem}_"):
+                break
+            if last != own:
+                yield f"{module}.{last}" if module else last
+
+    def biases_of(self, name: str) -> Iterator[str]:
+        """Yield the names of biases that belong to the weight `name`."""
+        for bias in (f"{name}_bias", name.removesuffix("weight") + "bias" if name.endswith("weight") else ""):
+            if bias in self._names:
+                yield bias
+
+
+def _is_cut_alike(of: Geometry, state: Geometry) -> bool:
+    """Return whether a tensor is cut where the blocks of its scales, or other state, are cut."""
+    if (of.part_dim, len(of.stack), of.groups, of.named) != (
+        state.part_dim,
+        len(state.stack),
+        state.groups,
+        state.named,
+    ) or len(of.sizes) != len(state.sizes):
+        return False
+    pairs = [*zip(of.sizes, state.sizes, strict=True)]
+    if not pairs:
+        return True
+    block = next((-(-size // blocks) for size, blocks in pairs if blocks), 0)
+    last_size, last_blocks = pairs.pop()
+    exact = all(size == blocks * block for size, blocks in pairs)
+    if of.groups > 1:
+        return exact and last_size == last_blocks * block
+    return exact and (last_blocks - 1) * block < last_size <= last_blocks * block
+
+
+def _sizes(geometry: Geometry) -> str:
+    """Return the sizes of the parts along the dimension that is cut, in words."""
+    return f"{[*geometry.sizes]} along dimension {geometry.dim}" if geometry.sizes else f"stacked {[*geometry.stack]}"

@@ -1,0 +1,131 @@
+"""Read what the rules of ``--regroup`` are written in: files of rules, sizes, and the ``config.json`` of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptconv.byteranges.sources import Readable, Source, SourceFolder
+from ckptconv.edits.names import strings
+from ckptconv.edits.regroup_rules import Rule, parse_rule, parse_rules
+from ckptconv.errors import MalformedError, MissingInputError, UsageError, some
+from ckptconv.hints import Placeholder, option
+from ckptconv.limits import LIMITS
+
+CONFIG = "config.json"
+
+
+def read_rules(files: object, rules: object, *, reverse: bool) -> tuple[Rule, ...]:
+    """Return the rules in `files`, then those in the texts `rules`; if `reverse`, the last one first, each reversed.
+
+    Raises:
+        UsageError: A rule makes no sense, or cannot be reversed.
+        MissingInputError, MalformedError: A file cannot be read.
+    """
+    found: list[Rule] = []
+    for file in strings("rules", files):  # type: ignore[arg-type]
+        found += parse_rules(_text(Path(file)).splitlines(), file)
+    found += [parse_rule(text) for text in strings("regroup", rules)]  # type: ignore[arg-type]
+    if reverse:
+        if not found:
+            raise UsageError(
+                option("reverse") + " goes with " + option("regroup", None) + " and " + option("rules", None)
+            )
+        found = [rule.reversed() for rule in reversed(found) if not rule.is_forward]
+    return tuple(found)
+
+
+def read_sizes(sizes: object) -> tuple[tuple[str, int], ...]:
+    """Return `sizes` as pairs: a mapping, or texts that are ``NAME=8`` or the name of a JSON file."""
+    if isinstance(sizes, Mapping):
+        return tuple(_size(name, value, "sizes") for name, value in sizes.items())
+    found: dict[str, int] = {}
+    for text in strings("sizes", sizes):  # type: ignore[arg-type]
+        name, equals, value = text.partition("=")
+        if equals:
+            found |= [_size(name.removeprefix("$"), int(value) if value.isdecimal() else value, text)]
+        else:
+            found |= _flat(_json(Path(text)))
+    return tuple(found.items())
+
+
+def _size(name: object, value: object, where: str) -> tuple[str, int]:
+    if not isinstance(name, str) or not _is_size(value):
+        raise UsageError("a size is a name and a whole number above 0", where=where, expected="NAME=8", got=value)
+    return name, int(value)  # type: ignore[call-overload]
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 < value < LIMITS.elements
+
+
+def _flat(config: Any, prefix: str = "", depth: int = 10) -> dict[str, int]:
+    """Return the whole numbers above 0 in `config`, those in inner mappings by their path with dots."""
+    found: dict[str, int] = {}
+    for name, value in config.items() if isinstance(config, dict) and depth else ():
+        if _is_size(value):
+            found[prefix + name] = value
+        found |= _flat(value, f"{prefix}{name}.", depth - 1)
+    return found
+
+
+def sizes_in(source: Readable, wanted: Iterable[str], sizes: Mapping[str, int], rule: object) -> dict[str, int]:
+    """Return the numbers that the names `wanted`, with their ``$``, stand for in `rule`.
+
+    They are in `sizes`, or in the ``config.json`` beside `source`, which is read only if a name is not in `sizes`.
+
+    Raises:
+        UsageError: A name is in neither.
+        MalformedError: The file is no JSON.
+    """
+    names = [name.removeprefix("$") for name in wanted]
+    known = dict(sizes)
+    config = config_of(source)
+    if config and any(name not in known for name in names):
+        known = {**_flat(_json(config)), **known}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise UsageError(
+            f"nothing says how much {some([f'${name}' for name in missing])} is",
+            where=source.path,
+            expected=f"a whole number above 0 in {config}" if config else f"a {CONFIG} beside it",
+            got=rule,
+            hint="to say it: " + option("sizes", (f"{missing[0]}={Placeholder('N')}",)),
+        )
+    return {f"${name}": known[name] for name in names}
+
+
+def config_of(source: Readable) -> Path | None:
+    """Return the ``config.json`` beside `source`, or None if there is none here."""
+    if source.is_far or not isinstance(source, (Source, SourceFolder)):
+        return None
+    folder = source.folder if isinstance(source, SourceFolder) else source.path.parent
+    return folder / CONFIG if (folder / CONFIG).is_file() else None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise MalformedError("the file is not JSON", where=path, got=str(error) or type(error).__name__) from None
+
+
+def _text(path: Path) -> str:
+    """Return the text of a small file. Raise MissingInputError or MalformedError if it cannot be read."""
+    try:
+        if not path.is_file():
+            raise MissingInputError("no such file", where=path)
+        with path.open("rb") as file:
+            data = file.read(LIMITS.rules_bytes + 1)
+    except OSError as error:
+        if isinstance(error, MissingInputError):
+            raise
+        raise MalformedError(f"cannot be read: {error.strerror}", where=path) from error
+    if len(data) > LIMITS.rules_bytes:
+        raise MalformedError("the file is too large", where=path, expected=f"at most {LIMITS.rules_bytes:,} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise MalformedError("the file is not text in UTF-8", where=path) from None

@@ -1,0 +1,374 @@
+"""Plan what a rule of ``--regroup`` does to the tensors of a state dict: its groups, from their names and shapes.
+
+All errors about names and shapes are raised here. Nothing is known of files, graphs or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from itertools import accumulate, product
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+
+from ckptconv.edits.regroup_rules import Item, Match, Pattern, Rule
+from ckptconv.errors import CollisionError, LimitError, RefusedError, some
+from ckptconv.light_dataclass import dataclass
+from ckptconv.limits import LIMITS
+
+#: What the last segment of a name may be where a rule has a ``*`` for it.
+_OPEN = ("weight", "bias")
+
+_Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """Where a part lies in the whole, both in the shapes that :class:`Geometry` calls refined.
+
+    Attributes:
+        part: The number of the part in the rule.
+        offsets: The first index of the part in the whole.
+        sizes: The number of indices of the part in the whole, 1 in each stacked dimension.
+        shape: The shape of the part.
+    """
+
+    part: int
+    offsets: _Shape
+    sizes: _Shape
+    shape: _Shape
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the parts of a group lie in its whole.
+
+    In the refined shapes, the dimension that is cut is two dimensions if it has groups: the group, and the index in it.
+    Then each part is one box in the whole.
+
+    Attributes:
+        shape: The shape of the whole.
+        stack: The sizes of its first dimensions, along which parts are stacked.
+        dim: The dimension along which parts follow one another, or None if there is one part.
+        groups: The number of equal groups of that dimension, each of which has a share of each part.
+        sizes: The size of each part along that dimension, in all groups.
+        named: The number of parts that have names; one more is left behind.
+    """
+
+    shape: _Shape
+    stack: _Shape
+    dim: int | None
+    groups: int
+    sizes: _Shape
+    named: int
+
+    def refined(self, values: _Shape, dim: int | None, step: int | None = None) -> _Shape:
+        """Return `values`, one for each dimension, with two for the dimension `dim`, if it has groups.
+
+        Args:
+            values: Sizes, or strides if `step` is given.
+            dim: The dimension.
+            step: The number of indices in a group.
+        """
+        if dim is None or self.groups == 1:
+            return values
+        value = values[dim]
+        pair = (self.groups, value // self.groups) if step is None else (value * step, value)
+        return (*values[:dim], *pair, *values[dim + 1 :])
+
+    @property
+    def part_dim(self) -> int | None:
+        """The dimension of a part along which it is cut, or None."""
+        return None if self.dim is None else self.dim - len(self.stack)
+
+    def part_shape(self, part: int) -> _Shape:
+        """Return the shape of a part."""
+        shape = self.shape[len(self.stack) :]
+        d = self.part_dim
+        return shape if d is None else (*shape[:d], self.sizes[part], *shape[d + 1 :])
+
+    def boxes(self) -> Iterator[Box]:
+        """Yield the boxes of the parts with names, by their index in the stack, then as the rule names them."""
+        starts = [0, *accumulate(self.sizes)]
+        for index in product(*map(range, self.stack)):
+            for part in range(self.named):
+                shape = self.refined(self.part_shape(part), self.part_dim)
+                offsets = [0] * len(shape)
+                if self.part_dim is not None:
+                    offsets[self.part_dim + (self.groups > 1)] = starts[part] // self.groups
+                yield Box(part, (*index, *offsets), (*(1 for _ in index), *shape), self.part_shape(part))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of which others are made.
+
+    Attributes:
+        rule: The rule.
+        old: The names of the tensors, parts by their index in the stack, then as the rule names them.
+        new: The names of the new tensors, in the same order.
+        geometry: How the parts lie in the whole.
+        shown: The names that are read and those that are made, with ``{e}`` for the index in the stack, and shapes.
+    """
+
+    rule: Rule
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    geometry: Geometry
+    shown: tuple[tuple[str, ...], tuple[str, ...]]
+
+
+@dataclass
+class Planned:
+    """What a rule does to a state dict.
+
+    Attributes:
+        groups: The groups, in the order of their first names.
+        renamed: The names that change, if the rule is a rename.
+        below: How many names were left alone because a number would be below 0.
+    """
+
+    groups: list[Group]
+    renamed: dict[str, str]
+    below: int = 0
+
+
+class _Family(NamedTuple):
+    """The names of one group, as they are found: by number of the part and index in the stack."""
+
+    numbers: dict[str, int]
+    wild: tuple[str, ...]
+    members: dict[tuple[int, tuple[int, ...]], str]
+
+
+class Planner:
+    """Plans `rule` for state dicts of the checkpoint at `where`, which is named in errors."""
+
+    def __init__(self, rule: Rule, where: object) -> None:
+        self.rule = rule
+        self.where = where
+        self._stack: tuple[_Shape, str] | None = None  # that of the first group, and its first name
+        self._made = 0  # tensors
+        self._tensors: dict[str, Any] = {}
+
+    def plan(self, names: Collection[str], tensor: Callable[[str], Any]) -> Planned:
+        """Return what the rule does to the tensors with these `names`.
+
+        `tensor` returns a tensor by its name, which has a ``shape`` and a ``dtype``, or None if there is no plain one.
+        Raises RefusedError, CollisionError and LimitError.
+        """
+        planned = Planned([], {})
+        self._tensors = {}
+        families: dict[object, _Family] = {}
+        for name in names:
+            found = self._matched(name, planned)
+            if found is None:
+                continue
+            number, match = found
+            if self.rule.whole_is_read is None:
+                new = self.rule.made[0].pattern
+                planned.renamed[name] = (new and new.fill(match.numbers, match.wild)) or name
+                continue
+            self._tensors[name] = tensor(name)
+            if self._tensors[name] is None:
+                self._fail(f"{name} is not a plain tensor")
+            index = tuple(match.numbers.pop(each) for each in self.rule.stacked) if not self.rule.whole_is_read else ()
+            key = (tuple(sorted(match.numbers.items())), match.wild)
+            families.setdefault(key, _Family(match.numbers, match.wild, {})).members[number, index] = name
+        planned.groups = [self._group(family) for family in families.values()]
+        self._check_names(planned, names)
+        return planned
+
+    def _matched(self, name: str, planned: Planned) -> tuple[int, Match] | None:
+        """Return the number of the item that is read as `name`, and its numbers and wildcards, or None."""
+        rule = self.rule
+        found: list[tuple[int, Pattern, Match]] = []
+        for number, item in enumerate(rule.read):
+            if item.pattern and (match := item.pattern.match(name)):
+                found.append((number, item.pattern, match))
+        if not found:
+            return None
+        number, pattern, match = found[0]
+        if match.zeros:
+            self._fail(f"a number in {name} begins with 0, which {pattern} does not have")
+        others = [str(each) for _, each, _ in found[1:]]
+        is_rename = rule.whole_is_read is None
+        if not is_rename:
+            others += [str(item.pattern) for item in rule.made if item.pattern and item.pattern.match(name)]
+        if others:
+            self._fail(f"{name} is meant by two names of the rule", got=f"{pattern} and {others[0]}")
+        filled = [each.pattern.fill(match.numbers, match.wild) for each in rule.made if each.pattern]
+        if match.is_below or None in filled:
+            planned.below += 1
+            return None
+        if pattern.ends_open and not is_rename and match.wild[-1] not in _OPEN:
+            self._fail(
+                f"* at the end of {pattern} means weight and bias, and {name} is another",
+                hint="name what is to be regrouped, or leave it out",
+            )
+        return number, match
+
+    def _group(self, family: _Family) -> Group:
+        rule = self.rule
+        if rule.whole_is_read:
+            whole = family.members[0, ()]
+            geometry = self._split(whole, tuple(self._tensors[whole].shape))
+        else:
+            geometry = self._joined(family)
+        self._check_stack(geometry, next(iter(family.members.values())))
+        self._made += prod(geometry.stack) * geometry.named if rule.whole_is_read else 1
+        if self._made > LIMITS.regrouped:
+            raise LimitError(
+                f"{rule}: too many tensors would be made",
+                where=self.where,
+                expected=f"at most {LIMITS.regrouped:,}",
+                got=f"{self._made:,}",
+            )
+
+        def names(patterns: tuple[Pattern, ...]) -> tuple[str, ...]:
+            every = (
+                pattern.fill({**family.numbers, **dict(zip(rule.stacked, index, strict=True))}, family.wild)
+                for index in product(*map(range, geometry.stack))
+                for pattern in patterns
+            )
+            return tuple(name for name in every if name is not None)
+
+        assert rule.whole.pattern
+        of_whole = (rule.whole.pattern.fill(family.numbers, family.wild) or "",)
+        times = f" × {prod(geometry.stack)}" if geometry.stack else ""
+        shown = tuple(
+            f"{pattern.fill(family.numbers, family.wild)} {[*geometry.part_shape(i)]}{times}"
+            for i, pattern in enumerate(rule.named)
+        )
+        sides = (of_whole, names(rule.named)), ((f"{of_whole[0]} {[*geometry.shape]}",), shown)
+        (old, new), texts = sides if rule.whole_is_read else (sides[0][::-1], sides[1][::-1])
+        return Group(rule, old, new, geometry, texts)
+
+    def _joined(self, family: _Family) -> Geometry:
+        """Return the geometry of a join. Raise RefusedError if a part is missing or does not fit."""
+        rule, members, tensors = self.rule, family.members, self._tensors
+        stack = tuple(1 + max(index[i] for _, index in members) for i in range(len(rule.stacked)))
+        gap = False
+        for i, length in enumerate(stack):  # a number can be huge, so nothing counts up to it
+            known = {index[i] for _, index in members}
+            if len(known) < length:
+                gap = True
+                stack = (*stack[:i], next(k for k in range(length) if k not in known) + 1, *stack[i + 1 :])
+        if gap or len(members) < len(rule.named) * prod(stack):
+            of_stack = ((n, index) for index in product(*map(range, stack)) for n in range(len(rule.named)))
+            n, index = next(each for each in of_stack if each not in members)
+            numbers = {**family.numbers, **dict(zip(rule.stacked, index, strict=True))}
+            self._fail(
+                f"a part is missing: {rule.named[n].fill(numbers, family.wild)}",
+                got=some([*members.values()]),
+                hint="if it is in another shard, convert the whole set",
+            )
+        first = tensors[members[0, (0,) * len(stack)]]
+        shapes: list[_Shape] = [()] * len(rule.named)
+        for (n, index), name in sorted(members.items()):
+            tensor = tensors[name]
+            if tensor.dtype != first.dtype:
+                self._fail(
+                    f"the parts differ in dtype: {members[0, (0,) * len(stack)]} and {name}",
+                    got=f"{first.dtype} and {tensor.dtype}",
+                )
+            if not any(index):
+                shapes[n] = tuple(tensor.shape)
+            elif tuple(tensor.shape) != shapes[n]:
+                self._fail(f"the parts that are stacked differ in shape: {name}", shapes[n], tuple(tensor.shape))
+        one = members[0, (0,) * len(stack)]
+        if len(shapes) == 1:
+            return Geometry((*stack, *shapes[0]), stack, None, 1, (), 1)
+        rank = len(stack) + len(shapes[0])
+        dim = self._dim(one, rank, len(stack))
+        d = dim - len(stack)
+        rest = (*shapes[0][:d], *shapes[0][d + 1 :])
+        for n, shape in enumerate(shapes[1:], 1):
+            if len(shape) != len(shapes[0]) or (*shape[:d], *shape[d + 1 :]) != rest:
+                name = members[n, (0,) * len(stack)]
+                self._fail(f"the parts differ in another dimension than {dim}: {one} and {name}", shapes[0], shape)
+        sizes = tuple(shape[d] for shape in shapes)
+        groups = self._groups(sum(sizes), sizes, members[0, (0,) * len(stack)])
+        whole = (*stack, *shapes[0][:d], sum(sizes), *shapes[0][d + 1 :])
+        wanted = self._sizes(sum(sizes), one)
+        if wanted and wanted != sizes:
+            self._fail(f"the parts have other sizes along dimension {dim} than the rule says: {one}", wanted, sizes)
+        return Geometry(whole, stack, dim, groups, sizes, len(sizes))
+
+    def _split(self, name: str, shape: _Shape) -> Geometry:
+        """Return the geometry of a split. Raise RefusedError if the tensor `name` of `shape` cannot be cut so."""
+        rule = self.rule
+        depth = len(rule.stacked)
+        if len(shape) < depth:
+            self._fail(f"{name} has fewer dimensions than are to be unstacked", depth, shape)
+        if 0 in shape[:depth]:
+            self._fail(f"{name} has nothing to unstack", got=shape)
+        stack = shape[:depth]
+        if len(rule.parts) == 1:
+            return Geometry(shape, stack, None, 1, (), 1)
+        dim = self._dim(name, len(shape), depth)
+        sizes = self._sizes(shape[dim], name)
+        groups = self._groups(shape[dim], sizes, name)
+        return Geometry(shape, stack, dim, groups, sizes, len(rule.named))
+
+    def _dim(self, name: str, rank: int, depth: int) -> int:
+        """Return the dimension that is cut, for the tensor or first part `name`. The whole has `rank` dimensions."""
+        dim = self.rule.whole.dim
+        if dim is None:
+            if not depth and rank > 2:
+                self._fail(
+                    f"{name} has {rank} dimensions, and the rule does not say along which its parts lie",
+                    hint=f"write it after the whole: {self.rule.whole.pattern} @0",
+                )
+            dim = depth
+        if dim < depth:
+            self._fail(f"dimension {dim} is stacked, and parts cannot lie along it: {name}")
+        if dim >= rank:
+            self._fail(f"the whole of {name} has no dimension {dim}", got=f"{rank} dimensions")
+        return dim
+
+    def _groups(self, size: int, sizes: _Shape, name: str) -> int:
+        groups = self.rule.whole.groups
+        assert isinstance(groups, int)
+        if any(each % groups for each in (size, *sizes)):
+            self._fail(f"the sizes of the parts of {name} are not divisible by {groups} groups", got=sizes)
+        return groups
+
+    def _sizes(self, size: int, name: str) -> _Shape:
+        """Return the size of each part of a dimension of `size`, or an empty tuple if the rule does not say them."""
+        parts: tuple[Item, ...] = self.rule.parts
+        shares = [part.share for part in parts if isinstance(part.share, int)]
+        if shares:
+            if size % sum(shares):
+                self._fail(f"{name} has {size}, which {sum(shares)} shares do not divide")
+            return tuple(share * (size // sum(shares)) for share in shares)
+        sizes = [part.size for part in parts if isinstance(part.size, int)]
+        if not sizes:
+            return ()
+        if len(sizes) < len(parts):  # a bare -
+            sizes.append(size - sum(sizes))
+        if sum(sizes) != size or sizes[-1] < 0:
+            known = [part.size for part in parts if isinstance(part.size, int)]
+            self._fail(f"the sizes in the rule are not those of {name}", f"{sum(known)}", f"{size}")
+        return tuple(sizes)
+
+    def _check_stack(self, geometry: Geometry, name: str) -> None:
+        """Raise RefusedError if another group of the rule had another number of parts to stack."""
+        if self._stack is None:
+            self._stack = geometry.stack, name
+        stack, first = self._stack
+        if stack != geometry.stack:
+            self._fail(f"{first} and {name} are of groups of different sizes", stack, geometry.stack)
+
+    def _check_names(self, planned: Planned, names: Collection[str]) -> None:
+        """Raise CollisionError if a new name is taken, by a tensor that stays or by another new one."""
+        gone = {name for group in planned.groups for name in group.old} | planned.renamed.keys()
+        made: dict[str, str] = {}
+        pairs = [(new, group.old[0]) for group in planned.groups for new in group.new]
+        for new, old in [*pairs, *((new, old) for old, new in planned.renamed.items())]:
+            if new in made:
+                raise CollisionError(f"{made[new]} and {old} would become {new}", where=self.where, got=str(self.rule))
+            if new in names and new not in gone:
+                raise CollisionError(f"{new} exists already", where=self.where, got=str(self.rule))
+            made[new] = old
+
+    def _fail(self, what: str, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
+        raise RefusedError(f"{self.rule}: {what}", where=self.where, expected=expected, got=got, hint=hint)

@@ -1,0 +1,505 @@
+r"""The rules of ``--regroup``: how they are written, which names they match, and how they are printed.
+
+A rule is ``LEFT = RIGHT``: the names that are read, and the names that are made of them. One side has one name, the
+*whole*; the other side has the *parts*::
+
+    **.experts.{e}.w1.weight:1, **.experts.{e}.w3.weight:1 = **.experts.gate_up_proj
+    a.{l}.qkv.weight @0/8 = b.{l}.q.weight:4, b.{l}.k.weight:1, b.{l}.v.weight:1
+    emb.weight = embed_tokens.weight[151936], -
+    layers.{n}.x = blocks.{n+1}.x
+
+A name is compared segment by segment, from the left up to a ``*`` and then from the right, so matching takes time in
+proportion to the length of the name. ``{n}`` is a decimal number, ``*`` text without a dot, and ``**.`` at the start
+any segments. A number that only the parts have is a stacked dimension of the whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NoReturn, TypeAlias
+
+from ckptconv.errors import UsageError, some
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
+
+_MEANS_SOMETHING = frozenset("=,:[]@{}*\\$/>")
+_SYMBOLS = regex(r"(?s)\\.|.")
+_NUMBER = regex(r"\{([A-Za-z_][A-Za-z0-9_]{0,99})([+-][1-9][0-9]{0,8})?\}")
+_VALUE = r"([1-9][0-9]{0,17}|\$[A-Za-z_][A-Za-z0-9_]{0,99}(?:\.[A-Za-z_][A-Za-z0-9_]{0,99}){0,9})"
+_SHARE, _SIZE = regex(rf":\s*{_VALUE}"), regex(rf"\[\s*{_VALUE}\s*\]")
+_DIM = regex(rf"@\s*(0|[1-9][0-9]?)\s*(?:/\s*{_VALUE})?")
+_DIGITS = frozenset("0123456789")
+_MOST_DIGITS = 18
+_FORWARD = "forward:"
+
+#: A number above 0, or the name of one: ``$num_key_value_heads``.
+Value: TypeAlias = "int | str"
+
+
+@dataclass(frozen=True)
+class Number:
+    """A ``{name}`` in a pattern. It stands for the number `name` plus `shift`."""
+
+    name: str
+    shift: int = 0
+
+    def __str__(self) -> str:
+        shift = f"{self.shift:+}" if self.shift else ""
+        return "*" if self == STAR else f"{{{self.name}{shift}}}"
+
+
+#: A ``*`` in a pattern.
+STAR = Number("*")
+_Token: TypeAlias = "str | Number"
+
+
+@dataclass(frozen=True)
+class Match:
+    """The numbers of a name, without the shifts of its pattern, and the texts of its wildcards.
+
+    Attributes:
+        numbers: The numbers by name.
+        wild: The text of ``**.``, if the pattern has it, and of each ``*``.
+        zeros: Whether a number begins with a 0 that it does not need.
+    """
+
+    numbers: dict[str, int]
+    wild: tuple[str, ...]
+    zeros: bool
+
+    @property
+    def is_below(self) -> bool:
+        """Whether a number is below 0."""
+        return any(number < 0 for number in self.numbers.values())
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A name in a rule.
+
+    Attributes:
+        anywhere: Whether it begins with ``**.``.
+        segments: The tokens of each segment: texts, numbers, and at most one :data:`STAR`.
+    """
+
+    anywhere: bool
+    segments: tuple[tuple[_Token, ...], ...]
+
+    @cached_property
+    def numbers(self) -> tuple[str, ...]:
+        """The names of its numbers, in order."""
+        return tuple(each.name for each in self._tokens if isinstance(each, Number) and each != STAR)
+
+    @cached_property
+    def wildcards(self) -> tuple[bool, int]:
+        """Whether it begins with ``**.``, and how many ``*`` it has."""
+        return self.anywhere, sum(each == STAR for each in self._tokens)
+
+    @property
+    def ends_open(self) -> bool:
+        """Whether its last segment is ``*``."""
+        return self.segments[-1] == (STAR,)
+
+    @property
+    def _tokens(self) -> list[_Token]:
+        return [token for segment in self.segments for token in segment]
+
+    @cached_property
+    def _tail(self) -> str:
+        """The text at its end."""
+        last = self.segments[-1][-1] if self.segments[-1] else ""
+        return last if isinstance(last, str) else ""
+
+    def match(self, name: str) -> Match | None:
+        """Return what its numbers and wildcards are in `name`, or None if it does not match all of `name`."""
+        if not name.endswith(self._tail):
+            return None
+        texts = name.split(".")
+        before = len(texts) - len(self.segments)
+        if before < 0 or (before and not self.anywhere):
+            return None
+        found: dict[str, str] = {}
+        wild = ["".join(f"{text}." for text in texts[:before])] if self.anywhere else []
+        for tokens, text in zip(self.segments, texts[before:], strict=True):
+            if not _match_segment(tokens, text, found, wild):
+                return None
+        shifts = {each.name: each.shift for each in self._tokens if isinstance(each, Number)}
+        numbers = {name: int(digits) - shifts[name] for name, digits in found.items()}
+        return Match(numbers, tuple(wild), any(len(each) > 1 and each[0] == "0" for each in found.values()))
+
+    def fill(self, numbers: Mapping[str, int], wild: Sequence[str]) -> str | None:
+        """Return the name for these `numbers` and texts of wildcards. Return None if a number would be below 0.
+
+        A number that is not in `numbers` stays as it is written.
+        """
+        texts = iter(wild)
+        start = next(texts) if self.anywhere else ""
+        words: list[str] = []
+        for segment in self.segments:
+            word = ""
+            for token in segment:
+                if isinstance(token, str):
+                    word += token
+                elif token == STAR:
+                    word += next(texts)
+                elif token.name not in numbers:
+                    word += str(token)
+                elif (number := numbers[token.name] + token.shift) < 0:
+                    return None
+                else:
+                    word += str(number)
+            words.append(word)
+        return start + ".".join(words)
+
+    def __str__(self) -> str:
+        return "**." * self.anywhere + ".".join(
+            "".join(_quoted(token) if isinstance(token, str) else str(token) for token in segment)
+            for segment in self.segments
+        )
+
+
+def _match_segment(tokens: tuple[_Token, ...], text: str, found: dict[str, str], wild: list[str]) -> bool:
+    """Return whether `tokens` match all of `text`. Digits are added to `found`, and the text of a star to `wild`."""
+    star = tokens.index(STAR) if STAR in tokens else len(tokens)
+    start, end = 0, len(text)
+    for token in tokens[:star]:
+        if isinstance(token, str):
+            if not text.startswith(token, start):
+                return False
+            start += len(token)
+            continue
+        stop = start
+        while stop < end and text[stop] in _DIGITS:
+            stop += 1
+        if not 0 < stop - start <= _MOST_DIGITS:
+            return False
+        found[token.name], start = text[start:stop], stop
+    if star == len(tokens):
+        return start == end
+    for token in reversed(tokens[star + 1 :]):
+        if isinstance(token, str):
+            if not text.endswith(token, start, end):
+                return False
+            end -= len(token)
+            continue
+        first = end
+        while first > start and text[first - 1] in _DIGITS:
+            first -= 1
+        if not 0 < end - first <= _MOST_DIGITS:
+            return False
+        found[token.name], end = text[first:end], first
+    wild.append(text[start:end])
+    return start < end
+
+
+def _quoted(text: str) -> str:
+    """Return `text` with a backslash before each character that means something in a rule."""
+    if text == "-":
+        return "\\-"
+    return "".join(f"\\{c}" if c in _MEANS_SOMETHING or c.isspace() else c for c in text)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A name on a side of a rule, and what stands after it.
+
+    Attributes:
+        pattern: The name, or None for ``-``.
+        share: The share ``:N``, or None.
+        size: The size ``[N]``, or None.
+        dim: The dimension ``@D``, or None.
+        groups: The number of groups ``@D/G``, or 1.
+    """
+
+    pattern: Pattern | None
+    share: Value | None = None
+    size: Value | None = None
+    dim: int | None = None
+    groups: Value = 1
+
+    def __str__(self) -> str:
+        after = f":{self.share}" if self.share else f"[{self.size}]" if self.size else ""
+        at = f" @{self.dim}" + (f"/{self.groups}" if self.groups != 1 else "") if self.dim is not None else ""
+        return (str(self.pattern) if self.pattern else "-") + after + at
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule.
+
+    Attributes:
+        read: The names that are read.
+        made: The names that are made.
+        file: The name or file of rules that it is from, or None.
+        is_forward: Whether it is left out if rules are reversed.
+    """
+
+    read: tuple[Item, ...]
+    made: tuple[Item, ...]
+    file: str | None = None
+    is_forward: bool = False
+
+    @cached_property
+    def whole_is_read(self) -> bool | None:
+        """Whether the whole is on the side that is read, or None if the rule is a rename."""
+        if len(self.read) > 1 or len(self.made) > 1:
+            return len(self.read) == 1
+        read, made = ({*side[0].pattern.numbers} if side[0].pattern else set() for side in (self.read, self.made))
+        return None if read == made else read < made
+
+    @property
+    def whole(self) -> Item:
+        """The whole."""
+        return self.read[0] if self.whole_is_read else self.made[0]
+
+    @property
+    def parts(self) -> tuple[Item, ...]:
+        """The parts, ``-`` last."""
+        return self.made if self.whole_is_read else self.read
+
+    @cached_property
+    def named(self) -> tuple[Pattern, ...]:
+        """The patterns of the parts, without ``-``."""
+        return tuple(each.pattern for each in self.parts if each.pattern)
+
+    @cached_property
+    def stacked(self) -> tuple[str, ...]:
+        """The numbers that are dimensions of the whole."""
+        own = self.whole.pattern.numbers if self.whole.pattern else ()
+        return tuple(name for name in self.named[0].numbers if name not in own)
+
+    def values(self) -> list[str]:
+        """Return the names of the values that are not numbers, with their ``$``."""
+        every = (value for item in (*self.read, *self.made) for value in (item.share, item.size, item.groups))
+        return [*dict.fromkeys(value for value in every if isinstance(value, str))]
+
+    def resolved(self, values: Mapping[str, int]) -> Rule:
+        """Return the rule with `values` in place of their names."""
+
+        def number(value: Any) -> Any:
+            return values.get(value, value) if isinstance(value, str) else value
+
+        def of(items: tuple[Item, ...]) -> tuple[Item, ...]:
+            return tuple(
+                replace(each, share=number(each.share), size=number(each.size), groups=number(each.groups))
+                for each in items
+            )
+
+        return replace(self, read=of(self.read), made=of(self.made))
+
+    def reversed(self) -> Rule:
+        """Return the rule with its sides exchanged. Raise UsageError if it would be no rule."""
+        rule = replace(self, read=self.made, made=self.read)
+        if any(item.pattern is None for item in self.made):
+            text = "what - leaves behind cannot be brought back"
+            raise UsageError(
+                text, where=self._where(), hint=f"{_FORWARD} before the rule leaves it out when rules are reversed"
+            )
+        _check(rule, self._where())
+        return rule
+
+    def _where(self) -> str:
+        return f"{self.file}: {self}" if self.file else str(self)
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.read))} = {', '.join(map(str, self.made))}"
+
+
+# Reading
+
+
+def parse_rules(lines: Iterable[str], file: str) -> list[Rule]:
+    """Return the rules in the `lines` of `file`. Raise UsageError if a line is not a rule."""
+    rules = []
+    for number, line in enumerate(lines, 1):
+        symbols = _SYMBOLS.findall(line)
+        end = next((i for i in range(len(symbols)) if symbols[i : i + 2] == ["/", "/"]), len(symbols))
+        text = "".join(symbols[:end]).strip()
+        if text:
+            rules.append(parse_rule(text, f"{file}, line {number}", file))
+    return rules
+
+
+def parse_rule(text: str, where: str | None = None, file: str | None = None) -> Rule:
+    """Return the rule in `text`.
+
+    Args:
+        text: The rule.
+        where: For errors, the place of the rule. By default it is `text`.
+        file: The name or file of rules that it is from.
+
+    Raises:
+        UsageError: It is not a rule.
+    """
+    where = f"{where}: {text}" if where else text
+    rest = text.strip()
+    is_forward = rest.startswith(_FORWARD)
+    symbols = _SYMBOLS.findall(rest.removeprefix(_FORWARD))
+    if ">" in symbols:
+        _fail(where, "no rule contains >", expected="LEFT = RIGHT")
+    sides = _split(symbols, "=")
+    if len(sides) != 2:
+        _fail(where, "a rule has one = between its sides", expected="LEFT = RIGHT", got=f"{len(sides) - 1} of them")
+    read, made = (tuple(_item(each, where) for each in _split(side, ",")) for side in sides)
+    rule = Rule(read, made, file, is_forward)
+    _check(rule, where)
+    return rule
+
+
+def _fail(
+    where: str, what: str, *, expected: str | None = None, got: object = None, hint: str | None = None
+) -> NoReturn:
+    raise UsageError(what, where=where, expected=expected, got=got, hint=hint)
+
+
+def _split(symbols: Sequence[str], at: str) -> list[list[str]]:
+    """Return the `symbols` between those that are `at`."""
+    parts: list[list[str]] = [[]]
+    for symbol in symbols:
+        if symbol == at:
+            parts.append([])
+        else:
+            parts[-1].append(symbol)
+    return parts
+
+
+def _item(symbols: list[str], where: str) -> Item:
+    end = next((i for i, symbol in enumerate(symbols) if symbol in ("@", ":", "[")), len(symbols))
+    name, after = _stripped(symbols[:end]), "".join(symbols[end:]).strip()
+    if not name:
+        _fail(where, "a name is missing", got=repr("".join(symbols)))
+    pattern = None if name == ["-"] else _pattern(name, where)
+    if not after:
+        return Item(pattern)
+    if share := _SHARE.fullmatch(after):
+        return Item(pattern, share=_value(share[1]))
+    if size := _SIZE.fullmatch(after):
+        return Item(pattern, size=_value(size[1]))
+    if dim := _DIM.fullmatch(after):
+        return Item(pattern, dim=int(dim[1]), groups=_value(dim[2] or "1"))
+    _fail(
+        where,
+        "what stands after a name makes no sense",
+        expected=":SHARE, [SIZE], @DIM or @DIM/GROUPS, with numbers above 0 or $NAME",
+        got=after,
+        hint="a backslash before : [ or @ makes it a part of the name",
+    )
+
+
+def _value(text: str) -> Value:
+    return text if text.startswith("$") else int(text)
+
+
+def _stripped(symbols: list[str]) -> list[str]:
+    """Return `symbols` without the spaces at both ends."""
+    kept = [i for i, symbol in enumerate(symbols) if not symbol.isspace()]
+    return symbols[kept[0] : kept[-1] + 1] if kept else []
+
+
+def _pattern(symbols: list[str], where: str) -> Pattern:
+    """Return the pattern that `symbols` are. Raise UsageError if they are none."""
+    name = "".join(symbols)
+    segments: list[list[_Token]] = [[]]
+    at = 0
+    while at < len(symbols):
+        symbol, at = symbols[at], at + 1
+        token: _Token = symbol[1:] if len(symbol) > 1 else symbol
+        if symbol in (".", "\\."):
+            segments.append([])
+            continue
+        if symbol == "{":
+            end = next((i for i in range(at, len(symbols)) if symbols[i] == "}"), len(symbols))
+            number = _NUMBER.fullmatch("".join(symbols[at - 1 : end + 1]))
+            if number is None:
+                _fail(where, "a number in a name is not {name}, {name+1} or {name-1}", got=name)
+            token, at = Number(number[1], int(number[2] or 0)), end + 1
+        elif symbol == "*":
+            token = STAR
+        elif symbol in ("}", "]", "$", "\\") or symbol.isspace():
+            _fail(where, f"{symbol!r} in a name needs a backslash before it", got=name)
+        tokens = segments[-1]
+        if isinstance(token, str) and tokens and isinstance(tokens[-1], str):
+            tokens[-1] += token
+        else:
+            tokens.append(token)
+    anywhere = segments[0] == [STAR, STAR] and len(segments) > 1
+    pattern = Pattern(anywhere, tuple(map(tuple, segments[anywhere:])))
+    _check_pattern(pattern, name, where)
+    return pattern
+
+
+def _check_pattern(pattern: Pattern, name: str, where: str) -> None:
+    for segment in pattern.segments:
+        if segment.count(STAR) > 1:
+            _fail(where, "a segment has at most one *, and **. stands only at the start of a name", got=name)
+        for left, right in pairwise(segment):
+            if isinstance(left, Number) and isinstance(right, Number):
+                _fail(where, "nobody can tell where a number ends beside * or another number", got=name)
+            if (isinstance(left, str) and left[-1] in _DIGITS) or (isinstance(right, str) and right[0] in _DIGITS):
+                _fail(where, "nobody can tell where a number ends beside a digit", got=name)
+    twice = [number for number, n in Counter(pattern.numbers).items() if n > 1]
+    if twice:
+        _fail(where, f"the number {{{twice[0]}}} is in one name twice", got=name)
+
+
+def _check(rule: Rule, where: str) -> None:
+    """Raise UsageError if `rule` contradicts itself."""
+    every = (*rule.read, *rule.made)
+    patterns = [item.pattern for item in every if item.pattern]
+    if len(rule.read) > 1 and len(rule.made) > 1:
+        _fail(where, "several names are on both sides", expected="one name, the whole, on one of them")
+    for side in (rule.read, rule.made):
+        names = Counter(str(item.pattern) for item in side)
+        if len(names) < len(side):
+            _fail(where, "a name is on one side twice", got=max(names, key=lambda name: names[name]))
+    rests = [i for i, item in enumerate(every) if item.pattern is None]
+    if rests and (rests != [len(every) - 1] or len(rule.made) < 2):
+        _fail(where, "- stands for what a split leaves behind: it is the last of several parts that are made")
+    if len({pattern.wildcards for pattern in patterns}) > 1:
+        _fail(where, "all names of a rule have the same wildcards", got=some([*map(str, patterns)]))
+    read, made = ({*pattern.numbers} for pattern in (rule.read[0].pattern or patterns[0], patterns[-1]))
+    if len(rule.read) == len(rule.made) == 1 and not (read <= made or made <= read):
+        _fail(where, "each side has a number that the other has not", got=some(sorted(read ^ made)))
+    if rule.whole_is_read is None:
+        if any(item.share or item.size or item.dim is not None for item in every):
+            _fail(where, "both names have the same numbers, so this is a rename, without @, shares and sizes")
+        return
+    _check_parts(rule, where)
+
+
+def _check_parts(rule: Rule, where: str) -> None:
+    whole, parts = rule.whole, rule.parts
+    numbers = {*rule.named[0].numbers}
+    for part in rule.named:
+        if {*part.numbers} != numbers:
+            _fail(where, "all parts have the same numbers", got=f"{rule.named[0]} and {part}")
+    if whole.pattern and not numbers.issuperset(whole.pattern.numbers):
+        _fail(where, "the whole has a number that its parts have not", got=str(whole.pattern))
+    if whole.share or whole.size:
+        _fail(where, "shares and sizes are for parts", got=str(whole))
+    if any(part.dim is not None for part in parts):
+        _fail(where, "@ stands after the whole, not after a part", expected=f"{whole.pattern} @DIM")
+    shares, sizes = [bool(part.share) for part in parts], [bool(part.size) for part in parts]
+    if len(parts) == 1:
+        if shares[0] or sizes[0] or whole.dim is not None:
+            _fail(where, "there is one part, so nothing is cut: no @, share or size has a meaning")
+        return
+    if any(shares) and any(sizes):
+        _fail(where, "some parts have shares and others sizes", expected="one of them for all parts")
+    has_rest = parts[-1].pattern is None
+    if any(shares) and not all(shares):
+        _fail(
+            where, "a part has no share", expected=":N after each part, also after -" if has_rest else ":N after each"
+        )
+    if any(sizes) and not all(sizes[:-1] if has_rest else sizes):
+        _fail(where, "a part has no size", expected="[N] after each part")
+    if rule.whole_is_read and not any(shares) and not any(sizes):
+        _fail(
+            where,
+            "a split needs the share or the size of each part, because equal parts may be wrong",
+            expected=":1 after each part if they are equal",
+        )
