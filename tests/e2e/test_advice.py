@@ -227,7 +227,8 @@ CONVERT = f"{DIAGNOSIS}findings.py:fix_command:command convert"
 CASES: dict[str, Case] = {
     # tensors that are split and joined
     "an optimizer of what is split": Case(
-        saved(lambda: {"model": net().state_dict(), "optimizer": trained()["optimizer"]}), "convert {m}.pt out.pt --regroup 0.*=a.*:1,b.*:2",
+        saved(lambda: {"model": net().state_dict(), "optimizer": trained()["optimizer"]}),
+        "convert {m}.pt out.pt --regroup 0.*=a.*:1,b.*:2",
         r"(--drop \S+)",
         "without it", lambda path: loads(path)["model"]["a.weight"], "edits/regroup.py:_refuse_optimizers:option drop",
     ),
@@ -354,7 +355,7 @@ CASES: dict[str, Case] = {
         f"{DIAGNOSIS}issues.py:inner_models:option unwrap",
     ),
     "a training file with its arguments": Case(
-        saved(lambda: {"model": net().state_dict(), "optimizer": trained()["optimizer"]}), "inspect {m}.pt", FINDING.format("without args"),
+        saved(lambda: {"model": net().state_dict(), **trained()}), "inspect {m}.pt", FINDING.format("without args"),
         "loads; model, optimizer and epoch resume", resumes,
         f"{DIAGNOSIS}refusals.py:refusals:issue code {DIAGNOSIS}refusals.py:_fix:option drop",
     ),
