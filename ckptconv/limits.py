@@ -110,6 +110,8 @@ class Limits:
     metadata_state: int = 32
     #: Processes of one run whose files are merged. The largest runs have some ten thousand, and save in other ways.
     ranks: int = 100_000
+    #: Pieces of the flat tensors of DeepSpeed ZeRO that parameters are cut into: 10,000 parameters on 1,000 ranks.
+    zero_cuts: int = 10_000_000
     #: Parts of one tensor that one process has: with tensor parallelism and FSDP, one for each of some tens of
     #: processes.
     strips: int = 10_000

@@ -135,16 +135,20 @@ def _values_wanted(view: dict[str, Any], kinds: list[str]) -> ValuesWanted | Non
 def _checkpoints(path: str) -> list[str]:
     """Return the checkpoints that `path` means.
 
-    A set of shards in a folder of its own is named by the folder, and the files of all ranks by their pattern. A path
-    that cannot be listed is returned as it is.
+    A set of shards in a folder of its own is named by the folder, as DeepSpeed's files of all ranks are, and others by
+    their pattern. A path that cannot be listed is returned as it is.
     """
     try:
         folder = locate(path)
         if not (path and is_folder(folder)):
             return [path]
-        from ckptconv.inspection.verification import checkpoints_in  # which one file does without
+        from ckptconv.conversion.discovery import find_in  # which one file does without
+        from ckptconv.formats.distributed import zero_names
+        from ckptconv.inspection.verification import checkpoints_in
 
-        found = checkpoints_in(folder)
+        if zero_names.files_of(folder) and all(each.kind in ("file", "other") for each in find_in(folder)):
+            return [path]
+        found = zero_names.as_folders(checkpoints_in(folder))
     except (InputError, UsageError):  # which inspecting it says again
         return [path]
     return [path] if len(found) == 1 and found[0].endswith(".json") else found

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckptconv.conversion.target_names import Found, Kind
 from ckptconv.errors import InputError
+from ckptconv.formats.distributed import zero_names
 from ckptconv.formats.distributed.dcp import looks_like_metadata
 from ckptconv.formats.distributed.rank_names import pattern_of
 from ckptconv.formats.foreign.paths import FILE_SUFFIXES
@@ -45,7 +46,7 @@ def find_in(folder: Path) -> list[Found]:
 def is_part(path: Path, kind: Kind) -> bool:
     """Return whether a file at `path` would be part of a checkpoint of this `kind` in its folder, by its name."""
     if kind == "ranks":
-        return pattern_of(path.name) is not None
+        return pattern_of(path.name) is not None or zero_names.is_part(path.name)
     names = sorted({*list_folder(path.parent)[1], path.name})
     return any(path in found.parts for found in _in_folder(path.parent, names) if found.kind == kind)
 

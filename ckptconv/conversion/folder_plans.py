@@ -22,10 +22,10 @@ from ckptconv.conversion.targets import refuse_one_place
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits, option_of
 from ckptconv.errors import CkptconvError, NoMatchError, count, some
-from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
 from ckptconv.formats.foreign.paths import folder_error
-from ckptconv.formats.opening import open_input
+from ckptconv.formats.opening import folder_format, open_input
 from ckptconv.formats.safetensors_header import check_nesting
+from ckptconv.formats.sharded.index import NAME as SHARDED
 from ckptconv.formats.sharded.index import family_of
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
@@ -59,7 +59,7 @@ def plan_source(
     Sources that planning opens are closed with `opened`.
     """
     folder = source if isinstance(source, SourceFolder) else None
-    if is_folder and folder and not any(each.looks_like(folder) for each in (dcp, safetensors_parts, rank_files)):
+    if is_folder and folder and ((format_ := folder_format(folder)) is None or format_.NAME == SHARDED):
         return _plan_folder(folder, path, edits, output, opened)
     plan = read_and_plan(source, path, edits, output, is_folder=is_folder)
     if is_folder:

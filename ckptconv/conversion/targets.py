@@ -12,7 +12,7 @@ from ckptconv.conversion.options import USUAL, OutputOptions
 from ckptconv.conversion.target_names import Found, Kind, name_in_folder
 from ckptconv.edits.options import NO_EDITS, Edits
 from ckptconv.errors import InputError, MissingInputError, RefusedError, UsageError, count, some
-from ckptconv.formats.distributed import rank_names
+from ckptconv.formats.distributed import rank_names, zero_names
 from ckptconv.formats.foreign.paths import folder_error, no_path_error, odd_suffix_error
 from ckptconv.formats.sharded.index import is_index_file, sets_in
 from ckptconv.formats.writers import SUFFIXES, WRITERS, admitted, suffix_of
@@ -281,7 +281,7 @@ def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder
     if not to_folder and (in_shards or output.copy_others):
         said = option("max_shard_size", None) if in_shards else option("copy_others")
         raise UsageError(said + " writes a folder", where=path, expected="a folder, or a path without a suffix")
-    if rank_names.is_pattern(src) or (not kind and (in_shards or not to_folder) and rank_names.are_in(src)):
+    if rank_names.is_pattern(src) or (not kind and (in_shards or not to_folder) and _are_ranks(src)):
         return _of_ranks(src, asked, to_folder=to_folder)
     if kind == "file" and not in_shards:
         return Listing((replace(asked, src=src, dst=find_target(src, dst, output.format)[0]),))
@@ -296,6 +296,11 @@ def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder
     if kind == "shards" or (kind and in_shards):
         return Listing((replace(asked, src=src, kind=kind, is_folder=True),))
     return _of_tree(src, path, asked)
+
+
+def _are_ranks(folder: Path) -> bool:
+    """Return whether the files of all ranks in `folder` become one checkpoint."""
+    return rank_names.are_in(folder) or zero_names.files_of(folder) is not None
 
 
 def _kind_of(folder: Path) -> Kind | None:
@@ -371,7 +376,12 @@ def _of_ranks(src: Path, asked: Request, *, to_folder: bool) -> Listing:
     elif not is_set:
         path = path / name_in_folder(Found(src, "ranks", ()), output.format)
     found = [each.path for each in find(src) if each.kind != "unentered"] if src.is_dir() else []
-    other = [each for each in found if each.parent != src or not rank_names.pattern_of(each.name)]
+    zero = zero_names.files_of(src) if src.is_dir() and not rank_names.are_in(src) else None
+    other = [
+        each
+        for each in found
+        if not (zero.has(src, each) if zero else each.parent == src and rank_names.pattern_of(each.name))
+    ]
     notes = _about_others(src, other, hint=False)
     request = replace(asked, src=src, dst=path, kind="ranks", is_folder=is_set, notes=notes)
     return Listing((request,), other=tuple(other))

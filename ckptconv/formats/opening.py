@@ -80,6 +80,9 @@ def _folder_formats() -> Iterator[FolderFormat]:
     from ckptconv.formats.sharded import reading as sharded
 
     yield from (dcp, safetensors_parts, rank_files, sharded)
+    from ckptconv.formats.distributed import zero  # after shards, which trainers put next to the folder of ZeRO
+
+    yield zero
 
 
 def open_input(
@@ -239,10 +242,15 @@ def interrupted(source: Readable) -> Message | None:
 
 def read_folder(source: SourceFolder) -> Checkpoint:
     """Return the checkpoint whose files are in `source`. Raises the same errors as :func:`read`."""
-    for format_ in _folder_formats():
-        if format_.looks_like(source):
-            return format_.read(source, read_part)
+    format_ = folder_format(source)
+    if format_:
+        return format_.read(source, read_part)
     raise folder_error(source.path)
+
+
+def folder_format(source: SourceFolder) -> FolderFormat | None:
+    """Return the format of the files in `source`, by their names, or None."""
+    return next((format_ for format_ in _folder_formats() if format_.looks_like(source)), None)
 
 
 def read_file(source: Readable) -> Checkpoint:

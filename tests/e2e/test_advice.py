@@ -45,6 +45,7 @@ from tests.support.advice import Site, come_by, sites
 from tests.support.archives import rezip
 from tests.support.paths import ROOT
 from tests.support.rank_runs import save_as_ranks
+from tests.support.zero_folders import TAG, quantized, write_zero
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("here")]
 
@@ -901,7 +902,19 @@ CASES: dict[str, Case] = {
     ),
     "a part of DCP": Case(
         lambda m: _dcp(m), "inspect {m}/__0_0.distcp", r"make it one file: (.*)", "loads", loads,
-        "formats/foreign/paths.py:_distributed:command convert",
+        "formats/foreign/paths.py:_to_one:command convert",
+    ),
+    "a file of one rank of ZeRO": Case(
+        lambda m: write_zero(Path(m)), f"inspect {{m}}/{TAG}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        r"make it one file: (.*)", "loads", loads, "formats/foreign/paths.py:_to_one:command convert",
+    ),
+    "files of ZeRO": Case(
+        lambda m: write_zero(Path(m)), "inspect {m}", r"note +(ckptconv convert .*) writes the weights only", "loads",
+        loads, "formats/distributed/zero.py:notes:command convert", {"OUT": "out.pt"},
+    ),
+    "files of ZeRO with a quantized optimizer": Case(
+        lambda m: write_zero(Path(m), change=quantized), "convert {m} out.pt", r"in one file: (ckptconv convert .*)",
+        "loads", loads, "formats/distributed/zero.py:sixteen_bits:command convert", {"OUT": "out.pt"},
     ),
     "an index that contradicts its shards": Case(
         lambda m: (_sharded(m), _turned(Path(m, "model.safetensors.index.json"))), "inspect {m}",
@@ -1268,7 +1281,7 @@ NOT_TYPED: dict[Site, str] = {
     "stores/uploads.py:read_back:command verify": _NETWORK,
     "formats/foreign/paths.py:no_path_error:*": _NETWORK,
     "formats/foreign/files.py::text": f"{_OTHERS} (zstd, lz4, 7z, unrar); bzip2 and xz are typed as the row's",
-    "formats/foreign/paths.py:_deepspeed:python": f"{_OTHERS} (DeepSpeed)",
+    "formats/distributed/zero.py:_refusal:python": f"{_OTHERS} (DeepSpeed)",
     "formats/foreign/paths.py:_megatron:python": f"{_OTHERS} (Megatron-LM)",
     "formats/foreign/files.py:_tar:text": "it would run what is in the file, as it says",
     "formats/safetensors.py::text": "it is for the run of several processes that has all parts",

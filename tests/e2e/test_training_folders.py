@@ -17,6 +17,7 @@ from ckptconv.cli.main import main
 from tests.support.command import Command
 from tests.support.judge import assert_same, tags_of
 from tests.support.writers import distributed
+from tests.support.zero_folders import TAG, a_run, deepspeed_modules, write_zero
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
@@ -123,28 +124,18 @@ def test_accelerates_folder(tmp_path: Path) -> None:
 
 
 def test_deepspeeds_ranks(tmp_path: Path, command: Command) -> None:
-    """Each rank's file is a file, with the tag of its rank; to one file they are not
-    merged, and the tool that does it is named.
-    """
-    folder = tmp_path / "run" / "global_step2"
-    folder.mkdir(parents=True)
-    for rank in range(2):
-        part = {
-            "optimizer_state_dict": {"fp32_flat_groups": [torch.full((4,), float(rank))], "zero_stage": 2},
-            "ds_version": "0.15",
-        }
-        torch.save(part, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    torch.save(
-        {"module": {"w": torch.ones(2)}, "param_shapes": [{"w": torch.Size([2])}]},
-        folder / "mp_rank_00_model_states.pt",
-    )
-    (tmp_path / "run" / "latest").write_text("global_step2")
-    (tmp_path / "run" / "zero_to_fp32.py").touch()
-    _, cpu = there_and_back(tmp_path / "run")
-    assert (cpu / "latest").read_text() == "global_step2"
-    for path in (tmp_path / "run", folder):
-        command("convert", path, tmp_path / "one.pt", "--to", "cpu", status=1, err="zero_to_fp32")
-    assert not (tmp_path / "one.pt").exists()
+    """Each rank's file is a file, with the tag of its rank; in another folder they still are one checkpoint."""
+    run = a_run()
+    folder = write_zero(tmp_path / "run", run)
+    (folder / "zero_to_fp32.py").touch()
+    with deepspeed_modules():
+        _, cpu = there_and_back(folder)
+    assert (cpu / "latest").read_text() == TAG
+    assert len(list((cpu / TAG).iterdir())) == 3
+    for path in (folder, folder / TAG, cpu):
+        command("convert", path, tmp_path / "one.pt", "--to", "cpu", "--force")
+        weights = torch.load(tmp_path / "one.pt", weights_only=True)["module"]
+        assert all(torch.equal(weights[name], tensor) for name, tensor in run.weights.items())
 
 
 def test_lightnings_fsdp_folder(tmp_path: Path) -> None:

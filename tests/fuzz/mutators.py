@@ -391,5 +391,6 @@ MUTATORS: dict[str, Mutator] = {
     "safetensors": _safetensors,
     "shards": _folder,
     "dcp": _folder,
+    "zero": _folder,
     "http": _http,
 }

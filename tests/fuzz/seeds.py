@@ -36,6 +36,7 @@ from tests.support.archives import rezipped
 from tests.support.legacy_files import legacy_file, storage_id
 from tests.support.reduced import Reduced
 from tests.support.writers import distributed, scripted
+from tests.support.zero_folders import TAG, a_run, write_zero
 
 __all__ = ["SEEDS", "seeds_of"]
 
@@ -250,6 +251,18 @@ def _in_rows(files: dict[str, bytes]) -> bytes:
     return pack({".metadata": pickle.dumps(metadata), "__0_0.distcp": b"".join(parts)})
 
 
+def _folders_of_zero() -> Iterator[tuple[str, bytes]]:
+    kinds: dict[str, dict[str, Any]] = {
+        "two": {"stage": 2, "aligned": True},
+        "elastic": {"stage": 1, "elastic": True},
+        "three": {"stage": 3, "sub_group": 40},
+    }
+    with tempfile.TemporaryDirectory() as name:
+        for what, kind in kinds.items():
+            folder = write_zero(Path(name, what), a_run(frozen=True), **kind) / TAG
+            yield what, pack({path.name: path.read_bytes() for path in sorted(folder.iterdir())})
+
+
 def _pickles_with_rows() -> Iterator[tuple[str, bytes]]:
     random = Random(0)
     every = (row_pickles.made(random) for _ in range(100))
@@ -305,6 +318,7 @@ SEEDS = {
     "safetensors": _safetensors,
     "shards": _shards,
     "dcp": _folders_of_dcp,
+    "zero": _folders_of_zero,
     "http": _http,
 }
 

@@ -311,6 +311,7 @@ TARGETS = {
         Target("safetensors", lambda data, folder: _check_file("input.safetensors", data, folder)),
         Target("shards", _check_folder),
         Target("dcp", _check_folder),
+        Target("zero", _check_folder),
         Target("http", _check_http),
     )
 }

@@ -311,6 +311,7 @@ ELSEWHERE = {
     "opcodes_of_a_chunk": "test_limits.py::test_bounds_of_distributed_metadata",
     "ranks": "formats/distributed/test_rank_files.py::test_bounds",
     "spread_steps": "formats/distributed/test_rank_files.py::test_bounds",
+    "zero_cuts": "formats/distributed/test_zero.py::test_too_many_pieces",
     "match_seconds": "edits/test_matching.py::test_a_match_that_does_not_end",
     "strips": "formats/distributed/test_rank_files.py::test_bounds",
     "undo_journal": "conversion/test_in_place.py::test_a_journal_that_is_too_large",

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ckptconv.byteranges.sources import Readable
 from ckptconv.errors import InputError, UnsupportedError, UsageError, some
 from ckptconv.guesses import close_matches
-from ckptconv.hints import TRUSTED, Placeholder, command, joined, option, python_command, shell
+from ckptconv.hints import TRUSTED, Message, Placeholder, command, joined, option, python_command, shell
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.stores import first_bytes, is_url, list_folder, locate
@@ -190,13 +190,15 @@ def _torch_records(folder: _Folder) -> _Answer | None:
 def _distributed(folder: _Folder) -> _Answer | None:
     if not folder.has(".metadata") or not folder.any(r".*\.distcp"):
         return None
+    return "a checkpoint of torch.distributed.checkpoint (DCP)", "make it one file: " + _to_one(folder)
+
+
+def _to_one(folder: _Folder) -> Message:
+    """Return the command that makes one file of `folder`."""
     out, whole = Path("out.pt"), _absolute(folder.path)
     if Path(os.path.realpath(whole)) in Path(os.path.realpath(out)).parents:  # nothing is written among the parts
         out = whole.with_name(f"{whole.name}.pt")
-    return (
-        "a checkpoint of torch.distributed.checkpoint (DCP)",
-        "make it one file: " + command("convert", folder.path, out),
-    )
+    return command("convert", folder.path, out)
 
 
 def _is_orbax(folder: _Folder) -> bool:
@@ -225,12 +227,9 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
     inside = any(_ZERO.fullmatch(name) for name in folder.names)
     if not inside and not folder.has("zero_to_fp32.py", "latest"):
         return None
-    where, tag = folder.path, []
-    if inside:  # DeepSpeed wants the folder above, and the name of this one
-        whole = _absolute(folder.path)
-        where, tag = whole.parent, ["--tag", whole.name]
-    merge = python_command("-m", "deepspeed.utils.zero_to_fp32", where, "OUT_FOLDER", *tag)
-    return f"{_DEEPSPEED}, each file of it one rank's part", f"{TRUSTED}, let DeepSpeed merge it: {merge}"
+    if not inside:
+        return f"{_DEEPSPEED} without the files of its ranks", "copy the folder that the file latest names"
+    return f"{_DEEPSPEED}, each file of it one rank's part", "make it one file: " + _to_one(folder)
 
 
 def _megatron(folder: _Folder) -> _Answer | None:
@@ -265,7 +264,7 @@ def about_part(path: Path) -> str | None:
     else:
         return None
     answer = recognise(folder) if folder else None
-    return f"one rank's part of {run}; {answer[1]}" if answer else None
+    return f"one rank's part of {run}; " + answer[1] if answer else None
 
 
 def _absolute(path: Path) -> Path:

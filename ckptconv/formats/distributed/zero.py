@@ -1,0 +1,633 @@
+"""Folders of DeepSpeed ZeRO: the checkpoint of all ranks, read without DeepSpeed.
+
+Layout: :mod:`ckptconv.formats.distributed.zero_names` has the files, :mod:`ckptconv.formats.distributed.zero_flat` the
+flat tensors. Model states are a dict with ``module`` (the weights in 16 bits; at stage 3 without elements),
+``param_shapes`` (a list with a dict of shapes for each group, in the order of the flat data), ``shared_params`` (names
+of tied parameters), ``frozen_param_shapes`` and ``frozen_param_fragments`` (parameters that are not trained), and what
+the run saved. Optimizer states are a dict with ``optimizer_state_dict``:
+
+    stages 1, 2: single_partition_of_fp32_groups, base_optimizer_state (of torch; a list of states if elastic)
+    stage 3:     fp32_flat_groups, optimizer_state_dict (of torch)
+
+Sources: ``_common_checkpoint_state`` of ``deepspeed/runtime/engine.py``, and ``state_dict`` of
+``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and ``runtime/bf16_optimizer.py``, all of 0.19.8.
+
+The result is the dict of model states without the keys that describe the parts: ``module`` has the fp32 weights, and
+``optimizer`` the state of each parameter by its name. A folder of Lightning becomes a checkpoint of Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import count, islice
+from typing import NamedTuple, NoReturn
+
+from ckptconv.byteranges.sources import BytesSource, Readable, SourceFolder
+from ckptconv.byteranges.spans import ByteRange, Concat
+from ckptconv.checkpoint.merging import Merger
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.rebuild_functions import ints_of
+from ckptconv.checkpoint.storage_ids import changed_id
+from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo
+from ckptconv.dtypes import BY_NAME
+from ckptconv.errors import MalformedError, UnsupportedError, some
+from ckptconv.errors import count as counted
+from ckptconv.formats.distributed.zero_flat import Cut, Flats, Parameter, Shape
+from ckptconv.formats.distributed.zero_names import ZeroFiles, files_of
+from ckptconv.hints import TRUSTED, Option, Placeholder, command, python_command
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import (
+    AT_ONCE,
+    Call,
+    Dict,
+    Effect,
+    Global,
+    List,
+    Node,
+    Object,
+    PersistentId,
+    Value,
+    args_of,
+    is_count,
+    set_items,
+    strings_of,
+    type_of,
+)
+
+NAME = "DeepSpeed ZeRO"
+_COPY = "copy the files of all ranks into one folder, under the names that the run gave them"
+#: Keys of model states that describe the parts.
+_OF_PARTS = ("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
+#: Keys that DeepSpeed adds to what Lightning saves.
+_OF_DEEPSPEED = (
+    "buffer_names", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+)  # a table  # fmt: skip
+_LIGHTNING, _WRAPPER = "pytorch-lightning_version", "_forward_module."
+
+
+def looks_like(folder: SourceFolder) -> bool:
+    """Return whether `folder`, given as such, is a checkpoint of ZeRO, by its names."""
+    return folder.is_whole and files_of(folder.folder) is not None
+
+
+def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
+    """Return the checkpoint in the files of `folder`, each of which `read_file` reads.
+
+    Raises MalformedError, UnsupportedError, LimitError, and the errors of `read_file`.
+    """
+    files = files_of(folder.folder)
+    assert files is not None
+    _refuse_kinds(folder, files)
+    ranks = [rank for rank, _ in files.optims]
+    if not ranks:
+        raise MalformedError("no files with optimizer states", where=folder.folder / files.tag, hint=_COPY)
+    for what in (files.models, files.optims):
+        numbers = [rank for rank, _ in what]
+        twice = [name for rank, name in what if numbers.count(rank) > 1] if len({*numbers}) != len(numbers) else []
+        if twice:
+            raise MalformedError("two files are of one rank", where=folder.folder / files.tag, got=some(twice))
+    names = [files.path(name) for _, name in (*files.models, *files.optims)]
+    folder.missing(names)  # opens remote files, several at once
+    first = _Rank(read_file(folder.open(files.path(files.optims[0][1]))))
+    _check_ranks(folder, files, first)
+    optims = [first, *(_Rank(read_file(folder.open(files.path(name)))) for _, name in files.optims[1:])]
+    models = [_Model(read_file(folder.open(files.path(name)))) for _, name in files.models]
+    return _Reader(folder, files, models, optims).checkpoint()
+
+
+def _refuse_kinds(folder: SourceFolder, files: ZeroFiles) -> None:
+    """Raise UnsupportedError if the files are of a run that divided more than the data, by their names."""
+    kinds = {
+        "tensor parallelism": files.parallel,
+        "the layers of a pipeline": files.layers,
+        "the experts of a mixture": files.experts,
+    }
+    for what, names in kinds.items():
+        if names:
+            raise _refusal(folder, files, what, some(names))
+
+
+def _refusal(folder: SourceFolder, files: ZeroFiles, what: str, got: object) -> UnsupportedError:
+    where = folder.folder / files.tag
+    words = ("-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", where, "--output_folder", "OUT_FOLDER")
+    return UnsupportedError(
+        f"files of {what} cannot be put together: none of them says how the tensors are divided",
+        where=where,
+        got=got,
+        hint=f"{TRUSTED}, let DeepSpeed try it: {python_command(*words)}",
+    )
+
+
+def _check_ranks(folder: SourceFolder, files: ZeroFiles, first: _Rank) -> None:
+    """Raise MalformedError unless the files of all ranks are there, as many as the `first` one says."""
+    where = folder.folder / files.tag
+    world = first.world
+    if len({*world}) != 1:
+        raise _refusal(folder, files, "groups of different ranks (experts)", f"partition_count {world[:9]}")
+    ranks = world[0]
+    expected = {"optim": ranks, "model": ranks if first.stage == 3 else 1}
+    for what, given in (("optim", files.optims), ("model", files.models)):
+        there = {rank for rank, _ in given}
+        wanted = {-1} if what == "model" and first.stage != 3 else {*range(expected[what])}
+        if there - wanted:
+            names = [name for rank, name in given if rank not in wanted]
+            raise MalformedError(
+                f"files of more ranks than the {ranks:,} of the run", where=where, got=some(names), hint=_COPY
+            )
+        if missing := sorted(wanted - there):
+            names = [f"zero_pp_rank_{rank}_mp_rank_00_{what}_states.pt" for rank in missing]
+            names = names if missing != [-1] else ["mp_rank_00_model_states.pt"]
+            raise MalformedError(
+                f"{counted(len(missing), 'file')} of {ranks:,} ranks {'is' if len(missing) == 1 else 'are'} missing",
+                where=where,
+                got=f"no {some(names)}",
+                hint=_COPY,
+            )
+
+
+class _Fields:
+    """The values in one file, with the errors for values of wrong types."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.where = checkpoint.source.path
+        self.root = self.items("the file", checkpoint.graph.root)
+
+    def items(self, what: str, node: Value) -> dict[str, Value]:
+        """Return the items of the mapping `node` that have a text as their key."""
+        return strings_of(self.mapping(what, node))
+
+    def mapping(self, what: str, node: Value) -> Object:
+        """Return `node`, which must be a mapping."""
+        if not isinstance(node, (Dict, Call)):
+            self.fail(f"{what} is not a mapping", type_of(node).__name__)
+        return node
+
+    def elements(self, what: str, node: Value) -> list[Value]:
+        """Return the elements of the list `node`."""
+        if not isinstance(node, List):
+            self.fail(f"{what} is not a list", type_of(node).__name__)
+        return [*node.elements()]
+
+    def counts(self, what: str, node: Value) -> list[int]:
+        """Return the elements of `node`, a list of counts."""
+        elements = self.elements(what, node)
+        numbers = [each for each in elements if is_count(each)]
+        if len(numbers) != len(elements):
+            self.fail(f"{what} is not a list of numbers")
+        return numbers
+
+    def flat(self, what: str, node: Value) -> _Flat:
+        """Return the tensor `node`, which must have one dimension and be stored as it is."""
+        info = self.checkpoint.tensor_nodes.get(id(node))
+        if info is None or info.kind != "strided" or info.storage is None or info.dtype not in BY_NAME:
+            self.refuse(f"{what} is not a plain tensor", info.kind if info else type_of(node).__name__)
+        data = info.storage.data
+        if not isinstance(data, ByteRange) or not info.contiguous or self.checkpoint.byteorder != "little":
+            self.refuse(f"{what} is stored in a way that DeepSpeed does not have", info.dtype)
+        return _Flat(info, data)
+
+    def shapes(self, what: str, node: Value) -> dict[str, Shape]:
+        """Return the shapes in the mapping `node`, by name."""
+        shapes: dict[str, Shape] = {}
+        for name, value in self.mapping(what, node).entries():
+            shape = ints_of(value)
+            if not isinstance(name, str) or shape is None or name in shapes:
+                self.fail(f"{what} has an item that is not a new name and a shape", _plain(name))
+            shapes[name] = shape
+        return shapes
+
+    def fail(self, what: str, got: object = None) -> NoReturn:
+        """Raise MalformedError."""
+        raise MalformedError(what, where=self.where, got=got)
+
+    def refuse(self, what: str, got: object = None) -> NoReturn:
+        """Raise UnsupportedError."""
+        raise UnsupportedError(what, where=self.where, got=got)
+
+
+class _Flat(NamedTuple):
+    """A tensor, and the bytes of its storage."""
+
+    info: TensorInfo
+    data: ByteRange
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements. It must have one dimension."""
+        if len(self.info.shape) != 1:
+            raise MalformedError("a flat tensor has not one dimension", where=self.data.where, got=self.info.shape)
+        return self.info.shape[0]
+
+    def span(self, start: int, number: int) -> ByteRange:
+        """Return the bytes of `number` elements from `start` on."""
+        itemsize = BY_NAME[self.info.dtype].itemsize
+        span = self.data.slice((self.info.offset + start) * itemsize, number * itemsize)
+        assert isinstance(span, ByteRange)
+        return span
+
+
+class _Model(_Fields):
+    """A file with model states: the shapes of its parameters, and which of them are tied."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        if "module" not in self.root or not isinstance(self.root.get("param_shapes"), List):
+            self.fail("the file has no module and param_shapes of ZeRO", some(sorted(self.root)))
+        self.module = self.mapping("module", self.root["module"])
+        groups = self.elements("param_shapes", self.root["param_shapes"])
+        self.shapes_of = [self.shapes("param_shapes", group) for group in groups]
+        names = [name for group in self.shapes_of for name in group]
+        if len({*names}) != len(names):
+            self.fail("a name stands in two groups of param_shapes")
+        frozen = self.root.get("frozen_param_shapes")
+        self.frozen = {} if frozen is None else self.shapes("frozen_param_shapes", frozen)
+        self.fragments: dict[str, Value] = {}
+        if self.frozen:
+            self.fragments = self.items("frozen_param_fragments", self.root.get("frozen_param_fragments"))
+        shared = self.root.get("shared_params")
+        pairs = self.items("shared_params", shared) if isinstance(shared, (Dict, Call)) else {}
+        self.shared = {name: holder for name, holder in pairs.items() if isinstance(holder, str)}
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """The values that must be the same in the files of all ranks."""
+        said = (_plain(self.root.get(key)) for key in ("global_steps", "dp_world_size", "ds_version"))
+        return ([[*group.items()] for group in self.shapes_of], [*self.frozen.items()], *said)
+
+    def original_order(self, ranks: int) -> list[list[str]]:
+        """Return the names of each group in the order of the run's optimizer.
+
+        ``round_robin_gradients`` deals them to the ranks (``_round_robin_reorder`` of ``stage_1_and_2.py``).
+        """
+        config = self.root.get("ds_config")
+        zero = strings_of(config).get("zero_optimization") if isinstance(config, Dict) else None
+        is_dealt = isinstance(zero, Dict) and strings_of(zero).get("round_robin_gradients") is True
+        orders = []
+        for group in self.shapes_of:
+            names = [*group]
+            if is_dealt:
+                dealt = iter(group)
+                for rank in range(ranks):
+                    names[rank::ranks] = islice(dealt, len(names[rank::ranks]))
+            orders.append(names)
+        return orders
+
+
+class _Rank(_Fields):
+    """A file with the optimizer states of a rank.
+
+    Attributes:
+        stage: 1, 2 or 3.
+        world: The number of ranks, for each group.
+        flats: The flat fp32 tensors.
+        states: The state of each of them.
+        groups: The ``param_groups``, or None if the file has none.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.fields = self.items("optimizer_state_dict", self.root.get("optimizer_state_dict"))
+        self.stage = self._stage()
+        world = self.fields.get("partition_count")
+        self.world = [world] if is_count(world) else self.counts("partition_count", world)
+        if not self.world or not all(0 < each <= LIMITS.ranks for each in self.world):
+            self.fail("partition_count is not a number of ranks", self.world[:9])
+        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        self.flats = [self.flat(key, each) for each in self.elements(key, self.fields.get(key))]
+        self.paddings = [0] * len(self.flats)
+        if "group_paddings" in self.fields:
+            self.paddings = self.counts("group_paddings", self.fields["group_paddings"])
+        if len(self.paddings) != len(self.flats):
+            self.fail("group_paddings and the flat tensors are not as many")
+        self.groups: List | None = None
+        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        self.states = self._states(self.fields.get(key))
+
+    def _stage(self) -> int:
+        stage = self.fields.get("zero_stage")
+        if isinstance(stage, Call) and isinstance(stage.callable, Global) and stage.callable.name == "ZeroStageEnum":
+            stage = next(iter(args_of(stage)), None)
+        if stage is None and "single_partition_of_fp32_groups" in self.fields:
+            return 1  # DeepSpeed's BF16 optimizer does not say it
+        if not isinstance(stage, int) or stage not in (1, 2, 3):
+            self.fail("zero_stage is not 1, 2 or 3", _plain(stage))
+        return stage
+
+    def _states(self, state: Value) -> list[dict[str, Value]]:
+        """Return the state of each flat tensor, by its key."""
+        if state is None:
+            return []
+        if isinstance(state, List):  # elastic
+            return [self.items("base_optimizer_state", each) for each in state.elements()]
+        fields = self.items("the optimizer's state", state)
+        groups = fields.get("param_groups")
+        self.elements("param_groups", groups)
+        self.groups = groups if isinstance(groups, List) else None
+        by_number: dict[int, Value] = {}
+        for key, value in self.mapping("the optimizer's state", fields.get("state")).entries():
+            if is_count(key):
+                by_number[key] = value
+        numbers = range(len(self.flats))
+        return [self.items("the optimizer's state", by_number.get(number, Dict())) for number in numbers]
+
+
+class _Reader:
+    """Puts the files together."""
+
+    def __init__(self, folder: SourceFolder, files: ZeroFiles, models: list[_Model], ranks: list[_Rank]) -> None:
+        self.folder, self.files = folder, files
+        self.models, self.ranks = models, ranks
+        self.model, self.first = models[0], ranks[0]
+        self.merger = Merger(folder)
+        self.keys = map(str, count())
+        self.is_lightning = _LIGHTNING in self.model.root
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the whole checkpoint."""
+        self.check_alike()
+        parameters = self.parameters()
+        made = [self.tensor(each.shape, self.flats_of(each), each.cuts) for each in parameters]
+        weights: dict[str, Value] = {each.name: call for each, call in zip(parameters, made, strict=True)}
+        replaced = self.replaced(weights)
+        root = self.merger.take(self.model.checkpoint)
+        dropped = {*_OF_PARTS, *(_OF_DEEPSPEED if self.is_lightning else ())}
+        items = [
+            value for pair in self.model.mapping("the file", root).entries() if pair[0] not in dropped for value in pair
+        ]
+        items += ["state_dict" if self.is_lightning else "module", self.module(weights)]
+        if self.first.states or self.first.groups:
+            optimizer = self.optimizer(parameters)
+            items += ["optimizer_states", _list([optimizer])] if self.is_lightning else ["optimizer", optimizer]
+        checkpoint = self.merger.checkpoint(NAME, set_items(Dict(), items))
+        checkpoint.graph.left_out += [part.checkpoint.graph.root for part in (*self.models, *self.ranks)]
+        checkpoint.unused += replaced
+        checkpoint.notes += self.notes(len(parameters))
+        return checkpoint
+
+    # Checks
+
+    def check_alike(self) -> None:
+        """Raise MalformedError unless the files are of one run and one step."""
+        for one, others in ((self.model, self.models), (self.first, self.ranks)):
+            for other in others[1:]:
+                if _alike(one) != _alike(other):
+                    raise MalformedError(
+                        f"{other.where.name} and {one.where.name} are of different runs or steps: they disagree about"
+                        " parameters, groups, ranks or the optimizer",
+                        where=self.folder.folder / self.files.tag,
+                        hint=_COPY,
+                    )
+        said = self.model.root.get("mp_world_size", 1)
+        if said != 1 and is_count(said):
+            raise _refusal(self.folder, self.files, "tensor parallelism", f"mp_world_size {said}")
+
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters, in the order of the flat data."""
+        where = self.model.where
+        flats = Flats(where, [[flat.numel for flat in rank.flats] for rank in self.ranks])
+        if self.first.stage == 3:
+            return [*flats.of_ranks(self.model.shapes_of)]
+        given = self.first.fields.get("param_alignment_paddings")
+        paddings = None
+        if given is not None:
+            lists = self.first.elements("param_alignment_paddings", given)
+            paddings = [self.first.counts("param_alignment_paddings", each) for each in lists]
+            flats.check("param_alignment_paddings", len(self.model.shapes_of), len(paddings))
+        return [*flats.of_groups(self.model.shapes_of, paddings)]
+
+    # Weights
+
+    def tensor(self, shape: Shape, flats: list[_Flat], cuts: Iterable[Cut]) -> Call:
+        """Return a call that makes a tensor of `shape` of `cuts`, each of which is in one of `flats`."""
+        dtypes = {flat.info.dtype for flat in flats}
+        if len(dtypes) > 1:
+            self.first.fail("the ranks have flat tensors of different dtypes", some(sorted(dtypes)))
+        dtype = BY_NAME[dtypes.pop() if dtypes else "float32"]
+        spans = [flat.span(cut.start, cut.numel) for flat, cut in zip(flats, cuts, strict=False)]
+        cut_from = [flat.data for flat, span in zip(flats, spans, strict=False) if span is not flat.data]
+        verified = {id(record): record for record in cut_from if record.crc32 is not None}
+        length = sum(span.length for span in spans)
+        data: ByteRange | Concat
+        if not spans:
+            data = ByteRange(BytesSource(b"", self.folder.path), 0, 0)
+        elif len(spans) == 1 and not cut_from:
+            data = spans[0]
+        else:
+            data = Concat(tuple(spans), None, length, tuple(verified.values()))
+        key = next(self.keys)
+        self.merger.records[key] = data
+        call = self.merger.calls.tensor(dtype, shape, key, length)
+        storage = flats[0].info.storage if flats else None
+        if storage:  # the tensor is on the device of the rank that has its first part
+            reference = args_of(call)[0]
+            assert isinstance(reference, PersistentId)
+            reference.id = changed_id(reference, tag=storage.device)
+        return call
+
+    def flats_of(self, parameter: Parameter) -> list[_Flat]:
+        """Return the flat fp32 tensor of each cut of `parameter`, or one of its group if it has no elements."""
+        of_cuts = [self.ranks[cut.rank].flats[cut.group] for cut in parameter.cuts]
+        return of_cuts or [self.first.flats[parameter.group]]
+
+    def replaced(self, weights: dict[str, Value]) -> list[LeftBehind]:
+        """Add to `weights` the parameters that are not trained or are tied, and return what is left behind.
+
+        Raises MalformedError if ``module`` contradicts ``param_shapes``.
+        """
+        model, nodes = self.model, self.model.checkpoint.tensor_nodes
+        saved = self.model.items("module", model.module)
+        if self.first.stage == 3:
+            fragments = [each.fragments for each in self.models]
+            for name, shape in model.frozen.items():
+                flats = [each.flat(name, part.get(name)) for each, part in zip(self.models, fragments, strict=True)]
+                weights[name] = self.frozen(name, shape, flats)
+        else:
+            fragment = model.fragments
+            weights.update((name, fragment[name]) for name in model.frozen if name in fragment and name not in saved)
+            for name, shape in ((name, shape) for group in model.shapes_of for name, shape in group.items()):
+                info = nodes.get(id(saved.get(name)))
+                if info and info.shape != shape:
+                    model.fail(f"{name!r} has other shapes in module and in param_shapes", f"{info.shape} and {shape}")
+        for name, holder in model.shared.items():
+            if holder in weights:
+                weights[name] = weights[holder]
+        left = {id(info.storage): info.storage for name in weights if (info := nodes.get(id(saved.get(name))))}
+        nbytes = sum(storage.nbytes for storage in left.values() if storage)
+        model_file = self.files.path(self.files.models[0][1])
+        replaced = [LeftBehind(f"{model_file}/module", nbytes, "the weights are taken from the optimizer, in fp32")]
+        if "loss_scaler" in self.first.fields:
+            optim_file = self.files.path(self.files.optims[0][1])
+            why = "it is an object of DeepSpeed, which no other program loads"
+            replaced.append(LeftBehind(f"{optim_file}/optimizer_state_dict/loss_scaler", 0, why))
+        return replaced
+
+    def frozen(self, name: str, shape: Shape, flats: list[_Flat]) -> Call:
+        """Return a call that makes the parameter `name`, which is not trained, of its parts in all ranks."""
+        (whole,) = Flats(self.model.where, [[flat.numel] for flat in flats]).of_ranks([{name: shape}])
+        return self.tensor(shape, [flats[cut.rank] for cut in whole.cuts] or flats[:1], whole.cuts)
+
+    def module(self, weights: dict[str, Value]) -> Object:
+        """Return the mapping ``module`` with `weights` in it."""
+        module, nodes = self.model.module, self.model.checkpoint.tensor_nodes
+        buffers = self.model.root.get("buffer_names")
+        kept = {*buffers.elements()} if isinstance(buffers, List) else set()
+        effects: list[Effect] = []
+        done: set[Value] = set()
+        for effect in module.effects:
+            if effect.opcode not in ("SETITEM", "SETITEMS"):
+                effects += [effect] if not self.is_wrapped else []
+                continue
+            values: list[Value] = []
+            for name, value in zip(effect.values[::2], effect.values[1::2], strict=True):
+                info = nodes.get(id(value))
+                if isinstance(name, str) and name in weights:
+                    value = _in_place_of(value, weights[name])
+                elif self.first.stage == 3 and info and 0 in info.shape and name not in kept:
+                    continue  # a weight without elements, in place of one that no file has
+                done.add(name)
+                values += [self.name_of(name), value]
+            if values:
+                effects.append(Effect("SETITEMS", values, effect.order))
+        module.effects = effects
+        others = [name for name in weights if name not in done]
+        return set_items(module, [value for name in others for value in (self.name_of(name), weights[name])])
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether names have the prefix of Lightning's wrapper."""
+        return self.is_lightning and any(name.startswith(_WRAPPER) for group in self.model.shapes_of for name in group)
+
+    def name_of(self, name: Value) -> Value:
+        """Return `name` without the prefix of Lightning's wrapper."""
+        return name.removeprefix(_WRAPPER) if isinstance(name, str) and self.is_wrapped else name
+
+    # Optimizer
+
+    def optimizer(self, parameters: list[Parameter]) -> Dict:
+        """Return the optimizer's state by names."""
+        state: list[Value] = []
+        for parameter in parameters:
+            if self.first.states:
+                items: list[Value] = []
+                for key in self.first.states[parameter.group]:
+                    items += [key, self.state(key, parameter)]
+                state += [self.name_of(parameter.name), set_items(Dict(), items)] if items else []
+        return set_items(Dict(), ["state", set_items(Dict(), state), "param_groups", self.param_groups(parameters)])
+
+    def state(self, key: str, parameter: Parameter) -> Value:
+        """Return the state `key` of `parameter`."""
+        value = self.first.states[parameter.group][key]
+        if not isinstance(value, Node):
+            return value
+        flat = self.first.flat(f"the optimizer's {key}", value)
+        if not flat.info.shape:  # a number for all: each parameter gets its own, because optimizers change it in place
+            return self.tensor((), [flat], [Cut(0, parameter.group, 0, 1)])
+        flats = [self.moment(key, cut) for cut in parameter.cuts]
+        return self.tensor(parameter.shape, flats or [flat], parameter.cuts)
+
+    def moment(self, key: str, cut: Cut) -> _Flat:
+        """Return the flat tensor `key` of the optimizer that has the elements of `cut`.
+
+        Raises UnsupportedError if it has not one number for each weight.
+        """
+        rank = self.ranks[cut.rank]
+        flat = rank.flat(f"the optimizer's {key}", rank.states[cut.group].get(key))
+        numel = rank.flats[cut.group].numel
+        if flat.info.shape not in ((numel,), (numel + rank.paddings[cut.group],)):
+            raise UnsupportedError(
+                f"the optimizer's {key} has not one number for each weight: it is quantized, or of another kind",
+                where=rank.where,
+                expected=f"{numel:,} elements",
+                got=f"{flat.info.dtype} of shape {flat.info.shape}",
+                hint=self.sixteen_bits(),
+            )
+        return flat
+
+    def sixteen_bits(self) -> str | None:
+        """Return how to get the 16-bit weights without the optimizer, if one file has them."""
+        if self.first.stage == 3:
+            return None
+        path = self.model.where
+        taken = command("convert", path, Placeholder("OUT"), Option("state_dict"))
+        return "the 16-bit weights are in one file: " + taken
+
+    def param_groups(self, parameters: list[Parameter]) -> List:
+        """Return the ``param_groups`` of the first rank with names, in the order of the run's optimizer."""
+        first = self.first
+        orders = self.model.original_order(len(self.ranks))
+        if first.groups is None:
+            return _list([set_items(Dict(), ["params", _list(names)]) for names in orders])
+        place = next(place for place in first.checkpoint.places if place.node is first.groups)
+        taken = self.merger.take(first.checkpoint.part(place))
+        assert isinstance(taken, List)
+        group_of = {each.name: each.group for each in parameters}
+        for group in taken.elements():
+            items = first.items("param_groups", group)
+            numbers = {*first.counts("params", items.get("params"))}
+            names = [self.name_of(name) for names in orders for name in names if group_of[name] in numbers]
+            for effect, i in first.mapping("param_groups", group).pairs():
+                if effect.values[i] == "params":
+                    effect.values[i + 1] = _list(names)
+        return taken
+
+    def notes(self, parameters: int) -> list[str]:
+        """Return what to know of the checkpoint."""
+        stage = f"stage {self.first.stage}" if "zero_stage" in self.first.fields else "the BF16 optimizer"
+        version = _plain(self.model.root.get("ds_version"))
+        about = (
+            f"put together from {counted(len(self.ranks), 'rank')} of DeepSpeed {version} ({stage}, tag"
+            f" {self.files.tag or self.folder.folder.name}): {counted(parameters, 'parameter')} in fp32"
+        )
+        weights = command("convert", self.folder.path, Placeholder("OUT"), Option("state_dict"))
+        notes = [about, weights + " writes the weights only, as zero_to_fp32.py does"]
+        if not self.first.states:
+            notes.append("the files have no state of the optimizer")
+        elif self.first.groups is None:
+            notes.append("the optimizer's param_groups have names only: elastic checkpoints have no other values")
+        return notes
+
+
+def _alike(part: _Model | _Rank) -> object:
+    """Return the values that must be the same in the files of all ranks."""
+    if isinstance(part, _Model):
+        return part.alike
+    states = [{key: _number(part, value) for key, value in state.items()} for state in part.states]
+    return part.stage, part.world, len(part.flats), states
+
+
+def _number(part: _Rank, value: Value) -> object:
+    """Return a value that is equal for equal numbers in the optimizer's state, and for any two moments."""
+    info = part.checkpoint.tensor_nodes.get(id(value))
+    if info is None or info.storage is None:
+        return _plain(value)
+    if info.shape or not isinstance(info.storage.data, ByteRange):
+        return info.dtype, len(info.shape)
+    span = _Flat(info, info.storage.data).span(0, 1) if info.dtype in BY_NAME else info.storage.data
+    return info.dtype, span.source.read(span.offset, span.length)
+
+
+def _in_place_of(old: Value, new: Value) -> Value:
+    """Return `new`, a tensor without an order, with that of the tensor `old` if it has one."""
+    if isinstance(old, Call) and isinstance(new, Call) and new.order is None and old.order is not None:
+        new.order = old.order
+        for reference, before in zip(args_of(new)[:1], args_of(old)[:1], strict=False):
+            if isinstance(reference, PersistentId) and isinstance(before, PersistentId):
+                reference.order = before.order
+    return new
+
+
+def _list(given: Iterable[Value]) -> List:
+    """Return a list of the values `given`."""
+    values = [*given]
+    made = List()
+    for at in range(0, len(values), AT_ONCE):
+        made.add(Effect("APPENDS", values[at : at + AT_ONCE], None))
+    return made
+
+
+def _plain(value: Value) -> object:
+    """Return `value` if it is an atom, else the name of its type."""
+    return type_of(value).__name__ if isinstance(value, Node) else value

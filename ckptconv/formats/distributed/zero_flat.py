@@ -1,0 +1,145 @@
+"""Flat data of DeepSpeed ZeRO: which elements of which rank's flat tensors are a parameter.
+
+Layout (``deepspeed/utils/zero_to_fp32.py``, ``runtime/zero/stage_1_and_2.py`` and ``stage3.py`` of 0.19.8):
+
+- Stages 1 and 2: a group is one flat tensor, of which each rank has a partition. The parameters follow one another in
+  the order of ``param_shapes``, each with ``param_alignment_paddings`` elements after it. The fp32 weights end with the
+  data, or with padding (the BF16 optimizer). The moments have ``group_paddings`` elements more.
+- Stage 3: a rank has one flat tensor for each sub-group. Each parameter takes ``ceil(numel / ranks)`` elements at the
+  same offset of each rank, counted over all sub-groups. The last ranks have padding.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+from ckptconv.errors import LimitError, MalformedError
+from ckptconv.limits import LIMITS
+
+Shape = tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """`numel` elements from `start` on of the flat tensor number `group` of `rank`."""
+
+    rank: int
+    group: int
+    start: int
+    numel: int
+
+
+class Parameter(NamedTuple):
+    """A parameter: its name, its shape, the flat tensor with its first element, and its elements in order."""
+
+    name: str
+    shape: Shape
+    group: int
+    cuts: tuple[Cut, ...]
+
+
+class Flats:
+    """The sizes of flat tensors: ``sizes[rank][group]`` is the number of elements that parameters can take."""
+
+    def __init__(self, where: object, sizes: Sequence[Sequence[int]]) -> None:
+        self.where = where
+        self.sizes = sizes
+        self.ranks = len(sizes)
+        self._left = LIMITS.zero_cuts
+
+    def of_groups(
+        self, shapes: Sequence[dict[str, Shape]], paddings: Sequence[Sequence[int]] | None
+    ) -> Iterator[Parameter]:
+        """Yield the parameters of stages 1 and 2: those of each group are in one element of `shapes`.
+
+        Raises MalformedError if they do not take as many elements as there are.
+        """
+        self.check_count(len(shapes))
+        for group, names in enumerate(shapes):
+            gaps = [0] * len(names) if paddings is None else paddings[group]
+            self.check("the paddings of parameters", len(names), len(gaps))
+            starts = [0, *accumulate(sizes[group] for sizes in self.sizes)]
+            offset = end = 0
+            for (name, shape), gap in zip(names.items(), gaps, strict=True):
+                numel = prod(shape)
+                end = offset + numel
+                if end > starts[-1]:
+                    raise self.too_few(name, shape, offset, starts[-1])
+                cuts = ((rank, start, count) for rank, start, count in self._cut(starts, offset, numel))
+                yield Parameter(name, shape, group, tuple(Cut(rank, group, *rest) for rank, *rest in cuts))
+                offset = end + gap
+            # the partitions are equal and end at a multiple of twice the ranks, at least
+            if starts[-1] - max(end, min(offset, starts[-1])) >= 2 * self.ranks:
+                raise self.left_over(end, starts[-1])
+
+    def of_ranks(self, shapes: Sequence[dict[str, Shape]]) -> Iterator[Parameter]:
+        """Yield the parameters of stage 3.
+
+        Raises MalformedError if they do not take as many elements as there are.
+        """
+        for sizes in self.sizes:
+            if sizes != self.sizes[0]:
+                what = "the ranks have flat tensors of different sizes"
+                raise MalformedError(what, where=self.where, expected=self.sizes[0], got=sizes)
+        starts = [0, *accumulate(self.sizes[0])]
+        offset = 0
+        for name, shape in ((name, shape) for names in shapes for name, shape in names.items()):
+            numel = prod(shape)
+            each = -(-numel // self.ranks)
+            if offset + each > starts[-1]:
+                raise self.too_few(name, shape, offset, starts[-1])
+            cuts = []
+            for rank in range(-(-numel // each) if each else 0):
+                count = min(each, numel - rank * each)
+                cuts += [Cut(rank, *rest) for rest in self._cut(starts, offset, count)]
+            yield Parameter(name, shape, min(bisect_right(starts, offset), len(starts) - 1) - 1, tuple(cuts))
+            offset += each
+        if offset != starts[-1]:
+            raise self.left_over(offset, starts[-1])
+
+    def _cut(self, starts: list[int], offset: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the parts of the `count` elements at `offset` of tensors that begin at `starts`, the last of which is
+        the end: the number of the tensor, the first element in it, and the number of elements.
+        """
+        i = bisect_right(starts, offset) - 1
+        while count:
+            done = min(starts[i + 1] - offset, count)
+            if done:
+                self._left -= 1
+                if not self._left:
+                    raise LimitError("the parameters are in too many pieces", where=self.where)
+                yield i, offset - starts[i], done
+            offset, count, i = offset + done, count - done, i + 1
+
+    def check_count(self, groups: int) -> None:
+        """Raise MalformedError unless each rank has `groups` flat tensors."""
+        for sizes in self.sizes:
+            self.check("the flat tensors", groups, len(sizes))
+
+    def check(self, what: str, expected: int, got: int) -> None:
+        """Raise MalformedError unless there are as many of `what` as `expected`."""
+        if expected != got:
+            raise MalformedError(
+                f"{what} and param_shapes disagree", where=self.where, expected=f"{expected:,}", got=f"{got:,}"
+            )
+
+    def too_few(self, name: str, shape: Shape, offset: int, available: int) -> MalformedError:
+        """Return the error for a parameter that does not fit into the flat data."""
+        return MalformedError(
+            f"{name!r} of shape {shape} does not fit: param_shapes and the flat data disagree",
+            where=self.where,
+            expected=f"at most {available:,} elements",
+            got=f"{prod(shape):,} from {offset:,} on",
+        )
+
+    def left_over(self, used: int, available: int) -> MalformedError:
+        """Return the error for flat data that is more than the parameters and padding."""
+        return MalformedError(
+            "the sum of param_shapes and the flat data disagree",
+            where=self.where,
+            expected=f"{available:,} elements",
+            got=f"{used:,}",
+        )

@@ -1,0 +1,114 @@
+"""Folders of DeepSpeed ZeRO: which files of a folder belong to one checkpoint, by their names only.
+
+Layout (``_get_ckpt_name`` and ``_get_rank_zero_ckpt_name`` of ``deepspeed/runtime/engine.py`` 0.19.8):
+
+    latest                                                 the tag, as a text
+    TAG/mp_rank_00_model_states.pt                         stages 1 and 2, written by rank 0
+    TAG/zero_pp_rank_RANK_mp_rank_00_model_states.pt       stage 3, one for each rank
+    TAG/[bf16_]zero_pp_rank_RANK_mp_rank_00_optim_states.pt
+
+Lightning's folder is one of these whose tag is ``checkpoint``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptconv.errors import InputError
+from ckptconv.lazy_regex import regex
+from ckptconv.stores import first_bytes, list_folder, locate
+
+#: The file of a rank: its rank if it has one, the rank of tensor parallelism, and what is in it.
+_FILE = regex(r"(?:(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_(model|optim)_states\.pt")
+#: Files of the layers of a pipeline, and of experts.
+_LAYER = regex(r"layer_[0-9]+-model_[0-9]+-model_states\.pt")
+_EXPERT = regex(r"(?:layer_[0-9]+_expert_[0-9]+|expp_rank_[0-9]+)_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
+_LATEST, _LIGHTNING = "latest", "checkpoint"
+_BESIDE = (_LATEST, "zero_to_fp32.py", "zero_to_torch.py")
+_TAG = 1024  # bytes: the longest path of a tag that is read
+
+
+class ZeroFiles(NamedTuple):
+    """The names of the files of one checkpoint.
+
+    Attributes:
+        tag: The path of their folder below the given one, or an empty text if they are in the given one.
+        models: The rank and the name of each file with model states, in the order of the ranks. Rank -1: the file of
+            all ranks.
+        optims: The same for optimizer states.
+        parallel: Files of tensor parallelism.
+        layers: Files of the layers of a pipeline.
+        experts: Files of experts.
+    """
+
+    tag: str
+    models: list[tuple[int, str]]
+    optims: list[tuple[int, str]]
+    parallel: list[str]
+    layers: list[str]
+    experts: list[str]
+
+    def path(self, name: str) -> str:
+        """Return the path of the file `name` below the given folder."""
+        return f"{self.tag}/{name}" if self.tag else name
+
+    def has(self, folder: Path, path: Path) -> bool:
+        """Return whether `path` is one of the files of the given `folder`, or what DeepSpeed writes next to them."""
+        return (path.parent == folder / self.tag and is_part(path.name)) or (
+            path.parent == folder and path.name in _BESIDE
+        )
+
+
+def files_of(folder: Path) -> ZeroFiles | None:
+    """Return the files of the checkpoint that `folder` is, or None if it is another folder.
+
+    Raises InputError if `folder` cannot be listed.
+    """
+    folders, names = list_folder(folder)
+    files = _files("", names)
+    if files.optims or files.experts:
+        return files
+    tag = _LIGHTNING if _LIGHTNING in folders else ""
+    if _LATEST in names:
+        tag = first_bytes(folder / _LATEST, _TAG).decode(errors="replace").strip()
+    path = PurePosixPath(tag)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in tag:
+        return None
+    try:
+        files = _files(str(path), list_folder(folder / path)[1])
+    except (InputError, ValueError):
+        files = _files(str(path), [])
+    is_run = "zero_to_fp32.py" in names and _LATEST in names and not files.models
+    return files if files.optims or files.experts or is_run else None
+
+
+def is_part(name: str) -> bool:
+    """Return whether a file called `name` is a part of such a checkpoint."""
+    return any(pattern.fullmatch(name) for pattern in (_FILE, _LAYER, _EXPERT))
+
+
+def as_folders(paths: Iterable[str]) -> list[str]:
+    """Return `paths`, with the folder of a checkpoint in place of its files. Raises what :func:`files_of` raises."""
+    folders = {path: os.path.dirname(path) for path in paths if is_part(os.path.basename(path))}
+    whole = {folder for folder in {*folders.values()} if files_of(locate(folder))}
+    return [*dict.fromkeys(folder if (folder := folders.get(path)) in whole and folder else path for path in paths)]
+
+
+def _files(tag: str, names: list[str]) -> ZeroFiles:
+    files = ZeroFiles(tag, [], [], [], [], [])
+    for name in names:
+        if parts := _FILE.fullmatch(name):
+            if int(parts[2]):
+                files.parallel.append(name)
+            elif parts[3] == "model" or parts[1]:
+                (files.models if parts[3] == "model" else files.optims).append((int(parts[1] or -1), name))
+        elif _LAYER.fullmatch(name):
+            files.layers.append(name)
+        elif _EXPERT.fullmatch(name):
+            files.experts.append(name)
+    files.models.sort()
+    files.optims.sort()
+    return files

@@ -1,0 +1,354 @@
+"""Folders of DeepSpeed ZeRO that become one checkpoint. ``tests/long/test_zero_runs.py`` has DeepSpeed's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptconv
+from ckptconv.errors import CkptconvError, LimitError, MalformedError, UnsupportedError
+from ckptconv.limits import LIMITS
+from tests.support.command import Command
+from tests.support.zero_folders import TAG, Files, Saved, a_run, deepspeed_modules, quantized, write_zero
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about itself
+
+#: What a run can be, besides the number of its ranks.
+KINDS: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "round robin": {"stage": 2, "round_robin": True},
+    "aligned": {"stage": 2, "aligned": True},
+    "elastic": {"stage": 2, "elastic": True},
+    "BF16 optimizer": {"stage": 1, "bf16_optimizer": True},
+    "stage 3": {"stage": 3},
+    "sub-groups": {"stage": 3, "sub_group": 40},
+}
+
+
+def assert_whole(out: dict[str, Any], run: Saved, *, stage: int, elastic: bool = False, **_: Any) -> None:
+    """`out` is what the run had."""
+    module = out["module"]
+    expected = {**run.weights, **run.frozen, **run.buffers}
+    assert module.keys() == {*expected, *run.shared}
+    for name, tensor in expected.items():
+        assert module[name].dtype == tensor.dtype
+        assert torch.equal(module[name], tensor), name
+    for name, holder in run.shared.items():
+        assert module[name].data_ptr() == module[holder].data_ptr()
+    state, groups = out["optimizer"]["state"], out["optimizer"]["param_groups"]
+    assert state.keys() == run.weights.keys()
+    for name, values in state.items():
+        assert values["step"] == 3
+        for key, moments in run.moments.items():
+            assert torch.equal(values[key], moments[name]), (name, key)
+    steps = {values["step"].data_ptr() for values in state.values()}
+    assert len(steps) == len(state)  # optimizers count in place
+    assert [group["params"] for group in groups] == run.groups
+    assert all(group.keys() == ({"params"} if elastic else {"lr", "betas", "params"}) for group in groups)
+    assert (out["lr_scheduler"], out["global_steps"], out["epoch"]) == ({"last_epoch": 3}, 3, 7)
+    assert not {"param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"} & out.keys()
+    assert stage in (1, 2, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ranks", "groups", "frozen"), [(1, 1, False), (2, 2, False), (3, 1, True), (11, 2, True)])
+def test_whole(kind: str, ranks: int, groups: int, frozen: bool, tmp_path: Path) -> None:
+    """The weights, the moments and the rest, of runs of all kinds; ranks are in the order of their numbers."""
+    run = a_run(groups=groups, frozen=frozen)
+    folder = write_zero(tmp_path / "run", run, ranks=ranks, client={"epoch": 7}, **KINDS[kind])
+    ckptconv.convert(folder, tmp_path / "out.pt")
+    assert_whole(torch.load(tmp_path / "out.pt", weights_only=True), run, **KINDS[kind])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_targets(stage: int, tmp_path: Path, command: Command) -> None:
+    """The folder above, the tag's folder, a cast, shards, and the weights only."""
+    run = a_run()
+    folder = write_zero(tmp_path / "checkpoint-3", run, stage=stage)
+    command("convert", folder / TAG, tmp_path / "out.safetensors")
+    weights = load_file(tmp_path / "out.safetensors")
+    for name, tensor in {**run.weights, **run.buffers}.items():
+        assert torch.equal(weights[name], tensor)
+    command("convert", folder, tmp_path / "half.pt", "--state-dict", "--dtype", "bf16")
+    half = torch.load(tmp_path / "half.pt", weights_only=True)
+    assert torch.equal(half["up.weight"], run.weights["up.weight"].bfloat16())
+    command("convert", folder, tmp_path / "set", "--max-shard-size", "300", "--format", "safetensors")
+    assert len(list((tmp_path / "set").glob("*.safetensors"))) > 1
+    command("diff", folder, tmp_path / "out.safetensors", "--state-dict")
+
+
+def test_inspect(tmp_path: Path, command: Command) -> None:
+    """Stage, ranks, tag, parameters and the optimizer; in a folder of several, each is one line."""
+    for step in (1, 2):
+        write_zero(tmp_path / f"checkpoint-{step}", tag=f"global_step{step}", ranks=3)
+    shown = command("inspect", tmp_path / "checkpoint-2").out
+    assert "put together from 3 ranks of DeepSpeed 0.19.8 (stage 2, tag global_step2): 5 parameters in fp32" in shown
+    assert "optimizer     optimizer: 15 tensors" in shown
+    listed = command("inspect", tmp_path).out
+    assert [line.split("\t")[1] for line in listed.splitlines() if "\t" in line] == ["DeepSpeed ZeRO"] * 2
+
+
+def test_what_is_left_behind(tmp_path: Path, command: Command) -> None:
+    """It is named: the 16-bit weights, DeepSpeed's own objects, and other files."""
+    folder = write_zero(tmp_path / "run")
+    torch.save({"seed": 1}, folder / "rng_state_0.pth")
+    shown = command("convert", folder, tmp_path / "out.pt").err
+    assert f"{TAG}/mp_rank_00_model_states.pt/module (266 B)" in shown
+    assert "loss_scaler" in shown
+    assert "1 other file left: rng_state_0.pth" in shown
+
+
+def test_lightning(tmp_path: Path) -> None:
+    """Client state at the root, names without the wrapper's prefix, and a list of optimizers."""
+    run = a_run()
+
+    def wrapped(files: Files) -> None:
+        for model in files.models:
+            model["module"] = {f"_forward_module.{name}": value for name, value in model["module"].items()}
+            model["param_shapes"] = [{f"_forward_module.{n}": s for n, s in g.items()} for g in model["param_shapes"]]
+            model["shared_params"] = {f"_forward_module.{a}": f"_forward_module.{b}" for a, b in run.shared.items()}
+
+    client = {"pytorch-lightning_version": "2.0.0", "epoch": 4, "hyper_parameters": {"lr": 1.0}}
+    folder = write_zero(tmp_path / "a.ckpt", run, client=client, change=wrapped, tag="checkpoint")
+    (folder / "latest").unlink()
+    ckptconv.convert(folder, tmp_path / "out.ckpt")
+    out = torch.load(tmp_path / "out.ckpt", weights_only=True)
+    assert out.keys() == {*client, "state_dict", "optimizer_states"}
+    assert out["state_dict"].keys() == {*run.weights, *run.buffers, *run.shared}
+    assert torch.equal(out["state_dict"]["up.weight"], run.weights["up.weight"])
+    (optimizer,) = out["optimizer_states"]
+    assert torch.equal(optimizer["state"]["scale"]["exp_avg"], run.moments["exp_avg"]["scale"])
+    assert optimizer["param_groups"][0]["params"] == run.groups[0]
+
+
+def test_tags_of_devices(tmp_path: Path) -> None:
+    """A tensor is on the device of the rank that has its first part."""
+    folder = write_zero(tmp_path / "run", ranks=2)
+    for rank in range(2):
+        path = folder / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        ckptconv.convert(path, path, map_location=f"cuda:{rank}", force=True)
+    summary = ckptconv.inspect(folder)
+    assert summary.devices.keys() == {"cpu", "cuda:0", "cuda:1"}
+    ckptconv.convert(folder, tmp_path / "out.pt", map_location="cpu")
+    assert {*ckptconv.inspect(tmp_path / "out.pt").devices} == {"cpu"}
+
+
+def test_shards_in_the_same_folder(tmp_path: Path) -> None:
+    """A sharded set next to the tag's folder is what the folder is, as for every other reader of sets."""
+    folder = write_zero(tmp_path / "checkpoint-3")
+    for i in (1, 2):
+        torch.save({f"w{i}": torch.ones(i)}, folder / f"pytorch_model-0000{i}-of-00002.bin")
+    assert ckptconv.inspect(folder).format.startswith("sharded")
+    assert ckptconv.inspect(folder / TAG).format == "DeepSpeed ZeRO"
+
+
+def test_no_optimizer_state(tmp_path: Path) -> None:
+    """A run that took no step, and a state that a script took out."""
+    folder = write_zero(tmp_path / "empty", change=lambda files: [_empty(each) for each in files.optims] and None)
+    ckptconv.convert(folder, tmp_path / "empty.pt")
+    out = torch.load(tmp_path / "empty.pt", weights_only=True)
+    assert out["optimizer"]["state"] == {}
+    folder = write_zero(
+        tmp_path / "gone", stage=3, change=lambda files: [_gone(each) for each in files.optims] and None
+    )
+    ckptconv.convert(folder, tmp_path / "gone.pt")
+    assert "optimizer" not in torch.load(tmp_path / "gone.pt", weights_only=True)
+    assert any("no state of the optimizer" in note for note in ckptconv.inspect(folder).notes)
+
+
+def _empty(optim: dict[str, Any]) -> None:
+    optim["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
+
+
+def _gone(optim: dict[str, Any]) -> None:
+    del optim["optimizer_state_dict"]["optimizer_state_dict"]
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    """Each record is compared with its checksum, although the output has no place for one."""
+    folder = write_zero(tmp_path / "run")
+    path = folder / TAG / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    data = bytearray(path.read_bytes())
+    with deepspeed_modules():
+        flat = torch.load(path, weights_only=False)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    at = data.index(flat.numpy().tobytes())
+    data[at + 8] ^= 1
+    path.write_bytes(data)
+    for name in ("out.pt", "out.safetensors"):
+        with pytest.raises(MalformedError, match="checksum"):
+            ckptconv.convert(folder, tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+# Folders that lie
+
+
+def inner(files: Files, rank: int = 0) -> dict[str, Any]:
+    """The optimizer's dict of a rank."""
+    found: dict[str, Any] = files.optims[rank]["optimizer_state_dict"]
+    return found
+
+
+def flats(files: Files, rank: int = 0) -> list[Any]:
+    """The flat fp32 tensors of a rank."""
+    found: list[Any] = inner(files, rank)["single_partition_of_fp32_groups"]
+    return found
+
+
+def shapes(files: Files, rank: int = 0) -> dict[str, Any]:
+    """The shapes in the model states of a rank."""
+    found: dict[str, Any] = files.models[rank]["param_shapes"][0]
+    return found
+
+
+def _step(optim: dict[str, Any]) -> None:
+    optim["base_optimizer_state"]["state"][0]["step"] = torch.tensor(4.0)
+
+
+def _lies() -> dict[str, tuple[int, Callable[[Files], object], str]]:
+    """The stage, the change, and a part of the error."""
+    size = torch.Size
+    return {
+        "a shape that is too large": (2, lambda f: shapes(f).update(scale=size([99])), "does not fit|other shapes"),
+        "a huge shape": (3, lambda f: [shapes(f, i).update(scale=size([1 << 61, 3])) for i in (0, 1)], "does not fit"),
+        "a shape that is too small": (
+            3,
+            lambda f: [shapes(f, i).update({"up.bias": size([2])}) for i in (0, 1)],
+            "disagree",
+        ),
+        "a shape in another order": (2, lambda f: shapes(f).update({"up.weight": size([5, 7])}), "other shapes"),
+        "shapes of one rank": (3, lambda f: shapes(f, 1).update(scale=size([2])), "different runs"),
+        "a shape that is none": (2, lambda f: shapes(f).update(scale="x"), "not a new name and a shape"),
+        "no groups": (2, lambda f: f.models[0]["param_shapes"].clear(), "disagree"),
+        "no shapes": (2, lambda f: f.models[0].update(param_shapes=None), "no module and param_shapes"),
+        "another world": (2, lambda f: inner(f, 0).update(partition_count=[3]), "missing"),
+        "a smaller world": (2, lambda f: inner(f, 0).update(partition_count=[1]), "more ranks"),
+        "ranks of two runs": (
+            2,
+            lambda f: _step(inner(f, 1)),
+            "different runs",
+        ),
+        "model states of two steps": (3, lambda f: f.models[1].update(global_steps=4), "different runs"),
+        "other groups in one rank": (2, lambda f: flats(f, 1).append(torch.ones(2)), "as many|different"),
+        "flat data of two dtypes": (2, lambda f: flats(f, 1).append(flats(f, 1).pop().double()), "dtypes"),
+        "flat data with two dimensions": (2, lambda f: flats(f).__setitem__(0, torch.ones(2, 2)), "one dimension"),
+        "flat data that is none": (2, lambda f: flats(f).__setitem__(0, 3), "not a plain tensor"),
+        "an unknown stage": (2, lambda f: inner(f).update(zero_stage=7), "zero_stage"),
+        "gaps that are too long": (2, lambda f: inner(f).update(param_alignment_paddings=[[1000] * 5]), "does not fit"),
+        "too few gaps": (2, lambda f: inner(f).update(param_alignment_paddings=[[0]]), "disagree"),
+        "groups that nobody has": (2, lambda f: inner(f)["base_optimizer_state"].update(param_groups=3), "not a list"),
+        "experts": (2, lambda f: [inner(f, i).update(partition_count=[2, 1]) for i in (0, 1)], "experts"),
+        "tensor parallelism": (2, lambda f: f.models[0].update(mp_world_size=2), "tensor parallelism"),
+    }
+
+
+LIES = _lies()
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_a_typed_error(lie: str, tmp_path: Path) -> None:
+    """Before anything is written, and `inspect` says the same."""
+    stage, change, words = LIES[lie]
+    folder = write_zero(tmp_path / "run", stage=stage, change=change)
+    with pytest.raises((MalformedError, UnsupportedError), match=words):
+        ckptconv.convert(folder, tmp_path / "out.pt")
+    with pytest.raises((MalformedError, UnsupportedError), match=words):
+        ckptconv.inspect(folder)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_quantized_optimizers(tmp_path: Path, command: Command) -> None:
+    """Refused; at stages 1 and 2 the 16-bit weights are in one file, and at stage 3 nowhere."""
+    folder = write_zero(tmp_path / "two", change=quantized)
+    with pytest.raises(UnsupportedError, match="absmax1 has not one number for each weight") as caught:
+        ckptconv.convert(folder, tmp_path / "out.pt")
+    assert "mp_rank_00_model_states.pt" in str(caught.value.hint)
+    command("convert", folder / TAG / "mp_rank_00_model_states.pt", tmp_path / "half.pt", "--state-dict")
+    assert torch.load(tmp_path / "half.pt")["scale"].dtype == torch.bfloat16
+    folder = write_zero(tmp_path / "three", stage=3, change=quantized)
+    with pytest.raises(UnsupportedError, match="absmax1") as caught:
+        ckptconv.convert(folder, tmp_path / "out.pt")
+    assert caught.value.hint is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mp_rank_01_model_states.pt", "tensor parallelism"),
+        ("layer_00-model_00-model_states.pt", "a pipeline"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "experts"),
+    ],
+)
+def test_other_runs(name: str, words: str, tmp_path: Path) -> None:
+    """Runs that divide more than the data are refused by the names of their files."""
+    folder = write_zero(tmp_path / "run")
+    shutil.copy(folder / TAG / "mp_rank_00_model_states.pt", folder / TAG / name)
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        ckptconv.convert(folder, tmp_path / "out.pt")
+    assert "deepspeed.checkpoint.ds_to_universal" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_missing_files(stage: int, tmp_path: Path) -> None:
+    """Each is named; so are two files of one rank, and truncated ones."""
+    whole = write_zero(tmp_path / "run", stage=stage, ranks=3)
+    for path in sorted((whole / TAG).iterdir()):
+        folder = Path(shutil.copytree(whole, tmp_path / f"without {path.name}"))
+        (folder / TAG / path.name).unlink()
+        with pytest.raises(MalformedError, match="missing") as caught:
+            ckptconv.inspect(folder)
+        assert path.name.removeprefix("bf16_") in str(caught.value)
+        (folder / TAG / path.name).write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(CkptconvError):
+            ckptconv.inspect(folder)
+    twice = whole / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(whole / TAG / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", twice)
+    with pytest.raises(MalformedError, match="two files are of one rank"):
+        ckptconv.inspect(whole)
+
+
+def test_tags_that_lead_elsewhere(tmp_path: Path) -> None:
+    """``latest`` is read as the name of a folder below, and as nothing else."""
+    write_zero(tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    for tag in ("../run/" + TAG, str(tmp_path / "run" / TAG), "", "\0", "x" * 5000, "gone"):
+        (tmp_path / "other" / "latest").write_text(tag)
+        with pytest.raises(UnsupportedError):
+            ckptconv.inspect(tmp_path / "other")
+    nested = write_zero(tmp_path / "nested", tag="a/b")
+    assert ckptconv.inspect(nested).format == "DeepSpeed ZeRO"
+
+
+def test_many_groups(tmp_path: Path) -> None:
+    """Groups that the files name as often as they like, without anything in them, cost no more than their names."""
+
+    def many(files: Files) -> None:
+        files.models[0]["param_shapes"] += [{}] * 20_000
+        for rank in range(2):
+            optim = inner(files, rank)
+            flats(files, rank).extend([torch.zeros(0)] * 20_000)
+            optim["group_paddings"] += [0] * 20_000
+            del optim["param_alignment_paddings"]
+
+    folder = write_zero(tmp_path / "run", change=many)
+    run = a_run()
+    ckptconv.convert(folder, tmp_path / "out.pt")
+    module = torch.load(tmp_path / "out.pt", weights_only=True)["module"]
+    assert all(torch.equal(module[name], tensor) for name, tensor in run.weights.items())
+
+
+def test_too_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound on the pieces that parameters are cut into."""
+    folder = write_zero(tmp_path / "run", stage=3)
+    monkeypatch.setattr("ckptconv.formats.distributed.zero_flat.LIMITS", dataclasses.replace(LIMITS, zero_cuts=9))
+    with pytest.raises(LimitError, match="too many pieces"):
+        ckptconv.inspect(folder)
