@@ -77,7 +77,7 @@ OPTIONS: tuple[tuple[str, str | bool | None, str], ...] = (
 PATHS = {
     guess: place
     for place, guesses in (
-        (0, "src source input in infile in-file file path ckpt checkpoint model"),
+        (0, "src source input in infile in-file file path ckpt checkpoint"),
         (-1, "o out output outfile out-file dst dest destination to-file save"),
     )
     for guess in guesses.split()

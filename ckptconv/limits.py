@@ -49,6 +49,8 @@ class Limits:
     rules_bytes: int = MIB
     #: Seconds of processor time for matching all names with a regular expression: 60,000 names take 0.1.
     match_seconds: int = 10
+    #: Steps in which the parameters of an optimizer are compared with the weights: a model has some thousand of each.
+    optimizer_steps: int = 2_000_000
     #: Nested calls that make one tensor (a parameter of a subclass of a view); torch writes three. They are read by
     #: recursion.
     nested_calls: int = 50

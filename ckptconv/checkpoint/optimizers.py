@@ -16,7 +16,9 @@ from typing import TypeAlias, TypeGuard
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.state_dicts import Detected, StateDict
 from ckptconv.checkpoint.tensor_info import TensorInfo
+from ckptconv.errors import some
 from ckptconv.light_dataclass import dataclass
+from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Dict, List, Node, Object, Value, strings_of
 from ckptconv.pickles.paths import Place
 
@@ -24,6 +26,11 @@ from ckptconv.pickles.paths import Place
 Key: TypeAlias = "int | str"
 Shape: TypeAlias = "tuple[int, ...]"
 
+#: Parameters with their names, the last one first, each with those before it.
+_Reading: TypeAlias = "tuple[_Reading, Key, str] | None"
+
+#: Buffers of ``torch.nn.modules.batchnorm``.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 #: What optimizers keep in the shape of the parameter: those of ``torch.optim``, Lion, Adan, bitsandbytes, and copies of
 #: the parameters in float32.
 _LIKE_THE_PARAMETER = frozenset((
@@ -108,6 +115,11 @@ class Weights:
     def untied(self) -> list[str]:
         """The first name of each tensor, in order."""
         return list(dict.fromkeys(self.first.values()))
+
+    @cached_property
+    def float_shapes(self) -> Counter[Shape]:
+        """The number of tensors that can be updated, by shape. Tied ones count once."""
+        return Counter(self.shapes[name] for name in self.untied if name in self.floats)
 
 
 def weights_in(found: StateDict, index: Index, *, is_ordered: bool = True) -> Weights:
@@ -226,8 +238,7 @@ def candidates(optimizer: Optimizer, every: Sequence[Weights]) -> list[Weights]:
 def _fits(optimizer: Optimizer, weights: Weights) -> bool:
     """Return whether each number of `optimizer` can have a tensor of `weights` that no other number has."""
     wanted = Counter(optimizer.shapes.values())
-    there = Counter(weights.shapes[name] for name in weights.untied if name in weights.floats)
-    return wanted <= there and len(optimizer.params) <= len(weights.untied)
+    return wanted <= weights.float_shapes and len(optimizer.params) <= len(weights.untied)
 
 
 def alternatives(optimizer: Optimizer, weights: Weights) -> Iterator[tuple[list[Key], list[str]]]:
@@ -256,20 +267,98 @@ def alternatives(optimizer: Optimizer, weights: Weights) -> Iterator[tuple[list[
         yield unknown, rest
 
 
-def keys_of(names: Collection[str], optimizer: Optimizer, weights: Weights) -> set[Key] | tuple[list[Key], list[str]]:
-    """Return the parameters of `optimizer` with these `names`, which are first names in `weights`.
+def names_in(optimizer: Optimizer, weights: Weights, *, in_order: bool) -> dict[Key, str] | str:
+    """Return the name of each parameter of `optimizer`, one of its candidates being `weights`, or why it is not known.
 
-    Only what is the same in every reading of the shapes is returned. Otherwise return the numbers in question, and the
-    names among which theirs are.
+    Its own names are used, else shapes that leave no choice.
+
+    Args:
+        optimizer: The optimizer.
+        weights: The weights.
+        in_order: Whether the user vouches that each group has its parameters in the order of the state dict.
     """
+    for name, shape, own in mismatched(optimizer, weights):
+        return f"its state of {name} has the shape {[*shape]}, and the weight {[*own]}"
     if optimizer.names is not None:
-        return {key for key, name in optimizer.names.items() if weights.first.get(name, name) in names}
+        return optimizer.names
+    found: dict[Key, str] = {}
+    for keys, names in alternatives(optimizer, weights):
+        found.update(zip(keys, names, strict=False))
+        if len(names) > 1 and not in_order:
+            return doubt_of(keys, names)
+    if not in_order or all(len(names) == 1 for _, names in alternatives(optimizer, weights)):
+        return found
+    if not weights.is_ordered:
+        return f"the names in {weights.path} are sorted, as safetensors does, and not in the order of the model"
+    return _in_order(optimizer, weights)
+
+
+def doubt_of(keys: Sequence[Key], names: Sequence[str]) -> str:
+    """Return that each of `keys` can be each of `names`."""
+    return f"{some([str(key) for key in keys])} can be {some(names)}, and no shape decides"
+
+
+def _in_order(optimizer: Optimizer, weights: Weights) -> dict[Key, str] | str:
+    """Return the names of :func:`names_in` if each group has its parameters in the order of `weights`.
+
+    A name is that of the next parameter of a group, or in no group. The buffers of batch norms are in none.
+    """
+    names = [name for name in weights.untied if not name.endswith(_BUFFERS)]
+    groups = [group.params for group in optimizer.groups]
+    spare = len(names) - len(optimizer.params)
+    start = (0,) * len(groups)
+    steps: dict[tuple[int, ...], list[_Reading]] = {start: [None]}  # at most two readings, by how far each group is
+    work = 0
+    for i, name in enumerate(names):
+        work += len(steps) * len(groups)
+        later: dict[tuple[int, ...], list[_Reading]] = {}
+        for at, readings in steps.items():
+            if i - sum(at) < spare:
+                later.setdefault(at, []).extend(readings)
+            for g, params in enumerate(groups):
+                if at[g] < len(params) and _may_be(params[at[g]], name, optimizer, weights):
+                    further = (*at[:g], at[g] + 1, *at[g + 1 :])
+                    later.setdefault(further, []).extend((each, params[at[g]], name) for each in readings)
+        steps = {at: readings[:2] for at, readings in later.items()}
+        if work > LIMITS.optimizer_steps:
+            return "too many parameters have no state that tells their shape"
+    found = [_unrolled(each) for each in steps.get(tuple(map(len, groups)), [])]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        return f"the order of {weights.path} does not fit the shapes of its state"
+    a, b = found
+    key = next(key for key in optimizer.params if a[key] != b[key])
+    return doubt_of([key], [a[key], b[key]])
+
+
+def _may_be(key: Key, name: str, optimizer: Optimizer, weights: Weights) -> bool:
+    """Return whether the parameter `key` can be the tensor `name`. Only floating-point tensors have state."""
+    if key not in optimizer.shapes:
+        return True
+    return name in weights.floats and optimizer.shapes[key] == weights.shapes[name]
+
+
+def _unrolled(reading: _Reading) -> dict[Key, str]:
+    found = {}
+    while reading:
+        reading, key, name = reading
+        found[key] = name
+    return found
+
+
+def keys_of(names: Collection[str], optimizer: Optimizer, weights: Weights) -> set[Key] | str:
+    """Return the numbers in `optimizer` of `names`, which are first names in `weights`, or why they are not known.
+
+    They are known if they are the same in every reading of the shapes.
+    """
     found: set[Key] = set()
+    wanted = set(names)
     for keys, possible in alternatives(optimizer, weights):
-        if possible and set(possible) <= set(names):
+        if possible and wanted.issuperset(possible):
             found.update(keys)
-        elif not set(names).isdisjoint(possible):
-            return keys, possible
+        elif not wanted.isdisjoint(possible):
+            return doubt_of(keys, possible)
     return found
 
 

@@ -207,6 +207,8 @@ def declared(options: Any, **more: dict[str, Any]) -> Callable[[Any], Any]:
             type_, flag = get_args(annotation)
             # with an explicit is_flag=False, click would let the value of an option be missing
             how: dict[str, Any] = {"is_flag": True} if type_ is bool else {"multiple": _is_repeated(type_)}
+            words = [word for part in get_args(type_) for word in get_args(part) if isinstance(word, str)]
+            how |= {"type": click.Choice(words)} if words else {}
             how |= {"help": flag.help, "metavar": flag.metavar, **_MORE.get(name, {}), **more.get(name, {})}
             flags = [*filter(None, [flag.short]), FLAGS.get(name, f"--{name.replace('_', '-')}")]
             command = click.option(*flags, name, **how)(command)

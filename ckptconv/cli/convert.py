@@ -29,7 +29,6 @@ from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices, to_devices
 from ckptconv.edits.options import Edits, split_edits
 from ckptconv.errors import MissingInputError, UsageError
-from ckptconv.formats.writers import WRITERS
 from ckptconv.hints import Option, Placeholder, command, joined, option
 from ckptconv.render.json_views import SCHEMA_VERSION, error_as_dict, skipped_as_dict
 from ckptconv.render.listing import item_line, skipped_line, sum_lines
@@ -186,6 +185,7 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
         "Names": ("ddp.pt plain.pt --strip-prefix module.", "strip_prefix add_prefix unwrap rename"),
         "What to take": ("train.pt weights.pt --state-dict", "state_dict select include exclude drop"),
         "Parts of tensors": ("moe.pt new.pt --regroup 'qkv = q:1, k:1, v:1'", "regroup rules sizes reverse"),
+        "Optimizers": ("train.pt fsdp.pt --optimizer names --optimizer-order model", "optimizer optimizer_order model"),
         "Numbers and objects": ("model.pt half.pt --dtype bf16", "dtype loadable loadable_objects compact"),
         "Output": (
             "run/ cpu/ --to cpu -j 2 --copy-others",
@@ -211,7 +211,7 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
     multiple=True,
     help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
 )
-@declared(JobOptions, jobs={"type": click.IntRange(min=1), "default": 1}, format={"type": click.Choice([*WRITERS])})
+@declared(JobOptions, jobs={"type": click.IntRange(min=1), "default": 1})
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, sizes in bytes.")
 @click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still.")
 @click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind.")
@@ -223,8 +223,8 @@ def convert_command(
     folder with several checkpoints, become as many in the folder DST.
 
     Edits apply in this order: select, state dict, drop, include and exclude (by SRC's names), unwrap, strip, rename,
-    regroup, add, dtype (by DST's names), devices, loadable, compact. The output appears whole or not at all. States of
-    random generators stay on the CPU, where torch needs them.
+    regroup, add, optimizer, dtype (by DST's names), devices, loadable, compact. The output appears whole or not at all.
+    States of random generators stay on the CPU, where torch needs them.
     """
     flags["map_location"] = _devices(flags.pop("to"), flags.pop("maps"), flags["map_location"])
     edits, others = split_edits(flags)

@@ -66,7 +66,10 @@ from ckptconv.output.signals import HeldSignals, signals_held, with_note
 from ckptconv.pickles.graph import gc_paused
 
 #: Edits that move tensor bytes, and options of an output that there is none of.
-_MOVES = ("dtypes", "compact", "loadable", "loadable_objects", "select", "state_dict", "drop", "include", "exclude")
+_MOVES = (
+    *("dtypes", "compact", "loadable", "loadable_objects"),
+    *("select", "state_dict", "drop", "include", "exclude", "optimizer"),
+)
 _NO_OUTPUT = ("format", "copy_tied", "max_shard_size", "copy_others")
 _KEYWORDS = {"dtypes": "dtype"}
 

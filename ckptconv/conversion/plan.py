@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import field, replace
 from pathlib import Path
 
@@ -190,7 +191,8 @@ class Report(Result):
         """Whether the output has other content or another format than the input."""
         changes = self.changes
         edited = changes.devices or changes.names or changes.dtypes or changes.compacted.storages or changes.made_plain
-        return bool(edited or changes.regrouped or self.left_behind or self.formats[0] != self.formats[1])
+        followed = changes.regrouped or changes.optimizers
+        return bool(edited or followed or self.left_behind or self.formats[0] != self.formats[1])
 
     @property
     def nbytes(self) -> int:
@@ -224,7 +226,9 @@ def make_plan(
     torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
     notes = _about_edits(checkpoint, edits, writer)
     edits = _edits_for(writer, edits, in_shards=is_folder and output.max_shard_size is not None)
-    changes = apply(checkpoint, edits, is_emitted=writer.objects)
+    with ExitStack() as opened:
+        model = _beside(edits.model, opened)
+        changes = apply(checkpoint, edits, is_emitted=writer.objects, model=model)
     if writer.objects and not output.allow_unsafe:
         refuse_dangers(checkpoint, as_archive=writer.records)
     if writer.safe_loader:
@@ -258,6 +262,11 @@ def make_plan(
         left_behind=(*changes.left_behind, *layout.left_behind, *checkpoint.unused),
         notes=(*checkpoint.notes, *changes.notes, *layout.notes, *notes),
     )
+
+
+def _beside(path: str | None, opened: ExitStack) -> Checkpoint | None:
+    """Return the checkpoint at `path`, which an option names, or None. Its source is closed with `opened`."""
+    return None if path is None else opening.read(opened.enter_context(opening.open_input(path)))
 
 
 def _check_writer(writer: Writer, path: Path, *, copy_tied: bool, loadable: bool) -> None:

@@ -1,11 +1,12 @@
 """Apply edits to the graph of a checkpoint, in place, and return what changed.
 
-Order: selection, unwrap, strip, rename, regroup, add, dtypes, devices, loadable, compaction.
+Order: selection, unwrap, strip, rename, regroup, add, optimizer, dtypes, devices, loadable, compaction.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ckptconv.checkpoint.merging import refuse_different
 from ckptconv.checkpoint.model import Checkpoint
@@ -22,13 +23,14 @@ from ckptconv.edits.views import compact
 from ckptconv.hints import option
 
 
-def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> Changes:
+def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True, model: Checkpoint | None = None) -> Changes:
     """Edit the graph of a checkpoint, in place.
 
     Args:
         checkpoint: The checkpoint. After an error it may be half edited, and must not be used.
         edits: The edits.
         is_emitted: Whether the graph will be written as a pickle. It is not for safetensors, nor for a comparison.
+        model: The checkpoint that ``edits.model`` names.
 
     Returns:
         The changes.
@@ -37,8 +39,11 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
         UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or not for this checkpoint.
     """
     averages = checkpoint.detected.averages() if edits.state_dict and edits.select is None else []
+    optimizers = partial(Followers, checkpoint, in_order=edits.optimizer_order == "model", model=model)
     is_partial = edits.drop or edits.include or edits.exclude
-    followers = Followers(checkpoint) if is_partial and is_emitted else None
+    followers = optimizers() if is_partial and is_emitted else None
+    if followers:
+        edits = followers.take_globs(edits)
     changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
     if followers:
         followers.follow_selection(changes)
@@ -57,6 +62,8 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> C
         detected = checkpoint.detected
         edits = replace(edits, unwrap=False, strip_prefix=(), rename=())
     _edit_names(checkpoint, detected, edits, changes)
+    if edits.optimizer and is_emitted:
+        optimizers().key_by(edits.optimizer, changes)
     if edits.dtypes:
         cast(checkpoint, edits.dtypes, detected, changes)
     if edits.devices:

@@ -67,10 +67,15 @@ class OptimizerChange:
     Attributes:
         names: The number of names that changed with those of the model.
         left_out: The number of parameters that are left out with their weights.
+        keyed_by: ``names`` or ``numbers``, by which it is keyed now, or None if it is keyed as before.
+        names_from: What told the names, if `keyed_by` changed: the optimizer ``itself``, the ``shapes``, or the
+            ``order`` of the model, for which the user vouches.
     """
 
     names: int = 0
     left_out: int = 0
+    keyed_by: str | None = None
+    names_from: str | None = None
 
 
 @dataclass

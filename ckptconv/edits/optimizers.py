@@ -1,8 +1,11 @@
-"""Let optimizers follow their parameters: what is left out of a state dict, is left out of its optimizers too."""
+"""Let optimizers follow their parameters, and key them by names or by numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.optimizers import (
@@ -12,154 +15,221 @@ from ckptconv.checkpoint.optimizers import (
     candidates,
     is_key,
     keys_of,
-    mismatched,
+    names_in,
     optimizers_in,
     weights_in,
 )
 from ckptconv.checkpoint.state_dicts import StateDict
+from ckptconv.checkpoint.tensor_info import matches
 from ckptconv.edits.changes import Changes, OptimizerChange
+from ckptconv.edits.options import Edits
 from ckptconv.edits.parameters import ParameterChange
 from ckptconv.edits.selection import leave_out
-from ckptconv.errors import RefusedError, some
-from ckptconv.hints import option
+from ckptconv.errors import LimitError, NoMatchError, RefusedError, some
+from ckptconv.hints import Placeholder, joined, option
+from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import AT_ONCE, Effect, List, Object, Value
 from ckptconv.pickles.paths import key_segment
 
+_T = TypeVar("_T", dict[Key, str], set[Key])
 _WITH_WEIGHTS = "the state of weights that are left out"
 
 
 class Followers:
-    """The optimizers of a checkpoint, and the state dicts that they can belong to, as they are before edits."""
+    """The optimizers of a checkpoint, and the state dicts that they can belong to, as they are now.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self.where = checkpoint.source.path
-        detected = checkpoint.detected
-        self.optimizers = optimizers_in(checkpoint.index, detected) if detected.optimizer_nodes else []
-        averages = {id(found) for found in detected.averages()} if self.optimizers else set()
-        models = [found for found in detected.state_dicts if id(found) not in averages] if self.optimizers else []
-        self._models: list[tuple[StateDict, Weights]] = [
-            (found, weights_in(found, checkpoint.index)) for found in models
+    Args:
+        checkpoint: The checkpoint.
+        in_order: Whether the user vouches that numbers follow the order of the model.
+        model: The checkpoint with the model. It counts if `checkpoint` has no state dict.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, in_order: bool = False, model: Checkpoint | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._in_order = in_order
+        of = checkpoint if checkpoint.detected.state_dicts or model is None else model
+        self._kept: set[str] | None = None  # the names to keep in the model of another checkpoint
+        self._is_beside = of is not checkpoint
+        self.optimizers = optimizers_in(checkpoint.index, checkpoint.detected)
+        averages = {id(found) for found in of.detected.averages()}
+        if len(self.optimizers) * len(of.detected.state_dicts) > LIMITS.optimizer_steps // 100:
+            raise LimitError("too many optimizers and state dicts", where=checkpoint.source.path)
+        self.models: list[tuple[StateDict, Weights]] = [
+            (found, weights_in(found, of.index, is_ordered=not of.is_state_dict))
+            for found in of.detected.state_dicts
+            if self.optimizers and id(found) not in averages
         ]
 
+    def take_globs(self, edits: Edits) -> Edits:
+        """Return `edits` without the globs that are for names in the model of another checkpoint.
+
+        Raise NoMatchError if one matches none of them.
+        """
+        if not self._is_beside or not self.optimizers:
+            return edits
+        names = [name for _, weights in self.models for name in weights.shapes]
+        hits: dict[str, dict[str, set[str]]] = {"include": {}, "exclude": {}}
+        for field, found in hits.items():
+            for glob in getattr(edits, field):
+                if "/" in glob:
+                    continue
+                found[glob] = {name for name in names if matches(glob, name, name)}
+                if not found[glob]:
+                    what = f"no name in the model matches {glob!r}"
+                    raise NoMatchError(what, where=self._checkpoint.source.path, unmatched=(field, glob))
+        kept = set().union(*hits["include"].values()) if hits["include"] else set(names)
+        self._kept = kept.difference(*hits["exclude"].values())
+        include, exclude = (tuple(each for each in getattr(edits, field) if each not in hits[field]) for field in hits)
+        return replace(edits, include=include, exclude=exclude)
+
     def follow_selection(self, changes: Changes) -> None:
-        """Leave out the state of parameters whose weights were left out, and count the others again.
+        """Leave out the state of weights that were left out of the checkpoint. Raise RefusedError if it is not sure."""
+        there = {id(node) for node in self._checkpoint.index.nodes} if self.models else set()
+        steps = []
+        for found, weights in self.models:
+            if id(found.node) in there or self._kept is not None:
+                gone = weights.shapes.keys() - (set(found.names()) if self._kept is None else self._kept)
+                steps.append((weights, ParameterChange(dropped=frozenset(gone))))
+        self.follow(steps, changes)
+
+    def follow(self, steps: Sequence[tuple[Weights, ParameterChange]], changes: Changes) -> None:
+        """Change each optimizer as the edits `steps` changed its weights, and number the parameters again.
 
         Raise RefusedError if it is not sure which parameters these are.
         """
-        there = {id(node) for node in self.checkpoint.index.nodes} if self.optimizers else set()
-        steps: list[tuple[Weights, ParameterChange]] = []
-        for found, weights in self._models:
-            if id(found.node) in there:
-                gone = weights.shapes.keys() - set(found.names())
-                steps.append((weights, ParameterChange(dropped=frozenset(gone))))
-        if not any(change.dropped for _, change in steps):
+        dropped = {id(weights): change.dropped for weights, change in steps}
+        names = [name for each in dropped.values() for name in sorted(each)]
+        if not names:
             return
+        there = self._checkpoint.detected.optimizer_nodes
         for optimizer in self.optimizers:
             if id(optimizer.node) in there:
-                gone_keys = self._keys_dropped(optimizer, steps)
-                if gone_keys:
-                    self._leave_out(optimizer, gone_keys, changes)
+                ask = partial(_keys_dropped, optimizer, dropped, in_order=self._in_order)
+                if gone := self._agreed(optimizer, f"which state goes with {some(names)}", ask):
+                    self._leave_out(optimizer, gone, changes)
 
-    def _keys_dropped(self, optimizer: Optimizer, steps: Sequence[tuple[Weights, ParameterChange]]) -> set[Key]:
-        """Return the parameters of `optimizer` that go with what `steps` drop. Raise RefusedError if it is not sure."""
-        if optimizer.trouble:
-            raise self._refused(optimizer, steps, optimizer.trouble)
-        changed = {id(weights): change for weights, change in steps}
-        possible = candidates(optimizer, [weights for _, weights in self._models])
-        if not possible:
-            raise self._refused(optimizer, steps, "no state dict in the file has its parameters")
-        answers = []
-        for weights in possible:
-            dropped = changed[id(weights)].dropped if id(weights) in changed else frozenset()
-            for name, shape, own in mismatched(optimizer, weights):
-                got = f"its state of {name} has the shape {[*shape]}, and the weight {[*own]}"
-                raise self._refused(optimizer, steps, got)
-            answer, doubt = _keys_dropped(optimizer, weights, dropped)
-            if doubt:
-                raise self._refused(optimizer, steps, doubt)
-            answers.append(answer)
-        if any(answer != answers[0] for answer in answers):
-            raise self._refused(optimizer, steps, f"it can belong to {some([weights.path for weights in possible])}")
-        return answers[0]
+    def names_of(self, optimizer: Optimizer) -> dict[Key, str]:
+        """Return the name of each parameter of `optimizer`. Raise RefusedError if it is not known."""
+        if optimizer.names and not candidates(optimizer, [weights for _, weights in self.models]):
+            return optimizer.names
+        ask = partial(names_in, optimizer, in_order=self._in_order)
+        return self._agreed(optimizer, "which weight is which parameter", ask)
 
-    def _refused(
-        self, optimizer: Optimizer, steps: Sequence[tuple[Weights, ParameterChange]], why: str
-    ) -> RefusedError:
-        names = [name for _, change in steps for name in sorted(change.dropped)]
-        return RefusedError(
-            f"it is not known which state in the optimizer at {optimizer.path} goes with {some(names)}",
-            where=self.where,
-            got=why,
-            hint="without the optimizer: " + option("drop", optimizer.path),
+    def _agreed(self, optimizer: Optimizer, what: str, ask: Callable[[Weights], _T | str]) -> _T:
+        """Return the answer that `ask` gives for each state dict to which `optimizer` can belong.
+
+        Raise RefusedError, which says that `what` is not known, if there is none, or there are several, or `ask` gives
+        the reason why it is not known.
+        """
+        every = candidates(optimizer, [weights for _, weights in self.models])
+        answers = [optimizer.trouble] if optimizer.trouble else [ask(weights) for weights in every]
+        doubt: str | None = next((each for each in answers if isinstance(each, str)), None)
+        if not answers:
+            doubt = "no state dict has its parameters" if self.models else "there is no state dict"
+        elif not doubt and any(answer != answers[0] for answer in answers):
+            doubt = f"it can belong to {some([weights.path for weights in every])}"
+        if doubt is None:
+            answer = answers[0]
+            assert answer is not None and not isinstance(answer, str)
+            return answer
+        hints: list[str] = []
+        if not self.models:
+            hints.append("name the file with the weights: " + option("model", Placeholder("FILE")))
+        elif not (self._in_order or optimizer.trouble or optimizer.names):
+            order = " if it was made with model.parameters(), or parts of it in that order"
+            hints.append(option("optimizer_order", "model") + order)
+        if optimizer.path != ".":
+            hints.append("without the optimizer: " + option("drop", optimizer.path))
+        raise RefusedError(
+            f"it is not known {what} in the optimizer at {optimizer.path}",
+            where=self._checkpoint.source.path,
+            got=doubt,
+            hint=joined(*hints, separator="; or ") if hints else None,
         )
 
     def _leave_out(self, optimizer: Optimizer, gone: set[Key], changes: Changes) -> None:
         """Leave out the parameters `gone` of `optimizer`."""
-        index = self.checkpoint.index
         segments = {key_segment(key, 0) for key in gone}
         unwanted = [
             place
-            for place in index.every_place
+            for place in self._checkpoint.index.every_place
             if place.parent and place.parent.node is optimizer.state and place.segment in segments
         ]
-        changes.left_behind += leave_out(self.checkpoint, unwanted, _WITH_WEIGHTS)
+        changes.left_behind += leave_out(self._checkpoint, unwanted, _WITH_WEIGHTS)
         kept = [[key for key in group.params if key not in gone] for group in optimizer.groups]
-        count_again(optimizer, kept)
-        self.checkpoint.changed(same_tensors=True)
+        _rewrite(optimizer, kept, optimizer.names, is_named=optimizer.is_named)
+        self._checkpoint.changed(same_tensors=True)
         changes.optimizers.setdefault(optimizer.path, OptimizerChange()).left_out += len(gone)
 
+    def key_by(self, form: str, changes: Changes) -> None:
+        """Key each optimizer by ``names`` or ``numbers``, the `form`. Raise RefusedError if its names are not known."""
+        others = [
+            each for each in self.optimizers if each.trouble or (each.params and each.is_named != (form == "names"))
+        ]
+        for optimizer in others:
+            names = self.names_of(optimizer)
+            _rewrite(optimizer, [group.params for group in optimizer.groups], names, is_named=form == "names")
+            by = "itself" if optimizer.names else "order" if self._in_order else "shapes"
+            change = changes.optimizers.setdefault(optimizer.path, OptimizerChange())
+            change.keyed_by, change.names_from = form, by
+        if others:
+            self._checkpoint.changed(same_tensors=True)
+        else:
+            changes.notes.append(
+                "no optimizer is keyed otherwise, so " + option("optimizer", form) + " changed nothing"
+            )
 
-def _keys_dropped(optimizer: Optimizer, weights: Weights, dropped: frozenset[str]) -> tuple[set[Key], str | None]:
-    """Return the parameters of `optimizer` that go with `dropped`, names in `weights`, and why that is not sure."""
+
+def _keys_dropped(
+    optimizer: Optimizer, every: Mapping[int, frozenset[str]], weights: Weights, *, in_order: bool
+) -> set[Key] | str:
+    """Return the parameters of `optimizer` that go with the names that are dropped in `weights`, or why that is not
+    known. `every` has those of each state dict, by the id of its weights.
+    """
+    dropped = every.get(id(weights), frozenset())
     kept = {first: name for name, first in weights.first.items() if name not in dropped}
-    if optimizer.names is not None:
-        there = {weights.first.get(name) for name in optimizer.names.values() if name not in dropped}
-        gone = {key for key, name in optimizer.names.items() if name in dropped}
-        names_gone = [optimizer.names[key] for key in gone]
-        torn = [name for name in names_gone if weights.first[name] in kept.keys() - there]
+    names = names_in(optimizer, weights, in_order=in_order)
+    if isinstance(names, dict):
+        there = {weights.first.get(name) for name in names.values() if name not in dropped}
+        gone: set[Key] | str = {key for key, name in names.items() if name in dropped}
+        torn = [names[key] for key in gone if weights.first[names[key]] in kept.keys() - there]
+    elif in_order or optimizer.names is not None:
+        return names
     else:
-        answer = keys_of([name for name in weights.untied if name not in kept], optimizer, weights)
+        gone = keys_of([name for name in weights.untied if name not in kept], optimizer, weights)
         torn = [name for name in weights.untied if name in dropped and name in kept]
-        if isinstance(answer, tuple):
-            keys, names = answer
-            return set(), f"{some([str(key) for key in keys])} can be {some(names)}, which have the same shape"
-        if not keys_of(torn, optimizer, weights):
-            torn = []
-        gone = answer
-    if torn:
-        return set(), f"{torn[0]} has another name that stays ({kept[weights.first[torn[0]]]})"
-    return gone, None
+        torn = torn if keys_of(torn, optimizer, weights) else []
+    if torn and not isinstance(gone, str):
+        return f"{torn[0]} has another name that stays ({kept[weights.first[torn[0]]]})"
+    return gone
 
 
-def count_again(optimizer: Optimizer, groups: Sequence[Sequence[Key]]) -> None:
-    """Give each group of `optimizer` the parameters that `groups` have for it, numbered from 0.
+def _rewrite(
+    optimizer: Optimizer, groups: Sequence[Sequence[Key]], names: dict[Key, str] | None, *, is_named: bool
+) -> None:
+    """Give each group of `optimizer` the parameters that `groups` have for it, numbered from 0, or named.
 
-    Names stay as they are. The state must have no other parameters.
+    Numbers get the `names` as ``param_names``. The state must have no other parameters.
     """
     order = [key for group in groups for key in group]
-    new: dict[Key, Key] = {key: key if isinstance(key, str) else n for n, key in enumerate(order)}
+    new: dict[Key, Key] = {key: names[key] if names and is_named else n for n, key in enumerate(order)}
     for group, params in zip(optimizer.groups, groups, strict=True):
         _set_list(group.node, "params", [new[key] for key in params])
-        if group.names is not None:
-            name_of = dict(zip(group.params, group.names, strict=True))
-            _set_list(group.node, "param_names", [name_of[key] for key in params])
-    _set_keys(optimizer.state, new)
-
-
-def _set_keys(state: Object, new: Mapping[Key, Key]) -> None:
-    """Replace the keys of `state` by their values in `new`."""
-    for effect, i in state.pairs():
+        if names and (group.names is not None or not is_named):
+            _set_list(group.node, "param_names", [names[key] for key in params])
+    for effect, i in optimizer.state.pairs():
         key = effect.values[i]
         if is_key(key):
             effect.values[i] = new.get(key, key)
 
 
 def _set_list(group: Object, key: str, values: Sequence[Value]) -> None:
-    """Set the item `key` of `group`, which has one, to a new list of `values`."""
+    """Set the item `key` of `group` to a new list of `values`."""
     new = List()
     for at in range(0, len(values), AT_ONCE):
         new.add(Effect("APPENDS", [*values[at : at + AT_ONCE]], None))
     for effect, i in group.pairs():
         if effect.values[i] == key:
             effect.values[i + 1] = new
+            return
+    group.add(Effect("SETITEM", [key, new], None))

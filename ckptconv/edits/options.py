@@ -2,10 +2,11 @@
 
 # No annotations from __future__: what stands in Annotated is read when the package is imported.
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, fields, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from ckptconv.edits.devices import Devices, MapLocation, Rule, to_devices
 from ckptconv.edits.dtype_rules import DTypeLike, DTypeRule, to_dtypes
@@ -111,7 +112,35 @@ class RegroupOptions(TypedDict, total=False):
     ]
 
 
-class EditOptions(PartOptions, NameOptions, RegroupOptions, total=False):
+class OptimizerOptions(TypedDict, total=False):
+    """The options about the parameters of optimizers."""
+
+    optimizer: Annotated[
+        Literal["names", "numbers"] | None,
+        Flag(
+            "Key optimizers by the names of parameters, as FSDP does, or by numbers, as torch.optim does.",
+            "``'names'`` or ``'numbers'``, by which optimizers list their parameters: FSDP by names, ``torch.optim`` by"
+            " numbers.",
+        ),
+    ]
+    optimizer_order: Annotated[
+        Literal["model"] | None,
+        Flag(
+            "You vouch that each group of an optimizer has the order of model.parameters().",
+            "``'model'`` if you vouch that each group of an optimizer has the order of ``model.parameters()``.",
+        ),
+    ]
+    model: Annotated[
+        str | os.PathLike[str] | None,
+        Flag(
+            "The weights, for an optimizer in a file of its own.",
+            "The checkpoint with the weights, for an optimizer in a file of its own.",
+            "FILE",
+        ),
+    ]
+
+
+class EditOptions(PartOptions, NameOptions, RegroupOptions, OptimizerOptions, total=False):
     """All options that change what a checkpoint says."""
 
     drop: Annotated[
@@ -182,6 +211,9 @@ class Edits:
     unwrap: bool = False
     regroup: tuple["RegroupRule", ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
+    optimizer: str | None = None
+    optimizer_order: str | None = None
+    model: str | None = None
     dtypes: tuple[DTypeRule, ...] = ()
     loadable: bool = False
     loadable_objects: bool = False
@@ -272,11 +304,25 @@ def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     return tuple((old, new) for old, new in found)
 
 
+def _one_of(name: str, *words: str) -> Callable[[Any], Any]:
+    """Return a function that reads the value of `name`, which must be None or one of `words`."""
+
+    def read(value: Any) -> Any:
+        if value is not None and value not in words:
+            raise ArgumentTypeError(f"{name} must be {' or '.join(map(repr, words))}, not {value!r}")
+        return value
+
+    return read
+
+
 #: How the keywords are read that are no data yet.
 _READ: dict[str, Callable[[Any], Any]] = {
     "map_location": to_devices,
     "dtype": to_dtypes,
     "rename": _pairs,
+    "optimizer": _one_of("optimizer", "names", "numbers"),
+    "optimizer_order": _one_of("optimizer_order", "model"),
+    "model": lambda value: os.fsdecode(value) if isinstance(value, os.PathLike) else value,
     **{name: partial(strings, name) for name in ("drop", "include", "exclude", "strip_prefix", "add_prefix")},
 }
 #: The fields of those that are called otherwise.

@@ -139,6 +139,14 @@ def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = Fal
         yield from fact(style, label, what)
 
 
+#: Where the names of an optimizer's parameters come from.
+_NAMES_FROM = {
+    "itself": "with the names that it has",
+    "shapes": "with the only names that fit the shapes of its state",
+    "order": "with names in the order of the model, for which you vouch",
+}
+
+
 def report_title(report: Report) -> str:
     """Return the format, the number of files, how much was written, and how fast."""
     written = size(report.nbytes)
@@ -165,6 +173,8 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
         if change.left_out:
             left = count(change.left_out, "parameter")
             yield ("optimizer", f"{path}: {left} left out with the weights, the others numbered again")
+        if change.keyed_by:
+            yield ("optimizer", f"{path}: keyed by {change.keyed_by}, {_NAMES_FROM[change.names_from or 'itself']}")
     if changes.unprefixed:
         yield ("names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
     yield from _group_lines(changes.regrouped, every_name or not report.written)

@@ -32,6 +32,7 @@ import torch.distributed.checkpoint
 import torch.distributed.tensor  # DTensors are loaded here
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import ckptconv
@@ -417,7 +418,22 @@ CASES: dict[str, Case] = {
         saved(lambda: {"model": dict(net().named_parameters()), "optimizer": trained()["optimizer"]}),
         "convert {m}.pt out.pt --exclude *.weight", r"without the optimizer: (--drop \w+)", "loads",
         lambda made: _equal(list(loads(made)["model"]), ["0.bias", "1.bias", "2.bias"]),
-        "edits/optimizers.py:_refused:option drop",
+        "edits/optimizers.py:_agreed:option drop",
+    ),
+    "an optimizer whose order is not known": Case(
+        saved(lambda: {"model": net().state_dict(), "optimizer": trained()["optimizer"]}),
+        "convert {m}.pt out.pt --optimizer names", r"(--optimizer-order model) if", "torch takes the names",
+        lambda made: set_optimizer_state_dict(
+            model := net(), torch.optim.AdamW(model.parameters()), loads(made)["optimizer"]
+        ),
+        "edits/optimizers.py:_agreed:option optimizer_order",
+    ),
+    "an optimizer in a file of its own": Case(
+        lambda m: (torch.save(trained()["optimizer"], m + ".pt"), torch.save(net().state_dict(), "weights.pt")),
+        "convert {m}.pt out.pt --optimizer names --optimizer-order model",
+        r"with the weights: (--model FILE)", "torch takes the names",
+        lambda made: set_optimizer_state_dict(model := net(), torch.optim.AdamW(model.parameters()), loads(made)),
+        "edits/optimizers.py:_agreed:option model", {"FILE": "weights.pt"},
     ),
     "files of ranks that differ": Case(
         lambda m: _ranks(m, epoch=2), "convert {m} out.pt", r"to leave them out: (--drop \S+)", "loads",
@@ -1270,6 +1286,7 @@ NOT_TYPED: dict[Site, str] = {
     "edits/dtype_casts.py:cast:option dtype": _NO_CHANGE,
     "edits/dtype_casts.py:say:option dtype": _NO_CHANGE,
     "edits/rename.py:unwrap:option unwrap": _NO_CHANGE,
+    "edits/optimizers.py:key_by:option optimizer": _NO_CHANGE,
     "edits/retag.py:retag:option map_location": _NO_CHANGE,
     "edits/views.py:compact:option compact": _NO_CHANGE,
     "errors.py:require_torch:text": _NETWORK,

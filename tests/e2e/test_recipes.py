@@ -22,6 +22,7 @@ from huggingface_hub import load_torch_model, save_torch_state_dict
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from transformers.utils import import_utils
 
 import ckptconv
@@ -394,10 +395,21 @@ def trained_by_names() -> None:
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "model.pt")
+    torch.save(model.state_dict(), "weights.pt")
+    without_names = torch.optim.Adam(model.parameters())
+    without_names.load_state_dict(optimizer.state_dict())
+    without_names.param_groups[0].pop("param_names")
+    torch.save(without_names.state_dict(), "optimizer.pt")
 
 
 def goes_on_without_a_head() -> None:
     found, model = torch.load("smaller.pt"), net()
+    names = [name for name, _ in model.named_parameters()]
+    assert torch.load("numbers.pt")["optimizer"]["param_groups"][0]["param_names"] == names
+    for by_name in (torch.load("names.pt")["optimizer"], torch.load("by-name.pt")):
+        optimizer = torch.optim.Adam(model.parameters())
+        set_optimizer_state_dict(model, optimizer, by_name)
+        assert len(optimizer.state) == len(names)
     del model.head
     model.load_state_dict(found["model"], strict=True)
     torch.optim.Adam(model.parameters()).load_state_dict(found["optimizer"])

@@ -30,6 +30,7 @@ from tests.support.command import Command
 from tests.support.conversions import saved_at
 from tests.support.injection import content_of
 from tests.support.judge import assert_same, assert_same_files, tags_of
+from tests.support.paths import ROOT
 from tests.support.reduced import Reduced
 
 #: Each example is several files on a disk: in the long run a thousand are enough.
@@ -376,6 +377,9 @@ ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
     "strip_prefix": [(["--strip-prefix", "module"], {"strip_prefix": "module."}, "x.pt")],
     "rename": [(["--rename", "a", "b", "--rename", "b", "c"], {"rename": [("a", "b"), ("b", "c")]}, "x.pt")],
     "add_prefix": [(["--add-prefix", "x", "--add-prefix", "y"], {"add_prefix": ["x", "y"]}, "x.pt")],
+    "optimizer": [(["--optimizer", "numbers"], {"optimizer": "numbers"}, "x.pt")],
+    "optimizer_order": [(["--optimizer-order", "model"], {"optimizer_order": "model"}, "x.pt")],
+    "model": [(["--model", str(ROOT / "fixtures/cuda0.pt")], {"model": ROOT / "fixtures/cuda0.pt"}, "x.pt")],
     "dtype": [
         (["--dtype", "bf16"], {"dtype": torch.bfloat16}, "x.pt"),
         (["--dtype", "bf16", "--dtype", "*.norm.*=fp32"], {"dtype": ["bf16", "*.norm.*=fp32"]}, "x.pt"),
@@ -407,6 +411,8 @@ ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
 _IN_PLACE = {"in_place", "no_undo"}
 #: What is about the way, not about the output.
 _NO_EDITS = (
+    "optimizer_order",
+    "model",
     "force",
     "skip_existing",
     "jobs",

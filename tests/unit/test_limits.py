@@ -313,6 +313,7 @@ ELSEWHERE = {
     "spread_steps": "formats/distributed/test_rank_files.py::test_bounds",
     "zero_cuts": "formats/distributed/test_zero.py::test_too_many_pieces",
     "match_seconds": "edits/test_matching.py::test_a_match_that_does_not_end",
+    "optimizer_steps": "edits/test_optimizers.py::test_bounds",
     "strips": "formats/distributed/test_rank_files.py::test_bounds",
     "undo_journal": "conversion/test_in_place.py::test_a_journal_that_is_too_large",
     "nested_pickles": "safety/test_scan.py::test_depth",

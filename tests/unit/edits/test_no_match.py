@@ -33,6 +33,7 @@ TYPED = {
     "to DEVICE": "--to cpu",
     "dtype D": "--dtype float32",
     "unwrap": "--unwrap",
+    "optimizer FORM": "--optimizer names",
     "loadable": "--loadable",
     "compact": "--compact",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import ckptconv
-from ckptconv.errors import RefusedError
+from ckptconv.checkpoint import optimizers as reading
+from ckptconv.edits import optimizers as editing
+from ckptconv.errors import NoMatchError, RefusedError, UsageError
+from ckptconv.limits import LIMITS
 from tests.support.judge import assert_same
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -144,7 +150,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a parameter without state": (
         {"model": {"a": W, "b": torch.ones(4)}, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}},
         "a",
-        "0 can be a, b",
+        "0 can be a, b, and no shape decides",
     ),
     "a group that is none": (
         {"model": MODEL, "optimizer": {"state": {}, "param_groups": [{"params": "q"}]}},
@@ -169,17 +175,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "names of another model": (
         {"model": MODEL, "optimizer": _state(SHAPES, ["x.q", "x.k", "x.out"])},
         "q",
-        "no state dict in the file has its parameters",
+        "no state dict has its parameters",
     ),
     "shapes of another model": (
         {"model": MODEL, "optimizer": _state([(9, 9)])},
         "q",
-        "no state dict in the file has its parameters",
+        "no state dict has its parameters",
     ),
     "more parameters than weights": (
         {"model": MODEL, "optimizer": {"state": {}, "param_groups": [{"params": [0, 1, 2, 3]}]}},
         "q",
-        "no state dict in the file has its parameters",
+        "no state dict has its parameters",
     ),
     "names with other shapes": (
         {"model": MODEL, "optimizer": _state([(3, 3), (2, 3), (3, 2)], param_names=["q", "k", "out"])},
@@ -274,5 +280,181 @@ def test_in_a_folder_the_report_says_it_too(tmp_path: Path) -> None:
     obj = {"model": MODEL, "optimizer": _state(SHAPES), "seed": np.float64(1.5)}
     torch.save(obj, run / "train.pt")
     report = ckptconv.convert(run, tmp_path / "new", exclude="out", loadable=True)
-    assert report.as_dict()["optimizers"] == [{"path": "train.pt: optimizer", "names": 0, "left_out": 1}]
+    assert report.as_dict()["optimizers"] == [
+        {"path": "train.pt: optimizer", "names": 0, "left_out": 1, "keyed_by": None, "names_from": None}
+    ]
     assert [plain["path"] for plain in report.as_dict()["made_plain"]] == ["train.pt: seed"]
+
+
+# Names and numbers
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one group", "two groups"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_names_are_those_of_torch_and_numbers_come_back(tmp_path: Path, kind: str, several: bool) -> None:
+    """By names the state is what ``get_optimizer_state_dict`` gives, and ``set_optimizer_state_dict`` takes it. Back
+    to numbers, ``load_state_dict`` takes it, and the run goes on.
+    """
+    src, named, numbered = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
+    torch.manual_seed(1)
+    net = Net()
+    optimizer = OPTIMIZERS[kind](groups_of(net, named=False, several=several))
+    train(net, optimizer)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, src)
+
+    report = ckptconv.convert(src, named, optimizer="names", optimizer_order="model")
+
+    change = report.changes.optimizers["optimizer"]
+    assert (change.keyed_by, change.names_from) == ("names", "order")
+    assert "in the order of the model, for which you vouch" in str(report)
+    made = torch.load(named)
+    if kind != "Adafactor":  # whose lists of None torch cannot flatten
+        assert_same(made["optimizer"], get_optimizer_state_dict(net, optimizer))
+    after = Net()
+    after.load_state_dict(made["model"])
+    taker = OPTIMIZERS[kind](groups_of(after, named=False, several=several))
+    set_optimizer_state_dict(after, taker, made["optimizer"])
+    assert_same(moments(after, taker), moments(net, optimizer))
+
+    ckptconv.convert(named, numbered, optimizer="numbers")
+    after.load_state_dict(made["model"])
+    taker = OPTIMIZERS[kind](groups_of(after, named=False, several=several))
+    taker.load_state_dict(torch.load(numbered)["optimizer"])
+    assert train(after, taker, seed=2) == train(net, optimizer, seed=2)
+    back = torch.load(numbered)["optimizer"]
+    names = [name for group in back["param_groups"] for name in group.pop("param_names")]
+    assert_same(back, torch.load(src)["optimizer"])
+    assert sorted(names) == sorted(name for name, _ in net.named_parameters())
+
+
+def test_names_of_its_own_and_a_state_without_weights(tmp_path: Path) -> None:
+    """What another program wrote by names needs no weights. A state that is as asked stays, with a note."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({"optimizer": _state(SHAPES, ["q", "k", "out"])}, src)
+    report = ckptconv.convert(src, dst, optimizer="numbers")
+    expected = _state(SHAPES, param_names=["q", "k", "out"])
+    assert_same(torch.load(dst)["optimizer"], expected)
+    assert report.changes.optimizers["optimizer"].names_from == "itself"
+    again = ckptconv.convert(dst, tmp_path / "c.pt", optimizer="numbers")
+    assert again.notes == ("no optimizer is keyed otherwise, so optimizer='numbers' changed nothing",)
+    assert not again.changed
+    ckptconv.convert(dst, src, optimizer="names", force=True)
+    expected = _state(SHAPES, ["q", "k", "out"])
+    made = torch.load(src)["optimizer"]
+    assert made["param_groups"][0].pop("param_names") == ["q", "k", "out"]
+    assert_same(made, expected)
+
+
+def test_shapes_that_leave_one_reading(tmp_path: Path) -> None:
+    """Whatever the order of the groups, and a parameter without state if one name is left for it."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    model = {"a": torch.ones(1), "b": torch.ones(2), "c": torch.ones(3)}
+    optimizer = _state([(3,), (1,)])
+    optimizer["param_groups"].append({"lr": 0.2, "params": [2]})
+    torch.save({"model": model, "optimizer": optimizer}, src)
+    report = ckptconv.convert(src, dst, optimizer="names")
+    made = torch.load(dst)["optimizer"]
+    assert [group["params"] for group in made["param_groups"]] == [["c", "a"], ["b"]]
+    assert [*made["state"]] == ["c", "a"]
+    assert report.changes.optimizers["optimizer"].names_from == "shapes"
+
+
+#: Weights and shapes for which the order of the model does not do either: what decides.
+OUT_OF_ORDER: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
+    "a buffer of the same shape": (
+        {"w": W, "mask": V, "out": MODEL["out"]},
+        _state(SHAPES[1:]),
+        "0 can be mask, w, and no shape decides",
+    ),
+    "another order": (MODEL, _state([(3, 2), (2, 3), (2, 3)]), "the order of model does not fit the shapes"),
+    "groups that could be exchanged": (
+        {"a": W, "b": V},
+        {"state": _state(SHAPES[:2])["state"], "param_groups": [{"params": [0]}, {"params": [1]}]},
+        "0 can be a, b",
+    ),
+    "a parameter of another model": ({"a": W}, _state(SHAPES[:2]), "no state dict has its parameters"),
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_ORDER)
+def test_where_the_order_leaves_several_readings(tmp_path: Path, case: str) -> None:
+    """Refused also for one who vouches for the order, with two of the candidates."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    model, optimizer, why = OUT_OF_ORDER[case]
+    torch.save({"model": model, "optimizer": optimizer}, src)
+    for options in ({"optimizer": "names"}, {"exclude": next(iter(model))}):
+        with pytest.raises(RefusedError) as caught:
+            ckptconv.convert(src, dst, optimizer_order="model", **options)
+        assert why in str(caught.value)
+    assert not dst.exists()
+
+
+def test_two_of_one_size_are_never_guessed(tmp_path: Path) -> None:
+    """Files in which they are exchanged cannot be told apart, so both are refused; with names, each is right."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    for order in (["q", "k", "out"], ["k", "q", "out"]):
+        state = _state(SHAPES)
+        for number, name in enumerate(order):
+            state["state"][number]["exp_avg"] = MODEL[name] * 2
+        torch.save({"model": MODEL, "optimizer": state}, src)
+        with pytest.raises(RefusedError, match=r"0, 1 can be q, k, and no shape decides\); optimizer_order='model' if"):
+            ckptconv.convert(src, dst, optimizer="names")
+        state["param_groups"][0]["param_names"] = order
+        torch.save({"model": MODEL, "optimizer": state}, src)
+        ckptconv.convert(src, dst, optimizer="names", force=True)
+        made = torch.load(dst)["optimizer"]["state"]
+        dst.unlink()
+        for name, entry in made.items():
+            assert torch.equal(entry["exp_avg"], MODEL[name] * 2)
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_an_optimizer_in_a_file_of_its_own(tmp_path: Path, suffix: str) -> None:
+    """Trainer's ``optimizer.pt`` takes the names of the model beside it; globs are for these names too."""
+    model, src, dst = tmp_path / f"model.{suffix}", tmp_path / "optimizer.pt", tmp_path / "b.pt"
+    save_file(MODEL, model) if suffix == "safetensors" else torch.save(MODEL, model)
+    torch.save(_state(SHAPES), src)
+    ckptconv.convert(src, dst, exclude="out", model=model)
+    assert torch.load(dst)["param_groups"][0]["params"] == [0, 1]
+    ckptconv.convert(src, dst, include=["q", "k"], model=model, force=True)
+    assert torch.load(dst)["param_groups"][0]["params"] == [0, 1]
+    with pytest.raises(NoMatchError, match="no name in the model matches 'head'"):
+        ckptconv.convert(src, dst, exclude="head", model=model, force=True)
+    if suffix == "pt":
+        ckptconv.convert(src, dst, optimizer="names", model=str(model), optimizer_order="model", force=True)
+        assert [*torch.load(dst)["state"]] == ["q", "k", "out"]
+    else:
+        with pytest.raises(RefusedError, match="are sorted, as safetensors does"):
+            ckptconv.convert(src, dst, optimizer="names", model=model, optimizer_order="model", force=True)
+    with pytest.raises(RefusedError, match=r"there is no state dict\); name the file with the weights: model=FILE"):
+        ckptconv.convert(src, dst, optimizer="names", force=True)
+
+
+def test_batch_norm_has_no_parameters_among_its_buffers(tmp_path: Path) -> None:
+    """Parameters without any state, as those of SGD without momentum, are counted without them."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    net = Net()
+    torch.save({"model": net.state_dict(), "opt": torch.optim.SGD(net.parameters()).state_dict()}, src)
+    ckptconv.convert(src, dst, optimizer="names", optimizer_order="model")
+    assert torch.load(dst)["opt"]["param_groups"][0]["params"] == [name for name, _ in net.named_parameters()]
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "name"}, {"optimizer": True}, {"optimizer_order": "names"}])
+def test_a_wrong_value_is_named(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Before anything is read."""
+    with pytest.raises(UsageError, match=r"optimizer(_order)? must be '(names|model)'"):
+        ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", **options)
+
+
+def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is kept waiting by parameters without state, or by many optimizers of many models."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    model = {f"w{i}": torch.ones(1) for i in range(20)}
+    group = {"params": [*range(10)]}
+    torch.save({"model": model, "optimizer": {"state": {}, "param_groups": [group]}}, src)
+    for steps, what in ((150, "no shape decides"), (100, "too many parameters have no state"), (50, "too many optim")):
+        limits = dataclasses.replace(LIMITS, optimizer_steps=steps)
+        for module in (reading, editing):
+            monkeypatch.setattr(module, "LIMITS", limits)
+        with pytest.raises(ckptconv.CkptconvError, match=what):
+            ckptconv.convert(src, dst, optimizer="names", optimizer_order="model")
