@@ -16,8 +16,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ckptconv.hints import Message
+from ckptconv.result import Result
 from tests.support.command import Command
 from tests.support.paths import FIXTURES, SUPPORT, TESTS
+from tests.support.schemas import check
 
 settings.register_profile(
     "gate", max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
@@ -45,6 +47,21 @@ def _keeping_parts(method: Any) -> Any:
 
 for _name in ("__format__", "__mod__", "format", "partition", "removeprefix", "replace", "split", "strip"):
     setattr(Message, _name, _keeping_parts(getattr(str, _name)))
+
+
+def _checked(as_dict: Callable[[Result], dict[str, Any]]) -> Callable[[Result], dict[str, Any]]:
+    """`as_dict` of results, with a look at whether the published schema describes what it gives."""
+    commands = {"Summary": "inspect", "Report": "convert", "Verdict": "verify", "Difference": "diff"}
+
+    def called(self: Result) -> dict[str, Any]:
+        found = as_dict(self)
+        check(commands[type(self).__name__], found)
+        return found
+
+    return called
+
+
+Result.as_dict = _checked(Result.as_dict)  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ckptconv.cli.main import main
+from tests.support.schemas import check
 
 __all__ = ["Command", "Said"]
 
@@ -44,6 +45,10 @@ class Command:
         for stream, texts in ((said.out, out), (said.err, err)):
             for text in (texts,) if isinstance(texts, str) else texts:
                 assert text in stream, (words, text, stream)
+        typed = [*self._first, *map(str, words)]
+        if "--json" in typed and status != 2:
+            for line in said.out.splitlines():
+                check(typed[0], json.loads(line))
         return said
 
     def json(self, *words: object, status: int = 0) -> Any:

@@ -1,0 +1,26 @@
+"""The command ``ckptconv schema``, which prints the JSON Schema of what another command prints with ``--json``."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import click
+
+from ckptconv.cli.commands import Command, debug_option
+
+
+@click.command(
+    "schema",
+    cls=Command,
+    exits="0 done, 2 the command makes no sense",
+    epilog="Example: ckptconv schema inspect > inspect.schema.json",
+)
+@click.argument("command", metavar="COMMAND", type=click.Choice(["convert", "diff", "inspect", "verify"]))
+@debug_option
+def schema_command(command: str, **_: Any) -> None:
+    """Print the JSON Schema of what COMMAND (convert, diff, inspect or verify) prints with --json.
+
+    The schema is in draft 2020-12 of JSON Schema. It describes one object, which is one line of the output.
+    """
+    click.echo(files("ckptconv.render").joinpath("schemas", f"{command}.json").read_text("utf-8"), nl=False)

@@ -1,0 +1,55 @@
+"""The published schemas, closed: an object that a test prints has the keys that its schema names, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from json import loads
+from typing import Any
+
+__all__ = ["check", "schema_of"]
+
+_SAMPLE = 20  # items at either end of a list, which is what large checkpoints can afford
+
+
+def schema_of(command: str) -> Any:
+    """The schema of what `command` prints with ``--json``, as it is published."""
+    return loads(files("ckptconv.render").joinpath("schemas", f"{command}.json").read_text("utf-8"))
+
+
+def check(command: str, printed: Any) -> None:
+    """Fail if `printed`, one object, is not what the schema of `command` describes.
+
+    Without jsonschema nothing is checked: the gate has it, a browser does not.
+    """
+    if find_spec("jsonschema"):
+        from jsonschema.exceptions import best_match
+
+        error = best_match(_validator(command).iter_errors(printed))
+        assert error is None, (command, error.json_path, error.message)
+
+
+@cache
+def _validator(command: str) -> Any:
+    from jsonschema.validators import Draft202012Validator, extend
+
+    def items(validator: Any, schema: Any, instance: Any, _: Any) -> Iterator[Any]:
+        if isinstance(instance, list):
+            for item in [*instance[:_SAMPLE], *instance[_SAMPLE:][-_SAMPLE:]]:
+                yield from validator.descend(item, schema)
+
+    schema = schema_of(command)
+    Draft202012Validator.check_schema(schema)
+    return extend(Draft202012Validator, {"items": items})(_closed(schema))
+
+
+def _closed(schema: Any) -> Any:
+    """`schema` with objects that have no keys but those that it names."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    return {**closed, "additionalProperties": False} if isinstance(schema.get("required"), list) else closed
