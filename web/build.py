@@ -48,8 +48,9 @@ NOT_HERE = """
     __main__ byteranges/kernels/casting byteranges/kernels/comparing
     byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
     conversion/in_place conversion/jobs conversion/process_pool conversion/worker formats/in_place
-    inspection/verification output/in_place output/signals render/notebook render/page/vendored stores/fsspec
-    stores/http stores/remote stores/requests stores/s3 stores/uploads stores/urls tensors
+    inspection/verification output/in_place output/signals render/notebook render/page/vendored
+    render/sarif render/schemas stores/fsspec stores/http stores/remote stores/requests stores/s3 stores/uploads
+    stores/urls tensors
 """
 #: The files of the page itself, in the order in which they are loaded, and their content types.
 SHELL = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(

@@ -13,7 +13,7 @@ from ckptconv.cli.commands import Command, debug_option
 @click.command(
     "schema",
     cls=Command,
-    exits="0 done, 2 the command makes no sense",
+    exits="0 done, 1 failed, 2 the command makes no sense",
     epilog="Example: ckptconv schema inspect > inspect.schema.json",
 )
 @click.argument("command", metavar="COMMAND", type=click.Choice(["convert", "diff", "inspect", "verify"]))
@@ -23,4 +23,4 @@ def schema_command(command: str, **_: Any) -> None:
 
     The schema is in draft 2020-12 of JSON Schema. It describes one object, which is one line of the output.
     """
-    click.echo(files("ckptconv.render").joinpath("schemas", f"{command}.json").read_text("utf-8"), nl=False)
+    click.echo(files("ckptconv.render").joinpath(f"schemas/{command}.json").read_text("utf-8"), nl=False)

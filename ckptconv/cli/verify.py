@@ -7,15 +7,17 @@ import sys
 from collections import Counter
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import click
 
+from ckptconv import __version__
 from ckptconv.cli.commands import PATH, Command, debug_option, download_option
 from ckptconv.cli.terminal import progress_bar, show_error, style_of
 from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.formats.distributed.rank_names import as_sets
 from ckptconv.hints import option
-from ckptconv.inspection.verification import Status, checkpoints_in, status_of, verdict_on
+from ckptconv.inspection.verification import Finding, Status, Verdict, checkpoints_in, finding_of, status_of, verdict_on
 from ckptconv.render.json_views import SCHEMA_VERSION
 from ckptconv.render.verdict import verdict_lines
 from ckptconv.stores import is_folder, locate
@@ -39,6 +41,7 @@ NOT_CHECKED = 4
 )
 @click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")
+@click.option("--sarif", "as_sarif", is_flag=True, help="Print one SARIF 2.1.0 log of all findings, for code scanning.")
 @click.option(
     "-q", "--quiet", is_flag=True, help="Print nothing about checkpoints that are ok, also if they need code."
 )
@@ -51,9 +54,9 @@ def verify_command(
     expect_sha256: str | None,
     download: bool,
     as_json: bool,
-    quiet: bool,
-    verbose: bool,
+    as_sarif: bool,
     debug: bool,
+    **shown: bool,
 ) -> int:
     """Check that checkpoints are whole, and safe to load.
 
@@ -65,20 +68,17 @@ def verify_command(
     or a disk fails, the file is reported as not checked, and not as damaged.
     """
     counts: Counter[Status] = Counter()
-    if expect_sha256 is not None and (len(paths) > 1 or is_folder(paths[0])):
-        raise UsageError(
-            option("expect_sha256", None) + " is for one file",
-            got=f"{len(paths)} paths" if len(paths) > 1 else paths[0],
-        )
+    verdicts: list[Verdict] = []
+    failed: list[tuple[str, CkptconvError, Finding]] = []
+    quiet, verbose = shown["quiet"], shown["verbose"]
+    if as_json and as_sarif:
+        raise UsageError(option("json") + " and " + option("sarif") + " cannot be combined")
+    if expect_sha256 is not None:
+        _check_one_file(paths)
     for path in chain.from_iterable(checkpoints_in(path, pickles=True) for path in as_sets(paths, least=2)):
         try:
-            verdict = verdict_on(
-                path,
-                strict=strict,
-                expect_sha256=expect_sha256,
-                download=download,
-                progress=partial(progress_bar, quiet=quiet),
-            )
+            how: dict[str, Any] = {"strict": strict, "expect_sha256": expect_sha256, "download": download}
+            verdict = verdict_on(path, **how, progress=partial(progress_bar, quiet=quiet))
         except UsageError:
             raise
         except CkptconvError as error:
@@ -86,17 +86,42 @@ def verify_command(
                 raise
             counts[status_of(error)] += 1
             show_error(error)
+            failed.append((str(locate(path)), error, finding_of(error)))
             if as_json:
-                failed = {"ok": False, "status": status_of(error), "error": str(error)}
-                click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "path": str(locate(path)), **failed}))
+                click.echo(json.dumps(_unread_as_dict(path, error)))
             continue
         counts[verdict.status] += 1
-        if as_json:
-            click.echo(json.dumps(verdict.as_dict()))
+        if as_sarif:
+            verdicts.append(verdict)
         else:
-            for line in verdict_lines(verdict, quiet=quiet, verbose=verbose):
-                click.echo(style_of(sys.stdout).text(line))
-    if (total := sum(counts.values())) > 1 and not as_json and not quiet:
-        unread = f", {counts['not checked']:,} not checked" if counts["not checked"] else ""
-        click.echo(f"{count(total, 'checkpoint')}: {counts['ok']:,} ok, {counts['failed']:,} failed{unread}")
-    return 1 if counts["failed"] else NOT_CHECKED if counts["not checked"] else 0
+            lines = verdict_lines(verdict, quiet=quiet, verbose=verbose)
+            texts = [json.dumps(verdict.as_dict())] if as_json else map(style_of(sys.stdout).text, lines)
+            for text in texts:
+                click.echo(text)
+    status = 1 if counts["failed"] else NOT_CHECKED if counts["not checked"] else 0
+    if as_sarif:
+        from ckptconv.render.sarif import sarif_log  # for these logs alone
+
+        click.echo(json.dumps(sarif_log(verdicts, failed, status, notes=verbose, version=__version__)))
+    elif (total := sum(counts.values())) > 1 and not as_json and not quiet:
+        not_checked = f", {counts['not checked']:,} not checked" if counts["not checked"] else ""
+        click.echo(f"{count(total, 'checkpoint')}: {counts['ok']:,} ok, {counts['failed']:,} failed{not_checked}")
+    return status
+
+
+def _unread_as_dict(path: str, error: CkptconvError) -> dict[str, Any]:
+    """Return what ``--json`` prints of a checkpoint at `path` that could not be opened."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "path": str(locate(path)),
+        "ok": False,
+        "status": status_of(error),
+        "error": str(error),
+    }
+
+
+def _check_one_file(paths: tuple[str, ...]) -> None:
+    """Raise UsageError if `paths` are not one file, which ``--expect-sha256`` needs."""
+    if len(paths) > 1 or is_folder(paths[0]):
+        got = f"{len(paths)} paths" if len(paths) > 1 else paths[0]
+        raise UsageError(option("expect_sha256", None) + " is for one file", got=got)

@@ -266,7 +266,7 @@ def _findings(
     if faults.errors:  # then the checkpoint may lack some of the file
         known = {concern.name for concern in concerned}
         concerned = concerned + [concern for concern in concerns_in(faults.named) if concern.name not in known]
-    findings = [_of_error(error) for error in faults.errors if not (concerned and isinstance(error, DangerousError))]
+    findings = [finding_of(error) for error in faults.errors if not (concerned and isinstance(error, DangerousError))]
     findings += (_of_concern(concern, path) for concern in concerned)
     return [*findings, *_notes(checkpoint, faults.records)] if checkpoint else findings
 
@@ -310,8 +310,8 @@ def status_of(error: CkptconvError) -> Status:
     return "not checked" if isinstance(error, UnreadableError) else "failed"
 
 
-def _of_error(error: CkptconvError) -> Finding:
-    """Return the finding that `error` is."""
+def finding_of(error: CkptconvError) -> Finding:
+    """Return the finding that `error` is, which was raised or found while a checkpoint was read."""
     level: Level = "unknown" if isinstance(error, (UnsupportedError, LimitError)) else "damaged"
     level = "dangerous" if isinstance(error, DangerousError) else level
     level = "not checked" if status_of(error) == "not checked" else level

@@ -16,7 +16,7 @@ _SAMPLE = 20  # items at either end of a list, which is what large checkpoints c
 
 def schema_of(command: str) -> Any:
     """The schema of what `command` prints with ``--json``, as it is published."""
-    return loads(files("ckptconv.render").joinpath("schemas", f"{command}.json").read_text("utf-8"))
+    return loads(files("ckptconv.render").joinpath(f"schemas/{command}.json").read_text("utf-8"))
 
 
 def check(command: str, printed: Any) -> None:
@@ -28,7 +28,8 @@ def check(command: str, printed: Any) -> None:
         from jsonschema.exceptions import best_match
 
         error = best_match(_validator(command).iter_errors(printed))
-        assert error is None, (command, error.json_path, error.message)
+        why = [f"{each.json_path}: {each.message[:300]}" for each in (error, *(error.context or ()))] if error else []
+        assert not why, (command, *why)
 
 
 @cache
