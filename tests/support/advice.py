@@ -7,14 +7,16 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import ckptconv
+from ckptconv import hints
 
-__all__ = ["Site", "come_by", "sites"]
+__all__ = ["Place", "come_by", "places"]
 
 _PACKAGE = Path(ckptconv.__file__).parent
 _MAKERS = ("option", "Option", "command", "command_line", "shell", "python_command", "saved_by_torch", "Issue")
@@ -24,27 +26,64 @@ _CODE = re.compile(
     r"|\b(?:torch|ckptconv|averaged|tensor)\.[a-z_.]+\((?!weights_only)"
 )
 
-Site = str  # module:function:what
+
+@dataclass(frozen=True)
+class Place:
+    """An expression of the package that makes something to type.
+
+    Attributes:
+        file: The file, from the package's folder on.
+        what: What it makes: ``option NAME``, ``command NAME``, ``issue KIND``, the first word of another program, or
+            ``text``. A star stands for a name that is not a constant.
+        code: The code in a ``text``.
+        first: Its first line.
+        last: Its last line.
+        in_function: Whether it is made when a function runs, and not when its module is imported.
+    """
+
+    file: str
+    what: str
+    code: str
+    first: int
+    last: int
+    in_function: bool
+
+    @property
+    def name(self) -> str:
+        """What a table calls it: functions and lines are not in it, so that both may change."""
+        return f"{self.file}:{self.what}"
+
+    def is_in(self, typed: str) -> bool:
+        """Return whether `typed` has what it makes. What is no constant, or no advice by itself, is not looked for."""
+        kind, _, name = self.what.partition(" ")
+        if kind == "text":
+            return self.code.strip("`(") in typed
+        if name == "*" or kind in ("*", "issue"):
+            return True
+        if kind == "option":
+            flags = {words[0] for words in hints.Option(name, "x").words()}
+            if name == "map_location":
+                flags = {"--to", "--map"}
+            return any(word in typed for word in (*flags, name))
+        return (name.removesuffix("_many") if kind == "command" else kind) in typed
 
 
 @cache
-def sites() -> dict[Site, list[tuple[str, int, int]]]:
-    """Where something to type is said: the module's file and the lines, by module, function and what it is.
-
-    What is an argument of another belongs to that; docstrings and what click declares are none.
+def places() -> list[Place]:
+    """Return all places, in order. What is an argument of another belongs to that; docstrings and what click declares
+    are none.
     """
-    found: dict[Site, list[tuple[str, int, int]]] = {}
+    found = []
     for path in sorted(_PACKAGE.rglob("*.py")):
         name = str(path.relative_to(_PACKAGE))
         if name != "hints.py":
-            for function, what, node in _said_in(ast.parse(path.read_text()), "", inside=False):
-                place = (str(path), node.lineno, node.end_lineno or node.lineno)
-                found.setdefault(f"{name}:{function}:{what}", []).append(place)
+            for what, code, node, in_function in _said_in(ast.parse(path.read_text()), inside=False):
+                found.append(Place(name, what, code, node.lineno, node.end_lineno or node.lineno, in_function))
     return found
 
 
-def _said_in(node: ast.AST, function: str, *, inside: bool) -> Iterator[tuple[str, str, ast.expr]]:
-    """The function, the word and the expression of each; of nested ones the outermost."""
+def _said_in(node: ast.AST, *, inside: bool, in_function: bool = False) -> Iterator[tuple[str, str, ast.expr, bool]]:
+    """The word, the code, the expression of each, and whether a function makes it; of nested ones the outermost."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring
     if isinstance(node, ast.Call):
@@ -52,14 +91,18 @@ def _said_in(node: ast.AST, function: str, *, inside: bool) -> Iterator[tuple[st
         if maker in ("Flag", "click.option", "click.command", "click.argument", "click.group", "re.compile"):
             return
         if maker in _MAKERS and not inside and not (maker == "Option" and not isinstance(node.args[0], ast.Constant)):
-            yield function, _word(maker, node), node
+            yield _word(maker, node), "", node, in_function
             inside = maker != "Issue"
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and not inside and _CODE.search(node.value):
-        yield function, "text", node
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        function = node.name
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and not inside
+        and (code := _CODE.search(node.value))
+    ):
+        yield "text", code[0], node, in_function
+    in_function = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
     for child in ast.iter_child_nodes(node):
-        yield from _said_in(child, function, inside=inside)
+        yield from _said_in(child, inside=inside, in_function=in_function)
 
 
 def _word(maker: str, call: ast.Call) -> str:
@@ -71,25 +114,33 @@ def _word(maker: str, call: ast.Call) -> str:
 
 
 @contextmanager
-def come_by() -> Iterator[set[Site]]:
-    """What of :func:`sites` the lines run in this context have said."""
-    lines: dict[str, dict[int, set[Site]]] = {}
-    for site, places in sites().items():
-        for path, first, last in places:
-            for line in range(first, last + 1):
-                lines.setdefault(path, {}).setdefault(line, set()).add(site)
-    said: set[Site] = set()
+def come_by() -> Iterator[set[Place]]:
+    """The places whose lines are run in this context, and those outside of functions in a file whose functions run."""
+    lines: dict[str, dict[int, set[Place]]] = {}
+    tables: dict[str, set[Place]] = {}
+    for place in places():
+        path = str(_PACKAGE / place.file)
+        of_file = lines.setdefault(path, {})
+        if not place.in_function:
+            tables.setdefault(path, set()).add(place)
+        for line in range(place.first, place.last + 1) if place.in_function else ():
+            of_file.setdefault(line, set()).add(place)
+    run: set[Place] = set()
 
     def in_lines(frame: FrameType, event: str, _: Any) -> Any:
-        said.update(lines[frame.f_code.co_filename].get(frame.f_lineno, ()))
+        run.update(lines[frame.f_code.co_filename].get(frame.f_lineno, ()))
         return in_lines
 
     def in_calls(frame: FrameType, event: str, _: Any) -> Any:
-        return in_lines(frame, event, None) if frame.f_code.co_filename in lines else None
+        path = frame.f_code.co_filename
+        if path not in lines or frame.f_code.co_name == "<module>":
+            return None
+        run.update(tables.get(path, ()))
+        return in_lines(frame, event, None)
 
     before = sys.gettrace()
     sys.settrace(in_calls)
     try:
-        yield said
+        yield run
     finally:
         sys.settrace(before)
