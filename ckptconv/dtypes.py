@@ -1,6 +1,6 @@
 """The table of dtypes: torch's name, storage class, item size, and safetensors' name.
 
-Sources: ``torch.storage._dtype_to_storage_type_map`` and ``_new_dtypes`` of torch 2.13, ``Dtype`` in ``tensor.rs`` of
+Sources: ``torch.storage._dtype_to_storage_type_map`` and ``_new_dtypes`` of torch 2.15, ``Dtype`` in ``tensor.rs`` of
 safetensors 0.8. Tests compare the table with them.
 """
 
@@ -54,6 +54,7 @@ _TABLE = (
     DType("uint32", None, 4, word="U32"),
     DType("uint64", None, 8, word="U64"),
     DType("complex32", None, 4),
+    DType("bcomplex32", None, 4),
     DType("float8_e4m3fn", None, 1, word="F8_E4M3"),
     DType("float8_e4m3fnuz", None, 1, word="F8_E4M3FNUZ"),
     DType("float8_e5m2", None, 1, word="F8_E5M2"),

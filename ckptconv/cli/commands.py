@@ -191,6 +191,11 @@ _MORE: dict[str, dict[str, Any]] = {
     "strip_prefix": {"shell_complete": _complete_prefix},
 }
 download_option = click.option("--download", is_flag=True, help=DOWNLOAD.help)
+torch_option = click.option(
+    "--torch",
+    metavar="VERSION",
+    help="Say whether this torch loads it (such as 2.9; else the installed or the newest known one), or all of them.",
+)
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import click
 
 from ckptconv.checkpoint.tensor_info import matches
-from ckptconv.cli.commands import PATH, Command, PageFile, debug_option, download_option, page_options
-from ckptconv.cli.terminal import progress_bar, show_error, style_of
+from ckptconv.checkpoint.torch_versions import asked_version
+from ckptconv.cli.commands import PATH, Command, PageFile, debug_option, download_option, page_options, torch_option
+from ckptconv.cli.terminal import progress_bar, show_error, style_of, warn_of_flaws
 from ckptconv.errors import CkptconvError, InputError, NoMatchError, UsageError
 from ckptconv.hints import option
 from ckptconv.inspection.summary import Summary, TensorSummary, ValuesWanted, summary_of
@@ -60,6 +61,7 @@ from ckptconv.stores import is_folder, locate
     metavar="nan,inf",
     help="Exit with 1 if a tensor has NaN, or an infinity, or either; reads the values.",
 )
+@torch_option
 @download_option
 @debug_option
 def inspect_command(
@@ -70,6 +72,7 @@ def inspect_command(
     force: bool,
     download: bool,
     debug: bool,
+    torch: str | None,
     **view: Any,
 ) -> int:
     """Show what is in checkpoints, without loading them.
@@ -84,12 +87,15 @@ def inspect_command(
     if not {"nan", "inf"}.issuperset(kinds):
         raise UsageError(option("fail_on", view["fail_on"]) + " is no such list", expected="nan, inf, or nan,inf")
     wanted = _values_wanted(view, kinds)
+    asked_version(torch)
     about_tensors = as_json or view["tree"] or view["include"] or view["exclude"] or wanted
     lines: list[Line] | None = [] if len(every) > min(2, len(paths)) and not about_tensors else None
     status = 0
     for i, path in enumerate(every):
         try:
-            summary = summary_of(path, wanted, download=download, progress=partial(progress_bar, quiet=as_json))
+            summary = summary_of(
+                path, wanted, download=download, torch=torch, progress=partial(progress_bar, quiet=as_json)
+            )
             if lines is not None:
                 lines.append(line_of(summary))
                 continue
@@ -121,6 +127,8 @@ def inspect_command(
         if view["sort"]:
             lines.sort(key=lambda line: (-(line.nbytes or 0),) if view["sort"] == "size" else natural(line.path))
         _show(listing_lines(lines, style, limit=view["limit"], everything=view["everything"]), style)
+    if not as_json:
+        warn_of_flaws(torch)
     return status
 
 

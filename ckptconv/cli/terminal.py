@@ -24,6 +24,15 @@ def show_error(error: CkptconvError) -> None:
     click.echo(style_of(sys.stderr).text(f"ckptconv: {error}"), err=True)
 
 
+def warn_of_flaws(torch: str | None) -> None:
+    """Print a warning if the safe loader of `torch`, by default the installed version, has known vulnerabilities."""
+    from ckptconv.checkpoint.torch_versions import ALL, installed_torch, warning_of_flaws
+
+    warning = warning_of_flaws(installed_torch() if torch in (None, ALL) else torch)
+    if warning:
+        click.echo(f"warning: {warning}", err=True)
+
+
 def style_of(stream: TextIO) -> Style:
     """Return what `stream` can show."""
     terminal = stream.isatty()

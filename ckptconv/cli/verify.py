@@ -12,8 +12,9 @@ from typing import Any
 import click
 
 from ckptconv import __version__
-from ckptconv.cli.commands import PATH, Command, debug_option, download_option
-from ckptconv.cli.terminal import progress_bar, show_error, style_of
+from ckptconv.checkpoint.torch_versions import asked_version
+from ckptconv.cli.commands import PATH, Command, debug_option, download_option, torch_option
+from ckptconv.cli.terminal import progress_bar, show_error, style_of, warn_of_flaws
 from ckptconv.errors import CkptconvError, UsageError, count
 from ckptconv.formats.distributed.rank_names import as_sets
 from ckptconv.hints import option
@@ -36,8 +37,8 @@ NOT_CHECKED = 4
 @click.option(
     "--strict",
     is_flag=True,
-    help="Fail every file that is not proved to load with weights_only=True by the rules of torch 2.13. Files without"
-    " a pickle (safetensors) pass.",
+    help="Fail every file that is not proved to load with weights_only=True. Files without a pickle (safetensors)"
+    " pass.",
 )
 @click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")
@@ -46,17 +47,18 @@ NOT_CHECKED = 4
     "-q", "--quiet", is_flag=True, help="Print nothing about checkpoints that are ok, also if they need code."
 )
 @click.option("-v", "--verbose", is_flag=True, help="Print notes as well.")
+@torch_option
 @download_option
 @debug_option
 def verify_command(
     paths: tuple[str, ...],
-    strict: bool,
     expect_sha256: str | None,
-    download: bool,
+    torch: str | None,
     as_json: bool,
     as_sarif: bool,
+    quiet: bool,
     debug: bool,
-    **shown: bool,
+    **flags: bool,
 ) -> int:
     """Check that checkpoints are whole, and safe to load.
 
@@ -70,14 +72,15 @@ def verify_command(
     counts: Counter[Status] = Counter()
     verdicts: list[Verdict] = []
     failed: list[tuple[str, CkptconvError, Finding]] = []
-    quiet, verbose = shown["quiet"], shown["verbose"]
+    verbose = flags.pop("verbose")
+    how: dict[str, Any] = {"expect_sha256": expect_sha256, "torch": torch, **flags}
     if as_json and as_sarif:
         raise UsageError(option("json") + " and " + option("sarif") + " cannot be combined")
     if expect_sha256 is not None:
         _check_one_file(paths)
+    asked_version(torch)
     for path in chain.from_iterable(checkpoints_in(path, pickles=True) for path in as_sets(paths, least=2)):
         try:
-            how: dict[str, Any] = {"strict": strict, "expect_sha256": expect_sha256, "download": download}
             verdict = verdict_on(path, **how, progress=partial(progress_bar, quiet=quiet))
         except UsageError:
             raise
@@ -106,6 +109,8 @@ def verify_command(
     elif (total := sum(counts.values())) > 1 and not as_json and not quiet:
         not_checked = f", {counts['not checked']:,} not checked" if counts["not checked"] else ""
         click.echo(f"{count(total, 'checkpoint')}: {counts['ok']:,} ok, {counts['failed']:,} failed{not_checked}")
+    if not (as_json or as_sarif or quiet):
+        warn_of_flaws(torch)
     return status
 
 

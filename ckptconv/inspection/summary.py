@@ -17,6 +17,15 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule
 from ckptconv.checkpoint.state_dicts import IS_AVERAGE, StateDict
 from ckptconv.checkpoint.tensor_info import TensorInfo
+from ckptconv.checkpoint.torch_versions import (
+    ALL,
+    NEWEST,
+    asked_version,
+    flaws_of,
+    installed_torch,
+    version_of,
+    word_of,
+)
 from ckptconv.checkpoint.weights_only.objects import Answer
 from ckptconv.edits.devices import user_devices
 from ckptconv.edits.names import prefixes_of
@@ -33,7 +42,7 @@ from ckptconv.pickles.graph import Call, Dict, FrozenSet, Global, List, Node, Se
 from ckptconv.pickles.paths import Place
 from ckptconv.result import Result
 from ckptconv.safety.scan import Concern, Level, concerns, level_of
-from ckptconv.safety.torch_load import CALL, Loading, torch_loading
+from ckptconv.safety.torch_load import CALL, NO_SAFETENSORS, SAFETENSORS_SINCE, Loading, answers_of, torch_loading
 from ckptconv.stores.memory import Input
 
 if TYPE_CHECKING:
@@ -146,8 +155,12 @@ class TorchLoadSummary:
         call: The call that was followed.
         torch: The version of torch whose rules were followed.
         reasons: Why it is refused, or not known.
-        other_torch: The version of torch that is installed, if it is another one.
+        other_torch: The version of torch that was asked about, if its rules are not known.
         needs: The lowest version of torch that the call needs, if it needs one.
+        installed: The version of torch that is installed, or None.
+        flaws: The vulnerabilities of the safe loader in the version that was asked about.
+        versions: The answers of all known versions, or None if they were not asked for and `torch` loads the file or no
+            version has another answer.
     """
 
     answer: Answer
@@ -156,6 +169,9 @@ class TorchLoadSummary:
     reasons: tuple[ReasonSummary, ...]
     other_torch: str | None = None
     needs: str | None = None
+    installed: str | None = None
+    flaws: tuple[str, ...] = ()
+    versions: dict[str, Answer] | None = None
 
 
 @dataclass(frozen=True)
@@ -266,7 +282,14 @@ class Summary(Result):
 
 
 @for_python
-def inspect(path: Input, *, values: bool = False, histogram: bool = False, download: bool = False) -> Summary:
+def inspect(
+    path: Input,
+    *,
+    values: bool = False,
+    histogram: bool = False,
+    download: bool = False,
+    torch: str | None = None,
+) -> Summary:
     """Summarise the checkpoint at `path`. No tensor data is read, unless its values are asked for.
 
     Args:
@@ -275,6 +298,8 @@ def inspect(path: Input, *, values: bool = False, histogram: bool = False, downl
             NaN, infinities and zeros, the extremes, mean, standard deviation and norm.
         histogram: The same, with a histogram of 32 bins for each tensor.
         download: For a URL, as for :func:`ckptconv.convert`.
+        torch: The version of torch that loads the file, such as ``"2.9"``, or ``"all"`` for the answers of all known
+            versions as well. None means the installed one, or the newest known one if none is installed.
 
     Returns:
         Tensors, devices, dtypes, names, and the rest.
@@ -283,7 +308,7 @@ def inspect(path: Input, *, values: bool = False, histogram: bool = False, downl
         CkptconvError: One of its subclasses.
     """
     wanted = ValuesWanted(histogram=histogram) if values or histogram else None
-    return summary_of(path, wanted, download=download)
+    return summary_of(path, wanted, download=download, torch=torch)
 
 
 @dataclass(frozen=True)
@@ -297,16 +322,24 @@ class ValuesWanted:
 
 
 def summary_of(
-    path: Input, values: ValuesWanted | None = None, *, download: bool = False, progress: Meter | None = None
+    path: Input,
+    values: ValuesWanted | None = None,
+    *,
+    download: bool = False,
+    torch: str | None = None,
+    progress: Meter | None = None,
 ) -> Summary:
     """Return what :func:`inspect` returns, in the words of the command line.
 
     `values` says which values are read; None: none. `progress` is called with the bytes to read.
     """
+    host = this_host()
+    if torch not in (None, ALL):
+        host = replace(host, torch=word_of(asked_version(torch)))
     with open_input(path, skims=values is None, download=download, progress=progress) as source:
         with gc_paused():
             checkpoint = opening.read(source)
-            summary = summarize(checkpoint, this_host())
+            summary = summarize(checkpoint, host, every=torch == ALL)
         if values is None:
             return summary
         from ckptconv.inspection.values import values_of
@@ -318,14 +351,15 @@ def summary_of(
     return replace(summary, tensors=tuple(tensors), has_values=True)
 
 
-def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
-    """Return the summary of `checkpoint`, to be loaded on `host`."""
+def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Summary:
+    """Return the summary of `checkpoint`, to be loaded on `host`. `every` asks about all known versions of torch."""
     detected = checkpoint.detected
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]
     graph = checkpoint.graph
     has_pickle = not checkpoint.is_state_dict
-    loading = torch_loading(checkpoint)
+    known = None if host.torch is None or host.other_torch else version_of(host.torch)
+    loading = torch_loading(checkpoint, torch=known or NEWEST)
     concerned = concerns(checkpoint)
     diagnosis = replace(diagnose(checkpoint, host, loading, concerned), other_torch=host.other_torch)
     refusals = Counter(reason.text for reason in loading.reasons if reason.known == "refused") if has_pickle else {}
@@ -354,7 +388,7 @@ def summarize(checkpoint: Checkpoint, host: Host) -> Summary:
         rng_states=tuple(info.path for info in detected.rng_states),
         weights_only=loading.loads or not has_pickle,
         obstacles=dict(refusals),
-        torch_load=_torch_load(loading, checkpoint, host),
+        torch_load=_torch_load(loading, checkpoint, host, every=every),
         safety=level_of(checkpoint, concerned, loading),
         concerns=tuple(concerned),
         dangerous=tuple(sorted(concern.name for concern in concerned if concern.dangerous)),
@@ -424,8 +458,10 @@ def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: _KINDS.index(part.kind)))
 
 
-def _torch_load(loading: Loading, checkpoint: Checkpoint, host: Host) -> TorchLoadSummary:
+def _torch_load(loading: Loading, checkpoint: Checkpoint, host: Host, *, every: bool) -> TorchLoadSummary:
     """Return whether torch loads `checkpoint`, with the paths of the reasons."""
+    texts = {reason.text for reason in loading.reasons}
+    wanted = every or (loading.varies and not loading.loads and not checkpoint.is_state_dict)
     uses = checkpoint.index.referrers if loading.reasons else None
     return TorchLoadSummary(
         answer=loading.answer,
@@ -441,7 +477,10 @@ def _torch_load(loading: Loading, checkpoint: Checkpoint, host: Host) -> TorchLo
             for reason in loading.reasons[: LIMITS.concerns]
         ),
         other_torch=host.other_torch,
-        needs=loading.torch if loading.loads and checkpoint.is_state_dict else None,
+        needs=SAFETENSORS_SINCE if checkpoint.is_state_dict and texts <= {NO_SAFETENSORS} else None,
+        installed=installed_torch(),
+        flaws=flaws_of(host.torch),
+        versions=answers_of(checkpoint, loading) if wanted else None,
     )
 
 

@@ -6,7 +6,7 @@ Nothing in the file is executed, and torch is not needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -17,6 +17,8 @@ from ckptconv.byteranges.record_checks import check_records, length_of
 from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Meter
 from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.torch_versions import ALL, KNOWN, asked_version, by_version
+from ckptconv.checkpoint.weights_only.objects import Answer
 from ckptconv.conversion.discovery import find
 from ckptconv.errors import (
     CkptconvError,
@@ -41,7 +43,7 @@ from ckptconv.pickles.graph import gc_paused
 from ckptconv.result import Result
 from ckptconv.safety.scan import Concern, concerns, concerns_in, level_of
 from ckptconv.safety.scan import Level as Safety
-from ckptconv.safety.torch_load import Loading, torch_loading
+from ckptconv.safety.torch_load import Loading, answers_of, torch_loading
 from ckptconv.stores import is_folder, locate
 from ckptconv.stores.memory import Input
 
@@ -100,6 +102,7 @@ class Verdict(Result):
         more: The number of findings beyond the limit.
         strict: Whether a checkpoint is ``ok`` only if it is proved to load with ``weights_only=True`` or has no pickle.
         torch: The version of torch whose rules `safety` follows.
+        versions: The answers of all known versions, or None as in :class:`TorchLoadSummary`.
     """
 
     path: str
@@ -111,6 +114,7 @@ class Verdict(Result):
     more: int = 0
     strict: bool = False
     torch: str | None = None
+    versions: dict[str, Answer] | None = None
     _drawn_by = "verdict"
 
     @property
@@ -136,6 +140,7 @@ def verify(
     strict: bool = False,
     expect_sha256: str | None = None,
     download: bool = False,
+    torch: str | None = None,
     progress: Meter | None = None,
 ) -> Verdict:
     """Find all that is wrong with the checkpoint at `path`. All bytes that have a checksum are read.
@@ -143,10 +148,12 @@ def verify(
     Args:
         path: A file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one; or a binary
             file object, as for :func:`ckptconv.open`.
-        strict: Accept a checkpoint only if it is proved to load with ``weights_only=True`` by the rules of torch 2.13,
-            or contains no pickle (safetensors).
+        strict: Accept a checkpoint only if it is proved to load with ``weights_only=True``, or contains no pickle
+            (safetensors).
         expect_sha256: The SHA-256 of the file in hexadecimal digits. The whole file is then read.
         download: For a URL, as for :func:`ckptconv.convert`.
+        torch: The version of torch that loads the file, as for :func:`ckptconv.inspect`. With ``"all"``, `strict`
+            demands that all known versions load it.
         progress: Called with the number of bytes that have a checksum. It returns a context manager for a function that
             is called with the number of bytes checked since its last call.
 
@@ -157,7 +164,9 @@ def verify(
         InputError: Nothing can be opened at `path`.
         UsageError: `expect_sha256` is not a SHA-256, or `path` is not a single file.
     """
-    return verdict_on(path, strict=strict, expect_sha256=expect_sha256, download=download, progress=progress)
+    return verdict_on(
+        path, strict=strict, expect_sha256=expect_sha256, download=download, torch=torch, progress=progress
+    )
 
 
 def verdict_on(
@@ -166,19 +175,22 @@ def verdict_on(
     strict: bool = False,
     expect_sha256: str | None = None,
     download: bool = False,
+    torch: str | None = None,
     progress: Meter | None = None,
 ) -> Verdict:
     """Return what :func:`verify` returns, in the words of the command line."""
-    expected = _digits(expect_sha256)
+    expected, version = _digits(expect_sha256), asked_version(torch)
     faults = CollectingSink()
     with _opened(path, faults, download=download, progress=progress) as source, gc_paused():
         if expected and isinstance(source, SourceFolder):
             raise UsageError("a SHA-256 is that of one file", where=source.path)
-        checkpoint, concerned, loading = None, [], None
+        checkpoint, concerned, loading, versions = None, [], None, None
         with faults:
             checkpoint = opening.read(source)
             concerned = concerns(checkpoint, storages=True)
-            loading = torch_loading(checkpoint, is_sound=not faults.errors)
+            loading = torch_loading(checkpoint, is_sound=not faults.errors, torch=version)
+            if not faults.errors and (torch == ALL or (not loading.loads and (loading.varies or version not in KNOWN))):
+                versions = answers_of(checkpoint, loading) if not checkpoint.is_state_dict else None
         _keep_unread(faults)
         records = faults.records
         with progress(length_of(records)) if progress else nullcontext() as tick:
@@ -189,7 +201,7 @@ def verdict_on(
             source.check_unchanged()
         findings = _findings(checkpoint, concerned, faults, source.path)
         if strict and checkpoint and loading:
-            findings += _unproved(checkpoint, loading, findings)
+            findings += _unproved(checkpoint, loading, findings, versions if torch == ALL else None)
         safety = _safety(checkpoint, concerned, findings, loading)
     return Verdict(
         str(source.path),
@@ -201,6 +213,7 @@ def verdict_on(
         faults.more,
         strict,
         loading.torch if loading else None,
+        versions,
     )
 
 
@@ -271,12 +284,17 @@ def _findings(
     return [*findings, *_notes(checkpoint, faults.records)] if checkpoint else findings
 
 
-def _unproved(checkpoint: Checkpoint, loading: Loading, findings: list[Finding]) -> Iterator[Finding]:
+def _unproved(
+    checkpoint: Checkpoint, loading: Loading, findings: list[Finding], versions: Mapping[str, Answer] | None
+) -> Iterator[Finding]:
     """Yield the finding that `checkpoint` is not proved to load, unless other `findings` fail a strict verification
-    anyway.
+    anyway. If there are `versions`, all of them must load it.
     """
     has_pickle = not checkpoint.is_state_dict
-    if has_pickle and not loading.loads and all(finding.level in ("note", "warning") for finding in findings):
+    if loading.loads and versions and {*versions.values()} != {"loads"}:
+        what = "torch.load(weights_only=True) of some versions may refuse it"
+        yield Finding("not proved", what, str(checkpoint.source.path), got=by_version(versions))
+    elif has_pickle and not loading.loads and all(finding.level in ("note", "warning") for finding in findings):
         word = "refuses it" if loading.answer == "refused" else "may refuse it"
         why = some([reason.text for reason in loading.reasons])
         what = f"torch.load(weights_only=True) {word} by the rules of torch {loading.torch}"

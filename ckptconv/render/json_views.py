@@ -32,7 +32,8 @@ _KEYS = {
         *("elements", "differing", "not_finite", "largest", "largest_relative", "relative_to_max", "histogram"),
     ),
     "Verdict": (
-        *("path", "ok", "status", "strict", "format", "safety", "torch", "checked", "nbytes", "findings", "more"),
+        *("path", "ok", "status", "strict", "format", "safety", "torch", "versions"),
+        *("checked", "nbytes", "findings", "more"),
     ),
 }
 #: Keys that are left out if the value is None.

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptconv.checkpoint.torch_versions import NEWEST, OLDEST, by_version, word_of
 from ckptconv.errors import count, size
 from ckptconv.hints import Command, Option, command, command_in, option
 from ckptconv.lazy_regex import regex
@@ -130,14 +131,16 @@ def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str
     blocking = [finding for finding in summary.findings if finding.blocks]
     notes = [finding for finding in summary.findings if not finding.blocks]
     mending = _Mending(style)
-    here = summary.torch_load.other_torch
-    by_rules = here is not None and summary.loads_here is None
-    label = f"torch {summary.torch_load.torch}" if by_rules else "loads here"
+    load = summary.torch_load
+    by_rules = load.other_torch is not None and summary.loads_here is None
+    is_here = not by_rules and (load.installed is None or f"{load.installed}.".startswith(f"{load.torch}."))
+    label = "loads here" if is_here else f"torch {load.torch}"
     if by_rules:
-        yield (
-            0,
-            fact(style, "loads here", f"not known: torch {here} is installed, and ckptconv does not know its rules"),
-        )
+        known = f"{word_of(OLDEST)} to {word_of(NEWEST)}"
+        text = f"not known: ckptconv knows the rules of torch {known}, and not those of {load.other_torch}"
+        yield 0, fact(style, "loads", text)
+    if load.versions:
+        yield 2, fact(style, "all versions", by_version(load.versions))
     unknown = next((finding for finding in notes if finding.kind in ("device", "not known")), None)
     if blocking or summary.loads_here is False:
         yield from _reasons(label, blocking, _remedy_first(summary, blocking), style, mending)
@@ -161,10 +164,10 @@ def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str
 def _how(summary: Summary) -> str:
     """Return the call that loads the file, or "" if that was not checked."""
     each = "each shard with " if summary.format.startswith("sharded") else ""
-    if summary.torch_load.answer != "loads":
-        return ""
     if summary.protocol is None:
         return f": {each}safetensors.torch.load_file(path)"
+    if summary.torch_load.answer != "loads":
+        return ""
     return f": {each}torch.load(path, weights_only=True), rules of torch {summary.torch_load.torch}"
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ckptconv.checkpoint.torch_versions import KNOWN, NEWEST, by_version, version_of, word_of
 from ckptconv.errors import count, printable, size
 
 if TYPE_CHECKING:
@@ -32,8 +33,11 @@ def _soundness(verdict: Verdict) -> Iterator[str]:
     yield str(verdict.format)
     yield f"{count(verdict.checked, 'checksum')} right ({size(verdict.nbytes)})" if verdict.checked else "no checksums"
     if verdict.safety:
+        newest = "" if not verdict.torch or version_of(verdict.torch) in KNOWN else f" (known: to {word_of(NEWEST)})"
         yield (
-            f"{verdict.safety} by the rules of torch {verdict.torch}"
+            f"{verdict.safety} by the rules of torch {verdict.torch}{newest}"
             if "weights_only" in verdict.safety
             else verdict.safety
         )
+    if verdict.versions:
+        yield by_version(verdict.versions)

@@ -1,7 +1,7 @@
 """Would ``torch.load(path, map_location="cpu", weights_only=True)`` load the file? The answer is yes, no, or not known.
 
 :mod:`ckptconv.checkpoint.weights_only` runs the pickle. This module models what torch does with the file around it.
-Source: ``torch/serialization.py`` of torch 2.13, and the answers of its C++ code in
+Source: ``torch/serialization.py`` of torch 2.6 to 2.15, and the answers of its C++ code in
 ``caffe2/serialize/inline_container.cc``.
 
 The answer assumes that the reader has found no fault in the file, that the process has imported only torch, and that it
@@ -17,7 +17,8 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Inflate
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.storage_ids import storage_id
-from ckptconv.checkpoint.weights_only.objects import TORCH, Answer, Contents, Reason
+from ckptconv.checkpoint.torch_versions import KNOWN, NEWEST, OLDEST, Rules, Version, asked_version, word_of
+from ckptconv.checkpoint.weights_only.objects import Answer, Contents, Reason
 from ckptconv.checkpoint.weights_only.unpickler import reasons
 from ckptconv.dtypes import BY_NAME, UNTYPED
 from ckptconv.errors import InputError, MalformedError
@@ -33,6 +34,9 @@ from ckptconv.limits import LIMITS
 
 #: The call that the answer is about.
 CALL = 'torch.load(path, map_location="cpu", weights_only=True)'
+#: The reason for a safetensors file in torch before :data:`SAFETENSORS_SINCE`.
+NO_SAFETENSORS = "torch.load reads safetensors since torch 2.13"
+SAFETENSORS_SINCE = "2.13"
 _ZIP, _LEGACY, _PICKLE, _SAFETENSORS = (WRITERS[word].name for word in ("pt", "legacy", "pickle", "safetensors"))
 _VERSIONS = range(1, 11)
 _NUMBER = regex(rb"\s*\+?([0-9]{1,19})")
@@ -51,12 +55,14 @@ class Loading:
     Attributes:
         answer: ``loads``, ``refused`` or ``not known``.
         reasons: The reasons. Empty if the answer is ``loads``.
-        torch: The version of torch that is modelled.
+        torch: The version of torch, such as ``2.13``.
+        varies: Whether other known versions may have another answer.
     """
 
     answer: Answer
     reasons: tuple[Reason, ...] = ()
-    torch: str = TORCH
+    torch: str = word_of(NEWEST)
+    varies: bool = False
 
     @property
     def loads(self) -> bool:
@@ -64,47 +70,63 @@ class Loading:
         return self.answer == "loads"
 
 
-def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True) -> Loading:
+def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True, torch: Version | None = None) -> Loading:
     """Return whether torch's safe loader would load a file.
 
     Args:
         checkpoint: The unedited checkpoint, whose source must be open.
         is_sound: Whether the reader has found no fault in it.
+        torch: The version of torch. None means the installed one, or the newest known one if none is installed.
 
     Returns:
-        The answer about :data:`CALL` on a machine without accelerators.
+        The answer about :data:`CALL` on a machine without accelerators. It is ``not known`` for a version that is not
+        known.
     """
+    torch = torch or asked_version(None)
     if not is_sound:
-        return Loading("not known", (Reason("not known", "something is wrong with the file"),))
+        return Loading("not known", (Reason("not known", "something is wrong with the file"),), word_of(torch))
+    rules = Rules(torch)
     blobs = checkpoint.blobs or checkpoint.source
-    reasons_found = list(_reasons(checkpoint, blobs))
-    reasons_found.sort(key=lambda each: each.known != "refused")
-    return Loading(reasons_found[0].known if reasons_found else "loads", tuple(reasons_found))
+    found = list(_reasons(checkpoint, blobs, rules))
+    if torch not in KNOWN:
+        known = f"{word_of(OLDEST)} to {word_of(NEWEST)}"
+        text = f"the rules of torch {word_of(torch)}, for ckptconv knows those of {known}"
+        found = [Reason("not known", text)]
+    found.sort(key=lambda each: each.known != "refused")
+    return Loading(found[0].known if found else "loads", tuple(found), word_of(torch), rules.vary)
 
 
-def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
+def answers_of(checkpoint: Checkpoint, loading: Loading) -> dict[str, Answer]:
+    """Return the answers of all known versions of torch. `loading` is that of one version."""
+    every = {word_of(version): version for version in KNOWN}
+    if not loading.varies and loading.torch in every:
+        return dict.fromkeys(every, loading.answer)
+    return {word: torch_loading(checkpoint, torch=version).answer for word, version in every.items()}
+
+
+def _reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[Reason]:
     """Yield the reasons for a file, or for each file of a set of shards. `blobs` contains its long texts."""
     container = checkpoint.container
     if isinstance(container, ShardedContainer):
         for shard in container.shards:
-            yield from _reasons(shard.part, blobs)
+            yield from _reasons(shard.part, blobs, rules)
         return
-    is_named_safetensors = checkpoint.source.path.name.endswith(".safetensors")
+    is_named_safetensors = checkpoint.source.path.name.endswith(".safetensors") and rules.since(2, 13)
     if is_named_safetensors and checkpoint.format != _SAFETENSORS:
         yield Reason("refused", "torch.load takes a file of this name for safetensors, and it is none")
     if checkpoint.script_classes is not None:
         yield Reason("refused", "it is a TorchScript archive, which torch.jit.load loads and torch.load does not")
         return
     if checkpoint.format == _ZIP:
-        yield from _zip_reasons(checkpoint, blobs)
+        yield from _zip_reasons(checkpoint, blobs, rules)
     elif checkpoint.format == _LEGACY:
-        yield from _legacy_reasons(checkpoint, blobs)
+        yield from _legacy_reasons(checkpoint, blobs, rules)
     elif checkpoint.format == _PICKLE:
         yield Reason(
             "refused", "it is a plain pickle: torch.load finds no magic number, and reads none", is_spelling=True
         )
     elif checkpoint.format == _SAFETENSORS:
-        yield from _safetensors_reasons(checkpoint)
+        yield from _safetensors_reasons(checkpoint, rules)
     else:
         yield Reason(
             "refused", "torch.load reads files, and these are several, with parts of the same tensors", is_spelling=True
@@ -114,17 +136,17 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
 # torch's zip
 
 
-def _zip_reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
+def _zip_reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[Reason]:
     """Yield the reasons for a zip file of torch."""
     archive = checkpoint.container
     assert isinstance(archive, Archive)
-    yield from _record_reasons(checkpoint, archive)
+    yield from _record_reasons(checkpoint, archive, rules)
     yield from _deflate_reasons(checkpoint)
     contents = Contents(checkpoint.index.storage_of, blobs, checkpoint.byteorder)
-    yield from reasons(checkpoint.graph, contents)
+    yield from reasons(checkpoint.graph, contents, rules)
 
 
-def _record_reasons(checkpoint: Checkpoint, archive: Archive) -> Iterator[Reason]:
+def _record_reasons(checkpoint: Checkpoint, archive: Archive, rules: Rules) -> Iterator[Reason]:
     """Yield reasons from the records next to the pickle and the storages, which torch's reader of archives checks."""
     names = archive.names()
     root = archive.root.encode()
@@ -144,7 +166,8 @@ def _record_reasons(checkpoint: Checkpoint, archive: Archive) -> Iterator[Reason
     try:
         int(records.get(_ALIGNMENT, b"64"))
     except ValueError:
-        yield Reason("refused", f"the record {_ALIGNMENT} is no number", is_spelling=True)
+        if rules.since(2, 7):
+            yield Reason("refused", f"the record {_ALIGNMENT} is no number", is_spelling=True)
     try:
         records.get(_SERIALIZATION_ID, b"").decode()
     except UnicodeDecodeError:
@@ -207,28 +230,30 @@ def _deflate_reasons(checkpoint: Checkpoint) -> Iterator[Reason]:
 # torch's format before 1.6
 
 
-def _legacy_reasons(checkpoint: Checkpoint, blobs: Readable) -> Iterator[Reason]:
+def _legacy_reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[Reason]:
     """Yield the reasons for a file in torch's format before 1.6."""
     container = checkpoint.container
     assert isinstance(container, LegacyFile)
     if is_tar(checkpoint.source):
         yield Reason("refused", "torch takes it for a tar archive, which Python's tarfile does")
     for graph in container.around:
-        yield from reasons(graph)
+        yield from reasons(graph, rules=rules)
     if container.class_ids:
         yield Reason("refused", "it names the classes of modules, with their source")
     for each in checkpoint.references:
         if storage_id(each.node).dtype is UNTYPED:
             yield Reason("refused", "torch cannot read a storage without a dtype from this format", is_spelling=True)
-    yield from reasons(checkpoint.graph, Contents(blobs=blobs, are_there=False))
+    yield from reasons(checkpoint.graph, Contents(blobs=blobs, are_there=False), rules)
 
 
-def _safetensors_reasons(checkpoint: Checkpoint) -> Iterator[Reason]:
+def _safetensors_reasons(checkpoint: Checkpoint, rules: Rules) -> Iterator[Reason]:
     """Yield the reasons for a safetensors file.
 
     torch.load passes a file with that suffix to the safetensors package, which is modelled as of version 0.8.
     """
-    if not checkpoint.source.path.name.endswith(".safetensors"):
+    if not rules.since(2, 13):
+        yield Reason("refused", NO_SAFETENSORS)
+    elif not checkpoint.source.path.name.endswith(".safetensors"):
         yield Reason("refused", "torch.load reads safetensors only under a name that ends in .safetensors")
     without = {info.dtype for info in checkpoint.tensors.values()} - BY_NAME.keys()
     if without:

@@ -11,7 +11,9 @@ import inspect
 import pickle
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import IO, Any, TypeAlias, cast
 
 import torch
@@ -19,6 +21,7 @@ import torch
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import OtherDType
 from ckptconv.checkpoint.safe_globals import needed_import
+from ckptconv.checkpoint.torch_versions import warning_of_flaws
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.devices import Devices, MapLocation, parse_target, to_devices
 from ckptconv.edits.retag import retag, tags_of
@@ -48,6 +51,7 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         UnsupportedError: torch's safe loader refuses the checkpoint.
         MalformedError: torch cannot make what the checkpoint describes.
     """
+    _warn_of_flaws()
     where = checkpoint.source.path
     devices, target = _meaning(map_location)
     _refuse_code(checkpoint, whole=whole)
@@ -82,6 +86,13 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         raise MalformedError(
             "torch cannot make what the file says", where=where, got=f"{type(error).__name__}: {error}"
         ) from error
+
+
+@cache
+def _warn_of_flaws() -> None:
+    """Warn once in a process of known vulnerabilities of the safe loader that is used here."""
+    if warning := warning_of_flaws(torch.__version__):
+        warnings.warn(warning, stacklevel=2)
 
 
 def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:

@@ -15,8 +15,8 @@ from typing import Literal, TypeAlias
 from ckptconv.byteranges.reading import read
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Inflate
-from ckptconv.checkpoint.safe_globals import ALLOWED
 from ckptconv.checkpoint.tensor_info import Storage
+from ckptconv.checkpoint.torch_versions import Rules
 from ckptconv.dtypes import BY_NAME, BY_STORAGE_CLASS, DType
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
@@ -157,9 +157,6 @@ def describe(held: Held) -> str:
     return _WORDS.get(type(held), "an object")
 
 
-#: The version of torch that is modelled.
-TORCH = "2.13"
-
 Answer: TypeAlias = Literal["loads", "refused", "not known"]
 Known: TypeAlias = Literal["refused", "not known"]
 
@@ -234,10 +231,12 @@ class Objects:
         contents: The bytes that the graph refers to.
         make: Returns the value of a call that has no value yet.
         steps: The number of steps that may be spent on looking at values repeatedly.
+        rules: The version of torch.
     """
 
-    def __init__(self, contents: Contents, make: Callable[[Call], Held], steps: int) -> None:
+    def __init__(self, contents: Contents, make: Callable[[Call], Held], steps: int, rules: Rules) -> None:
         self.contents = contents
+        self.rules = rules
         self.left = steps
         self.made: dict[int, Held] = {}
         self._make = make
@@ -378,7 +377,7 @@ class Objects:
             yield blobs.read(text.offset + at, min(_WINDOW, text.length - at))
 
     def numbers(self, tensor: TensorValue) -> list[int]:
-        """Return the elements of `tensor`, which has 64-bit integers, in row-major order.
+        """Return the elements of `tensor`, which has int64 or int32, in row-major order.
 
         Raises NotKnown if they cannot be read, or if too many bytes have been read in this way.
         """
@@ -388,6 +387,7 @@ class Objects:
         data = storage and storage.data
         if data is None or not isinstance(data, (ByteRange, Inflate)) or not tensor.is_plain:
             raise NotKnown("it needs the values of a tensor, which cannot be read here")
+        n = BY_NAME[tensor.dtype].itemsize
         self._bytes_left -= data.length + 8 * prod(tensor.shape)
         if self._bytes_left < 0:
             raise NotKnown("it needs the values of more tensors than are read here")
@@ -396,7 +396,7 @@ class Objects:
         for size, step in zip(tensor.shape, tensor.stride, strict=True):
             at = [start + i * step for start in at for i in range(size)]
         little = self.contents.byteorder == "little"
-        return [int.from_bytes(raw[8 * i : 8 * i + 8], "little" if little else "big", signed=True) for i in at]
+        return [int.from_bytes(raw[n * i : n * i + n], "little" if little else "big", signed=True) for i in at]
 
 
 def _storage(node: PersistentId) -> Held:
@@ -505,7 +505,7 @@ class Arguments:
         if not isinstance(held, Global):
             return None
         name = imported_name(held, 2)
-        if name not in ALLOWED:  # the global has its own reason
+        if not self.objects.rules.allow(name):  # the global has its own reason
             raise AfterUnknown
         return name
 

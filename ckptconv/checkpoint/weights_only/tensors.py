@@ -3,14 +3,15 @@
 The first half makes tensors: the rebuild functions. The second half makes containers, numbers, ``torch.Size``,
 ``torch.device`` and layouts.
 
-Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions), ``torch/nn/parameter.py``, ``torch/_tensor.py``, and
-the observed answers of torch's C++ code.
+Sources, torch 2.6 to 2.15: ``torch/_utils.py`` (the rebuild functions), ``torch/nn/parameter.py``, ``torch/_tensor.py``
+and the observed answers of torch's C++ code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
@@ -44,19 +45,19 @@ from ckptconv.pickles.graph import Blob, Dict, Global, Tuple, Value
 Maker: TypeAlias = Callable[[Arguments], Held]
 
 _PARAMETER = "torch.nn.parameter.Parameter"
-DIFFERENTIABLE = ("float", "bfloat", "complex")  # prefixes of dtypes that can require gradients
+DIFFERENTIABLE = ("float", "bfloat", "complex", "bcomplex")  # prefixes of dtypes that can require gradients
 _QUANTIZED = ("qint", "quint")
 _ODD = ("bits", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "float4_e2m1fn_x2")
 _COMPRESSED = ("torch.sparse_csr", "torch.sparse_csc", "torch.sparse_bsr", "torch.sparse_bsc")
 #: Attributes of tensors that torch's own code sets in another way than plain attributes.
 ATTRIBUTES = frozenset(
     (
-        "H", "T", "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_has_symbolic_sizes_strides",
-        "_post_accumulate_grad_hooks", "_python_dispatch", "_version", "data", "device", "dtype", "grad", "grad_dtype",
-        "grad_fn", "imag", "is_cpu", "is_cuda", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
-        "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu",
-        "itemsize", "layout", "mH", "mT", "name", "names", "nbytes", "ndim", "output_nr", "real", "requires_grad",
-        "retains_grad", "shape", "volatile",
+        "H", "T", "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_has_grad_dtype_override",
+        "_has_symbolic_sizes_strides", "_post_accumulate_grad_hooks", "_python_dispatch", "_version", "data",
+        "device", "dtype", "grad", "grad_dtype", "grad_fn", "imag", "is_cpu", "is_cuda", "is_ipu", "is_leaf",
+        "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized", "is_sparse",
+        "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize", "layout", "mH", "mT", "name", "names", "nbytes",
+        "ndim", "output_nr", "real", "requires_grad", "retains_grad", "shape", "volatile",
     )
 )  # a table  # fmt: skip
 
@@ -123,7 +124,7 @@ def _lazy_bits(args: Arguments, i: int, tensor: TensorValue) -> TensorValue:
             raise Refused("its metadata has a key that is no text")
         if name not in ("conj", "neg") or not isinstance(bit, bool):
             raise NotKnown("metadata of a tensor that is neither its conj nor its neg bit")
-        if name == "conj" and not tensor.dtype.startswith("complex"):
+        if name == "conj" and not tensor.dtype.startswith(("complex", "bcomplex")):
             raise Refused(f"its metadata has a conj bit, which a tensor of {tensor.dtype} has not")
         tensor.is_plain = False
     return tensor
@@ -251,8 +252,9 @@ def _check_per_channel(params: Arguments, shape: tuple[int, ...]) -> None:
     """Check the arguments ``(scheme, scales, zero points, axis)`` of a quantizer for a tensor of this `shape`."""
     params.check_count(4)
     axis = params.integer(3, "axis")
+    wrong = Refused if params.objects.rules.since(2, 13) else NotKnown  # torch itself checks it since then
     if not 0 <= axis < len(shape):
-        raise Refused(f"its axis {axis} is none of a tensor of {len(shape)} dimensions")
+        raise wrong(f"its axis {axis} is none of a tensor of {len(shape)} dimensions")
     for i, what in ((1, "scales"), (2, "zero points")):
         held = params.held(i)
         if not isinstance(held, TensorValue):
@@ -262,7 +264,7 @@ def _check_per_channel(params: Arguments, shape: tuple[int, ...]) -> None:
         if len(held.shape) != 1:
             raise Refused(f"its {what} have {len(held.shape)} dimensions")
         if held.shape[0] != shape[axis]:
-            raise Refused(f"it has {held.shape[0]:,} {what} for {shape[axis]:,} channels")
+            raise wrong(f"it has {held.shape[0]:,} {what} for {shape[axis]:,} channels")
         if held.dtype not in ("float64", "int64"):
             params.objects.copy(held.shape[0], 8)
         if i == 1 and not held.dtype.startswith(("float", "bfloat")):
@@ -284,7 +286,7 @@ def _sparse(args: Arguments) -> TensorValue:
     if not isinstance(held, LayoutValue) or not held.name.startswith("torch.sparse_"):
         raise Refused(f"{held.name if isinstance(held, LayoutValue) else describe(held)} is no sparse layout")
     data = args.tuple(1, "data")
-    return _compressed(data) if held.name in _COMPRESSED else _coordinates(data)
+    return _compressed(data, held.name) if held.name in _COMPRESSED else _coordinates(data)
 
 
 def _coordinates(args: Arguments) -> TensorValue:
@@ -292,8 +294,7 @@ def _coordinates(args: Arguments) -> TensorValue:
     n = args.check_count(3, 4)
     indices, values = _plain_part(args, 0, "indices"), _plain_part(args, 1, "values")
     shape = _sparse_shape(args, 2)
-    if n == 4 and args.items[3] is not None:
-        args.flag(3, "is_coalesced")
+    is_coalesced = n == 4 and args.items[3] is not None and args.flag(3, "is_coalesced")
     if len(indices.shape) != 2:
         raise Refused(f"its indices have {len(indices.shape)} dimensions")
     if is_odd(indices.dtype):
@@ -307,13 +308,68 @@ def _coordinates(args: Arguments) -> TensorValue:
         raise Refused(f"its size has {len(shape)} dimensions, and its parts {indices.shape[0] + dense}")
     if tuple(shape[len(shape) - dense :]) != values.shape[1:]:
         raise Refused(f"its values have the shape {values.shape}, which its size is not")
+    if _checks_indices(args):
+        numbers, nnz = _index_numbers(args, indices), indices.shape[1]
+        rows = [numbers[i : i + nnz] for i in range(0, len(numbers), nnz)] if nnz else []
+        _check_range(rows, shape)
+        if is_coalesced and any(a >= b for a, b in pairwise(zip(*rows, strict=True))):
+            raise Refused("its indices are not in order, and it is said to be coalesced")
     return TensorValue(values.dtype, tuple(shape), kind="sparse", device=values.device)
 
 
-def _compressed(args: Arguments) -> TensorValue:
+def _checks_indices(args: Arguments) -> bool:
+    """Return whether torch compares the indices of a sparse tensor with its size when it loads it."""
+    return args.objects.rules.since(2, 14) or not args.objects.rules.since(2, 8)
+
+
+def _index_numbers(args: Arguments, indices: TensorValue) -> list[int]:
+    """Return the elements of `indices`. Raise NotKnown if they cannot be read here."""
+    if indices.dtype not in ("int64", "int32"):
+        raise NotKnown(f"indices of {indices.dtype}")
+    return args.objects.numbers(indices)
+
+
+def _check_range(rows: Iterable[Sequence[int]], shape: Sequence[int]) -> None:
+    """Raise Refused if an index in one of `rows` is outside of the size in `shape` for that row."""
+    for row, size in zip(rows, shape, strict=False):
+        if row and not 0 <= min(row) <= max(row) < size:
+            raise Refused(f"it has the indices {min(row)} to {max(row)} for {size:,} places")
+
+
+def _check_compressed(args: Arguments, layout: str, parts: Sequence[TensorValue], shape: list[int]) -> None:
+    """Raise Refused unless the `parts` of a compressed tensor have the invariants that torch documents.
+
+    Source: ``torch/sparse`` documentation and ``ValidateCompressedIndicesCommon.h``.
+    """
+    compressed, plain, values = parts
+    batch, blocks = len(compressed.shape) - 1, 2 if layout.startswith("torch.sparse_bs") else 0
+    batches, grid, rest = tuple(shape[:batch]), shape[batch : batch + 2], values.shape[batch + 1 :]
+    sizes, dense = rest[:blocks] or (1, 1), tuple(shape[batch + 2 :])
+    if len(sizes) != 2 or len(grid) != 2 or not all(n and not size % n for size, n in zip(grid, sizes, strict=True)):
+        raise Refused("its parts do not have the dimensions of its layout")
+    grid = [size // n for size, n in zip(grid, sizes, strict=True)]
+    lines, places = grid if layout in ("torch.sparse_csr", "torch.sparse_bsr") else grid[::-1]
+    nnz = values.shape[batch] if batch < len(values.shape) else 0
+    if (compressed.shape, plain.shape) != ((*batches, lines + 1), (*batches, nnz)):
+        raise Refused(f"its indices have the shapes {compressed.shape} and {plain.shape}, which its size is not")
+    if (values.shape[:batch], rest[blocks:]) != (batches, dense):
+        raise Refused(f"its values have the shape {values.shape}, which its size is not")
+    if compressed.dtype != plain.dtype:
+        raise Refused(f"its indices are {compressed.dtype} and {plain.dtype}")
+    starts, indices = (_index_numbers(args, part) for part in (compressed, plain))
+    for i in range(prod(batches)):
+        own, row = starts[i * (lines + 1) :][: lines + 1], indices[i * nnz :][:nnz]
+        _check_range([row], [places])
+        runs = [(row[a:b], b - a) for a, b in pairwise(own)]
+        is_sound = own[0] == 0 and own[-1] == nnz and all(0 <= n <= places for _, n in runs)
+        if not is_sound or any(a >= b for run, _ in runs for a, b in pairwise(run)):
+            raise Refused("its indices are not in order")
+
+
+def _compressed(args: Arguments, layout: str) -> TensorValue:
     """Return the sparse tensor of ``(compressed indices, plain indices, values, size)``.
 
-    torch does not compare the shapes of these when it loads them.
+    torch 2.8 to 2.13 do not compare the shapes of these when they load them.
     """
     args.check_count(4)
     parts = [_plain_part(args, i, what) for i, what in enumerate(("indices", "indices", "values"))]
@@ -325,6 +381,8 @@ def _compressed(args: Arguments) -> TensorValue:
     for part in parts[:2]:
         if part.dtype not in ("int64", "int32"):
             args.objects.copy(prod(part.shape), 8)
+    if _checks_indices(args):
+        _check_compressed(args, layout, parts, shape)
     return TensorValue(parts[2].dtype, tuple(shape), kind="sparse", device=parts[2].device)
 
 

@@ -4,7 +4,7 @@ Calls and effects on objects happen in the order of the source, because the cont
 depend on that order. A step that torch refuses, or that is not modelled, becomes a :class:`Reason`. A graph without
 reasons loads.
 
-Source: ``torch/_weights_only_unpickler.py`` of torch 2.13.
+Source: ``torch/_weights_only_unpickler.py`` of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ckptconv.checkpoint.safe_globals import (
-    ALLOWED,
-    IMPORTED_WITH_TORCH,
     TENSOR_CLASSES,
     needed_import,
     refused_opcodes,
 )
+from ckptconv.checkpoint.torch_versions import Rules
 from ckptconv.checkpoint.weights_only.objects import (
     BYTEARRAY,
     COUNTER,
@@ -104,6 +103,8 @@ def check_effect(target: Object, effect: Effect, objects: Objects) -> None:
         _build(target, held, effect, objects)
     elif effect.opcode in ("SETITEM", "SETITEMS") and (held is ORDERED_DICT or held is COUNTER):
         _check_keys(effect, objects)
+    elif effect.opcode in ("SETITEM", "SETITEMS") and not objects.rules.since(2, 10):
+        raise NotKnown(f"{effect.opcode} on {describe(held)}, which may corrupt memory")
     else:
         raise Refused(f"{effect.opcode} on {describe(held)}")
 
@@ -199,7 +200,7 @@ _LONG = "an integer of more than 255 bytes"
 _LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer has a sign
 
 
-def reasons(graph: Graph, contents: Contents | None = None) -> Iterator[Reason]:
+def reasons(graph: Graph, contents: Contents | None = None, rules: Rules | None = None) -> Iterator[Reason]:
     """Yield the reasons why the unpickler would not load `graph` as it is spelled in its source.
 
     If there are none, the unpickler loads the pickle with all its storages.
@@ -207,19 +208,20 @@ def reasons(graph: Graph, contents: Contents | None = None) -> Iterator[Reason]:
     Args:
         graph: The unedited graph from the parser.
         contents: The bytes that the graph refers to. Without them, steps that need bytes are not known.
+        rules: The version of torch, by default the newest.
     """
     for name in refused_opcodes(graph):
         yield Reason("refused", f"opcode {name}", is_spelling=True)
     for value in graph.byte_strings:
         if isinstance(value, Py2String) and value.text is None:
             yield Reason("refused", _NO_UTF8, value)
-    run = _Run(graph, contents or Contents(), graph.written)
+    run = _Run(graph, contents or Contents(), graph.written, rules)
     yield from run.globals(graph.globals)
     yield from run.steps(graph.outer_calls, graph.changed)
 
 
 def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[str, Value]]:
-    """Yield what the unpickler refuses in `graph`, however the graph is written.
+    """Yield what the unpickler of the newest torch refuses in `graph`, however the graph is written.
 
     Args:
         graph: A graph, which may be edited.
@@ -295,11 +297,14 @@ class _Run:
         graph: The graph.
         contents: The bytes that the graph refers to.
         written: Maps calls that a reader has replaced to the calls in the source.
+        rules: The version of torch, by default the newest.
     """
 
-    def __init__(self, graph: Graph, contents: Contents, written: Mapping[Call, Call]) -> None:
+    def __init__(
+        self, graph: Graph, contents: Contents, written: Mapping[Call, Call], rules: Rules | None = None
+    ) -> None:
         self.written = written
-        self.objects = Objects(contents, self.make, 10 * graph.opcodes + _MORE_STEPS)
+        self.objects = Objects(contents, self.make, 10 * graph.opcodes + _MORE_STEPS, rules or Rules())
         self.found: list[Reason] = []
         self.callables: dict[int, tuple[str, Maker | None]] = {}
         self.like: dict[RowForm, TensorValue] = {}  # the tensor of the first row of each form
@@ -311,10 +316,10 @@ class _Run:
         """Look up `nodes`. Yield a reason for each that the unpickler does not accept."""
         for node in nodes:
             name = imported_name(node, 2)
-            if name in ALLOWED:
+            if self.objects.rules.allow(name):
                 continue
             self.has_foreign = True
-            if name in IMPORTED_WITH_TORCH:
+            if self.objects.rules.add(name):
                 yield Reason("not known", f"what {name} makes", node)
             else:
                 yield Reason("refused", str(node), node, needed_import(name))
@@ -414,7 +419,7 @@ class _Run:
                 raise AfterUnknown
             raise Refused(f"{describe(held)} is called")
         name = imported_name(function, 2)
-        if name not in ALLOWED:  # the global has its own reason
+        if not self.objects.rules.allow(name):  # the global has its own reason
             raise AfterUnknown
         if name.startswith("torch.cuda.") and name.endswith("Tensor"):
             raise Refused(f"{name} makes tensors of a GPU, with map_location too")

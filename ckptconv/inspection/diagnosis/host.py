@@ -7,7 +7,6 @@ torch is not imported. Sources: the CUDA programming guide on ``CUDA_VISIBLE_DEV
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import re
@@ -16,11 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from ckptconv.checkpoint.weights_only.objects import TORCH
-from ckptconv.lazy_regex import regex
+from ckptconv.checkpoint.torch_versions import KNOWN, installed_torch, version_of
 from ckptconv.light_dataclass import dataclass
-
-_TORCH_INSTALLED = regex(r"torch-([0-9][^-]*)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
 
 _T = TypeVar("_T")
 
@@ -32,7 +28,7 @@ class Host:
     Attributes:
         cuda: The number of ``cuda`` devices, or None if it is not known.
         mps: Whether the machine has Apple's ``mps``.
-        torch: The installed version of torch, or None if none is found.
+        torch: The version of torch, or None if none is installed.
     """
 
     cuda: int | None = 0
@@ -41,8 +37,8 @@ class Host:
 
     @property
     def other_torch(self) -> str | None:
-        """The version of torch that is installed if its rules are not those that :data:`TORCH` names, else None."""
-        return self.torch if self.torch and not f"{self.torch}.".startswith(f"{TORCH}.") else None
+        """The version of torch if its rules are not known, else None."""
+        return self.torch if self.torch and version_of(self.torch) not in KNOWN else None
 
     def shows(self, tag: str) -> bool | None:
         """Return whether the machine has the device `tag`, or None if only torch and a driver could tell."""
@@ -72,24 +68,10 @@ def this_host(
         processor: The name of the processor. None means ``platform.machine()``.
         folders: The folders where torch may be installed. None means ``sys.path``.
     """
-    torch = _torch(sys.path if folders is None else folders)
+    torch = installed_torch(folders)
     if system == "darwin":
         return Host(0, mps=(processor or platform.machine()) == "arm64", torch=torch)
     return Host(_cuda(root, environ) if system == "linux" else None, torch=torch)
-
-
-def _torch(folders: Iterable[str]) -> str | None:
-    """Return the version of the first torch in `folders`, by the name of its ``dist-info`` folder, or None.
-
-    Relative folders, such as the working directory, are ignored. ``importlib.metadata`` would find the same, but its
-    import takes longer than the inspection of most files.
-    """
-    for folder in filter(os.path.isabs, folders):
-        with contextlib.suppress(OSError):
-            for name in os.listdir(folder):
-                if found := _TORCH_INSTALLED.fullmatch(name):
-                    return found[1]
-    return None
 
 
 def _cuda(root: Path, environ: Mapping[str, str]) -> int | None:

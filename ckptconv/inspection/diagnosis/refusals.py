@@ -21,7 +21,7 @@ from ckptconv.inspection.diagnosis.findings import SHOWN, Fix, Issue, Scope
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Value, imported_name, is_global, walk
 from ckptconv.pickles.paths import Place, is_item
-from ckptconv.safety.torch_load import Loading
+from ckptconv.safety.torch_load import NO_SAFETENSORS, Loading
 
 _PICKLE, _LEGACY = WRITERS["pickle"].name, WRITERS["legacy"].name
 _MOST_DROPPED = 8  # items that one command leaves out
@@ -138,12 +138,12 @@ def what_is_refused(checkpoint: Checkpoint, loading: Loading) -> list[tuple[str,
 
 def around(checkpoint: Checkpoint, loading: Loading) -> list[Issue]:
     """Return issues about the file around the pickle: what torch refuses, or what is not known."""
-    refused = [reason for reason in loading.reasons if reason.known == "refused"]
+    refused = [each for each in loading.reasons if each.known == "refused" and each.text != NO_SAFETENSORS]
     if refused:
         fix = Fix("-readable") if all(reason.is_spelling for reason in refused) else None
         text = f"torch.load refuses it: {some([reason.text for reason in refused])}"
         return [Issue("container", text, fix, blocks=True)]
-    if not loading.reasons:
+    if loading.answer != "not known":
         return []
     found = Refused(checkpoint, [(r.text, r.node) for r in loading.reasons if isinstance(r.node, Node)])
     texts = [reason.text for reason in loading.reasons if reason.node is None]

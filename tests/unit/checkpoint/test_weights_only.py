@@ -34,8 +34,8 @@ def found_in(body: bytes, contents: Contents | None = None) -> list[Reason]:
 def test_every_allowed_callable_is_modelled() -> None:
     """What torch allows and can call has a row, but for storages, GPUs and what is no function."""
     torchs = safe._get_allowed_globals()
-    assert MAKERS.keys() <= torchs.keys()
-    for name in ALLOWED - MAKERS.keys():
+    assert MAKERS.keys() <= ALLOWED
+    for name in torchs.keys() - MAKERS.keys():
         is_of_gpu = name.startswith("torch.cuda.") and name.endswith("Tensor")
         assert is_of_gpu or name.startswith("torch.storage.") or not callable(torchs[name]), name
 
@@ -55,7 +55,7 @@ def test_attributes_that_torch_sets_itself() -> None:
         for name, value in vars(cls).items()
         if hasattr(type(value), "__set__") and not name.startswith("__")
     }
-    assert found <= tensors.ATTRIBUTES
+    assert "data" in found <= tensors.ATTRIBUTES
     tensor: Any = torch.ones(1)
     for name in ("note", "to", "detach", "a b", ""):
         setattr(tensor, name, 1)
@@ -71,7 +71,7 @@ def test_layouts_and_devices() -> None:
     assert set(listed.split(", ")) == tensors.DEVICE_TYPES
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", [name for name in BY_NAME if hasattr(torch, name)])
 def test_what_dtypes_can(name: str) -> None:
     """Which can require gradients, and which can be converted."""
     dtype = getattr(torch, name)

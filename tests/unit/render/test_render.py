@@ -318,7 +318,8 @@ OUTPUTS = [f"ckptconv convert 'a b.pt' {out} --to cpu" for out in ("x.pt", "'y z
 SAME = [finding("device", f"reason {i}", command) for i, command in enumerate(OUTPUTS)]
 
 #: Findings, the command for all of them, and what is drawn of them from the second line on.
-YES = "  loads here    yes: torch.load(path, weights_only=True), rules of torch 2.13"
+TORCH = ".".join(torch.__version__.split(".")[:2])
+YES = f"  loads here    yes: torch.load(path, weights_only=True), rules of torch {TORCH}"
 VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
     "however many findings block, the command for all stands above them; notes come last": (
         [NOTE, *DEVICES],
