@@ -23,7 +23,6 @@ from ckptconv.checkpoint.torch_versions import (
     asked_version,
     flaws_of,
     installed_torch,
-    version_of,
     word_of,
 )
 from ckptconv.checkpoint.weights_only.objects import Answer
@@ -358,8 +357,7 @@ def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Sum
     untied = [info for info in tensors if info.tied_to is None]
     graph = checkpoint.graph
     has_pickle = not checkpoint.is_state_dict
-    known = None if host.torch is None or host.other_torch else version_of(host.torch)
-    loading = torch_loading(checkpoint, torch=known or NEWEST)
+    loading = torch_loading(checkpoint, torch=NEWEST if host.other_torch else asked_version(host.torch))
     concerned = concerns(checkpoint)
     diagnosis = replace(diagnose(checkpoint, host, loading, concerned), other_torch=host.other_torch)
     refusals = Counter(reason.text for reason in loading.reasons if reason.known == "refused") if has_pickle else {}

@@ -28,7 +28,7 @@ KEYWORDS = {
     *ConvertOptions.__annotations__,
     *JobOptions.__annotations__,
     *DiffOptions.__annotations__,
-    *("rtol", "atol", "names_only", "full", "values", "expect_sha256"),
+    *("rtol", "atol", "names_only", "full", "values", "expect_sha256", "torch"),
 }
 
 _LONG = "|".join(re.escape(flag) for flag in set().union(*FLAGS.values()) if flag.startswith("--"))
