@@ -58,11 +58,13 @@ class Rules:
 
     Attributes:
         torch: The version.
+        keep: Whether globals that only older known versions have on their list are allowed too.
         vary: Whether another known version may have had another answer to a question that was asked.
     """
 
-    def __init__(self, torch: Version = NEWEST) -> None:
+    def __init__(self, torch: Version = NEWEST, *, keep: bool = False) -> None:
         self.torch = torch
+        self.keep = keep
         self.vary = False
 
     def since(self, *version: int) -> bool:
@@ -83,7 +85,7 @@ class Rules:
     def _have(self, name: str) -> bool:
         if name in SINCE:
             return self.since(*SINCE[name])
-        return name not in UNTIL or not self.since(*UNTIL[name])
+        return name not in UNTIL or self.keep or not self.since(*UNTIL[name])
 
 
 def version_of(text: str) -> Version:

@@ -221,7 +221,7 @@ def reasons(graph: Graph, contents: Contents | None = None, rules: Rules | None 
 
 
 def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[str, Value]]:
-    """Yield what the unpickler of the newest torch refuses in `graph`, however the graph is written.
+    """Yield what the unpickler of every known version of torch refuses in `graph`, however the graph is written.
 
     Args:
         graph: A graph, which may be edited.
@@ -235,7 +235,7 @@ def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[s
         yield _LONG, graph.root
     for node in nodes:
         yield from ((reason, node) for reason in _spelling(node))
-    run = _Run(graph, Contents(), {})
+    run = _Run(graph, Contents(), {}, Rules(keep=True))
     found = list(run.globals([node for node in nodes if isinstance(node, Global)]))
     calls = [node for node in nodes if isinstance(node, Call)]
     changed = [node for node in nodes if isinstance(node, Object) and node.effects]
@@ -252,7 +252,7 @@ def may_have_obstacles(graph: Graph) -> bool:
     It may if the source contains a global or an opcode that the unpickler refuses, or a call whose result is thrown
     away. Arguments are not checked. `graph` may be edited: an edit adds only calls that torch makes.
     """
-    run = _Run(graph, Contents(), {})
+    run = _Run(graph, Contents(), {}, Rules(keep=True))
     return bool(refused_opcodes(graph) or graph.discarded or next(run.globals(graph.globals), None))
 
 
