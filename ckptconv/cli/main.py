@@ -141,7 +141,7 @@ def _open_closed_streams() -> None:
 
 
 #: The commands, each in the module of its name.
-_COMMANDS = ("convert", "diff", "inspect", "schema", "undo", "verify")
+_COMMANDS = ("convert", "diff", "inspect", "rules", "schema", "undo", "verify")
 
 
 class _ClosedPipeError(Exception):

@@ -40,6 +40,7 @@ def check_companions(
     group_of = {name: group for group in groups for name in group.old}
     if not group_of:
         return
+    _check_gates(groups, where)
     left = _Beside([name for name in before if name in after])
     taken = _Beside([*group_of])
     stacked: list[str] = []
@@ -72,6 +73,20 @@ def check_companions(
     if stacked:
         names = [*dict.fromkeys(stacked)]
         changes.notes.append(f"the weights beside {some(names)} are stacked, and these biases stay as they are")
+
+
+def _check_gates(groups: Sequence[Group], where: object) -> None:
+    """Raise RefusedError if stacked gates, [E, 2I, H], do not fit the down projection beside them, [E, H, I]."""
+    wholes = {(group.old if group.rule.whole_is_read else group.new)[0]: group.geometry.shape for group in groups}
+    for name, shape in wholes.items():
+        other = wholes.get(name.removesuffix("gate_up_proj") + "down_proj")
+        if name.endswith("gate_up_proj") and other and shape[1:] != (2 * other[-1], *other[1:-1]):
+            raise RefusedError(
+                f"{name} has its dimensions in another order than the rules are for",
+                where=where,
+                expected=f"{[other[0], 2 * other[-1], *other[1:-1]]} beside down_proj {[*other]}",
+                got=f"{[*shape]}",
+            )
 
 
 class _Beside:

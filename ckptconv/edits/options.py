@@ -96,7 +96,12 @@ class RegroupOptions(TypedDict, total=False):
     ]
     rules: Annotated[
         str | Iterable[str],
-        Flag("Take rules from FILE, one a line.", "Files of such rules, one a line. They come first.", "FILE"),
+        Flag(
+            "Take rules from FILE, one a line, or those called NAME: ckptconv rules lists them.",
+            "Files of such rules, one a line, or names of rules that are part of this package (``qwen2-moe``). They"
+            " come first.",
+            "FILE|NAME",
+        ),
     ]
     sizes: Annotated[
         "Mapping[str, int] | str | Iterable[str]",

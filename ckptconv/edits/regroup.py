@@ -24,7 +24,7 @@ from ckptconv.dtypes import get_dtype
 from ckptconv.edits.changes import Changes, NameChange, Regrouping
 from ckptconv.edits.companions import check_companions
 from ckptconv.edits.options import Edits
-from ckptconv.edits.regroup_files import sizes_in
+from ckptconv.edits.regroup_files import check_model, sizes_in
 from ckptconv.edits.regroup_plan import Group, Planner
 from ckptconv.edits.regroup_rules import Rule
 from ckptconv.edits.rename import rename_keys, replace_names
@@ -155,6 +155,8 @@ def _apply(rule: Rule, dicts: list[_Items], tensors: _Tensors, edits: Edits, cha
     patterns = [item.pattern for item in rule.read if item.pattern]
     if not any(pattern.match(name) for each in dicts for name in each.values for pattern in patterns):
         return False
+    if (about := check_model(tensors.checkpoint.source, rule)) and about not in changes.notes:
+        changes.notes.append(about)
     if wanted := rule.values():
         rule = rule.resolved(sizes_in(tensors.checkpoint.source, wanted, dict(edits.sizes), rule))
     planner = Planner(rule, tensors.where)

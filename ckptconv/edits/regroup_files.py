@@ -10,7 +10,7 @@ from typing import Any
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.edits.names import strings
 from ckptconv.edits.regroup_rules import Rule, parse_rule, parse_rules
-from ckptconv.errors import MalformedError, MissingInputError, UsageError, some
+from ckptconv.errors import MalformedError, MissingInputError, RefusedError, UsageError, some
 from ckptconv.hints import Placeholder, option
 from ckptconv.limits import LIMITS
 
@@ -26,7 +26,11 @@ def read_rules(files: object, rules: object, *, reverse: bool) -> tuple[Rule, ..
     """
     found: list[Rule] = []
     for file in strings("rules", files):  # type: ignore[arg-type]
-        found += parse_rules(_text(Path(file)).splitlines(), file)
+        shipped = shipped_rules() if "/" not in file and "." not in file else {}
+        if shipped and file not in shipped and not Path(file).exists():
+            raise UsageError(f"no rules are called {file}", expected=f"a file, or one of {', '.join(shipped)}")
+        text = shipped[file] if file in shipped else _text(Path(file))
+        found += parse_rules(text.splitlines(), file)
     found += [parse_rule(text) for text in strings("regroup", rules)]  # type: ignore[arg-type]
     if reverse:
         if not found:
@@ -35,6 +39,31 @@ def read_rules(files: object, rules: object, *, reverse: bool) -> tuple[Rule, ..
             )
         found = [rule.reversed() for rule in reversed(found) if not rule.is_forward]
     return tuple(found)
+
+
+def shipped_rules() -> dict[str, str]:
+    """Return the files of rules that are part of this package, by name."""
+    files = sorted(Path(__file__).with_name("rules").glob("*.rules"))
+    return {file.stem: file.read_text("utf-8") for file in files}
+
+
+def check_model(source: Readable, rule: Rule) -> str | None:
+    """Return a note if it is not known whether the file of `rule` is for the model `source`, else None.
+
+    Raise RefusedError if the ``config.json`` beside `source` says that it is another model.
+    """
+    if not rule.models:
+        return None
+    config = config_of(source)
+    content = _json(config) if config else None
+    model = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(model, str):
+        return f"no {CONFIG} next to it names its model: the rules {rule.file} are for {', '.join(rule.models)}"
+    if model not in rule.models:
+        raise RefusedError(
+            f"the rules {rule.file} are for other models", where=config, expected=", ".join(rule.models), got=model
+        )
+    return None
 
 
 def read_sizes(sizes: object) -> tuple[tuple[str, int], ...]:

@@ -35,6 +35,8 @@ _DIM = regex(rf"@\s*(0|[1-9][0-9]?)\s*(?:/\s*{_VALUE})?")
 _DIGITS = frozenset("0123456789")
 _MOST_DIGITS = 18
 _FORWARD = "forward:"
+#: The start of the comment that names the models that a file is for.
+_MODELS = "// for:"
 
 #: A number above 0, or the name of one: ``$num_key_value_heads``.
 Value: TypeAlias = "int | str"
@@ -236,12 +238,14 @@ class Rule:
         made: The names that are made.
         file: The name or file of rules that it is from, or None.
         is_forward: Whether it is left out if rules are reversed.
+        models: The ``model_type`` of the models that the file is for. Empty means any.
     """
 
     read: tuple[Item, ...]
     made: tuple[Item, ...]
     file: str | None = None
     is_forward: bool = False
+    models: tuple[str, ...] = ()
 
     @cached_property
     def whole_is_read(self) -> bool | None:
@@ -315,12 +319,15 @@ class Rule:
 def parse_rules(lines: Iterable[str], file: str) -> list[Rule]:
     """Return the rules in the `lines` of `file`. Raise UsageError if a line is not a rule."""
     rules = []
+    models: tuple[str, ...] = ()
     for number, line in enumerate(lines, 1):
+        if line.startswith(_MODELS):
+            models = tuple(line.removeprefix(_MODELS).split())
         symbols = _SYMBOLS.findall(line)
         end = next((i for i in range(len(symbols)) if symbols[i : i + 2] == ["/", "/"]), len(symbols))
         text = "".join(symbols[:end]).strip()
         if text:
-            rules.append(parse_rule(text, f"{file}, line {number}", file))
+            rules.append(replace(parse_rule(text, f"{file}, line {number}", file), models=models))
     return rules
 
 

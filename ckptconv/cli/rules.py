@@ -1,0 +1,30 @@
+"""The command ``ckptconv rules``, which lists the files of rules that are part of this program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptconv.cli.commands import Command, debug_option
+from ckptconv.edits.regroup_files import shipped_rules
+
+
+@click.command(
+    "rules",
+    cls=Command,
+    exits="0 done, 2 the command makes no sense",
+    epilog="Example: ckptconv convert model/ stacked/ --rules qwen2-moe",
+)
+@debug_option
+def rules_command(**_: Any) -> int:
+    """List the rules that convert --rules knows by name, and the models (model_type in config.json) that they are for.
+
+    Each can be applied in both directions (--reverse).
+    """
+    for name, text in shipped_rules().items():
+        about, models, *rules = text.splitlines()
+        click.echo(f"{name}: {about.removeprefix('// ')}")
+        for line in (models.removeprefix("// "), *rules):
+            click.echo(f"    {line}")
+    return 0
