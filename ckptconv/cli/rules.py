@@ -13,7 +13,7 @@ from ckptconv.edits.regroup_files import shipped_rules
 @click.command(
     "rules",
     cls=Command,
-    exits="0 done, 2 the command makes no sense",
+    exits="0 done, 1 failed, 2 the command makes no sense",
     epilog="Example: ckptconv convert model/ stacked/ --rules qwen2-moe",
 )
 @debug_option
