@@ -117,7 +117,7 @@ def test_help_says_what_the_exit_statuses_mean(name: str, command: Command) -> N
     assert ("3 some of several failed" in said) == (name == "convert")
 
 
-@pytest.mark.parametrize(("name", "groups"), [("convert", 7), ("diff", 4)])
+@pytest.mark.parametrize(("name", "groups"), [("convert", 9), ("diff", 4)])
 def test_help_has_groups_with_examples(name: str, groups: int, command: Command) -> None:
     """Each option stands in one of them, and each example has options that there are."""
     titles = re.findall(r"^(\w.*) \((ckptconv .*)\):$", command(name, "-h").out, re.MULTILINE)
