@@ -14,6 +14,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -21,9 +22,8 @@ from typing import Any
 
 import ckptconv
 from ckptconv.render.page import hashes
-from ckptconv.render.page.vendored import published
 
-__all__ = ["build"]
+__all__ = ["build", "published"]
 
 PACKAGE = "pyodide@314.0.7"
 INTEGRITY = "sha512-0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
@@ -48,7 +48,7 @@ NOT_HERE = """
     __main__ byteranges/kernels/casting byteranges/kernels/comparing
     byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
     conversion/in_place conversion/jobs conversion/process_pool conversion/worker formats/in_place
-    inspection/verification output/in_place output/signals render/notebook render/page/vendored
+    inspection/verification output/in_place output/signals render/notebook
     render/sarif render/schemas stores/fsspec stores/http stores/remote stores/requests stores/s3 stores/uploads
     stores/urls tensors
 """
@@ -124,6 +124,28 @@ def build(folder: Path) -> dict[str, int]:
     ]
     (folder / "_headers").write_text("".join(lines))
     return {path.name: _sent(path) for path in sorted(folder.iterdir()) if path.name != "_headers"}
+
+
+def published(package: str, integrity: str) -> dict[str, bytes]:
+    """Return the files of the npm package `package`, by their names in the archive.
+
+    Args:
+        package: The name and version.
+        integrity: The hash of the archive, as npm writes it in lock files.
+
+    Raises:
+        OSError: npm is not installed.
+        subprocess.CalledProcessError: npm could not get the package.
+        ValueError: The archive has another hash.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        subprocess.run(["npm", "pack", package], cwd=work, check=True, capture_output=True, timeout=60)
+        (archive,) = Path(work).glob("*.tgz")
+        digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+        if f"sha512-{digest}" != integrity:
+            raise ValueError(f"{package} is not what it was: sha512-{digest}")
+        with tarfile.open(archive) as opened:
+            return {member.name: file.read() for member in opened if (file := opened.extractfile(member))}
 
 
 def _library(sources: Path) -> dict[str, str]:

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from ckptconv.render.page.vendored import published
 from tests.support.paths import ROOT
 from tests.support.recording import make_inputs
-from web.build import INTEGRITY, PACKAGE
+from web.build import INTEGRITY, PACKAGE, published
 
 #: What is run: folders and files with tests of modules that the page has.
 WHERE = """

@@ -1,9 +1,8 @@
 """Render a checkpoint as one page of HTML that needs no network: a treemap, a tree, a table, and the commands.
 
 ``summary`` and ``difference`` make the data of a page, and :func:`page_of` fills it into ``page.html`` with
-``page.css`` and ``page.js``. Texts from files stand in the page only as JSON, which the script shows. ``vendor``
-contains d3-hierarchy, which lays out the treemap. The policy of a page allows its own script and style, and nothing
-else.
+``page.css`` and ``page.js``. Texts from files stand in the page only as JSON, which the script shows. The policy of a
+page allows its own script and style, and nothing else.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _DIGITS = 4  # of each number
 
 def hashes() -> tuple[str, str]:
     """Return the hashes of the script and of the style, for the policy of a page that contains such pages."""
-    return _sum(_script()), _sum(_text("page.css"))
+    return _sum(_text("page.js")), _sum(_text("page.css"))
 
 
 def page_of(data: dict[str, Any]) -> str:
     """Return the page that shows `data`."""
-    script, style = _script(), _text("page.css")
+    script, style = _text("page.js"), _text("page.css")
     return Template(_text("page.html")).substitute(
         policy=f"default-src 'none'; script-src '{_sum(script)}'; style-src '{_sum(style)}'; base-uri 'none';"
         " form-action 'none'",
@@ -52,11 +51,6 @@ def page_of(data: dict[str, Any]) -> str:
         script=script,
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
-
-
-def _script() -> str:
-    """Return the script of the page."""
-    return _text("vendor/d3-hierarchy.min.js") + _text("page.js")
 
 
 @cache

@@ -55,10 +55,15 @@ def difference_data(difference: Difference, command: Command | None = None, most
         },
         "facts": [*_facts(difference), *left_out],
         "lists": [each for each in _lists(rows) if each],
-        "maps": ["A", "B"],
+        "maps": ["A and B"] if _alike(rows) else ["A", "B"],
         "commands": [typed("glob", "Compare this alone", command, "include")] if command else [],
         "tensors": _columns(rows),
     }
+
+
+def _alike(rows: Sequence[_Row]) -> bool:
+    """Return whether the tensors of all rows have the same place and size on both sides, so that one map shows both."""
+    return all(row.found and not row.found.shape and not row.found.dtype for row in rows)
 
 
 class _Row:

@@ -10,6 +10,9 @@
   const AT_ONCE = 200; // children that a branch of the tree shows before it asks
   const AT_MOST = 12; // words of a fact that can be asked for
   const LEAST_AREA = 90; // square pixels, below which what is inside is not drawn
+  const FEW = 1000, AREAS = 60; // tensors that the map shows one by one, and areas of the first view of more
+  const MATCHES = 30; // tensors to which the tree is opened by a search
+  const ALIKE = 3; // neighbours that are folded if they are alike
   const HIDDEN = /[\p{C}\p{Zl}\p{Zp}]/gu; // characters that nobody would see, or that turn others round
 
   // Texts: everything that a file says goes through textContent, with what cannot be seen in escapes.
@@ -122,17 +125,55 @@
       if (each.bad) node.bad++;
     }
   }
+  const FORMS = new Map(); // what is alike below two branches has one number
+  const told = facts.filter((fact) => fact.words);
+  function form(node) {
+    if (node.form === undefined) {
+      const key = node.tensor ? told.map((fact) => fact.at[node.tensor.i]) + "," + node.tensor.tied + node.tensor.bad + node.bytes : node.below.map((each) => each.name + form(each)).join();
+      node.form = FORMS.get(key) ?? FORMS.size;
+      FORMS.set(key, node.form);
+    }
+    return node.form;
+  }
+
+  const INDEX = /^\[?\d+\]?[./]?$/;
+  const indexed = (nodes) => nodes.length > 2 && nodes.every((each) => INDEX.test(each.name));
+  const digits = (node) => node.name.replace(/\D/g, "");
+
+  function together(above, members, name) { // neighbours as one branch
+    const node = { ...branch(name, above.path, above), members, below: members };
+    for (const each of members) {
+      for (const key of ["bytes", "parameters", "count", "bad"]) node[key] += each[key];
+      node.sides.forEach((side, k) => { for (const key in side) side[key] += each.sides[k][key]; });
+    }
+    return node;
+  }
+
+  function kids(node) { // what is below, with at least ALIKE neighbours that are alike as one
+    if (node.kids || node.members || !indexed(node.below)) return node.kids || node.below;
+    const runs = [];
+    for (const each of node.below) {
+      if (runs.length && form(runs[runs.length - 1][0]) === form(each)) runs[runs.length - 1].push(each);
+      else runs.push([each]);
+    }
+    node.kids = runs.flatMap((run) => (run.length < ALIKE ? run
+      : [together(node, run, "{" + digits(run[0]) + "…" + digits(run[run.length - 1]) + "} ×" + run.length)]));
+    return node.kids;
+  }
+  const tensorsIn = (node) => (node.tensor ? [node.tensor] : node.below.flatMap(tensorsIn));
+
   function sole(node) { // what a chain of only children ends in
     while (!node.tensor && node.below.length === 1) node = node.below[0];
     return node;
   }
-  const label = (node, from) => (node === root ? "everything" : node.path.slice(from ? from.path.length : 0));
+  const label = (node, from) => (node === root ? "everything" : node.members ? node.name : node.path.slice(from ? from.path.length : 0));
 
   // What is shown.
 
-  let measure = "bytes", colour, focus = sole(root), chosen = null, query = "", kept = 0;
+  let measure = "bytes", colour, focus = sole(root), within = null, chosen = null, query = "", kept = 0;
   let order = { key: "bytes", up: false };
   const expanded = new Set([root]);
+  const opened = new Set(); // for a search
   const more = new Map();
   for (const fact of colours) { // those that have most bytes first, unless they have an order
     const sums = new Map();
@@ -143,23 +184,56 @@
     }
     fact.hues = fact.ordered ? fact.words.filter((word) => sums.has(word)) : [...sums].sort((a, b) => b[1] - a[1]).map(([word]) => word);
   }
-  colour = ["differs", "by at most", "part", "dtype"].map((name) => colours.find((fact) => fact.name === name && fact.hues.length > 1))
-    .find((fact) => fact) || colours[0];
-  const hue = (word) => (word === null ? "var(--panel)" : "var(--c" + Math.min(colour.hues.indexOf(word), 7) + ")");
+  // What can be coloured: words from the worst or most frequent on, the word of a tensor, and the colour of a word.
+  const KINDS = { "only in A": "--only-a", "only in B": "--only-b", shape: "--shape", values: "--values", dtype: "--dtype", device: "--device" };
+  const scales = colours.map((fact) => {
+    if (fact.name === "differs") {
+      const kind = (i) => { const all = (said(fact, i) || "").split(", "); return Object.keys(KINDS).find((each) => all.includes(each)) || "other"; };
+      const there = new Set(tensors.map((each) => kind(each.i)));
+      return { name: fact.name, words: [...Object.keys(KINDS), "other"].filter((each) => there.has(each)), word: kind, fill: (word) => KINDS[word] || "--other" };
+    }
+    const steps = fact.words.length;
+    const fill = (word) => (!fact.ordered ? "--c" + Math.min(fact.hues.indexOf(word), 7)
+      : word.startsWith("NaN") ? "--broken" : word === "not known" ? "--other" : "--s" + Math.max(6 - fact.words.indexOf(word), 0));
+    return { name: fact.name, words: fact.hues, word: (i) => said(fact, i), fill, worst: fact.ordered && steps };
+  });
+  for (const [name, text] of [["std"], ["norm"], ["zeros", "share of zeros"]]) { // values of tensors on a sequential scale
+    const fact = facts.find((each) => each.name === name);
+    if (fact && columns.sides.length === 1) scales.push(stepped(text || name, (i) => {
+      const n = worth(said(fact, i));
+      return n === null || !Number.isFinite(n) ? null : text ? (100 * n) / Math.max(tensors[i].numel, 1) : n;
+    }, text ? " %" : ""));
+  }
+
+  function stepped(name, value, unit) { // seven steps from the least to the largest, equal factors if they are far apart
+    const all = tensors.map((each) => value(each.i)).filter((n) => n !== null);
+    const positive = all.filter((n) => n > 0), least = positive.reduce((a, b) => Math.min(a, b), Infinity), most = all.reduce((a, b) => Math.max(a, b), 0);
+    const far = !unit && positive.length && most / least > 30, from = far ? least : unit ? 0 : least;
+    const edge = (k) => (far ? from * (most / from) ** (k / 7) : from + ((most - from) * k) / 7);
+    const step = (n) => { let k = 0; while (k < 6 && n >= edge(k + 1)) k++; return k; };
+    const text = (k) => number(Number(edge(k).toPrecision(2))) + " to " + number(Number(edge(k + 1).toPrecision(2))) + unit;
+    const words = [6, 5, 4, 3, 2, 1, 0].map(text);
+    const word = (i) => { const n = value(i); return n === null ? null : words[6 - step(n)]; };
+    return { name, words: all.length && most > from ? words : [], word, fill: (each) => "--s" + (6 - words.indexOf(each)), worst: true };
+  }
+
+  colour = ["differs", "by at most", "part", "dtype", "device"].map((name) => scales.find((scale) => scale.name === name && scale.words.length > 1))
+    .find((scale) => scale) || scales[0];
+  const hue = (word) => (word === null ? "var(--panel)" : "var(" + colour.fill(word) + ")");
   const spread = (node, format) => arrow(node.sides.map((side) => format(side[measure])));
 
-  function main(node) { // the word that most of what is below has
-    if (node.tensor) return said(colour, node.tensor.i);
+  function main(node) { // the word that most of what is below has, or the worst if words have an order
+    if (node.tensor) return colour.word(node.tensor.i);
     if (node.kinds && node.kinds[0] === colour) return node.kinds[1];
     const sums = new Map(), stack = [node];
     while (stack.length) {
       const at = stack.pop();
-      const word = at.tensor ? said(colour, at.tensor.i) : null;
+      const word = at.tensor ? colour.word(at.tensor.i) : null;
       if (word !== null) sums.set(word, (sums.get(word) || 0) + at.bytes + 1);
       stack.push(...at.below);
     }
     if (!sums.size) return null;
-    const best = [...sums].reduce((a, b) => (b[1] > a[1] ? b : a))[0];
+    const best = colour.worst ? colour.words.find((word) => sums.has(word)) : [...sums].reduce((a, b) => (b[1] > a[1] ? b : a))[0];
     node.kinds = [colour, best];
     return best;
   }
@@ -198,6 +272,11 @@
     for (const [name, text] of data.facts) {
       $("facts").append(make("dt", {}, name), make("dd", {}, make("bdi", {}, shown(text))));
     }
+    for (const each of data.tables || []) {
+      const cells = (tag, texts) => texts.map((text) => make(tag, tag === "th" ? { scope: "col" } : {}, make("bdi", {}, short(shown(text), 60))));
+      $("facts").append(make("dt", {}, shown(each.label)), make("dd", {}, make("div", { class: "wide", tabindex: "0", role: "group", "aria-label": each.label }, make("table", {},
+        make("thead", {}, make("tr", {}, ...cells("th", each.heads))), make("tbody", {}, ...each.rows.map((texts) => make("tr", {}, ...cells("td", texts))))))));
+    }
     for (const each of data.lists) {
       const list = make("dd", { class: each.bad ? "bad" : null });
       each.groups.forEach((group, n) => {
@@ -230,19 +309,28 @@
       radio.checked = key === measure;
       $("measure").append(make("label", {}, radio, " " + word));
     }
-    colours.forEach((fact) => $("colour").append(make("option", { value: fact.name }, fact.name)));
+    scales.forEach((scale) => $("colour").append(make("option", { value: scale.name }, scale.name)));
     $("colour").value = colour ? colour.name : "";
-    $("colour").addEventListener("change", () => { colour = colours.find((fact) => fact.name === $("colour").value); draw(); });
+    $("colour").addEventListener("change", () => { colour = scales.find((scale) => scale.name === $("colour").value); draw(); });
     FILTERS.forEach(([text], n) => $("filter").append(make("option", { value: n }, short(shown(text), 60))));
     $("filter-label").hidden = FILTERS.length < 2;
-    $("filter").addEventListener("change", () => { kept = Number($("filter").value); rows(); });
+    $("filter").addEventListener("change", () => { kept = Number($("filter").value); search(); });
     $("close").addEventListener("click", () => { choose(null, false); tree(true); });
-    $("finite").hidden = !facts.some((fact) => fact.name === "mean");
-    $("search").addEventListener("input", () => { query = $("search").value.toLowerCase(); rows(); });
+    const terms = [...Object.keys(DEFINED).filter((name) => facts.some((fact) => fact.name === name)).map((name) => name + ": " + DEFINED[name]),
+      ...(facts.some((fact) => fact.name === "mean") ? ["min, max, mean, std and norm are of the elements that are finite."] : [])];
+    $("finite").textContent = terms.join(" ");
+    $("search").addEventListener("keydown", (event) => { if (event.key === "Enter") $("scroll").focus(); });
+    $("search").addEventListener("input", () => { query = $("search").value.toLowerCase(); search(); });
   }
 
+  const DEFINED = { // what the heads of the table mean
+    "max |A − B| / max |B|": "the largest difference, divided by the largest element of B in size.",
+    "max |A − B| / |B|": "the largest of all differences divided by the element of B itself, which is huge if that element is nearly 0.",
+  };
   const FILTERS = [["all tensors", () => true]];
   if (bads.length) FILTERS.push(["NaN or inf", (each) => each.bad]);
+  const differs = colours.find((fact) => fact.name === "differs");
+  if (differs && differs.hues.length > 1 && differs.hues.includes("device")) FILTERS.push(["ignore devices", (each) => said(differs, each.i) !== "device"]);
   if (tiedTo.size) FILTERS.push(["tied", (each) => mates(each).length > 0]);
   for (const fact of colours) {
     if (fact.hues.length < 2) continue;
@@ -250,11 +338,12 @@
   }
 
   function legend() {
-    const hues = colour ? colour.hues : [];
-    $("legend").replaceChildren(...hues.slice(0, 8).map((word, i) => {
+    const words = colour && colour.words.length > 1 ? colour.words : [];
+    const most = words[8] && !colour.worst ? 8 : words.length;
+    $("legend").replaceChildren(...words.slice(0, most).map((word, i) => {
       const box = make("i", {});
-      box.style.background = "var(--c" + i + ")";
-      const text = i === 7 && hues.length > 8 ? counted(hues.length - 7) + " others" : short(shown(word), 40);
+      box.style.background = hue(word);
+      const text = i === 7 && words.length > most ? counted(words.length - 7) + " others" : short(shown(word), 40);
       return make("li", {}, box, make("bdi", {}, text));
     }));
   }
@@ -272,31 +361,130 @@
     $("crumbs").replaceChildren(...parts, ": " + spread(focus, measured) + (focus === root ? "" : ", " + percent(focus[measure], root[measure])));
   }
 
-  // The map
+  // The map: cells with a node, a value and a place; some have cells below.
 
-  function pruned(node, area, of) { // as deep as it can be seen; of: the measure of a node
-    const value = of(node);
-    if (node.tensor || !node.below.length || area < LEAST_AREA * 4) return { node, value };
+  function parts(node, area, of, room) { // the cells of what is below; neighbours too small to be seen are one
     const whole = node.below.reduce((sum, each) => sum + of(each), 0) || 1;
-    const below = [];
-    let some = { node, value: 0, from: null, to: null };
-    for (const each of node.below) { // what is small is put together with its neighbours
-      const share = (area * of(each)) / whole;
-      if (share >= LEAST_AREA) { below.push(pruned(sole(each), share, of)); continue; }
+    const least = Math.max(LEAST_AREA, area / room), cells = [];
+    let few = [], value = 0;
+    const put = () => {
+      if (few.length) cells.push({ node: few.length === 1 ? sole(few[0]) : together(node, few, span(few)), value });
+      few = [];
+      value = 0;
+    };
+    for (const each of node.below) {
+      if ((area * of(each)) / whole >= least) { put(); cells.push({ node: sole(each), value: of(each) }); continue; }
       if (!of(each)) continue;
-      some = { node, value: some.value + of(each), from: some.from || each, to: each };
-      if ((area * some.value) / whole < 12 * LEAST_AREA) continue;
-      below.push(some);
-      some = { node, value: 0, from: null, to: null };
+      few.push(each);
+      value += of(each);
+      if ((area * value) / whole >= Math.max(12 * LEAST_AREA, least)) put();
     }
-    if (some.from) below.push(some);
-    if (below.length === 1 && !below[0].from) return below[0];
-    return below.length > 1 ? { node, below } : { node, value };
+    put();
+    return cells;
   }
 
-  function span(some, node) { // what several neighbours are called
-    const from = label(some.from, node);
-    return some.from === some.to ? from : from + " … " + label(some.to, node);
+  function span(nodes) { // what several neighbours are called
+    const [from, to] = [nodes[0], nodes[nodes.length - 1]];
+    return INDEX.test(from.name) && INDEX.test(to.name) ? digits(from) + "–" + digits(to) : from.name + " … " + to.name;
+  }
+
+  function grown(top, pixels, of) { // opens cells, the largest first, those of one name in all layers together
+    const most = top.node.count > FEW ? AREAS : Infinity;
+    let n = 1, units = [[top]];
+    while (units.length) {
+      const unit = units.splice(units.reduce((best, each, k) => (each[0].value > units[best][0].value ? k : best), 0), 1)[0];
+      const room = (most - n) / unit.length + 1, needs = Math.max(...unit.map((cell) => cell.node.below.length));
+      if (needs > room && (unit.length > 1 || room < 8)) continue;
+      const next = new Map();
+      for (const cell of unit) {
+        const below = parts(cell.node, pixels * cell.value, of, room);
+        if (below.length === 1 && !below[0].node.tensor && below[0].node !== cell.node) units.push([Object.assign(cell, { node: below[0].node })]);
+        if (below.length < 2) continue;
+        cell.below = below;
+        n += below.length - 1;
+        for (const each of below) {
+          if (each.node.tensor || each.node.members || each.value * pixels < 4 * LEAST_AREA) continue;
+          const key = INDEX.test(each.node.name) ? "#" : label(each.node, cell.node);
+          (next.get(key) || next.set(key, []).get(key)).push(each);
+        }
+      }
+      units.push(...next.values());
+    }
+    return top;
+  }
+
+  function ordered(cells) { // neighbours of about one size in their order, in rows; others by size
+    const values = cells.map((cell) => cell.value), far = Math.max(...values) / Math.min(...values);
+    const named = cells.every((cell) => /^\[?\d/.test(cell.node.name));
+    if (cells.length > 2 && far < (named ? 4 : 1.01)) return true;
+    cells.sort((a, b) => b.node[measure] - a.node[measure] || b.value - a.value);
+    return false;
+  }
+
+  const sumOf = (cells) => cells.reduce((sum, cell) => sum + cell.value, 0);
+
+  function laid(cell, x, y, w, h) { // gives the cell and what is below its place
+    Object.assign(cell, { x, y, w, h });
+    if (!cell.below) return;
+    const title = cell.depth && w > 30 && h > 40 && wide(plain(cell)) < w - 8 ? 17 : 0;
+    cell.titled = title > 0;
+    for (const each of cell.below) each.depth = cell.depth + 1, each.from = cell.node;
+    const pad = cell.depth ? 2 : 0;
+    (ordered(cell.below) ? inRows : squarified)(cell.below, x + pad, y + (title || pad), Math.max(w - 2 * pad, 0), Math.max(h - (title || pad) - pad, 0));
+  }
+
+  function strip(cells, x, y, w, h, across) { // side by side, or below one another
+    const whole = sumOf(cells) || 1;
+    for (const cell of cells) {
+      const share = cell.value / whole;
+      laid(cell, x, y, across ? w * share : w, across ? h : h * share);
+      if (across) x += w * share; else y += h * share;
+    }
+  }
+
+  function inRows(cells, x, y, w, h) { // in the order of reading, in as many rows as make cells a bit wider than high
+    const n = cells.length, whole = sumOf(cells);
+    let best = 1, least = Infinity;
+    for (let rows = 1; rows <= n; rows++) {
+      const per = Math.ceil(n / rows), bad = Math.abs(Math.log((w * rows) / (1.6 * h * per || 1))) + (per * Math.ceil(n / per) - n) / per;
+      if (bad < least) [best, least] = [per, bad];
+    }
+    for (let k = 0; k < n; k += best) {
+      const some = cells.slice(k, k + best), high = (h * sumOf(some)) / whole;
+      strip(some, x, y, w, high, true);
+      y += high;
+    }
+  }
+
+  function squarified(cells, x, y, w, h) { // the largest first, in rows that are nearly squares
+    while (cells.length) {
+      const scale = (w * h) / (sumOf(cells) || 1), side = Math.min(w, h);
+      let n = 0, sum = 0, worst = Infinity;
+      for (; n < cells.length; n++) {
+        const thick = ((sum + cells[n].value) * scale) / side;
+        const bad = Math.max((cells[0].value * scale) / thick ** 2, thick ** 2 / (cells[n].value * scale));
+        if (n && !(bad <= worst)) break;
+        worst = bad;
+        sum += cells[n].value;
+      }
+      const thick = (sum * scale) / side || 0, down = w >= h;
+      strip(cells.slice(0, n), x, y, down ? thick : w, down ? h : thick, !down);
+      if (down) { x += thick; w -= thick; } else { y += thick; h -= thick; }
+      cells = cells.slice(n);
+    }
+  }
+
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = "12px system-ui, sans-serif";
+  const wide = (text) => pen.measureText(text).width;
+  const plain = (cell) => shown(label(cell.node, cell.node.members ? null : cell.from)).replace(/[./]$/, "");
+
+  function lines(cell) { // the texts that fit the cell: none is cut
+    const { node, w, h } = cell, name = plain(cell), fits = (text) => text.length < 100 && wide(text) < w - 8;
+    const some = node.tensor ? "" : counted(node.count) + (node.count > 1 ? " tensors" : " tensor");
+    const first = [name + (some && h < 32 ? " (" + counted(node.count) + ")" : ""), name, name.replace(/\.weight$/, "")].find(fits);
+    if (!first || h < 16) return "";
+    return [first, ...[some, measured(cell.value)].filter((text) => text && fits(text))].slice(0, Math.floor(h / 16)).join("\n");
   }
 
   const maps = data.maps.map((title) => {
@@ -313,54 +501,71 @@
     widths[k] = height && width;
     if (maps.length > 1) element.previousSibling.textContent = data.maps[k] + ": " + measured(of(focus));
     if (!of(focus) || !widths[k]) return;
-    const tree = d3.hierarchy(pruned(focus, width * height, of), (each) => each.below).sum((each) => each.value || 0);
-    const titled = (at) => at.titled // asked once, before corners are rounded
-      ?? (at.titled = at.depth > 0 && at.height > 0 && at.x1 - at.x0 > 50 && at.y1 - at.y0 > 40);
-    const rank = (at) => (at.data.from ? at.value : at.data.node[measure]); // the same in both files
-    d3.treemap().size([width, height]).paddingTop((at) => (titled(at) ? 17 : 1))
-      .paddingInner(1).paddingRight(1).paddingBottom(1).round(true)(tree.sort((a, b) => rank(b) - rank(a)));
+    const top = { node: focus, value: of(focus), depth: 0 };
+    laid(grown(top, (width * height) / of(focus), of), 0, 0, width, height);
     const boxes = document.createDocumentFragment();
-    const tied = chosen && chosen.tensor ? new Set(mates(chosen.tensor)) : new Set();
-    for (const at of tree.descendants()) {
-      if (!at.depth && at.children) continue;
-      const node = at.data.node, w = at.x1 - at.x0, h = at.y1 - at.y0;
+    const tied = new Set(chosen && chosen.tensor ? mates(chosen.tensor).map((i) => nodeOf[i]) : []);
+    const holding = new Set(), frames = [];
+    for (let node = chosen; node; node = node.above) holding.add(node);
+    const holds = (node) => holding.has(node) || (node.members || []).some((each) => holding.has(each));
+    const todo = top.below ? [...top.below] : [{ ...top, from: focus.above }];
+    while (todo.length) {
+      const cell = todo.pop(), node = cell.node;
+      if (cell.below) todo.push(...cell.below);
+      const place = { left: Math.round(cell.x), top: Math.round(cell.y) };
+      const w = Math.round(cell.x + cell.w) - place.left, h = Math.round(cell.y + cell.h) - place.top;
       if (w < 1 || h < 1) continue;
-      const box = make("div", { class: at.children ? "inner" : null });
-      Object.assign(box.style, { left: at.x0 + "px", top: at.y0 + "px", width: w + "px", height: h + "px" });
-      if (!at.children) box.style.background = hue(main(node));
-      const text = at.data.from ? span(at.data, node) : label(node, at.parent ? at.parent.data.node : node.above);
-      if (at.children ? titled(at) : w > (at.data.from ? 60 : 30) && h > 15) box.textContent = short(shown(text), 60) + (h > 32 && !at.children ? "\n" + measured(at.value) : "");
-      box.title = short(shown(node.path + (at.data.from ? text : "")), 300) + "\n" + measured(at.value) + ", " + percent(at.value, of(root));
-      if (!at.data.from && (node === chosen || (node.tensor && tied.has(node.tensor.i)))) {
-        const frame = make("div", { class: node === chosen ? "frame" : "frame tied" }); // above what is inside
-        Object.assign(frame.style, { left: at.x0 + "px", top: at.y0 + "px", width: w + "px", height: h + "px" });
-        boxes.append(frame);
+      const put = (box) => { Object.assign(box.style, { left: place.left + "px", top: place.top + "px", width: w + "px", height: h + "px" }); return box; };
+      const box = put(make("div", { class: cell.below ? "inner" : dim(node) ? "dim" : null }));
+      if (!cell.below) box.style.background = hue(main(node));
+      box.textContent = cell.below ? (cell.titled ? plain(cell) : "") : dim(node) ? "" : lines(cell);
+      if (!box.textContent && !cell.below && !dim(node) && w >= 18 && wide(plain(cell)) < h - 8) { // from top to bottom
+        box.textContent = plain(cell);
+        box.classList.add("down");
       }
-      if (!at.children && !at.data.from && node.bad) box.classList.add("bad");
-      box.addEventListener("click", () => choose(node, true));
-      box.addEventListener("dblclick", () => look(node));
+      box.title = short(shown(node.path + (node.members ? node.name : "")), 300) + "\n" + (node.tensor ? "" : counted(node.count) + " tensors, ") + measured(cell.value) + ", " + percent(cell.value, of(root));
+      if (!cell.below && node.bad) box.classList.add("bad");
+      box.addEventListener("click", (event) => {
+        if (event.detail > 1) return; // the second of a double click, perhaps on what the first has opened
+        if (!cell.below && !node.tensor && node !== focus) aim(node);
+        choose(node, !node.members);
+        if (innerWidth < 1000) element.scrollIntoView({ block: "nearest" }); // above the panel
+      });
+      if (cell.below) box.addEventListener("dblclick", () => look(node));
       boxes.append(box);
+      if (node === chosen || tied.has(node) || (!cell.below && holds(node))) frames.push(put(make("div", { class: node === chosen ? "frame" : "frame tied" })));
     }
-    element.append(boxes);
+    element.append(boxes, ...frames);
+  }
+
+  function aim(node) { // what the map and the table show
+    focus = node.tensor && node.above ? node.above : sole(node);
+    if (focus.tensor && focus.above) focus = focus.above;
+    within = focus === root ? null : new Set(tensorsIn(focus));
+    crumbs();
+    rows();
   }
 
   function look(node) {
-    focus = node.tensor && node.above ? node.above : sole(node);
-    if (focus.tensor && focus.above) focus = focus.above;
-    draw();
+    aim(node);
+    map();
+    tree(false);
   }
 
   // The tree
 
   let visible = [];
+  const isOpen = (node) => expanded.has(node) || opened.has(node) || (opened.size > 0 && (node.members || []).some((each) => opened.has(each)));
   function flatten() {
     visible = [];
     const add = (node, level, above) => {
-      const end = sole(node);
+      const end = node.members ? node : sole(node);
       const kin = above ? above.kin : 1, place = above ? above.place : 1;
-      visible.push({ node: end, level, from: above ? above.node : null, kin, place });
-      if (!expanded.has(end)) return;
-      const below = [...end.below].sort((a, b) => b[measure] - a[measure] || 0);
+      visible.push({ node: end, top: node, level, from: above ? above.node.members ? above.node.above : above.node : null, kin, place });
+      if (!isOpen(end)) return;
+      const below = [...kids(end)], most1 = below.reduce((a, b) => Math.max(a, b[measure]), 0) || 1;
+      for (const each of below) each.share = each[measure] / most1;
+      if (!end.members && !indexed(end.below)) below.sort((a, b) => b[measure] - a[measure] || 0);
       const most = more.get(end) || AT_ONCE;
       below.slice(0, most).forEach((each, n) => add(each, level + 1, { node: end, kin: below.length, place: n + 1 }));
       if (below.length > most) visible.push({ node: end, level: level + 1, rest: below.length - most, kin: below.length, place: most + 1 });
@@ -375,18 +580,19 @@
     const items = visible.map((each, n) => {
       const node = each.node;
       const opens = !each.rest && node.below.length > 0;
-      const twist = make("span", { class: "twist", "aria-hidden": "true" }, opens ? (expanded.has(node) ? "▾" : "▸") : "");
+      const twist = make("span", { class: "twist", "aria-hidden": "true" }, opens ? (isOpen(node) ? "▾" : "▸") : "");
       const text = each.rest ? "… " + counted(each.rest) + " more" : label(node, each.from);
       const item = make("li", {
         role: "treeitem", "aria-level": each.level, "aria-setsize": each.kin, "aria-posinset": each.place,
-        "aria-expanded": opens ? String(expanded.has(node)) : null, "aria-selected": String(!each.rest && node === chosen),
+        "aria-expanded": opens ? String(isOpen(node)) : null, class: !each.rest && dim(node) ? "dim" : null, "aria-selected": String(!each.rest && node === chosen),
         tabindex: n === current ? "0" : "-1",
       }, twist, named(text, 80));
       item.style.paddingLeft = 6 + 14 * (Math.min(each.level, 20) - 1) + "px";
       if (!each.rest) {
-        item.append(make("span", { class: "size" }, 
+        const bar = make("i", { class: "bar", "aria-hidden": "true", title: "in proportion to the largest beside it" });
+        bar.style.setProperty("--share", (100 * (each.top.share ?? 1)) + "%");
+        item.append(bar, make("span", { class: "size" },
           (node.tensor && node.tensor.tied >= 0 && measure !== "count" ? "tied" : spread(node, measured)) + (node.bad ? " ⚠" : "")));
-        item.style.setProperty("--share", (100 * node[measure]) / (root[measure] || 1) + "%");
         item.style.borderLeftColor = hue(main(node));
       }
       item.addEventListener("click", (event) => {
@@ -402,7 +608,11 @@
     if (focused && items[current]) items[current].focus({ preventScroll: false });
   }
 
-  const toggle = (node) => (expanded.has(node) ? expanded.delete(node) : expanded.add(node));
+  function toggle(node) {
+    const was = isOpen(node);
+    for (const each of [node, ...(node.members || [])]) opened.delete(each);
+    if (was) expanded.delete(node); else expanded.add(node);
+  }
 
   $("tree").addEventListener("keydown", (event) => {
     const each = visible[current];
@@ -412,9 +622,9 @@
     else if (event.key === "ArrowUp") current = Math.max(current - 1, 0);
     else if (event.key === "Home") current = 0;
     else if (event.key === "End") current = visible.length - 1;
-    else if (event.key === "ArrowRight" && opens) { if (expanded.has(node)) current++; else expanded.add(node); }
+    else if (event.key === "ArrowRight" && opens) { if (isOpen(node)) current++; else toggle(node); }
     else if (event.key === "ArrowLeft") {
-      if (opens && expanded.has(node)) expanded.delete(node);
+      if (opens && isOpen(node)) toggle(node);
       else while (current > 0 && visible[current].level >= each.level) current--;
     } else if (event.key === "Enter" || event.key === " ") {
       if (each.rest) more.set(node, (more.get(node) || AT_ONCE) + AT_ONCE);
@@ -452,6 +662,7 @@
     const fact = (name, ...what) => lines.push(make("div", {}, make("dt", {}, name), make("dd", {}, ...what)));
     if (each) tensorFacts(each, fact);
     else {
+      if (chosen.members) fact("holds", counted(chosen.below.length) + " neighbours");
       fact("tensors", arrow(chosen.sides.map((side) => counted(side.count))));
       if (chosen.bad) fact("NaN or inf", make("span", { class: "bad" }, "in " + counted(chosen.bad)));
     }
@@ -462,10 +673,10 @@
     const whole = chosen.path.endsWith("/") ? chosen.path.slice(0, -1) : indexed ? chosen.path : null;
     const kind = whole && data.commands.some(([of]) => of === "path") ? "path" : "glob";
     const value = kind === "path" ? whole : glob(chosen.path) + (each ? "" : "*");
-    const commands = chosen === root || !chosen.sides[0].count ? [] // the first file must have it
+    const commands = chosen === root || chosen.members || !chosen.sides[0].count ? [] // the first file must have it
       : data.commands.filter(([of]) => of === kind);
     box.replaceChildren(
-      make("h3", { dir: "ltr" }, make("bdi", {}, chosen === root ? "everything" : shown(chosen.path))),
+      make("h3", { dir: "ltr" }, make("bdi", {}, chosen === root ? "everything" : shown(chosen.path + (chosen.members ? chosen.name : "")))),
       make("dl", {}, ...lines), ...columns.histograms.filter((of) => each && of.bars[each.i]).map((of) => histogram(of.title, of.bars[each.i])),
       make("div", {}, ...commands.flatMap(([, what, ...words]) =>
         [make("div", {}, what + ":"), command(words.map((word) => quoted(word === null ? value : word)).join(" "))]),
@@ -507,13 +718,19 @@
     return make("div", {}, bars, make("p", { class: "hint" }, (title ? title + ": " : "") + "from " + range + "; each bin twice as wide as the next one towards 0"));
   }
 
+  function holdsNode(above, node) {
+    while (node && node !== above) node = node.above;
+    return node === above;
+  }
+
   function choose(node, opens) {
     chosen = node;
     if (opens) {
       for (let above = node.above; above; above = above.above) {
         expanded.add(above);
-        const end = above.below.indexOf(node);
-        if (end >= AT_ONCE) more.set(above, above.below.length);
+        const fold = kids(above).find((each) => each.members && each.members.some((member) => holdsNode(member, node)));
+        if (fold) expanded.add(fold);
+        if (above.below.length >= AT_ONCE) for (const each of [above, fold]) if (each) more.set(each, each.below.length);
       }
       flatten();
       current = Math.max(0, visible.findIndex((each) => each.node === sole(node) && !each.rest));
@@ -526,6 +743,14 @@
     map();
     details();
     paint();
+    inSight();
+  }
+
+  function inSight() { // all of the panel beside the map; below a long head it is scrolled to
+    const box = $("selected"), top = () => box.getBoundingClientRect().top;
+    if (!chosen || innerWidth < 1000) { box.style.maxHeight = ""; return; }
+    if (top() > innerHeight - 200) $("details").scrollIntoView({ block: "center" });
+    box.style.maxHeight = Math.max(innerHeight - top() - 12, 100) + "px";
   }
 
   // The table
@@ -550,9 +775,30 @@
     }));
   }
 
+  let stamp = 0, dims = false; // a branch with a tensor that was found has the stamp; the others are dim
+  const dim = (node) => dims && (node.members ? node.members.every(dim) : node.stamp !== stamp);
+
+  function search() { // dims what is not found, and opens the tree to what is
+    rows();
+    const scroll = $("scroll").getBoundingClientRect(), hidden = scroll.top - innerHeight + 7 * ROW;
+    map();
+    current = 0;
+    tree(false);
+    if (dims && hidden > 0) scrollBy(0, hidden);
+  }
+
   function rows() {
     const words = query.split(/\s+/).filter((word) => word);
-    found = tensors.filter((each) => FILTERS[kept][1](each) && words.every((word) => each.low.includes(word)) && each.path.startsWith(focus.path));
+    found = tensors.filter((each) => FILTERS[kept][1](each) && words.every((word) => each.low.includes(word)) && (!within || within.has(each)));
+    stamp++;
+    dims = words.length > 0 || kept > 0;
+    opened.clear();
+    if (dims) {
+      found.forEach((each, n) => {
+        for (let node = nodeOf[each.i]; node && node.stamp !== stamp; node = node.above) node.stamp = stamp;
+        if (n < MATCHES && words.length) for (let node = nodeOf[each.i].above; node; node = node.above) opened.add(node);
+      });
+    }
     const head = HEADS.find((each) => each.name === order.key), up = order.up ? 1 : -1;
     if (head.name === "tensor") found.sort((a, b) => up * collator.compare(a.path, b.path));
     else if (falls(head)) {
@@ -577,7 +823,7 @@
   function row(each, n) {
     const cells = [
       make("td", {}, make("button", { type: "button", class: "link", on: { click: () => choose(nodeOf[each.i], true) } },
-        named(each.path + (each.tied < 0 ? "" : " = " + tensors[each.tied].path)))),
+        named(each.path + (each.tied < 0 ? "" : " = " + tensors[each.tied].path), longest))),
       ...HEADS.slice(1).map((head) => (head.name === "bytes" ? make("td", { class: "right" }, sizes(each.extents))
         : make("td", { class: (head.numbers ? "right" : "") + (head.bad && nonzero(said(head, each.i)) ? " bad" : "") }, written(head, each.i) || "–"))),
     ];
@@ -585,7 +831,9 @@
   }
 
   let painting = false, printing = false;
+  let longest = 120; // characters of a name in the table; longer ones are cut in the middle
   function paint() {
+    longest = printing ? 120 : Math.max(16, Math.floor($("scroll").clientWidth / (innerWidth > 600 ? 16 : 18)));
     const scroll = $("scroll"), top = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 10);
     const first = printing ? 0 : top, last = printing ? Math.min(500, found.length) : Math.min(found.length, top + Math.ceil(scroll.clientHeight / ROW) + 20);
     const space = (height) => {
@@ -601,6 +849,14 @@
       drawn.push(make("tr", {}, make("td", { colspan: HEADS.length }, "… " + counted(found.length - last) + " more tensors")));
     }
     $("rows").replaceChildren(...drawn);
+    edge();
+  }
+
+  function edge() { // shades an edge that cuts columns off, and names them
+    const scroll = $("scroll"), right = scroll.scrollLeft + scroll.clientWidth;
+    const gone = [...$("heads").children].filter((each) => each.offsetLeft + each.offsetWidth > right + 2);
+    scroll.className = gone.length && !printing ? "cut" : "";
+    $("beyond").textContent = gone.length && !printing ? "To the right: " + gone.map((each) => each.firstChild.firstChild.textContent).join(", ") : "";
   }
   $("scroll").addEventListener("scroll", () => {
     if (!painting) requestAnimationFrame(() => { painting = false; paint(); });
@@ -612,9 +868,9 @@
   function draw() {
     legend();
     crumbs();
+    rows();
     map();
     tree(false);
-    rows();
   }
 
   let resizing = 0;
@@ -625,11 +881,11 @@
   }
   new ResizeObserver(() => later(50)).observe($("map"));
   for (let n = 0, todo = [sole(root)]; n < ROWS_OPEN && todo.length;) { // as much of the tree as can be seen at once
-    const node = todo.sort((a, b) => b.bytes - a.bytes).shift();
-    if (n + node.below.length > ROWS_OPEN && node !== sole(root)) continue;
-    n += node.below.length;
+    const node = todo.sort((a, b) => b.bytes - a.bytes).shift(), below = kids(node);
+    if (n + below.length > ROWS_OPEN && node !== sole(root)) continue;
+    n += below.length;
     expanded.add(node);
-    todo.push(...node.below.map(sole).filter((each) => each.below.length));
+    todo.push(...below.filter((each) => !each.members).map(sole).filter((each) => each.below.length));
   }
   head();
   controls();

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.errors import count, size
 from ckptconv.hints import Command, Option, command_line
+from ckptconv.lazy_regex import regex
 from ckptconv.render.page import (
     LONGEST,
     MOST,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 #: For a page whose verdict is shown elsewhere.
 NO_VERDICT: dict[str, Any] = {"good": None, "text": "", "danger": [], "findings": [], "remedy": None}
 _PARTS, _OTHERS, _ALONE = 12, 24, 3
+_GROUP = regex(r"(.*?)param_groups\[(\d+)\]/([^/\[]+)")
 
 
 def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
@@ -42,6 +45,7 @@ def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
         "named": any(state_dict.path == "." for state_dict in summary.state_dicts),  # then globs match names
         "verdict": _verdict(summary),
         "facts": [*_facts(summary), *left_out],
+        "tables": _hyperparameters(summary),
         "lists": _lists(summary, tensors),
         "smaller": [{"text": text[:LONGEST], "command": typed} for text, typed in _smaller(summary)],
         "maps": ["Map"],
@@ -82,7 +86,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     parts = [
         f"{_part(part)}: {count(part.tensors, 'tensor')}, {_share(part.nbytes, summary)}" for part in summary.parts
     ]
-    others = [f"{path}: {value}" for path, value in summary.others.items()]
+    others = [f"{path}: {value}" for path, value in summary.others.items() if not _GROUP.fullmatch(path)]
     shares = [(name, share.tensors, share.nbytes) for name, share in summary.dtypes.items()]
     facts = [
         ("format", f"{summary.format}, {size(summary.size)}"),
@@ -100,9 +104,27 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     return [(label, text) for label, text in facts if text]
 
 
+def _hyperparameters(summary: Summary) -> list[dict[str, Any]]:
+    """Return a table for each optimizer, with a row for each of its groups of parameters."""
+    optimizers: dict[str, dict[str, dict[str, str]]] = {}
+    for path, value in summary.others.items():
+        if match := _GROUP.fullmatch(path):
+            optimizer, group, name = match.groups()
+            optimizers.setdefault(optimizer, {}).setdefault(group, {})[name] = value
+    tables = []
+    for optimizer, groups in [*optimizers.items()][:_PARTS]:
+        names = [*dict.fromkeys(chain.from_iterable(groups.values()))][:_OTHERS]
+        rows = [[group, *(said.get(name, "") for name in names)] for group, said in [*groups.items()][:_PARTS]]
+        left = len(groups) - len(rows)
+        rows += [[f"… {left:,} more", *("" for _ in names)]] if left else []
+        tables.append({"label": optimizer.rstrip("/") or "optimizer", "heads": ["group", *names], "rows": rows})
+    return tables
+
+
 def _part(part: Part) -> str:
     """Return what `part` is and where."""
-    return part.kind if part.path in ("", ".") else f"{part.kind} at {part.path}"
+    said = part.path.casefold() in ("", ".", part.kind.casefold())
+    return part.kind if said else f"{part.kind} at {part.path}"
 
 
 def _share(nbytes: int, summary: Summary) -> str:

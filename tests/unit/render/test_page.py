@@ -10,8 +10,6 @@ import json
 import os
 import re
 import shlex
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ import pytest
 import torch
 
 import ckptconv
-from ckptconv.render.page import vendored
 from tests.support.command import Command
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -199,13 +196,13 @@ def test_parts_and_storages(command: Command) -> None:
     torch.save(checkpoint, "m.pt")
     data = data_of(page_of(command))
     said, columns = dict(data["facts"]), data["tensors"]
-    assert said["parts"].startswith(
-        "model at model: 2 tensors, 24 B (0.468 %); EMA at ema: 2 tensors, 24 B (0.468 %); optimizer at "
-    )
+    assert said["parts"].startswith("model: 2 tensors, 24 B (0.468 %); EMA: 2 tensors, 24 B (0.468 %); optimizer: ")
     assert (
         said["parameters"] == "5,073 numbers, shared ones counted once: RNG states 5,056, other 8, model 6, optimizer 3"
     )
-    assert "optimizer/param_groups[0]/lr: 0.1" in said["other values"]
+    (table,) = data["tables"]
+    assert table["label"] == "optimizer" and dict(zip(table["heads"], table["rows"][0], strict=True))["lr"] == "0.1"
+    assert "param_groups" not in said.get("other values", "")
     facts, paths = facts_in(columns), paths_in(columns)
     assert dict(zip(paths, facts["part"], strict=True)) == {
         "model/w": "model",
@@ -365,15 +362,3 @@ def test_open(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("click.launch", launched.append)
     page_of(command, "--open")
     assert launched == [str(Path("m.html").absolute())]
-
-
-def test_what_others_wrote_is_made_again(tmp_path: Path) -> None:
-    """d3-hierarchy in pages is what its author published, byte for byte."""
-    if shutil.which("npm") is None:
-        pytest.skip("there is no npm")
-    try:
-        vendored.make(tmp_path)
-    except (subprocess.SubprocessError, OSError):
-        pytest.skip("npm could not get it")
-    for name in vendored.FILES.values():
-        assert (tmp_path / name).read_bytes() == (Path(vendored.__file__).parent / "vendor" / name).read_bytes()
