@@ -110,6 +110,9 @@ class Limits:
     #: Keys, values and opcodes that set the fields of an object in the metadata of torch.distributed.checkpoint. No
     #: class there has more than eight fields.
     metadata_state: int = 32
+    #: Nodes of the objects that are stored one by one in a folder of torch.distributed.checkpoint, in addition to the
+    #: opcodes of their pickle. Objects rarely share more than the name of a class.
+    shared_nodes: int = 100_000
     #: Processes of one run whose files are merged. The largest runs have some ten thousand, and save in other ways.
     ranks: int = 100_000
     #: Pieces of the flat tensors of DeepSpeed ZeRO that parameters are cut into: 10,000 parameters on 1,000 ranks.

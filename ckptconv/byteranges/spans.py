@@ -290,6 +290,15 @@ class ChunkPlacement:
     sizes: tuple[int, ...]
     stride: tuple[int, ...]
 
+    def rows(self, first: int, stop: int, itemsize: int) -> ChunkPlacement | None:
+        """Return the part of it in the rows from `first` to `stop` of the tensor, counted from `first`, or None."""
+        start, end = max(self.offsets[0], first), min(self.offsets[0] + self.sizes[0], stop)
+        if start >= end:
+            return None
+        skipped = (start - self.offsets[0]) * self.stride[0] * itemsize
+        of = self.of.slice(skipped, self.of.length - skipped)
+        return ChunkPlacement(of, (start - first, *self.offsets[1:]), (end - start, *self.sizes[1:]), self.stride)  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
 class Assemble(Piece):
@@ -313,6 +322,13 @@ class Assemble(Piece):
     def with_checksums(self) -> tuple[ByteRange, ...]:
         whole = (placement.of for placement in self.placements if placement.of.crc32 is not None)
         return (*whole, *self.verified)
+
+    def _part(self, offset: int, length: int) -> Assemble:
+        row = self.length // self.shape[0]
+        first, stop = offset // row, (offset + length) // row
+        assert (first * row, stop * row) == (offset, offset + length)  # only rows are cut out
+        cut = [placement.rows(first, stop, self.itemsize) for placement in self.placements]
+        return Assemble(tuple(each for each in cut if each), (stop - first, *self.shape[1:]), self.itemsize, length)
 
 
 @dataclass(frozen=True)

@@ -130,22 +130,23 @@ class TensorCalls:
             neg: Whether the numbers are still to be negated.
         """
         name, version = dtype.storage_class, 2
-        cls = self._word("torch", name) if name else self._word("torch.storage", "UntypedStorage")
+        cls = self.word("torch", name) if name else self.word("torch.storage", "UntypedStorage")
         storage = PersistentId(new_id(cls, key, "cpu", prod(shape) if name else nbytes))
         self._graph.references.append(storage)
-        hooks = Call("REDUCE", self._word("collections", "OrderedDict"), Tuple([]))
+        hooks = Call("REDUCE", self.word("collections", "OrderedDict"), Tuple([]))
         args: list[Value] = [storage, 0, Tuple([*shape]), Tuple([*row_major(shape)]), False, hooks]
         if not name:
             version = 3
             args.append(
-                self._word("torch", dtype.name) if dtype.name in BY_NAME else OtherDType("safetensors", dtype.name)
+                self.word("torch", dtype.name) if dtype.name in BY_NAME else OtherDType("safetensors", dtype.name)
             )
         if conj or neg:
             bits = [*(("conj", True) if conj else ()), *(("neg", True) if neg else ())]
             args.append(set_items(Dict(), bits))
-        return Call("REDUCE", self._word("torch._utils", f"_rebuild_tensor_v{version}"), Tuple(args))
+        return Call("REDUCE", self.word("torch._utils", f"_rebuild_tensor_v{version}"), Tuple(args))
 
-    def _word(self, module: str, name: str) -> Global:
+    def word(self, module: str, name: str) -> Global:
+        """Return the global `name` of `module`, the same node each time."""
         if (module, name) not in self._words:
             self._words[module, name] = Global(module, name)
             self._graph.shared.add(self._words[module, name])

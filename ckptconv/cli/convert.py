@@ -189,7 +189,8 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
         "Numbers and objects": ("model.pt half.pt --dtype bf16", "dtype loadable loadable_objects compact"),
         "Output": (
             "run/ cpu/ --to cpu -j 2 --copy-others",
-            "force in_place no_undo dry_run format max_shard_size skip_existing jobs copy_tied copy_others download",
+            "force in_place no_undo dry_run format max_shard_size ranks skip_existing jobs copy_tied copy_others"
+            " download",
         ),
         "Safety": ("model.pt cpu.pt --to cpu --verify", "verify allow_unsafe"),
         "Reports": ("model.pt cpu.pt --to cpu --json", "as_json quiet verbose debug"),

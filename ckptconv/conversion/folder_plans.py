@@ -59,7 +59,8 @@ def plan_source(
     Sources that planning opens are closed with `opened`.
     """
     folder = source if isinstance(source, SourceFolder) else None
-    if is_folder and folder and ((format_ := folder_format(folder)) is None or format_.NAME == SHARDED):
+    is_one = output.is_for_ranks or (folder and (format_ := folder_format(folder)) and format_.NAME != SHARDED)
+    if is_folder and folder and not is_one:
         return _plan_folder(folder, path, edits, output, opened)
     plan = read_and_plan(source, path, edits, output, is_folder=is_folder)
     if is_folder:
@@ -244,11 +245,12 @@ def _dtype_in(config: Path) -> str | None:
 def _successor(plan: Plan) -> Callable[[str], bool]:
     """Return a function that says whether `plan` replaces a file of an old target, given by its relative path.
 
-    Files of the same model in the same folder are replaced, in any shards and any format.
+    Files of the same model in the same folder are replaced, in any shards and any format, and so are the files of a
+    DCP checkpoint by those of another.
     """
 
     def family(name: str) -> tuple[str, str] | None:
-        model = family_of(os.path.basename(name))
+        model = dcp.NAME if dcp.is_own_file(os.path.basename(name)) else family_of(os.path.basename(name))
         return (os.path.dirname(name), model) if model else None
 
     new = {family(str(file.path.relative_to(plan.target))) for file in plan.files} - {None}

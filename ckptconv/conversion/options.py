@@ -78,6 +78,15 @@ class WriteOptions(SaveOptions, total=False):
             "SIZE",
         ),
     ]
+    ranks: Annotated[
+        int,
+        Flag(
+            "Write a DCP folder as N processes would, a file for each; any number of processes reads it.",
+            "The number of processes that a folder of ``torch.distributed.checkpoint`` (``format='dcp'``) is written"
+            " for: a file for each. Any number of processes reads it.",
+            "N",
+        ),
+    ]
     copy_others: Annotated[bool, Flag("Of a folder, copy what is no checkpoint too.")]
     dry_run: Annotated[bool, Flag("Only say what would be done.", short="-n")]
     jobs: Annotated[
@@ -138,6 +147,7 @@ class OutputOptions:
     verify: bool = False
     allow_unsafe: bool = False
     max_shard_size: int | str | None = None
+    ranks: int = 1
     copy_others: bool = False
     dry_run: bool = False
     jobs: int = 1
@@ -149,6 +159,16 @@ class OutputOptions:
     def __post_init__(self) -> None:
         """Raise ArgumentTypeError if a value has a wrong type."""
         check_flags(self)
+
+    @property
+    def is_for_ranks(self) -> bool:
+        """Whether the output is in a format that is a folder, with a file for each process."""
+        return self.format in WRITERS and WRITERS[self.format].is_folder
+
+    @property
+    def writes_folder(self) -> bool:
+        """Whether the output of one checkpoint is a folder: of shards, or in a format that is one."""
+        return self.max_shard_size is not None or self.is_for_ranks
 
 
 #: The options if none is given.

@@ -223,6 +223,8 @@ def make_plan(
     writer = WRITERS[output.format or DEFAULT.word]
     is_loadable = (edits.loadable or edits.loadable_objects) and writer.objects
     _check_writer(writer, path, copy_tied=output.copy_tied, loadable=is_loadable)
+    if writer.is_folder and not is_folder:
+        raise UsageError(option("format", writer.word) + " writes a folder, and one file is asked for", where=path)
     torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
     notes = _about_edits(checkpoint, edits, writer)
     edits = _edits_for(writer, edits, in_shards=is_folder and output.max_shard_size is not None)
@@ -235,12 +237,12 @@ def make_plan(
         notes += _about_code(checkpoint)
     if not checkpoint.is_byteorder_said and (checkpoint.format != writer.name or changes.dtypes):
         notes.append("the file does not say its byte order: its numbers were taken for little-endian")
-    if is_folder:
+    if is_folder and not writer.is_folder:
         layout = shards_layout(
             checkpoint, path, writer, copy_tied=output.copy_tied, max_shard_size=output.max_shard_size
         )
     else:
-        layout = writer.lay_out(checkpoint, path, copy_tied=output.copy_tied)
+        layout = writer.lay_out(checkpoint, path, copy_tied=output.copy_tied, ranks=output.ranks)
     views = "" if writer.views else option("format", DEFAULT.word) + " keeps views as they are; "
     check_growth(
         layout.files, checkpoint, views + "to take some of the tensors: " + option("include", Placeholder("GLOB"))
@@ -248,10 +250,11 @@ def make_plan(
     computed = dict.fromkeys(type(piece) for file in layout.files for piece in file.pieces if piece.is_computed)
     if computed:
         require_torch(" and ".join(_COMPUTED[kind] for kind in computed), checkpoint.source.path)
-    if is_loadable:
+    if is_loadable and not writer.is_folder:  # such a layout holds nothing that the safe loader refuses
         for file in layout.files:
             prove_that_it_loads(file, checkpoint.source.path)
-    name = f"{sharded.NAME} {writer.name}" if len(layout.files) > 1 else writer.name
+    is_set = len(layout.files) > 1 and not writer.is_folder
+    name = f"{sharded.NAME} {writer.name}" if is_set else writer.name
     return Plan(
         formats=(checkpoint.format, name),
         target=path,

@@ -18,6 +18,7 @@ from ckptconv.formats.sharded.index import is_index_file, sets_in
 from ckptconv.formats.writers import SUFFIXES, WRITERS, admitted, suffix_of
 from ckptconv.hints import Placeholder, command, option
 from ckptconv.light_dataclass import dataclass
+from ckptconv.limits import LIMITS
 from ckptconv.stores import is_folder, is_url, locate, store_of
 
 
@@ -198,6 +199,7 @@ def list_requests(
     to_folder = not (suffix_of(path.name) or os.path.lexists(path)) or _is_folder(dst)
     if not _is_folder(dst):
         _refuse_odd_suffix(path, output.format, paths)
+    _check_ranks(output, path)
     if output.copy_others and (web := next((src for src in paths if os.fspath(src).startswith("http")), None)):
         raise UsageError(option("copy_others") + " looks into a folder, and web servers list none", where=web)
     if output.copy_others and all(src.is_file() and not is_index_file(src) for src in paths):
@@ -226,6 +228,20 @@ def list_requests(
     _refuse_one_name(listing.requests)
     _refuse_among_parts(listing)
     return listing
+
+
+def _check_ranks(output: OutputOptions, path: Path) -> None:
+    """Raise UsageError if options do not go with a format that is, or is not, a folder with a file for each process."""
+    if not output.is_for_ranks:
+        if output.ranks != 1:
+            raise UsageError(option("ranks", output.ranks) + " goes with " + option("format", "dcp"), where=path)
+        return
+    if not 1 <= output.ranks <= LIMITS.ranks:
+        raise UsageError("no such number of processes", where=path, expected=f"1 to {LIMITS.ranks:,}", got=output.ranks)
+    wrong = [option("max_shard_size", None)] if output.max_shard_size is not None else []
+    wrong += [option("copy_others")] if output.copy_others else []
+    if wrong:
+        raise UsageError(wrong[0] + " does not go with " + option("format", output.format), where=path)
 
 
 def list_in_place(
@@ -275,15 +291,17 @@ def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder
         to_folder: Whether that path is a folder, or becomes one.
     """
     path, output = asked.dst, asked.output
-    in_shards = output.max_shard_size is not None
+    is_set = output.writes_folder
     is_dir = is_folder(src)
     kind: Kind | None = _kind_of(src) if is_dir else "shards" if is_index_file(src) else "file"
-    if not to_folder and (in_shards or output.copy_others):
-        said = option("max_shard_size", None) if in_shards else option("copy_others")
+    if not to_folder and (is_set or output.copy_others):
+        said = option("copy_others")
+        if is_set:
+            said = option("format", output.format) if output.is_for_ranks else option("max_shard_size", None)
         raise UsageError(said + " writes a folder", where=path, expected="a folder, or a path without a suffix")
-    if rank_names.is_pattern(src) or (not kind and (in_shards or not to_folder) and _are_ranks(src)):
+    if rank_names.is_pattern(src) or (not kind and (is_set or not to_folder) and _are_ranks(src)):
         return _of_ranks(src, asked, to_folder=to_folder)
-    if kind == "file" and not in_shards:
+    if kind == "file" and not is_set:
         return Listing((replace(asked, src=src, dst=find_target(src, dst, output.format)[0]),))
     if not to_folder:
         if kind is None:
@@ -293,8 +311,10 @@ def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder
         return Listing((replace(asked, src=src, kind=kind, notes=_about_others(src, other)),), other=other)
     if is_dir:
         _refuse_inside(path, src)
-    if kind == "shards" or (kind and in_shards):
-        return Listing((replace(asked, src=src, kind=kind, is_folder=True),))
+    if kind == "shards" or (kind and is_set):
+        other = _beside(src, kind) if is_dir and output.is_for_ranks else ()
+        notes = _about_others(src, other, hint=False)
+        return Listing((replace(asked, src=src, kind=kind, is_folder=True, notes=notes),), other=other)
     return _of_tree(src, path, asked)
 
 
@@ -370,7 +390,7 @@ def _as_pattern(srcs: Sequence[Path]) -> Sequence[Path]:
 def _of_ranks(src: Path, asked: Request, *, to_folder: bool) -> Listing:
     """Return the request that makes one checkpoint of the rank files `src`, a folder or a pattern."""
     path, output = asked.dst, asked.output
-    is_set = to_folder and output.max_shard_size is not None
+    is_set = to_folder and output.writes_folder
     if not to_folder:
         format_of(path, output.format)
     elif not is_set:
@@ -419,7 +439,7 @@ def _of_tree(src: Path, path: Path, asked: Request) -> Listing:
 
 def _in_folder(found: Found, folder: Path, asked: Request) -> Request:
     """Return the request that converts or copies `found` to a path in `folder`."""
-    is_set = found.kind == "shards" or (asked.output.max_shard_size is not None and found.kind != "other")
+    is_set = found.kind == "shards" or (asked.output.writes_folder and found.kind != "other")
     dst = folder / name_in_folder(found, asked.output.format, is_folder=is_set)
     notes = _about_others(found.path, _beside(found.path, "dcp")) if found.kind == "dcp" and not is_set else ()
     return replace(asked, src=found.path, dst=dst, kind=found.kind, is_folder=is_set, notes=notes)

@@ -35,7 +35,6 @@ from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import (
     FILESYSTEM_BLOCK,
     ByteRange,
-    Data,
     Deferred,
     Inflate,
     Literal,
@@ -399,15 +398,18 @@ class ZipWriter:
         """Return the number of bytes of a record's header without padding."""
         return len(local_header(f"{self.root}/{name}".encode(), 0, size, 0))
 
-    def pickle(self, name: str, pieces: list[Literal | ByteRange], *, like: int) -> None:
-        """Append the pickle `pieces` as the record `name`, padded so that its end is at `like` modulo a block."""
+    def pickle(self, name: str, pieces: list[Literal | ByteRange], *, like: int | None) -> None:
+        """Append the pickle `pieces` as the record `name`, padded so that its end is at `like` modulo a block.
+
+        It is not padded if `like` is None.
+        """
         size = sum(piece.length for piece in pieces)
         crc32 = 0
         if self.checked:
             for piece in pieces:
                 crc32 = crc32_of(piece, crc32)
         end = self.at + self.bare_header(name, size) + size
-        self.header(name, crc32, size, _padding(end, like, FILESYSTEM_BLOCK))
+        self.header(name, crc32, size, 0 if like is None else _padding(end, like, FILESYSTEM_BLOCK))
         for piece in pieces:
             self.add(piece)
 
@@ -416,7 +418,7 @@ class ZipWriter:
         self.header(name, zlib.crc32(data) if self.checked else 0, len(data), 0)
         self.add(Literal(data))
 
-    def storage(self, name: str, data: Data, *, summed: bool = True) -> None:
+    def storage(self, name: str, data: Piece, *, summed: bool = True) -> None:
         """Append a storage whose bytes come from another container or were changed.
 
         If `summed` is set, it gets a checksum, provided that the archive has checksums.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ckptconv.checkpoint.model import Checkpoint
     from ckptconv.formats.layout import Layout
 
-FormatWord: TypeAlias = Literal["pt", "legacy", "pickle", "safetensors"]
+FormatWord: TypeAlias = Literal["pt", "legacy", "pickle", "safetensors", "dcp"]
 
 
 class HubName(NamedTuple):
@@ -47,6 +47,7 @@ class Writer:
         texts: Whether it can hold texts next to tensors.
         records: Whether it can hold other members of torch's archives.
         safe_loader: Whether torch's safe loader reads it, which refuses unknown code.
+        is_folder: Whether it is a folder of files. Its ``layout`` takes the number of processes, `ranks`.
     """
 
     word: str
@@ -65,6 +66,7 @@ class Writer:
     texts: bool = False
     records: bool = False
     safe_loader: bool = True
+    is_folder: bool = False
 
     @property
     def shard_suffix(self) -> str:
@@ -72,13 +74,14 @@ class Writer:
         assert self.hub is not None
         return self.hub.suffix
 
-    def lay_out(self, checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> Layout:
-        """Plan the file at `path` for an edited `checkpoint`.
+    def lay_out(self, checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False, ranks: int = 1) -> Layout:
+        """Plan the file, or the folder, at `path` for an edited `checkpoint`.
 
         Args:
             checkpoint: The checkpoint, which this may change.
             path: The path of the file.
             copy_tied: Write a tied tensor under each of its names. Only if `ties` is False.
+            ranks: The number of processes for which a folder is written.
 
         Returns:
             The files to write, and what they cannot hold.
@@ -87,6 +90,8 @@ class Writer:
             RefusedError: The format cannot hold the checkpoint.
         """
         layout: Callable[..., Layout] = import_module(f"ckptconv.formats.{self.module}").layout
+        if self.is_folder:
+            return layout(checkpoint, path, ranks=ranks)
         return layout(checkpoint, path, copy_tied=True) if copy_tied else layout(checkpoint, path)
 
 
@@ -121,6 +126,18 @@ _ALL = (
         views=False,
         texts=True,
         safe_loader=False,
+    ),
+    Writer(
+        "dcp",
+        "DCP",
+        "distributed.dcp_writing",
+        (),
+        "",
+        "a folder of torch.distributed.checkpoint",
+        devices=False,
+        ties=False,
+        views=False,
+        is_folder=True,
     ),
 )
 #: By the word of ``--format``. A suffix stands for the first writer that has it, unless the user says otherwise.

@@ -176,7 +176,7 @@ def old_set(new: NewFolder, *, replace: bool) -> OldSet:
     taken = new.names & there.keys()
     if not replace and (old or taken):
         raise TargetExistsError(f"the output exists: {some(sorted(old | taken))}", where=folder, hint=hint_to_replace())
-    indexes = {name for name in old if name.endswith(".json")}
+    indexes = {name for name in old if name.endswith((".json", ".metadata"))}
     first = indexes if (old - indexes) & new.names else set()
     last = [*sorted(indexes - first - new.names), *sorted(old - indexes - new.names)]
     paths = {name: folder / name for name in old | taken}

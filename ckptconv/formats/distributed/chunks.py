@@ -74,6 +74,18 @@ def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
     return (sum(values[1:]) - values[0]) % _PRIME == 0
 
 
+def rows_of_ranks(shape: tuple[int, ...], ranks: int) -> dict[int, Chunk]:
+    """Return the rows of a tensor of `shape` that each of `ranks` processes writes, as ``torch.chunk`` deals them.
+
+    A process without rows is left out. The first one writes a tensor without dimensions or without elements.
+    """
+    whole = Chunk((0,) * len(shape), shape)
+    if ranks == 1 or 0 in (shape or (0,)):
+        return {0: whole}
+    shares = ((rank, *_share(shape[0], ranks, rank)) for rank in range(min(ranks, shape[0])))
+    return {rank: Chunk((first, *whole.offsets[1:]), (size, *shape[1:])) for rank, first, size in shares if size > 0}
+
+
 def is_apart(info: TensorInfo) -> bool:
     """Return whether no two elements of `info` are the same bytes.
 

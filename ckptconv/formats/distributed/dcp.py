@@ -46,6 +46,7 @@ from ckptconv.stores import first_bytes, list_folder
 NAME = "DCP"
 METADATA = ".metadata"
 _OWN_METADATA = regex(r"__[0-9]+\.metadata")
+_OF_RANK = regex(r"__[0-9]+_[0-9]+\.distcp")
 _SUFFIX = ".distcp"
 _HEAD, _TAIL = 1 << 10, 2 << 10  # bytes of a tensor's file before its storage, and after it
 _COPY = "copy the whole folder: each process of the run wrote files of its own"
@@ -96,6 +97,11 @@ def looks_like(folder: SourceFolder) -> bool:
         return False
     _, names = list_folder(folder.folder)
     return any(name.endswith(_SUFFIX) for name in names) or (METADATA in names and looks_like_metadata(folder.folder))
+
+
+def is_own_file(name: str) -> bool:
+    """Return whether a file called `name` is one that torch.distributed.checkpoint writes."""
+    return name == METADATA or bool(_OF_RANK.fullmatch(name))
 
 
 def looks_like_metadata(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Read ``.metadata`` of a torch.distributed.checkpoint folder: its items, the chunks of each tensor, their positions.
+"""Read and write ``.metadata`` of a torch.distributed.checkpoint folder: items, chunks of tensors, their positions.
 
 The file is a plain pickle of these objects (torch 2.15; older versions have fewer fields):
 
@@ -19,7 +19,7 @@ knows, as a later torch may write it, is unsupported and not malformed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from operator import add, itemgetter, le
 from typing import NamedTuple, NoReturn, TypeAlias
@@ -27,6 +27,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 from ckptconv.byteranges.fault_sink import PickleSequence
 from ckptconv.byteranges.sources import Readable
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
+from ckptconv.checkpoint.merging import TensorCalls, empty_graph
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError, printable, some
 from ckptconv.formats.distributed.chunks import Chunk
@@ -35,6 +36,7 @@ from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import (
     Call,
     Dict,
+    Effect,
     Global,
     List,
     Tuple,
@@ -43,6 +45,7 @@ from ckptconv.pickles.graph import (
     imported_name,
     is_count,
     is_global,
+    set_items,
     type_of,
 )
 from ckptconv.pickles.parser import parse
@@ -136,6 +139,72 @@ def read_metadata(source: Readable) -> Metadata:
             hint="load it with the framework that wrote it, and save it with torch.save",
         )
     return reader.metadata(graph.root)
+
+
+def metadata_bytes(metadata: Metadata) -> bytes:
+    """Return the file with the content `metadata`, which torch 2.6 and newer read.
+
+    ``TensorProperties`` have five items: torch 2.15 reads six too, and older versions do not.
+    """
+    graph = empty_graph()
+    graph.root = _Writer(TensorCalls(graph)).metadata(metadata)
+    return b"".join(part for part in emit(graph, loadable=False) if isinstance(part, bytes))
+
+
+class _Writer:
+    """Makes the nodes of ``.metadata``. `calls` makes their globals."""
+
+    def __init__(self, calls: TensorCalls) -> None:
+        self._calls = calls
+
+    def metadata(self, metadata: Metadata) -> Call:
+        """Return the root."""
+        stored: list[Value] = []
+        for (name, offsets), place in metadata.stored.items():
+            first = {} if offsets is None else {"offset": self.size(offsets)}
+            stored.append(self.object("MetadataIndex", fqn=name, **first))
+            file, start, length = place
+            stored.append(self.object("_StorageInfo", _FILESYSTEM, relative_path=file, offset=start, length=length))
+        return self.object(
+            "Metadata",
+            state_dict_metadata=_mapping((name, self.item(item)) for name, item in metadata.items.items()),
+            planner_data=_mapping((name, Tuple([*path])) for name, path in metadata.paths.items()),
+            storage_data=set_items(Dict(), stored),
+            version=f"{_VERSION}0.0",
+        )
+
+    def item(self, item: TensorItem | None) -> Call:
+        """Return what describes an item, which is None if it is not a tensor."""
+        if item is None:
+            return self.object("BytesStorageMetadata")
+        layout = self._call(_LAYOUT, "torch.strided")
+        memory_format = self._call(f"{_METADATA}._MEM_FORMAT_ENCODING", 0)
+        properties = self.object("TensorProperties")
+        state = Tuple([self._calls.word("torch", item.dtype.name), layout, False, memory_format, False])
+        properties.add(Effect("BUILD", [state], None))
+        chunks = List()
+        for offsets, sizes in item.chunks:
+            chunk = self.object("ChunkStorageMetadata", offsets=self.size(offsets), sizes=self.size(sizes))
+            chunks.add(Effect("APPEND", [chunk], None))
+        return self.object("TensorStorageMetadata", properties=properties, size=self.size(item.shape), chunks=chunks)
+
+    def size(self, numbers: tuple[int, ...]) -> Call:
+        """Return a ``torch.Size``."""
+        return self._call(_SIZE, Tuple([*numbers]))
+
+    def object(self, cls: str, module: str = _METADATA, /, **attributes: Value) -> Call:
+        """Return an object of the class `cls` with these attributes."""
+        call = Call("NEWOBJ", self._calls.word(module, cls), Tuple([]))
+        if attributes:
+            call.add(Effect("BUILD", [_mapping(attributes.items())], None))
+        return call
+
+    def _call(self, name: str, argument: Value) -> Call:
+        return Call("REDUCE", self._calls.word(*name.rsplit(".", 1)), Tuple([argument]))
+
+
+def _mapping(items: Iterable[tuple[str, Value]]) -> Dict:
+    return set_items(Dict(), [each for item in items for each in item])
 
 
 def renamed(source: Readable, names: dict[str, str], paths: dict[str, ItemPath]) -> bytes:

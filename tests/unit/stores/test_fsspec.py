@@ -10,6 +10,7 @@ import torch
 
 import ckptconv
 from ckptconv.errors import OutputError, TargetExistsError, UnsupportedError, UsageError
+from tests.support.judge import assert_same
 
 fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
 from fsspec.implementations.local import LocalFileSystem  # noqa: E402
@@ -72,6 +73,16 @@ def test_a_file_and_a_set(options: dict[str, str], store: Any, tmp_path: Path) -
     assert not [name for name in names(files, url) if "ckptconv" in name]
     ckptconv.save(STATE, f"{url}/c.pt")
     assert ckptconv.verify(f"{url}/c.pt").ok
+
+
+def test_a_folder_of_processes(store: Any, tmp_path: Path) -> None:
+    """Its metadata comes last, and the files of a process that the next one does not have go."""
+    files, url = store
+    ckptconv.convert(tmp_path / "a.pt", f"{url}/dcp/", format="dcp", ranks=3)
+    ckptconv.convert(tmp_path / "a.pt", f"{url}/dcp/", format="dcp", ranks=2, force=True)
+    assert names(files, f"{url}/dcp") == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    ckptconv.convert(f"{url}/dcp/", tmp_path / "back.pt")
+    assert_same(torch.load(tmp_path / "back.pt"), torch.load(tmp_path / "a.pt"))
 
 
 def test_what_is_there_stays(store: Any, tmp_path: Path) -> None:

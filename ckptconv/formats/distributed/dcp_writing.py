@@ -1,0 +1,327 @@
+"""Write folders of torch.distributed.checkpoint (DCP) for any number of processes, without any of them.
+
+:mod:`ckptconv.formats.distributed.dcp` has the layout. Nested dicts and lists are flattened to items as
+``flatten_state_dict`` does, a tensor is cut into rows as ``torch.chunk`` does, and each chunk and each object is a file
+of ``torch.save`` of its own. Source: ``_nested_dict.py``, ``_traverse.py`` and ``filesystem.py`` (``_write_item``) in
+``torch/distributed/checkpoint`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
+from math import prod
+from pathlib import Path
+
+from ckptconv.byteranges.spans import ByteRange, Deferred, Literal, OutFile, Piece, joined
+from ckptconv.checkpoint.merging import TensorCalls, drop_effect_order, empty_graph
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.storage_ids import change_id
+from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, left_behind_at, piece_of
+from ckptconv.dtypes import BY_NAME, DType
+from ckptconv.errors import LimitError, RefusedError, count, some
+from ckptconv.formats.distributed.chunks import Chunk, rows_of_ranks
+from ckptconv.formats.distributed.dcp import METADATA
+from ckptconv.formats.distributed.metadata import ItemPath, Metadata, Stored, TensorItem, metadata_bytes
+from ckptconv.formats.layout import Layout, cannot_hold, pickle_pieces, renumber
+from ckptconv.formats.torch_zip import PICKLE, ZipWriter
+from ckptconv.formats.writers import WRITERS
+from ckptconv.hints import option
+from ckptconv.light_dataclass import dataclass
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.emitter import emit
+from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Tuple, Value, is_global, walk
+from ckptconv.pickles.paths import Place, is_item
+
+_NAME = WRITERS["dcp"].name
+_CHARACTERS = 16  # that an item counts for in addition to its name, for the limit on all names
+
+
+def layout(checkpoint: Checkpoint, path: Path, *, ranks: int = 1) -> Layout:
+    """Plan the folder `path` for an edited `checkpoint`: a file for each of `ranks` processes, and ``.metadata`` last.
+
+    A process that gets nothing has no file. Raises RefusedError, which names what the format cannot hold, and
+    LimitError if the names of all items are too long together.
+    """
+    flat = _flattened(checkpoint)
+    left_behind = _refuse_or_leave(checkpoint, flat)
+    files = [_RankFile(f"__{rank}_0.distcp") for rank in range(ranks)]
+    items: dict[str, TensorItem | None] = {}
+    stored: dict[tuple[str, tuple[int, ...] | None], Stored] = {}
+    room = LIMITS.pickle_bytes
+    for name, (_, node) in flat.items.items():
+        info = checkpoint.tensor_nodes.get(id(node))
+        if info is None:
+            items[name] = None
+            file = _object_file(checkpoint, node)
+            room -= sum(piece.length for piece in file.pieces if isinstance(piece, Literal))
+            if room < 0:  # values can share a text, and each has it in its own file
+                most = f"at most {LIMITS.pickle_bytes:,} bytes"
+                raise LimitError("the objects are too large", where=checkpoint.source.path, expected=most)
+            stored[name, None] = files[0].add(file)
+            continue
+        chunks = rows_of_ranks(info.shape, ranks)
+        items[name] = TensorItem(BY_NAME[info.dtype], info.shape, list(chunks.values()))
+        for rank, chunk in chunks.items():
+            stored[name, chunk.offsets] = files[rank].add(_chunk_file(checkpoint, info, chunk))
+    metadata = metadata_bytes(Metadata(items, {name: path for name, (path, _) in flat.items.items()}, stored))
+    files[0].verify(checkpoint, files)
+    return Layout(
+        (
+            *(file.planned(path) for file in files if file.size),
+            OutFile(path / METADATA, (Literal(metadata),), len(metadata)),
+        ),
+        tuple(left_behind),
+        tuple(_notes(checkpoint, flat)),
+    )
+
+
+# Items
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """The items of a checkpoint.
+
+    Attributes:
+        items: The path and the value of each item, by its name.
+        opened: The ids of the mappings and lists that the paths lead through.
+        empty: The names of empty mappings, which DCP does not store.
+        numbered: The keys that are not texts, and become texts.
+    """
+
+    items: dict[str, tuple[ItemPath, Value]]
+    opened: set[int]
+    empty: list[str]
+    numbered: list[str]
+
+
+def _flattened(checkpoint: Checkpoint) -> _Flat:
+    """Return the items of `checkpoint`. Raises RefusedError, LimitError."""
+    root, where = checkpoint.graph.root, checkpoint.source.path
+    if not _is_mapping(root):
+        raise RefusedError(f"{_NAME} holds names and their values, and the checkpoint is no dict", where=where)
+    lists = _opened_lists(checkpoint)
+    flat = _Flat({}, set(), [], [])
+    room = most = LIMITS.paths(checkpoint.graph.opcodes)
+    nodes = LIMITS.shared_nodes + checkpoint.graph.opcodes
+    todo: list[tuple[ItemPath, Value]] = [((), root)]
+    while todo:
+        path, node = todo.pop()
+        name = ".".join(map(str, path))
+        room -= len(name) + _CHARACTERS
+        if room < 0 or len(path) > LIMITS.nesting:
+            raise LimitError(
+                "the names of all items are too long", where=where, expected=f"at most {most:,} characters"
+            )
+        inner: list[tuple[ItemPath, Value]] | None = None
+        if isinstance(node, (Dict, Call)) and _is_mapping(node):
+            inner = [((*path, key), value) for key, value in _items_of(node, name, where, flat.numbered).items()]
+            flat.empty.extend([name] if path and not inner else [])
+        elif isinstance(node, List) and id(node) in lists:
+            inner = [((*path, i), value) for i, value in enumerate(node.elements())]
+        if inner is not None:
+            flat.opened.add(id(node))
+            todo += reversed(inner)
+        elif name in flat.items:
+            raise RefusedError(
+                f"two values would have one name in {_NAME}, which joins keys with dots",
+                where=where,
+                got=f"{name!r} for {flat.items[name][0]} and {path}",
+                hint=option("select") + " takes one of the parts",
+            )
+        else:
+            flat.items[name] = path, node
+            nodes -= 0 if id(node) in checkpoint.tensor_nodes else sum(1 for _ in islice(walk([node]), nodes + 1))
+            if nodes < 0:  # values can share their parts, and each has them in its own file
+                raise LimitError("the objects in it share too many of their parts", where=where)
+    if not flat.items:
+        raise RefusedError("there is nothing to write", where=where)
+    return flat
+
+
+def _is_mapping(node: Value) -> bool:
+    """Return whether `node` is a dict, an OrderedDict or a defaultdict whose items are all in its effects."""
+    if isinstance(node, Call):
+        is_empty = isinstance(node.args, Tuple) and not node.args.items
+        return is_global(node.callable, "collections.defaultdict") or (
+            is_empty and is_global(node.callable, "collections.OrderedDict")
+        )
+    return isinstance(node, Dict)
+
+
+def _items_of(node: Dict | Call, name: str, where: Path, numbered: list[str]) -> dict[str, Value]:
+    """Return the items of the mapping `node` by their keys as texts. Keys that are not texts are added to `numbered`.
+
+    Raises RefusedError if a key has no plain text, or two keys have the same.
+    """
+    items: dict[str | float | None, Value] = {}  # bool and int are numbers too
+    for key, value in node.entries():
+        if isinstance(key, (Node, bytes)):
+            raise RefusedError(f"a key in {name or 'the checkpoint'} is no text and no number", where=where)
+        items[key] = value  # a key that is set twice keeps its first place and its last value
+    texts = {str(key): value for key, value in items.items()}
+    if len(texts) < len(items):
+        raise RefusedError(f"two keys in {name or 'the checkpoint'} are one text", where=where)
+    numbered += (f"{name}.{key}" if name else str(key) for key in items if not isinstance(key, str))
+    return texts
+
+
+def _opened_lists(checkpoint: Checkpoint) -> set[int]:
+    """Return the ids of the lists that hold a tensor or a mapping, directly or in lists in them."""
+    holders: dict[int, list[List]] = {}
+    todo: list[List] = []
+    for node in (each for each in checkpoint.index.nodes if isinstance(each, List)):
+        for element in node.elements():
+            if id(element) in checkpoint.tensor_nodes or _is_mapping(element):
+                todo.append(node)
+            elif isinstance(element, List):
+                holders.setdefault(id(element), []).append(node)
+    opened: set[int] = set()
+    while todo:
+        node = todo.pop()
+        if id(node) not in opened:
+            opened.add(id(node))
+            todo += holders.get(id(node), ())
+    return opened
+
+
+def _refuse_or_leave(checkpoint: Checkpoint, flat: _Flat) -> list[LeftBehind]:
+    """Return what the folder has no place for. Raises RefusedError for values that it cannot hold."""
+    index = checkpoint.index
+    values = {id(node) for _, node in flat.items.values()}
+    places = {id(place.node): place for place in reversed(index.every_place) if id(place.node) in values}
+    tensors = [(places[key], info) for key, info in index.tensor_nodes.items() if key in places]
+    troubles = [(place, trouble) for place, info in tensors if (trouble := _trouble(info))]
+    if troubles:
+        raise cannot_hold(checkpoint, _NAME, troubles)
+    refused: dict[str, str] = {}
+    for key, place in places.items() if index.obstacles else ():
+        if key not in index.tensor_nodes and (found := checkpoint.part(place).index.obstacles):
+            reason, node = found[0]
+            refused[place.path] = str(node) if isinstance(node, Global) else reason
+    if refused:
+        raise RefusedError(
+            f"{_NAME} is loaded without torch's safe loader, so nothing is written that this loader refuses",
+            where=checkpoint.source.path,
+            got=some([f"{reason} at {path}" for path, reason in refused.items()], 5),
+            hint=option("loadable")
+            + " makes plain what is only data; to leave it out: "
+            + option("drop", tuple(refused)),
+        )
+    kept = [info.storage for _, info in tensors]
+    others = [p for p in index.every_place if p.parent and id(p.parent.node) in flat.opened and not _is_inner(p)]
+    return [
+        *left_behind_at(others, index.storage_of, kept, f"{_NAME} has no place for attributes"),
+        *(LeftBehind(name, 0, f"{_NAME} stores no empty dict") for name in flat.empty),
+    ]
+
+
+def _is_inner(place: Place) -> bool:
+    """Return whether `place` is an item of a mapping or an element of a list."""
+    return is_item(place) or (place.parent is not None and isinstance(place.parent.node, List))
+
+
+def _trouble(info: TensorInfo) -> str | None:
+    """Return why the format cannot hold the tensor `info`, or None if it can."""
+    if info.kind != "strided" or info.storage is None:
+        return info.kind
+    if info.dtype not in BY_NAME:
+        return info.dtype
+    most = LIMITS.gathered(info.storage.nbytes)
+    return f"written out it has {info.nbytes:,} bytes, more than the limit of {most:,}" if info.nbytes > most else None
+
+
+def _notes(checkpoint: Checkpoint, flat: _Flat) -> Iterator[str]:
+    """Yield notes on what a reader of the folder does not get back as it was."""
+    if flat.numbered:
+        yield f"keys that are not text become text: {some(flat.numbered)}"
+    every = [checkpoint.tensor_nodes.get(id(node)) for _, node in flat.items.values()]
+    tensors = [info for info in every if info and info.nbytes]
+    tied = len(tensors) - len({info.view for info in tensors})
+    if tied:
+        yield f"{_NAME} has no ties: {count(tied, 'tied tensor')} written once more"
+    plain = sum(info.requires_grad or info.is_parameter for info in tensors)
+    if plain:
+        yield f"{_NAME} restores no requires_grad, which {count(plain, 'parameter')} had"
+
+
+# Files
+
+
+class _RankFile:
+    """The file of one process: files of torch.save one after another."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pieces: list[Piece] = []
+        self._sums: list[Piece] = []
+        self.size = 0
+
+    def add(self, file: OutFile) -> Stored:
+        """Append `file`, and return where it is."""
+        before = len(self._sums)
+        self._pieces += (_later(piece, before) if isinstance(piece, Deferred) else piece for piece in file.pieces)
+        self._sums += file.sums
+        self.size += file.size
+        return Stored(self._name, self.size - file.size, file.size)
+
+    def verify(self, checkpoint: Checkpoint, files: Iterable[_RankFile]) -> None:
+        """Compare the storages of `checkpoint` with their checksums too, if `files` contain them in parts."""
+        whole = {id(piece) for file in files for piece in file._pieces}
+        for storage in checkpoint.storages.values():
+            self._sums += (span for span in storage.data.with_checksums() if id(span) not in whole)
+
+    def planned(self, folder: Path) -> OutFile:
+        """Return the file in `folder`."""
+        return OutFile(folder / self._name, joined(self._pieces), self.size, tuple(self._sums))
+
+
+def _later(piece: Deferred, before: int) -> Deferred:
+    """Return `piece`, whose checksums come after `before` others."""
+    return Deferred(piece.length, lambda sums: piece.make(sums[before:]))
+
+
+def _chunk_file(checkpoint: Checkpoint, info: TensorInfo, chunk: Chunk) -> OutFile:
+    """Return the file of torch.save with the rows `chunk` of the tensor `info`."""
+    dtype = BY_NAME[info.dtype]
+    offset = info.offset + chunk.offsets[0] * info.stride[0] if chunk.offsets else info.offset
+    rows = replace(info, shape=chunk.sizes, offset=offset, nbytes=dtype.bytes_of(prod(chunk.sizes)))
+    return _saved([Literal(_pickle_of(dtype, chunk.sizes))], {"data/0": piece_of(rows, checkpoint.byteorder)})
+
+
+@lru_cache(maxsize=1024)  # a model has many tensors of one shape
+def _pickle_of(dtype: DType, shape: tuple[int, ...]) -> bytes:
+    """Return the pickle of a tensor that is all of the storage 0."""
+    graph = empty_graph()
+    graph.root = TensorCalls(graph).tensor(dtype, shape, "0", dtype.bytes_of(prod(shape)))
+    return b"".join(part for part in emit(graph, loadable=True) if isinstance(part, bytes))
+
+
+def _object_file(checkpoint: Checkpoint, value: Value) -> OutFile:
+    """Return the file of torch.save with `value`, whose tensors are on the CPU.
+
+    Raises RefusedError for tensors in another byte order.
+    """
+    part = checkpoint.part(Place(None, "", value, 0))
+    if part.storages and part.byteorder != "little":
+        raise RefusedError(f"{_NAME} holds little-endian numbers", where=checkpoint.source.path)
+    drop_effect_order(part)
+    for reference in part.references:
+        change_id(reference.node, tag="cpu")
+    keys = renumber(part)
+    storages = {f"data/{keys[key]}": storage.data for key, storage in part.storages.items()}
+    return _saved(pickle_pieces(part), storages)
+
+
+def _saved(pickle: list[Literal | ByteRange], storages: Mapping[str, Piece]) -> OutFile:
+    """Return a file of torch.save with the `pickle` and the `storages` by the names of their records."""
+    writer = ZipWriter("archive", checked=True)
+    writer.pickle(PICKLE, pickle, like=None)
+    writer.record("byteorder", b"little")
+    for name, data in storages.items():
+        writer.storage(name, data)
+    writer.record("version", b"3\n")
+    return writer.finish(Path("archive"))
