@@ -212,7 +212,9 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
     multiple=True,
     help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
 )
-@declared(JobOptions, jobs={"type": click.IntRange(min=1), "default": 1})
+@declared(
+    JobOptions, jobs={"type": click.IntRange(min=1), "default": 1}, ranks={"type": click.IntRange(min=1), "default": 1}
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, sizes in bytes.")
 @click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still.")
 @click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind.")

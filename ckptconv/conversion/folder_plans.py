@@ -22,6 +22,7 @@ from ckptconv.conversion.targets import refuse_one_place
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.options import Edits, option_of
 from ckptconv.errors import CkptconvError, NoMatchError, count, some
+from ckptconv.formats.distributed import dcp
 from ckptconv.formats.foreign.paths import folder_error
 from ckptconv.formats.opening import folder_format, open_input
 from ckptconv.formats.safetensors_header import check_nesting

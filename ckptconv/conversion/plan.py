@@ -222,9 +222,7 @@ def make_plan(
     """
     writer = WRITERS[output.format or DEFAULT.word]
     is_loadable = (edits.loadable or edits.loadable_objects) and writer.objects
-    _check_writer(writer, path, copy_tied=output.copy_tied, loadable=is_loadable)
-    if writer.is_folder and not is_folder:
-        raise UsageError(option("format", writer.word) + " writes a folder, and one file is asked for", where=path)
+    _check_writer(writer, path, copy_tied=output.copy_tied, loadable=is_loadable, is_folder=is_folder)
     torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
     notes = _about_edits(checkpoint, edits, writer)
     edits = _edits_for(writer, edits, in_shards=is_folder and output.max_shard_size is not None)
@@ -250,13 +248,12 @@ def make_plan(
     computed = dict.fromkeys(type(piece) for file in layout.files for piece in file.pieces if piece.is_computed)
     if computed:
         require_torch(" and ".join(_COMPUTED[kind] for kind in computed), checkpoint.source.path)
-    if is_loadable and not writer.is_folder:  # such a layout holds nothing that the safe loader refuses
-        for file in layout.files:
+    if is_loadable:
+        for file in () if writer.is_folder else layout.files:  # its layout refuses what the safe loader refuses
             prove_that_it_loads(file, checkpoint.source.path)
     is_set = len(layout.files) > 1 and not writer.is_folder
-    name = f"{sharded.NAME} {writer.name}" if is_set else writer.name
     return Plan(
-        formats=(checkpoint.format, name),
+        formats=(checkpoint.format, f"{sharded.NAME} {writer.name}" if is_set else writer.name),
         target=path,
         is_folder=is_folder,
         files=tuple(replace(file, mode=checkpoint.source.mode) for file in layout.files),
@@ -272,8 +269,10 @@ def _beside(path: str | None, opened: ExitStack) -> Checkpoint | None:
     return None if path is None else opening.read(opened.enter_context(opening.open_input(path)))
 
 
-def _check_writer(writer: Writer, path: Path, *, copy_tied: bool, loadable: bool) -> None:
+def _check_writer(writer: Writer, path: Path, *, copy_tied: bool, loadable: bool, is_folder: bool) -> None:
     """Raise UsageError if an option has no meaning for the format that `writer` writes to `path`."""
+    if writer.is_folder and not is_folder:
+        raise UsageError(option("format", writer.word) + " writes a folder, and one file is asked for", where=path)
     if copy_tied and writer.ties:
         why = f" is for {words('ties', holds=False)}: ties stay ties in torch's format"
         raise UsageError(option("copy_tied") + why, where=path)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptconv
+from ckptconv.cli.main import main
 from ckptconv.errors import LimitError, MalformedError, RefusedError, TargetExistsError, UsageError
 from ckptconv.limits import Limits
 from tests.support.archives import flip_bit, rezipped
@@ -192,6 +193,13 @@ def test_a_folder_is_replaced(tmp_path: Path) -> None:
     refused(RefusedError, "notes.txt", tmp_path / "w.pt", tmp_path / "ours", force=True, **how)
 
 
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.randn(8, 2)}, tmp_path / "w.pt")
+    command = ["convert", str(tmp_path / "w.pt"), str(tmp_path / "ours"), "--format", "dcp", "--ranks", "2"]
+    assert main(command) == 0
+    assert "DCP, 3 files" in capsys.readouterr().err
+
+
 def test_a_tree(tmp_path: Path) -> None:
     """Each checkpoint becomes a folder of its own."""
     (tmp_path / "run").mkdir()
@@ -238,7 +246,10 @@ def test_what_it_cannot_hold(tmp_path: Path, state: Any, words: str) -> None:
     assert words in str(error)
 
 
-def test_the_remedies_for_objects_work(tmp_path: Path) -> None:
+def test_the_remedies_work(tmp_path: Path) -> None:
+    torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, tmp_path / "names.pt")
+    ckptconv.convert(tmp_path / "names.pt", tmp_path / "part", format="dcp", select="a")
+    assert [*by_torch(tmp_path / "part")] == ["b"]
     torch.save({"a": torch.ones(2), "args": Namespace(lr=1)}, tmp_path / "s.pt")
     ckptconv.convert(tmp_path / "s.pt", tmp_path / "plain", format="dcp", loadable=True)
     assert by_torch(tmp_path / "plain")["args"] == {"lr": 1}
