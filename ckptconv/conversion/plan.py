@@ -22,7 +22,7 @@ from ckptconv.edits.options import Edits
 from ckptconv.edits.retag import tags_of, unmatched_rules
 from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError, require_torch, some
 from ckptconv.formats import opening, torchscript
-from ckptconv.formats.layout import check_growth
+from ckptconv.formats.layout import Layout, check_growth
 from ckptconv.formats.sharded import index as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
 from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual_format, words, writer_for
@@ -241,16 +241,7 @@ def make_plan(
         )
     else:
         layout = writer.lay_out(checkpoint, path, copy_tied=output.copy_tied, ranks=output.ranks)
-    views = "" if writer.views else option("format", DEFAULT.word) + " keeps views as they are; "
-    check_growth(
-        layout.files, checkpoint, views + "to take some of the tensors: " + option("include", Placeholder("GLOB"))
-    )
-    computed = dict.fromkeys(type(piece) for file in layout.files for piece in file.pieces if piece.is_computed)
-    if computed:
-        require_torch(" and ".join(_COMPUTED[kind] for kind in computed), checkpoint.source.path)
-    if is_loadable:
-        for file in () if writer.is_folder else layout.files:  # its layout refuses what the safe loader refuses
-            prove_that_it_loads(file, checkpoint.source.path)
+    _check_layout(layout, checkpoint, writer, is_loadable=is_loadable)
     is_set = len(layout.files) > 1 and not writer.is_folder
     return Plan(
         formats=(checkpoint.format, f"{sharded.NAME} {writer.name}" if is_set else writer.name),
@@ -262,6 +253,20 @@ def make_plan(
         left_behind=(*changes.left_behind, *layout.left_behind, *checkpoint.unused),
         notes=(*checkpoint.notes, *changes.notes, *layout.notes, *notes),
     )
+
+
+def _check_layout(layout: Layout, checkpoint: Checkpoint, writer: Writer, *, is_loadable: bool) -> None:
+    """Raise an error if the files of `layout` are too large, need torch, or if torch may refuse a loadable one."""
+    views = "" if writer.views else option("format", DEFAULT.word) + " keeps views as they are; "
+    check_growth(
+        layout.files, checkpoint, views + "to take some of the tensors: " + option("include", Placeholder("GLOB"))
+    )
+    computed = dict.fromkeys(type(piece) for file in layout.files for piece in file.pieces if piece.is_computed)
+    if computed:
+        require_torch(" and ".join(_COMPUTED[kind] for kind in computed), checkpoint.source.path)
+    if is_loadable:
+        for file in () if writer.is_folder else layout.files:  # its layout refuses what the safe loader refuses
+            prove_that_it_loads(file, checkpoint.source.path)
 
 
 def _beside(path: str | None, opened: ExitStack) -> Checkpoint | None:
