@@ -1152,6 +1152,7 @@ _OTHERS = "it needs a program that is not here (zstd, lz4, 7z, unrar, DeepSpeed,
 _FAULT = "it needs a fault of the disk, or another program, at one moment; the words are those of another place"
 _NO_ADVICE = "no advice: a description, or a table that others read"
 _RUN = "it is for the run of several processes that saved the files"
+_DCP = "formats/distributed/test_dcp_writing.py::test_the_remedies_work"
 _LOADABLE = "edits/loadable/test_refusals.py::"
 _FOREIGN = "formats/foreign/test_files.py::"
 #: What no case here types: for each place of a name a test below tests/unit that types it, or why nobody does.
@@ -1177,14 +1178,16 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "conversion/in_place.py:chattr": ("conversion/test_in_place.py::test_what_is_immutable",),
     "conversion/in_place.py:chmod": ("conversion/test_in_place.py::test_what_may_not_be_written",),
     "conversion/in_place.py:command undo": (_FAULT, _FAULT, _FAULT),
+    "conversion/plan.py:option format": (_NAMED,),
     "conversion/plan.py:option include": ("formats/test_layout.py::test_views_that_repeat",),
     "conversion/plan.py:option copy_tied": (_NAMED,),
     "conversion/plan.py:option loadable": (_NAMED, _NO_CHANGE),
     "conversion/plan.py:option compact": (_NO_CHANGE,),
     "conversion/plan.py:option allow_unsafe": ("its effect is that of a dangerous call, two lines above",),
-    "conversion/targets.py:option format": (_NAMED,),
-    "conversion/targets.py:option copy_others": (_NAMED, _NAMED, _NAMED),
-    "conversion/targets.py:option max_shard_size": (_NAMED,),
+    "conversion/targets.py:option format": (_NAMED,) * 4,
+    "conversion/targets.py:option copy_others": (_NAMED,) * 4,
+    "conversion/targets.py:option max_shard_size": (_NAMED,) * 2,
+    "conversion/targets.py:option ranks": (_NAMED,),
     "edits/dtype_casts.py:option dtype": (_NO_CHANGE, _NO_CHANGE),
     "edits/loadable/making.py:option loadable": (_NO_CHANGE,),
     "edits/loadable/making.py:text": (_LOADABLE + "test_what_is_torchs_own_names_the_import",),
@@ -1197,6 +1200,9 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "edits/retag.py:option map_location": (_NO_CHANGE,),
     "edits/views.py:option compact": (_NO_CHANGE,),
     "errors.py:text": (_NETWORK,),
+    "formats/distributed/dcp_writing.py:option drop": (_DCP,),
+    "formats/distributed/dcp_writing.py:option loadable": (_DCP,),
+    "formats/distributed/dcp_writing.py:option select": (_DCP,),
     "formats/distributed/zero.py:python": (_OTHERS,),
     "formats/distributed/dcp.py:text": (_RUN,),
     "formats/distributed/rank_parts.py:text": (_RUN, _RUN),
