@@ -895,6 +895,10 @@ CASES: dict[str, Case] = {
         lambda m: write_zero(Path(m)), "inspect {m}", r"note +(ckptconv convert .*) writes the weights only", "loads",
         loads, {"OUT": "out.pt"},
     ),
+    "files of ZeRO, for an optimizer of torch": Case(
+        lambda m: write_zero(Path(m)), "inspect {m}", r"note +(ckptconv convert .* --optimizer numbers)", "loads",
+        loads, "formats/distributed/zero.py:notes:command convert", {"OUT": "out.pt"},
+    ),
     "files of ZeRO with a quantized optimizer": Case(
         lambda m: write_zero(Path(m), change=quantized), "convert {m} out.pt", r"in one file: (ckptconv convert .*)",
         "loads", loads, {"OUT": "out.pt"},

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ckptconv
+from tests.support.zero_folders import Saved, write_zero
 from tests.support.zero_runs import CASES, Net, groups_of, loss_of
 
 pytest.importorskip("deepspeed")
@@ -133,6 +134,46 @@ def test_training_goes_on(case: str, runs: Path, tmp_path: Path) -> None:
         loss.backward()
         optimizer.step()
     assert losses == pytest.approx(torch.load(runs / f"{case}.losses.pt"), rel=1e-6)
+
+
+@pytest.mark.parametrize("case", ["stage2", "stage2-roundrobin", "stage2-aligned", "stage3", "stage3-subgroups"])
+def test_the_small_folders_of_other_tests_are_like_these(case: str, runs: Path, tmp_path: Path) -> None:
+    """``tests/support/zero_folders.py`` makes the flat tensors, paddings and shapes that DeepSpeed makes."""
+    ours = loaded(runs / case, tmp_path / "out.pt")
+    state, groups = ours["optimizer"]["state"], [group["params"] for group in ours["optimizer"]["param_groups"]]
+    weights = {name: ours["module"][name] for name in state}
+    moments = {key: {name: values[key] for name, values in state.items()} for key in ("exp_avg", "exp_avg_sq")}
+    buffers = {name: ours["module"][name] for name in ("mask", "shift")}
+    run = Saved(weights, moments, groups, buffers, {"head.weight": "embed.weight"}, {})
+    zero = CASES[case]["zero"]
+    ranks = len(list((runs / case / "global_step3").glob("*optim_states.pt")))
+    kind = {"stage": zero["stage"], "ranks": ranks, "sub_group": zero.get("sub_group_size", 1 << 30)}
+    kind |= {"aligned": "parameter_alignment" in zero, "round_robin": "round_robin_gradients" in zero}
+    made = write_zero(tmp_path / "made", run, **kind)
+    for rank in range(ranks):
+        name = f"global_step3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        theirs, like = (torch.load(each / name, weights_only=False) for each in (runs / case, made))
+        facts = [_facts(each["optimizer_state_dict"], stage=zero["stage"]) for each in (like, theirs)]
+        assert facts[0] == {path: facts[1][path] for path in facts[0]}
+    model = "zero_pp_rank_0_" if zero["stage"] == 3 else ""
+    name = f"global_step3/{model}mp_rank_00_model_states.pt"
+    theirs, like = (torch.load(each / name, weights_only=False) for each in (runs / case, made))
+    for key in ("param_shapes", "shared_params", "buffer_names", "mp_world_size", "dp_world_size"):
+        assert theirs[key] == like[key], key
+
+
+def _facts(value: Any, path: str = "", *, stage: int) -> dict[str, Any]:
+    """The numbers and tensors in nested dicts and lists, by their paths; names of parameters apart.
+
+    At stage 3 the padding, which is between the weights, has any values, so that only the sizes count.
+    """
+    if isinstance(value, dict) and "slice_mappings" not in path:
+        return {k: v for key, each in value.items() for k, v in _facts(each, f"{path}/{key}", stage=stage).items()}
+    if isinstance(value, list):
+        return {k: v for i, each in enumerate(value) for k, v in _facts(each, f"{path}/{i}", stage=stage).items()}
+    if isinstance(value, torch.Tensor):
+        return {path: list(value.shape) if stage == 3 else value.tolist()}
+    return {path: value} if isinstance(value, int) and "lr" not in path and "overflow" not in path else {}
 
 
 @pytest.mark.parametrize("case", _SMALL)

@@ -19,6 +19,19 @@ from unittest import mock
 import torch
 
 TAG = "global_step3"
+_ADAMW = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -176,7 +189,7 @@ def _optimizer(flats: dict[str, list[torch.Tensor]], groups: list[list[int]]) ->
         "state": {
             i: {"step": torch.tensor(3.0), **{key: each[i] for key, each in flats.items()}} for i in range(number)
         },
-        "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": numbers} for numbers in groups],
+        "param_groups": [{**_ADAMW, "params": numbers} for numbers in groups],
     }
 
 

@@ -581,12 +581,16 @@ class _Reader:
             f"put together from {counted(len(self.ranks), 'rank')} of DeepSpeed {version} ({stage}, tag"
             f" {self.files.tag or self.folder.folder.name}): {counted(parameters, 'parameter')} in fp32"
         )
-        weights = command("convert", self.folder.path, Placeholder("OUT"), Option("state_dict"))
+        typed = (self.folder.path, Placeholder("OUT"))
+        weights = command("convert", *typed, Option("state_dict"))
         notes = [about, weights + " writes the weights only, as zero_to_fp32.py does"]
         if not self.first.states:
             notes.append("the files have no state of the optimizer")
         elif self.first.groups is None:
             notes.append("the optimizer's param_groups have names only: elastic checkpoints have no other values")
+        else:
+            numbered = command("convert", *typed, Option("optimizer", "numbers"))
+            notes.append(numbered + " writes the optimizer as optimizer.load_state_dict needs it")
         return notes
 
 
