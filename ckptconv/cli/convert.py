@@ -185,7 +185,10 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
         "Names": ("ddp.pt plain.pt --strip-prefix module.", "strip_prefix add_prefix unwrap rename"),
         "What to take": ("train.pt weights.pt --state-dict", "state_dict select include exclude drop"),
         "Parts of tensors": ("moe.pt new.pt --regroup 'qkv = q:1, k:1, v:1'", "regroup rules sizes reverse"),
-        "Optimizers": ("train.pt fsdp.pt --optimizer names --optimizer-order model", "optimizer optimizer_order model"),
+        "Optimizers": (
+            "train.pt fsdp.pt --optimizer names --optimizer-order model",
+            "optimizer optimizer_order like model",
+        ),
         "Numbers and objects": ("model.pt half.pt --dtype bf16", "dtype loadable loadable_objects compact"),
         "Output": (
             "run/ cpu/ --to cpu -j 2 --copy-others",
@@ -226,8 +229,8 @@ def convert_command(
     folder with several checkpoints, become as many in the folder DST.
 
     Edits apply in this order: select, state dict, drop, include and exclude (by SRC's names), unwrap, strip, rename,
-    regroup, add, optimizer, dtype (by DST's names), devices, loadable, compact. The output appears whole or not at all.
-    States of random generators stay on the CPU, where torch needs them.
+    regroup, add, like, optimizer, dtype (by DST's names), devices, loadable, compact. The output appears whole or not
+    at all. States of random generators stay on the CPU, where torch needs them.
     """
     flags["map_location"] = _devices(flags.pop("to"), flags.pop("maps"), flags["map_location"])
     edits, others = split_edits(flags)

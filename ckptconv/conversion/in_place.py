@@ -68,7 +68,7 @@ from ckptconv.pickles.graph import gc_paused
 #: Edits that move tensor bytes, and options of an output that there is none of.
 _MOVES = (
     *("dtypes", "compact", "loadable", "loadable_objects"),
-    *("select", "state_dict", "drop", "include", "exclude", "optimizer"),
+    *("select", "state_dict", "drop", "include", "exclude", "optimizer", "like"),
 )
 _NO_OUTPUT = ("format", "copy_tied", "max_shard_size", "copy_others")
 _KEYWORDS = {"dtypes": "dtype"}

@@ -191,7 +191,7 @@ class Report(Result):
         """Whether the output has other content or another format than the input."""
         changes = self.changes
         edited = changes.devices or changes.names or changes.dtypes or changes.compacted.storages or changes.made_plain
-        followed = changes.regrouped or changes.optimizers
+        followed = changes.regrouped or changes.optimizers or changes.reordered
         return bool(edited or followed or self.left_behind or self.formats[0] != self.formats[1])
 
     @property
@@ -227,8 +227,8 @@ def make_plan(
     notes = _about_edits(checkpoint, edits, writer)
     edits = _edits_for(writer, edits, in_shards=is_folder and output.max_shard_size is not None)
     with ExitStack() as opened:
-        model = _beside(edits.model, opened)
-        changes = apply(checkpoint, edits, is_emitted=writer.objects, model=model)
+        like, model = _beside(edits.like, opened), _beside(edits.model, opened)
+        changes = apply(checkpoint, edits, is_emitted=writer.objects, like=like, model=model)
     if writer.objects and not output.allow_unsafe:
         refuse_dangers(checkpoint, as_archive=writer.records)
     if writer.safe_loader:

@@ -1,6 +1,6 @@
 """Apply edits to the graph of a checkpoint, in place, and return what changed.
 
-Order: selection, unwrap, strip, rename, regroup, add, optimizer, dtypes, devices, loadable, compaction.
+Order: selection, unwrap, strip, rename, regroup, add, like, optimizer, dtypes, devices, loadable, compaction.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ from ckptconv.edits.views import compact
 from ckptconv.hints import option
 
 
-def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True, model: Checkpoint | None = None) -> Changes:
+def apply(
+    checkpoint: Checkpoint,
+    edits: Edits,
+    *,
+    is_emitted: bool = True,
+    like: Checkpoint | None = None,
+    model: Checkpoint | None = None,
+) -> Changes:
     """Edit the graph of a checkpoint, in place.
 
     Args:
         checkpoint: The checkpoint. After an error it may be half edited, and must not be used.
         edits: The edits.
         is_emitted: Whether the graph will be written as a pickle. It is not for safetensors, nor for a comparison.
+        like: The checkpoint that ``edits.like`` names.
         model: The checkpoint that ``edits.model`` names.
 
     Returns:
@@ -62,6 +70,11 @@ def apply(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True, mode
         detected = checkpoint.detected
         edits = replace(edits, unwrap=False, strip_prefix=(), rename=())
     _edit_names(checkpoint, detected, edits, changes)
+    if like is not None:
+        from ckptconv.edits.like import make_like  # lazily, for start-up
+
+        make_like(checkpoint, like, changes, in_order=edits.optimizer_order == "model")
+        detected = checkpoint.detected
     if edits.optimizer and is_emitted:
         optimizers().key_by(edits.optimizer, changes)
     if edits.dtypes:

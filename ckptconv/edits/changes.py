@@ -66,16 +66,18 @@ class OptimizerChange:
 
     Attributes:
         names: The number of names that changed with those of the model.
-        left_out: The number of parameters that are left out with their weights.
+        left_out: The number of parameters that are left out.
         keyed_by: ``names`` or ``numbers``, by which it is keyed now, or None if it is keyed as before.
         names_from: What told the names, if `keyed_by` changed: the optimizer ``itself``, the ``shapes``, or the
             ``order`` of the model, for which the user vouches.
+        groups: The number of groups that it has from another checkpoint, or None if it has its own.
     """
 
     names: int = 0
     left_out: int = 0
     keyed_by: str | None = None
     names_from: str | None = None
+    groups: int | None = None
 
 
 @dataclass
@@ -86,6 +88,7 @@ class Changes:
         devices: The number of tensors and the bytes of their storages, by (old tag, new tag).
         names: The names of state dicts that changed.
         optimizers: The changes of optimizers, by path.
+        reordered: The paths of state dicts whose names have another order.
         unprefixed: The number of names that did not have the prefix to remove.
         left_behind: The parts of the source that are left out.
         dtypes: The casts, by (old dtype, new dtype).
@@ -101,6 +104,7 @@ class Changes:
     devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     names: list[NameChange] = field(default_factory=list)
     optimizers: dict[str, OptimizerChange] = field(default_factory=dict)
+    reordered: list[str] = field(default_factory=list)
     unprefixed: int = 0
     left_behind: list[LeftBehind] = field(default_factory=list)
     dtypes: dict[tuple[str, str], CastCount] = field(default_factory=dict)
@@ -156,6 +160,7 @@ class Changes:
         self.made_plain += [plain._replace(path=prefix + plain.path) for plain in other.made_plain]
         self.names += [replace(change, path=prefix + change.path) for change in other.names]
         self.regrouped += [replace(group, path=prefix + group.path) for group in other.regrouped]
+        self.reordered += prefixed(other.reordered)
         self.unprefixed += other.unprefixed
         self.left_behind += [replace(part, path=prefix + part.path) for part in other.left_behind]
         self.separated += [{dtype: prefixed(paths) for dtype, paths in groups.items()} for groups in other.separated]

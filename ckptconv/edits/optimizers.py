@@ -45,7 +45,7 @@ class Followers:
     """
 
     def __init__(self, checkpoint: Checkpoint, *, in_order: bool = False, model: Checkpoint | None = None) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._in_order = in_order
         of = checkpoint if checkpoint.detected.state_dicts or model is None else model
         self._kept: set[str] | None = None  # the names to keep in the model of another checkpoint
@@ -76,7 +76,7 @@ class Followers:
                 found[glob] = {name for name in names if matches(glob, name, name)}
                 if not found[glob]:
                     what = f"no name in the model matches {glob!r}"
-                    raise NoMatchError(what, where=self._checkpoint.source.path, unmatched=(field, glob))
+                    raise NoMatchError(what, where=self.checkpoint.source.path, unmatched=(field, glob))
         kept = set().union(*hits["include"].values()) if hits["include"] else set(names)
         self._kept = kept.difference(*hits["exclude"].values())
         include, exclude = (tuple(each for each in getattr(edits, field) if each not in hits[field]) for field in hits)
@@ -84,7 +84,7 @@ class Followers:
 
     def follow_selection(self, changes: Changes) -> None:
         """Leave out the state of weights that were left out of the checkpoint. Raise RefusedError if it is not sure."""
-        there = {id(node) for node in self._checkpoint.index.nodes} if self.models else set()
+        there = {id(node) for node in self.checkpoint.index.nodes} if self.models else set()
         steps = []
         for found, weights in self.models:
             if id(found.node) in there or self._kept is not None:
@@ -101,12 +101,12 @@ class Followers:
         names = [name for each in dropped.values() for name in sorted(each)]
         if not names:
             return
-        there = self._checkpoint.detected.optimizer_nodes
+        there = self.checkpoint.detected.optimizer_nodes
         for optimizer in self.optimizers:
             if id(optimizer.node) in there:
                 ask = partial(_keys_dropped, optimizer, dropped, in_order=self._in_order)
-                if gone := self._agreed(optimizer, f"which state goes with {some(names)}", ask):
-                    self._leave_out(optimizer, gone, changes)
+                gone = self._agreed(optimizer, f"which state goes with {some(names)}", ask)
+                self.leave_out(optimizer, gone, _WITH_WEIGHTS, changes)
 
     def names_of(self, optimizer: Optimizer) -> dict[Key, str]:
         """Return the name of each parameter of `optimizer`. Raise RefusedError if it is not known."""
@@ -142,23 +142,31 @@ class Followers:
             hints.append("without the optimizer: " + option("drop", optimizer.path))
         raise RefusedError(
             f"it is not known {what} in the optimizer at {optimizer.path}",
-            where=self._checkpoint.source.path,
+            where=self.checkpoint.source.path,
             got=doubt,
             hint=joined(*hints, separator="; or ") if hints else None,
         )
 
-    def _leave_out(self, optimizer: Optimizer, gone: set[Key], changes: Changes) -> None:
-        """Leave out the parameters `gone` of `optimizer`."""
+    def leave_out(
+        self, optimizer: Optimizer, gone: set[Key], why: str, changes: Changes, *, renumber: bool = True
+    ) -> None:
+        """Leave out the state of the parameters `gone` of `optimizer`, for the reason `why`.
+
+        If `renumber` is set, its groups lose them too, and the others are numbered from 0.
+        """
+        if not gone:
+            return
         segments = {key_segment(key, 0) for key in gone}
         unwanted = [
             place
-            for place in self._checkpoint.index.every_place
+            for place in self.checkpoint.index.every_place
             if place.parent and place.parent.node is optimizer.state and place.segment in segments
         ]
-        changes.left_behind += leave_out(self._checkpoint, unwanted, _WITH_WEIGHTS)
-        kept = [[key for key in group.params if key not in gone] for group in optimizer.groups]
-        _rewrite(optimizer, kept, optimizer.names, is_named=optimizer.is_named)
-        self._checkpoint.changed(same_tensors=True)
+        changes.left_behind += leave_out(self.checkpoint, unwanted, why)
+        if renumber:
+            kept = [[key for key in group.params if key not in gone] for group in optimizer.groups]
+            rewrite(optimizer, kept, optimizer.names, is_named=optimizer.is_named)
+            self.checkpoint.changed(same_tensors=True)
         changes.optimizers.setdefault(optimizer.path, OptimizerChange()).left_out += len(gone)
 
     def key_by(self, form: str, changes: Changes) -> None:
@@ -168,12 +176,12 @@ class Followers:
         ]
         for optimizer in others:
             names = self.names_of(optimizer)
-            _rewrite(optimizer, [group.params for group in optimizer.groups], names, is_named=form == "names")
+            rewrite(optimizer, [group.params for group in optimizer.groups], names, is_named=form == "names")
             by = "itself" if optimizer.names else "order" if self._in_order else "shapes"
             change = changes.optimizers.setdefault(optimizer.path, OptimizerChange())
             change.keyed_by, change.names_from = form, by
         if others:
-            self._checkpoint.changed(same_tensors=True)
+            self.checkpoint.changed(same_tensors=True)
         else:
             changes.notes.append(
                 "no optimizer is keyed otherwise, so " + option("optimizer", form) + " changed nothing"
@@ -204,7 +212,7 @@ def _keys_dropped(
     return gone
 
 
-def _rewrite(
+def rewrite(
     optimizer: Optimizer, groups: Sequence[Sequence[Key]], names: dict[Key, str] | None, *, is_named: bool
 ) -> None:
     """Give each group of `optimizer` the parameters that `groups` have for it, numbered from 0, or named.
@@ -214,22 +222,22 @@ def _rewrite(
     order = [key for group in groups for key in group]
     new: dict[Key, Key] = {key: names[key] if names and is_named else n for n, key in enumerate(order)}
     for group, params in zip(optimizer.groups, groups, strict=True):
-        _set_list(group.node, "params", [new[key] for key in params])
+        set_list(group.node, "params", [new[key] for key in params])
         if names and (group.names is not None or not is_named):
-            _set_list(group.node, "param_names", [names[key] for key in params])
+            set_list(group.node, "param_names", [names[key] for key in params])
     for effect, i in optimizer.state.pairs():
         key = effect.values[i]
         if is_key(key):
             effect.values[i] = new.get(key, key)
 
 
-def _set_list(group: Object, key: str, values: Sequence[Value]) -> None:
-    """Set the item `key` of `group` to a new list of `values`."""
+def set_list(mapping: Object, key: str, values: Sequence[Value]) -> None:
+    """Set the item `key` of `mapping` to a new list of `values`."""
     new = List()
     for at in range(0, len(values), AT_ONCE):
         new.add(Effect("APPENDS", [*values[at : at + AT_ONCE]], None))
-    for effect, i in group.pairs():
+    for effect, i in mapping.pairs():
         if effect.values[i] == key:
             effect.values[i + 1] = new
             return
-    group.add(Effect("SETITEM", [key, new], None))
+    mapping.add(Effect("SETITEM", [key, new], None))

@@ -135,6 +135,14 @@ class OptimizerOptions(TypedDict, total=False):
             "``'model'`` if you vouch that each group of an optimizer has the order of ``model.parameters()``.",
         ),
     ]
+    like: Annotated[
+        str | os.PathLike[str] | None,
+        Flag(
+            "Take the names that FILE has, in its order, and the groups of its optimizers.",
+            "A checkpoint. The output has those names that it has, in its order, and the groups of its optimizers.",
+            "FILE",
+        ),
+    ]
     model: Annotated[
         str | os.PathLike[str] | None,
         Flag(
@@ -218,6 +226,7 @@ class Edits:
     sizes: tuple[tuple[str, int], ...] = ()
     optimizer: str | None = None
     optimizer_order: str | None = None
+    like: str | None = None
     model: str | None = None
     dtypes: tuple[DTypeRule, ...] = ()
     loadable: bool = False
@@ -327,7 +336,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "rename": _pairs,
     "optimizer": _one_of("optimizer", "names", "numbers"),
     "optimizer_order": _one_of("optimizer_order", "model"),
-    "model": lambda value: os.fsdecode(value) if isinstance(value, os.PathLike) else value,
+    **dict.fromkeys(("like", "model"), lambda value: os.fsdecode(value) if isinstance(value, os.PathLike) else value),
     **{name: partial(strings, name) for name in ("drop", "include", "exclude", "strip_prefix", "add_prefix")},
 }
 #: The fields of those that are called otherwise.

@@ -47,6 +47,7 @@ from ckptconv.stores.memory import Input
 if TYPE_CHECKING:
     from ckptconv.inspection.values import TensorValues
 
+_MOST_OPTIMIZERS = 100
 _ORDERED_DICT = "collections.OrderedDict"
 _Kind: TypeAlias = Literal["model", "EMA", "optimizer", "RNG states", "other"]
 _KINDS = get_args(_Kind)
@@ -70,6 +71,33 @@ class StateDictSummary:
     nbytes: int
     prefixes: dict[str, int]
     names: int
+
+
+@dataclass(frozen=True)
+class OptimizerSummary:
+    """The state of an optimizer.
+
+    Attributes:
+        path: Its path.
+        keyed_by: ``names`` or ``numbers``, by which it lists its parameters.
+        has_names: Whether the names of its parameters are in it.
+        groups: The number of its groups.
+        parameters: The number of parameters in them.
+        entries: The number of parameters that have a state.
+        models: The paths of the state dicts to which it can belong, by its names or else by shapes.
+        shapes_agree: Whether the shapes of its state are those of the weights. None if there is nothing to compare.
+        trouble: Why it cannot be understood, or None.
+    """
+
+    path: str
+    keyed_by: str
+    has_names: bool
+    groups: int
+    parameters: int
+    entries: int
+    models: tuple[str, ...]
+    shapes_agree: bool | None
+    trouble: str | None
 
 
 @dataclass(frozen=True)
@@ -226,6 +254,7 @@ class Summary(Result):
         ties: The paths of tensors that are the same.
         views: The paths of tensors that show a part of their storage, or not in its order.
         rng_states: The paths of states of random generators.
+        optimizers: The states of optimizers.
         weights_only: Whether ``torch.load(path, weights_only=True)`` is proved to load it, or there is no pickle.
         obstacles: What ``weights_only=True`` refuses, and how often.
         torch_load: The proof: its answer, the call, the version of torch, the reasons.
@@ -261,6 +290,7 @@ class Summary(Result):
     ties: tuple[tuple[str, ...], ...]
     views: tuple[str, ...]
     rng_states: tuple[str, ...]
+    optimizers: tuple[OptimizerSummary, ...]
     weights_only: bool
     obstacles: dict[str, int]
     torch_load: TorchLoadSummary
@@ -384,6 +414,7 @@ def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Sum
             info.path for info in untied if info.storage and (not info.contiguous or info.nbytes < info.storage.nbytes)
         ),
         rng_states=tuple(info.path for info in detected.rng_states),
+        optimizers=tuple(_optimizers(checkpoint)) if detected.optimizer_nodes else (),
         weights_only=loading.loads or not has_pickle,
         obstacles=dict(refusals),
         torch_load=_torch_load(loading, checkpoint, host, every=every),
@@ -400,6 +431,30 @@ def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Sum
         tensors=tuple(_rows(checkpoint)),
         parts=_parts(checkpoint),
     )
+
+
+def _optimizers(checkpoint: Checkpoint) -> Iterator[OptimizerSummary]:
+    """Yield the optimizers of `checkpoint`, with the weights that they can belong to."""
+    from ckptconv.checkpoint.optimizers import candidates, mismatched, optimizers_in, weights_in  # for start-up
+
+    index, detected = checkpoint.index, checkpoint.detected
+    averages = {id(found) for found in detected.averages()}
+    every = [weights_in(found, index) for found in detected.state_dicts if id(found) not in averages]
+    for found in optimizers_in(index, detected)[:_MOST_OPTIMIZERS]:
+        models = candidates(found, every[:_MOST_OPTIMIZERS])
+        differs = any(any(True for _ in mismatched(found, weights)) for weights in models)
+        is_compared = bool(found.shapes and (models or (every and found.names is None)))
+        yield OptimizerSummary(
+            path=found.path,
+            keyed_by="names" if found.is_named else "numbers",
+            has_names=found.names is not None,
+            groups=len(found.groups),
+            parameters=len(found.params),
+            entries=len(found.entries),
+            models=tuple(weights.path for weights in models),
+            shapes_agree=bool(models) and not differs if is_compared else None,
+            trouble=found.trouble,
+        )
 
 
 def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:

@@ -73,6 +73,7 @@ def _report(report: Report) -> dict[str, Any]:
             "devices": _rows(("old", "new", "tensors", "nbytes"), ((*a, *b) for a, b in changes.devices.items())),
             "names": changes.names,
             "optimizers": [{"path": path, **_plain(change)} for path, change in changes.optimizers.items()],
+            "reordered": changes.reordered,
             "ties": report.ties,
             "regrouped": changes.regrouped,
             "unprefixed": changes.unprefixed,

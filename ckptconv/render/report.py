@@ -172,9 +172,13 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
             yield ("names", f"{count(change.names, 'name')} in the optimizer at {path} changed with them")
         if change.left_out:
             left = count(change.left_out, "parameter")
-            yield ("optimizer", f"{path}: {left} left out with the weights, the others numbered again")
+            yield ("optimizer", f"{path}: {left} left out, the others numbered again")
+        if change.groups is not None:
+            yield ("optimizer", f"{path}: the order of the other checkpoint, in {count(change.groups, 'group')}")
         if change.keyed_by:
             yield ("optimizer", f"{path}: keyed by {change.keyed_by}, {_NAMES_FROM[change.names_from or 'itself']}")
+    if changes.reordered:
+        yield ("names", f"in the order of the other checkpoint: {_listed(changes.reordered)}")
     if changes.unprefixed:
         yield ("names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
     yield from _group_lines(changes.regrouped, every_name or not report.written)

@@ -18,7 +18,7 @@ from ckptconv.render.values import values_fact, values_lines
 
 if TYPE_CHECKING:
     from ckptconv.inspection.diagnosis.findings import Advice
-    from ckptconv.inspection.summary import Part, Share, Summary, TensorSummary
+    from ckptconv.inspection.summary import OptimizerSummary, Part, Share, Summary, TensorSummary
 
 _SHOWN = 5  # things in one fact, and lines of one
 _SHOWN_LONG = 3  # things that consist of two names
@@ -282,9 +282,27 @@ def _part(part: Part, summary: Summary) -> str:
     where = "" if part.path in ("", ".") else f"{_short(part.path, _LONGEST_PATH)}: "
     if state_dict is None or part.kind not in ("model", "EMA"):
         listed = ", ".join(first_of(summary.rng_states, _SHOWN)) if part.kind == "RNG states" else ""
-        return f"{where}{count(part.tensors, 'tensor')}, {size(part.nbytes)}{listed and ': '}{listed}"
+        optimizer = next((_optimizer(each) for each in summary.optimizers if each.path == part.path), "")
+        return f"{where}{count(part.tensors, 'tensor')}, {size(part.nbytes)}{listed and ': '}{listed}{optimizer}"
     what = f"{count(state_dict.names, 'name')}, {count(state_dict.parameters, 'parameter')}, {size(part.nbytes)}"
     return f"{where}{what}{_prefix(state_dict.prefixes, state_dict.names)}"
+
+
+def _optimizer(optimizer: OptimizerSummary) -> str:
+    """Return by what an optimizer lists its parameters, how many have a state, and which weights they are."""
+    if optimizer.trouble:
+        return f"; {optimizer.trouble}"
+    named = "by names" if optimizer.keyed_by == "names" else "by number" + ", with names" * optimizer.has_names
+    text = f"; {count(optimizer.parameters, 'parameter')} {named}"
+    if optimizer.entries < optimizer.parameters:
+        text += f", {optimizer.entries:,} with a state"
+    models = " or ".join(first_of(optimizer.models, _SHOWN))
+    if optimizer.shapes_agree is False:
+        return text + f"; its shapes are not those of {models or 'the weights'}"
+    if not models:
+        return text
+    agrees = ", whose shapes agree" if optimizer.shapes_agree else ""
+    return text + (f"; of {models}{agrees}" if optimizer.has_names else f"; its shapes fit {models}" if agrees else "")
 
 
 def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:

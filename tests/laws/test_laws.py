@@ -379,6 +379,7 @@ ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
     "add_prefix": [(["--add-prefix", "x", "--add-prefix", "y"], {"add_prefix": ["x", "y"]}, "x.pt")],
     "optimizer": [(["--optimizer", "numbers"], {"optimizer": "numbers"}, "x.pt")],
     "optimizer_order": [(["--optimizer-order", "model"], {"optimizer_order": "model"}, "x.pt")],
+    "like": [(["--like", "like.pt"], {"like": "like.pt"}, "x.pt")],
     "model": [(["--model", str(ROOT / "fixtures/cuda0.pt")], {"model": ROOT / "fixtures/cuda0.pt"}, "x.pt")],
     "dtype": [
         (["--dtype", "bf16"], {"dtype": torch.bfloat16}, "x.pt"),
@@ -469,6 +470,7 @@ def test_a_flag_is_its_keyword(
     training: Path,
     tmp_path: Path,
     command: Command,
+    monkeypatch: pytest.MonkeyPatch,
     option: str,
     flags: list[str],
     keywords: dict[str, Any],
@@ -484,6 +486,10 @@ def test_a_flag_is_its_keyword(
         src = tmp_path / "set"
         ckptconv.convert(training, src, max_shard_size="1KB")
         (src / "config.json").write_text("{}")
+    if option == "like":
+        monkeypatch.chdir(tmp_path)
+        obj = torch.load(training, map_location="cpu")
+        saved_at(tmp_path / "like.pt", {"model": dict(reversed(obj["model"].items())), "optimizer": obj["optimizer"]})
     by_flag, by_keyword, plain = (tmp_path / folder / name for folder in ("flag", "keyword", "plain"))
     for path in (by_flag, by_keyword, plain):
         path.parent.mkdir()

@@ -72,7 +72,7 @@ def groups_of(net: nn.Module, *, named: bool, several: bool) -> list[dict[str, A
 
 def moments(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Return the state of each parameter by its name."""
-    return {name: dict(optimizer.state[p]) for name, p in net.named_parameters() if p in optimizer.state}
+    return {name: dict(optimizer.state[p]) for name, p in sorted(net.named_parameters()) if p in optimizer.state}
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one group", "two groups"])
@@ -259,7 +259,7 @@ def test_of_two_models_each_optimizer_follows_its_own(tmp_path: Path) -> None:
     assert made["opt_g"]["param_groups"][0]["params"] == [*made["opt_g"]["state"]] == ["b"]
     assert made["opt_d"]["param_groups"] == [{"lr": 0.1, "params": [0], "param_names": ["d"]}]
     assert [*made["opt_d"]["state"]] == [0]
-    assert "opt_d: 1 parameter left out with the weights" in str(report)
+    assert "opt_d: 1 parameter left out" in str(report)
 
 
 def test_a_part_that_goes_as_a_whole_takes_no_state_with_it(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_in_a_folder_the_report_says_it_too(tmp_path: Path) -> None:
     torch.save(obj, run / "train.pt")
     report = ckptconv.convert(run, tmp_path / "new", exclude="out", loadable=True)
     assert report.as_dict()["optimizers"] == [
-        {"path": "train.pt: optimizer", "names": 0, "left_out": 1, "keyed_by": None, "names_from": None}
+        {"path": "train.pt: optimizer", "names": 0, "left_out": 1, "keyed_by": None, "names_from": None, "groups": None}
     ]
     assert [plain["path"] for plain in report.as_dict()["made_plain"]] == ["train.pt: seed"]
 
@@ -444,6 +444,116 @@ def test_a_wrong_value_is_named(tmp_path: Path, options: dict[str, Any]) -> None
     """Before anything is read."""
     with pytest.raises(UsageError, match=r"optimizer(_order)? must be '(names|model)'"):
         ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", **options)
+
+
+# Like another checkpoint
+
+
+class Backwards(nn.Module):
+    """A net with other options, whose modules are registered the other way round, and perhaps one more."""
+
+    def __init__(self, net: Net, *, more: bool = False) -> None:
+        super().__init__()
+        for name, module in reversed(list(net.named_children())):
+            self.add_module(name, module)
+        if more:
+            self.more = nn.Linear(1, 1)
+
+    forward = Net.forward
+
+
+@pytest.mark.parametrize("more", [False, True], ids=["the same", "one more"])
+@pytest.mark.parametrize("named", [False, True], ids=["numbers", "names"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_another_order_and_other_groups(tmp_path: Path, kind: str, named: bool, more: bool) -> None:
+    """Code with another order of modules, which groups its parameters, takes the state of each by its name. What only
+    it has gets no state.
+    """
+    src, other, dst = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
+    torch.manual_seed(1)
+    net = Net()
+    optimizer = OPTIMIZERS[kind]([{"params": [p for _, p in net.named_parameters()], "weight_decay": 0.1}])
+    train(net, optimizer)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, src)
+    if named:
+        ckptconv.convert(src, dst, optimizer="names", optimizer_order="model")
+        dst.replace(src)
+    changed = Backwards(Net(), more=more)
+    after = OPTIMIZERS[kind](groups_of(changed, named=True, several=True))
+    torch.save({"model": changed.state_dict(), "optimizer": after.state_dict()}, other)
+
+    options = {"optimizer": "numbers"} if named else {"optimizer_order": "model"}
+    report = ckptconv.convert(src, dst, like=other, **options)
+
+    made = torch.load(dst)
+    names = [name for name in changed.state_dict() if "more" not in name]
+    assert [*made["model"]] == names
+    assert [note for note in report.notes if "lacks" in note] == [
+        f"{path} lacks 2 names of the other checkpoint: more.bias, more.weight"
+        for path in ("model", "optimizer")
+        if more
+    ]
+    changed.load_state_dict(made["model"], strict=False)
+    after.load_state_dict(made["optimizer"])
+    assert_same(moments(changed, after), moments(net, optimizer))
+    assert [group["weight_decay"] for group in after.param_groups] == [0.1, 0.1]
+    if not more:
+        assert train(changed, after, seed=2) == pytest.approx(train(net, optimizer, seed=2), rel=1e-6)
+
+
+def test_what_the_other_lacks_is_left_behind(tmp_path: Path) -> None:
+    """Weights with their state, and the state of what is frozen there; all of it is named."""
+    src, other, dst = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
+    torch.save({"model": MODEL, "optimizer": _state(SHAPES, param_names=["q", "k", "out"])}, src)
+    torch.save({"model": {"out": MODEL["out"], "k": W}, "optimizer": _state(SHAPES[2:], ["out"])}, other)
+    report = ckptconv.convert(src, dst, like=other)
+    made = torch.load(dst)
+    assert [*made["model"]] == ["out", "k"]
+    assert made["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [0], "param_names": ["out"]}]
+    assert_same(made["optimizer"]["state"], {0: _state(SHAPES)["state"][2]})
+    assert {left.path for left in report.left_behind} == {"model/q", "optimizer/state[0]", "optimizer/state[1]"}
+    assert report.changes.reordered == ["model"] and report.changes.optimizers["optimizer"].groups == 1
+    assert "in the order of the other checkpoint: model" in str(report)
+
+    torch.save(MODEL, other)
+    report = ckptconv.convert(src, dst, like=other, force=True)
+    assert_same(torch.load(dst), torch.load(src))
+    assert "has no optimizer like optimizer, which keeps its groups" in str(report)
+
+
+def _grouped(*groups: tuple[float, list[str]]) -> dict[str, Any]:
+    return {"state": {}, "param_groups": [{"lr": lr, "params": names} for lr, names in groups]}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "why"),
+    [
+        (_grouped((0.1, ["q"]), (0.2, ["k", "out"])), _grouped((0.3, ["q", "k", "out"])), "with different options"),
+        (_grouped((0.1, ["k", "out"])), _grouped((0.1, ["k", "out"]), (0.2, ["q"])), "none of q is in a group"),
+        (_state(SHAPES), _grouped((0.1, ["q", "k", "out"])), "0, 1 can be q, k, and no shape decides"),
+        (_grouped((0.1, ["q", "k", "out"])), _state(SHAPES), "0, 1 can be q, k, and no shape decides"),
+    ],
+)
+def test_groups_that_nothing_tells(tmp_path: Path, ours: Any, theirs: Any, why: str) -> None:
+    """No option of a group is invented, and no order is taken from the other checkpoint."""
+    src, other, dst = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
+    torch.save({"model": MODEL, "optimizer": ours}, src)
+    torch.save({"model": MODEL, "optimizer": theirs}, other)
+    with pytest.raises(RefusedError, match=why):
+        ckptconv.convert(src, dst, like=other)
+    assert not dst.exists()
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    """Nothing would be left."""
+    src, other = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({"model": MODEL}, src)
+    torch.save({"module.q": W}, other)
+    with pytest.raises(RefusedError, match=r"none of the names \(got q, k, out; and there module\.q\)"):
+        ckptconv.convert(src, tmp_path / "c.pt", like=other)
+    torch.save([W], other)
+    with pytest.raises(RefusedError, match="one state dict is needed"):
+        ckptconv.convert(src, tmp_path / "c.pt", like=other)
 
 
 def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

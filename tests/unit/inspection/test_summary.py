@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import pickle
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,33 @@ def test_parts_are_what_people_call_them(tmp_path: Path) -> None:
     assert inspect(saved_at(tmp_path / "m.pt", model)).parts == (Part("model", ".", 4, 52),)
     assert inspect(saved_at(tmp_path / "o.pt", optimizer.state_dict())).parts == (Part("optimizer", ".", 12, moments),)
     assert "parts" not in found.as_dict()
+
+
+def test_of_which_weights_an_optimizer_is(tmp_path: Path) -> None:
+    """By its names, or by shapes alone, which is said in other words; and whether they agree."""
+    shapes = {"a": (2, 3), "b": (3,)}
+    model = {name: torch.ones(shape) for name, shape in shapes.items()}
+
+    def state(keys: Sequence[Any], *, turned: bool = False, **group: Any) -> dict[str, Any]:
+        sizes = [shape[::-1] if turned else shape for shape in shapes.values()]
+        entries = {key: {"exp_avg": torch.ones(size)} for key, size in zip(keys, sizes, strict=False)}
+        return {"state": entries, "param_groups": [{"params": [*keys], **group}]}
+
+    cases: list[tuple[Any, str]] = [
+        ({"model": model, "opt": state("ab")}, "2 parameters by names; of model, whose shapes agree"),
+        ({"model": model, "opt": state([0, 1])}, "2 parameters by number; its shapes fit model"),
+        ({"model": {**model, "c": torch.ones(1)}, "opt": state([0, 1, 2])}, "number, 2 with a state; its shapes fit"),
+        ({"model": model, "opt": state([0, 1], param_names=["a", "b"])}, "by number, with names; of model, whose"),
+        ({"model": model, "opt": state("ab", turned=True)}, "by names; its shapes are not those of model"),
+        ({"model": model, "opt": state([0, 1], turned=True)}, "by number; its shapes are not those of the weights"),
+        ({"gen": model, "disc": dict(model), "opt": state([0, 1])}, "by number; its shapes fit gen or disc"),
+        ({"opt": state([0, 1])}, "; 2 parameters by number"),
+        ({"opt": state([0, 0])}, "its groups list a parameter twice"),
+    ]
+    for obj, text in cases:
+        torch.save(obj, tmp_path / "a.pt")
+        summary = inspect(tmp_path / "a.pt")
+        line = next(line for line in str(summary).splitlines() if line.startswith("  optimizer "))
+        assert text in line
+    (found,) = inspect(tmp_path / "a.pt").optimizers
+    assert (found.path, found.trouble) == ("opt", "its groups list a parameter twice")
