@@ -225,14 +225,17 @@ def _shape_of(entry: Value, tensors: Mapping[int, TensorInfo]) -> Shape | None:
 def candidates(optimizer: Optimizer, every: Sequence[Weights]) -> list[Weights]:
     """Return those of `every` state dict that `optimizer` can belong to.
 
-    If it has names, these are the state dicts with most of them. Otherwise each number needs a tensor of its shape.
+    If it has names, these are the state dicts with most of them, and those with names that none of these has. Otherwise
+    each number needs a tensor of its shape.
     """
     if optimizer.names is None:
         return [each for each in every if optimizer.params and _fits(optimizer, each)]
     names = set(optimizer.names.values())
     counts = [len(names & each.shapes.keys()) for each in every]
     most = max(counts, default=0)
-    return [each for each, n in zip(every, counts, strict=True) if n == most > 0]
+    found = [each for each, n in zip(every, counts, strict=True) if n == most > 0]
+    rest = names.difference(*(each.shapes for each in found))
+    return [each for each in every if each in found or not rest.isdisjoint(each.shapes)]
 
 
 def _fits(optimizer: Optimizer, weights: Weights) -> bool:

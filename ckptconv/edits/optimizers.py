@@ -23,7 +23,6 @@ from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.tensor_info import matches
 from ckptconv.edits.changes import Changes, OptimizerChange
 from ckptconv.edits.options import Edits
-from ckptconv.edits.parameters import ParameterChange
 from ckptconv.edits.selection import leave_out
 from ckptconv.errors import LimitError, NoMatchError, RefusedError, some
 from ckptconv.hints import Placeholder, joined, option
@@ -85,19 +84,11 @@ class Followers:
     def follow_selection(self, changes: Changes) -> None:
         """Leave out the state of weights that were left out of the checkpoint. Raise RefusedError if it is not sure."""
         there = {id(node) for node in self.checkpoint.index.nodes} if self.models else set()
-        steps = []
+        dropped: dict[int, frozenset[str]] = {}
         for found, weights in self.models:
             if id(found.node) in there or self._kept is not None:
-                gone = weights.shapes.keys() - (set(found.names()) if self._kept is None else self._kept)
-                steps.append((weights, ParameterChange(dropped=frozenset(gone))))
-        self.follow(steps, changes)
-
-    def follow(self, steps: Sequence[tuple[Weights, ParameterChange]], changes: Changes) -> None:
-        """Change each optimizer as the edits `steps` changed its weights, and number the parameters again.
-
-        Raise RefusedError if it is not sure which parameters these are.
-        """
-        dropped = {id(weights): change.dropped for weights, change in steps}
+                kept = set(found.names()) if self._kept is None else self._kept
+                dropped[id(weights)] = frozenset(weights.shapes.keys() - kept)
         names = [name for each in dropped.values() for name in sorted(each)]
         if not names:
             return

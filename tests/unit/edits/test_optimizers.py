@@ -197,6 +197,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "a",
         "a has another name that stays (b)",
     ),
+    "one optimizer of two models": (
+        {"one": {"a": W, "b": V}, "two": {"c": W}, "optimizer": _state([(2, 3)] * 3, ["a", "b", "c"])},
+        "c",
+        "it can belong to one, two",
+    ),
     "two models that it could belong to": (
         {
             "gen": {"w": W, "x": MODEL["out"]},
