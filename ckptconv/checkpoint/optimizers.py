@@ -176,6 +176,8 @@ def _read(place: Place, index: Index) -> Optimizer:
         if is_key(key) and key in params:
             if key in found.entries:
                 return _in_trouble(place.path, node, f"its state has {key!r} twice")
+            if isinstance(value, Dict) and "prev_flat_grad" in strings_of(value):
+                return _in_trouble(place.path, node, "LBFGS has one state for all parameters")
             found.entries[key] = value
             shape = _shape_of(value, index.tensor_nodes)
             if shape is not None:

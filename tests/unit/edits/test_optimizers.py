@@ -172,6 +172,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "q",
         "numbers and names",
     ),
+    "LBFGS": (
+        {"model": MODEL, "optimizer": {"state": {0: {"prev_flat_grad": V}}, "param_groups": [{"params": [0, 1, 2]}]}},
+        "q",
+        "LBFGS has one state for all parameters",
+    ),
     "names of another model": (
         {"model": MODEL, "optimizer": _state(SHAPES, ["x.q", "x.k", "x.out"])},
         "q",
