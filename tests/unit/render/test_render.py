@@ -34,6 +34,7 @@ from ckptconv.render.summary import facts
 from ckptconv.render.table import table_lines, tree_lines
 from ckptconv.render.text import Style, broken, cells, command_lines, natural, wrapped
 from tests.support.paths import FIXTURES, GOLDEN
+from tests.support.results import make_report
 
 
 def tensor(path: str, shape: tuple[int, ...] = (2,), **fields: Any) -> TensorSummary:
@@ -254,7 +255,7 @@ def test_patterns_match_what_they_stand_for(names: list[tuple[str, str]]) -> Non
 def renamed(*changes: tuple[str, str], paths: tuple[str, ...] = (".",)) -> Report:
     """The report of a dry run that changes names."""
     names = [NameChange(path, old, new) for path in paths for old, new in changes]
-    return Report("a.pt", "b.pt", ("torch zip", "torch zip"), 1000, Changes(names=names), (), (), (), 0.0, False)
+    return make_report(changes=Changes(names=names))
 
 
 def fsdp() -> Report:
@@ -741,9 +742,8 @@ def test_sizes_keep_their_units() -> None:
     """A line does not end between a number and its unit, in facts or in a report."""
     changes = Changes()
     changes.devices = {("cuda:0", "cpu"): (290, 2_100_000_000)}
-    report = Report(
-        "a", "b" * 30, ("zip", "zip"), 2_100_000_000, changes, (), (), ("2.1 GB of 2.1 GB are in 2.1 GB",), 1.0, True
-    )
+    notes = ("2.1 GB of 2.1 GB are in 2.1 GB",)
+    report = make_report(dst="b" * 30, size=2_100_000_000, changes=changes, notes=notes, seconds=1.0, written=True)
     for width in range(40, 100):
         lines = list(report_lines(report, Style(width)))
         assert not re.search(r"\d\n *[kMGT]?B", "\n".join(lines))

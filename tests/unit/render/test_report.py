@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckptconv.checkpoint.tensor_info import LeftBehind
-from ckptconv.conversion.plan import Report
 from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.render.report import report_lines
+from tests.support.results import make_report
 
 
 def test_report_lines_group_names() -> None:
@@ -14,7 +14,8 @@ def test_report_lines_group_names() -> None:
     changes.names = [NameChange("m", f"module.{i}", str(i)) for i in range(3)]
     changes.unprefixed = 2
     changes.rng_states = ["rng"]
-    report = Report("a", "b", ("x", "x"), 10, changes, (), (LeftBehind("data/3", 5, "unused"),), ("a note",), 0.5, True)
+    left = (LeftBehind("data/3", 5, "unused"),)
+    report = make_report(changes=changes, left_behind=left, notes=("a note",), seconds=0.5, written=True)
     short, long = list(report_lines(report)), list(report_lines(report, every_name=True))
     assert sum("→" in line for line in short) == 1
     assert sum("→" in line for line in long) == 3
@@ -27,4 +28,4 @@ def test_report_lines_group_names() -> None:
         "0.50 s",
     ):
         assert any(words in line for line in short)
-    assert "none" in "".join(report_lines(Report("a", "b", ("x", "x"), 1, Changes(), (), (), (), 0.0, False)))
+    assert "none" in "".join(report_lines(make_report()))
