@@ -93,7 +93,7 @@ def test_what_is_published(tmp_path: Path) -> None:
     done = release(tmp_path / "dist")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.suffix for path in (tmp_path / "dist").iterdir()) == [".gz", ".whl"]
-    assert "2 files of others, as the bill says" in done.stdout
+    assert "valid, and nothing of others is in the wheel" in done.stdout
 
 
 def test_what_is_not_published(tmp_path: Path) -> None:
