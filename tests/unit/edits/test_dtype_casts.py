@@ -43,6 +43,7 @@ from tests.support.judge import assert_same, refusal, tags_of
 from tests.support.legacy_files import legacy
 from tests.support.reduced import Reduced
 from tests.support.round_trips import round_trip
+from tests.support.sampled import sampled
 
 COMPLEX = {"complex32", "complex64", "complex128"}
 #: What a glob means; of this the strided floats are cast, and the rest is named.
@@ -468,8 +469,7 @@ def flat(obj: Any) -> dict[str, torch.Tensor]:
     return obj.get("model", obj.get("state_dict", obj))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "target"), sampled(itertools.product(SOURCES, TARGETS)))
 @settings(max_examples=min(settings().max_examples // 4, 300))
 @given(seed=st.integers(0, 1 << 32))
 def test_it_is_what_a_plain_program_makes(folder: Path, source: str, target: str, seed: int) -> None:

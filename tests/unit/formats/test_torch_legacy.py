@@ -37,6 +37,7 @@ from tests.support.legacy_files import (
 )
 from tests.support.memory import memory_below
 from tests.support.reduced import Reduced
+from tests.support.sampled import sampled
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch",
@@ -87,7 +88,7 @@ def readable_file(name: str, src: Path) -> Path:
 # As torch writes it
 
 
-@pytest.mark.parametrize(("name", "protocol"), CASES)
+@pytest.mark.parametrize(("name", "protocol"), sampled(CASES))
 def test_the_zoo_to_a_zip_and_back(name: str, protocol: int, tmp_path: Path) -> None:
     """Whatever torch writes in the older format is the same object in a zip, with the same tags; what torch can read in
     the older format is the same there again.

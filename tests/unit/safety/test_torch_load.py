@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _codecs
 import csv
+import itertools
 import pickle
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from tests.support.judge import refusal
 from tests.support.legacy_files import legacy_file, storage_id
 from tests.support.paths import FIXTURES
 from tests.support.reduced import Reduced
+from tests.support.sampled import sampled
 
 HOOKS: Any = OrderedDict()
 TORCH = ".".join(torch.__version__.split(".")[:2])
@@ -539,9 +541,9 @@ def said_of(path: Path) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("protocol", range(2, 6))
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize(
+    ("name", "zipped", "protocol"), sampled(itertools.product(zoo.ZOO, (True, False), range(2, 6)))
+)
 def test_the_zoo(name: str, zipped: bool, protocol: int, tmp_path: Path) -> None:
     """Everything that people save, in every protocol: the answer is torch's, and known."""
     if protocol < zoo.NEEDS_PROTOCOL.get(name, 2):

@@ -4,6 +4,7 @@ and torch judge what comes out.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ from tests.support.archives import without_crc32
 from tests.support.conversions import Error, ends_in, metadata_of
 from tests.support.judge import assert_same, tags_of
 from tests.support.no_files import NO_FILES
+from tests.support.sampled import sampled
 from tests.support.writers import sharded
 from tests.support.zoo import tagging
 
@@ -157,9 +159,10 @@ def assert_pretrained(transformers: ModuleType, folder: Path, model: Any, **kwar
         assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("size", [None, "40KB", "1GB"])
-@pytest.mark.parametrize("format", ["safetensors", "pt"])
-@pytest.mark.parametrize("safe", [True, False], ids=["of-safetensors", "of-bin"])
+@pytest.mark.parametrize(
+    ("safe", "format", "size"),
+    sampled(itertools.product((True, False), ("safetensors", "pt"), (None, "40KB", "1GB")), 4),
+)
 def test_from_pretrained(
     transformers: ModuleType, model: Any, tmp_path: Path, safe: bool, format: str, size: str | None
 ) -> None:

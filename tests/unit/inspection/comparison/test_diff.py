@@ -47,6 +47,7 @@ from tests.support.hostile_bytes import data_of, flipped
 from tests.support.limited import ckptconv_with_small_files
 from tests.support.paths import GOLDEN
 from tests.support.reduced import Reduced
+from tests.support.sampled import sampled
 from tests.support.writers import scripted
 
 # torch calls nested, quantized, compressed sparse and complex32 tensors experimental or
@@ -112,7 +113,7 @@ def run() -> dict[str, Any]:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", sampled(zoo.ZOO))
 def test_the_zoo_is_the_same_as_itself_and_its_conversions(name: str, tmp_path: Path) -> None:
     """In every protocol and container that can hold it: as the second of a pair, and as the first with the bytes read;
     what comes last, where it can safetensors, also beside itself.
