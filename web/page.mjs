@@ -29,10 +29,16 @@ function say(text, done) {
   else if (done !== undefined) $("progress").value = done;
 }
 
-function fail(error) {
+// Shows an error beside the field that it names, or else after `place`.
+function fail(error, place = $("drop")) {
+  const text = String(error.message ?? error);
+  const named = [...text.matchAll(/--([a-z-]+)/g)].map(([, flag]) => FIELDS[flag] ?? flag.replaceAll("-", "_"));
+  const field = place === $("drop") ? null : named.map((name) => form[name]).find((each) => each && !each.disabled && (each.checked || (each.type !== "checkbox" && each.value)));
+  (field ? field.closest("p, .grid") : place).after($("error"));
   $("error").hidden = false;
-  $("error").textContent = String(error.message ?? error);
+  $("error").textContent = text;
 }
+const FIELDS = { rename: "regex" }; // options whose field has another name
 
 // The service worker, which serves the page's files and its policy.
 
@@ -156,13 +162,16 @@ async function take(dropped) {
     source = { path: paths[0], dropped };
     if (paths.length === 2) await compare(paths, mine);
     else await look(mine);
-    if (mine === turn) say("Ready.");
+    if (mine === turn) say("Ready: " + (paths.length === 2 ? "the two are compared." : "the file was read, and nothing of it was run. Next: " + next() + "."));
   } catch (error) {
     if (mine !== turn) return;
     fail(error);
     say("Choose another file, or the same one again.");
   }
 }
+
+// What to do with the file that is shown.
+const next = () => ($("danger").hidden ? $("findings").children.length ? "mend it, or save a changed copy" : "save a changed copy, or look at what is inside" : "do not load it");
 
 const opened = (dropped) => post("open", { dropped: dropped.map(({ path, file }) => [path, file]) });
 
@@ -219,6 +228,7 @@ const FLAGS = ["unwrap", "state_dict", "loadable", "loadable_objects", "compact"
 
 function clear() {
   $("edits").reset();
+  form.to.placeholder = "cpu";
   unplan();
   const [name] = source.path.split("/"), dot = name.lastIndexOf(".");
   form.dst.value = source.dropped.length > 1 ? name + "-new" : dot > 0 ? name.slice(0, dot) + "-new" + name.slice(dot) : name + "-new.pt";
@@ -240,11 +250,13 @@ function mend(fix) {
     if (keyword === "map_location") {
       form.to.value = value.filter((each) => !each.includes("=")).join("");
       form.map.value = value.filter((each) => each.includes("=")).join("\n");
+      form.to.placeholder = form.map.value ? "as below: " + form.map.value.replaceAll("\n", ", ") : "cpu";
     } else if (keyword === "rename") {
       [form.regex.value, form.replacement.value] = [0, 1].map((i) => value.map((pair) => pair[i]).join("\n"));
     } else if (value === true) form[keyword].checked = true;
     else form[keyword].value = value.join("\n");
   }
+  $("more").open = $("more").querySelector(":checked, :is(input:not([type=checkbox]), textarea):not(:placeholder-shown)") !== null;
   prepare();
 }
 
@@ -277,12 +289,12 @@ async function prepare() {
     $("report").textContent = plan.report;
     $("command").textContent = plan.command;
     show(plan);
-    say("Ready.");
+    say("Ready: the copy is planned, and nothing is written yet. Press Save.");
     $("save").focus();
   } catch (error) {
     if (mine !== turn) return;
-    fail(error);
-    say("Ready.");
+    fail(error, $("buttons"));
+    say("Ready. Nothing was prepared: change the form, or choose another file.");
   }
 }
 
@@ -361,7 +373,7 @@ async function save(numbers, places) {
   } catch (error) {
     for (const each of outs) await each.abort().catch(() => {});
     $("saved").textContent = "";
-    if (error.name !== "AbortError") fail(await unchanged().then(() => error, (why) => why)); // AbortError: the user has cancelled
+    if (error.name !== "AbortError") fail(await unchanged().then(() => error, (why) => why), $("buttons")); // AbortError: the user has cancelled
   } finally {
     say("Ready.");
     for (const each of buttons) each.disabled = $("planned").hidden;

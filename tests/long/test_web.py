@@ -251,7 +251,10 @@ def test_all_faults_are_mended_before_one(page: Page) -> None:
     page.choose(Path("gpu.pt"))
     first, *others = page.page.locator("#findings button").all_text_contents()
     assert first == "Mend all" and {*others} == {"Mend only this"} and len(others) >= 2
+    assert page.text("state").endswith("nothing of it was run. Next: mend it, or save a changed copy.")
     page.press("#findings button >> nth=0")
+    assert page.page.locator("#more").evaluate("(more) => more.open") and page.shows("save")  # what was set
+    assert "Press Save" in page.text("state") and page.page.locator("#edits [name=strip_prefix]").is_visible()
     assert page.text("save").startswith("Save gpu-fixed.pt, ")
     loaded = torch.load(page.save(), weights_only=True)
     assert loaded.keys() == state("").keys() and all(map(torch.equal, loaded.values(), state("").values()))
@@ -352,6 +355,7 @@ def test_what_cannot_be_converted_is_said_so_too(page: Page, capsys: pytest.Capt
     page.prepare(dst="x.pt", strip_prefix="modul.")
     assert main(["convert", "zip.pt", "x.pt", "--strip-prefix", "modul."]) == 1
     assert page.text("error") == capsys.readouterr().err.strip()
+    assert page.page.locator("#edits #error").count() == 1 and page.page.locator("#save").is_disabled()
     data = Path("zip.pt").read_bytes()
     flip_bit(Path("zip.pt"), data.index(state()["module.layers.3.weight"].numpy().tobytes()))
     page.choose(Path("zip.pt"))
