@@ -306,5 +306,6 @@ def test_the_fields_of_the_form_are_options() -> None:
     parser.feed((ROOT / "web" / "index.html").read_text("utf-8").partition("<form")[2])
     others = {"dst", "suffix", "to", "map", "regex", "replacement"}
     assert parser.names - others == {*PlanOptions.__annotations__} - {
-        "map_location", "rename", "dtype", "format", "allow_unsafe"
+        "map_location", "rename", "dtype", "format", "allow_unsafe",
+        "model", "optimizer", "optimizer_order", "regroup", "reverse", "rules", "sizes"
     }  # fmt: skip

@@ -779,16 +779,25 @@
   const dim = (node) => dims && (node.members ? node.members.every(dim) : node.stamp !== stamp);
 
   function search() { // dims what is not found, and opens the tree to what is
-    rows();
-    const scroll = $("scroll").getBoundingClientRect(), hidden = scroll.top - innerHeight + 7 * ROW;
+    const hidden = $("scroll").getBoundingClientRect().top - innerHeight + 7 * ROW; // asked before anything is changed
+    find();
     map();
     current = 0;
     tree(false);
-    if (dims && hidden > 0) scrollBy(0, hidden);
+    show();
+    if (dims && hidden > 0) requestAnimationFrame(() => scrollBy(0, hidden));
   }
 
   function rows() {
-    const words = query.split(/\s+/).filter((word) => word);
+    find();
+    show();
+  }
+
+  let words = [], extent = null; // of the table, asked before anything is changed, so that it is laid out once
+  function find() {
+    $("scroll").scrollTop = 0;
+    extent = [$("scroll").clientWidth, $("scroll").clientHeight, 0];
+    words = query.split(/\s+/).filter((word) => word);
     found = tensors.filter((each) => FILTERS[kept][1](each) && words.every((word) => each.low.includes(word)) && (!within || within.has(each)));
     stamp++;
     dims = words.length > 0 || kept > 0;
@@ -805,10 +814,12 @@
       const value = (each) => (head.name === "bytes" ? each.nbytes : head.name === "shape" ? each.numel : worth(said(head, each.i))) ?? Infinity * up; // what has none stands last
       found.sort((a, b) => (value(a) === value(b) ? 0 : up * (value(a) - value(b))) || a.i - b.i);
     } else found.sort((a, b) => up * collator.compare(said(head, a.i) || "", said(head, b.i) || "") || a.i - b.i);
+  }
+
+  function show() {
     $("shown").textContent = found.length === tensors.length ? counted(found.length) : counted(found.length) + " of " + counted(tensors.length);
     $("hits").textContent = hits(words);
     $("table").setAttribute("aria-rowcount", found.length + 1);
-    $("scroll").scrollTop = 0;
     paint();
   }
 
@@ -833,9 +844,11 @@
   let painting = false, printing = false;
   let longest = 120; // characters of a name in the table; longer ones are cut in the middle
   function paint() {
-    longest = printing ? 120 : Math.max(16, Math.floor($("scroll").clientWidth / (innerWidth > 600 ? 16 : 18)));
-    const scroll = $("scroll"), top = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 10);
-    const first = printing ? 0 : top, last = printing ? Math.min(500, found.length) : Math.min(found.length, top + Math.ceil(scroll.clientHeight / ROW) + 20);
+    const scroll = $("scroll"), [width, height, from] = extent || [scroll.clientWidth, scroll.clientHeight, scroll.scrollTop];
+    extent = null;
+    longest = printing ? 120 : Math.max(16, Math.floor(width / (innerWidth > 600 ? 16 : 18)));
+    const top = Math.max(0, Math.floor(from / ROW) - 10);
+    const first = printing ? 0 : top, last = printing ? Math.min(500, found.length) : Math.min(found.length, top + Math.ceil(height / ROW) + 20);
     const space = (height) => {
       const cell = make("td", { colspan: HEADS.length });
       cell.style.height = height + "px";
@@ -849,7 +862,7 @@
       drawn.push(make("tr", {}, make("td", { colspan: HEADS.length }, "… " + counted(found.length - last) + " more tensors")));
     }
     $("rows").replaceChildren(...drawn);
-    edge();
+    requestAnimationFrame(edge);
   }
 
   function edge() { // shades an edge that cuts columns off, and names them
@@ -868,9 +881,10 @@
   function draw() {
     legend();
     crumbs();
-    rows();
+    find();
     map();
     tree(false);
+    show();
   }
 
   let resizing = 0;
