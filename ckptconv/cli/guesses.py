@@ -136,7 +136,9 @@ def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple
         outputs = _parsed(commands[name], before)[1:] if name == "convert" != owner else ()
         return owner, [*(each for each in before if each not in outputs), spelled, *behind]
     if guess in COMMANDS:
-        return COMMANDS[guess][0], [each for each in (*before, *behind) if os.path.lexists(each)]
+        meant, options = COMMANDS[guess]
+        flags = [word for option in options for words in option.words() for word in words]
+        return meant, [*(each for each in (*before, *behind) if os.path.lexists(each)), *flags]
     started = [each for each in known if each.startswith(spelled)]
     near = started if len(started) == 1 else close_matches(spelled, known, n=1, cutoff=0.75)
     if near:

@@ -69,6 +69,7 @@ MEANT = {
     "convert ddp.pt o.pt --devise cpu": "convert ddp.pt o.pt --to cpu",
     "convert ddp.pt o.pt --precison bf16": "convert ddp.pt o.pt --dtype bf16",
     "convert ddp.pt o.pt --dry": "convert ddp.pt o.pt --dry-run",
+    "inspect ddp.pt --gpu": "convert ddp.pt OUT --to cuda",
     "inspect -q ddp.pt": "inspect ddp.pt",
     "inspect ddp.pt --silent": "inspect ddp.pt",
     "-q inspect ddp.pt": "inspect ddp.pt",
@@ -170,6 +171,12 @@ def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
 def test_what_nobody_knows(typed: str, words: str, command: Command) -> None:
     """No command line is made up; what has blanks is quoted, and what is missing has a word."""
     command(*shlex.split(typed), status=2, err=words)
+
+
+def test_a_link_to_nothing_is_no_pattern(command: Command) -> None:
+    """The shell gives its name as it stands."""
+    Path("link.pt").symlink_to("nothing.pt")
+    assert "pattern" not in command("inspect", "link.pt", status=1).err
 
 
 @pytest.mark.parametrize(
