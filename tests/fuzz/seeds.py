@@ -255,7 +255,7 @@ def _folders_of_zero() -> Iterator[tuple[str, bytes]]:
     kinds: dict[str, dict[str, Any]] = {
         "two": {"stage": 2, "aligned": True},
         "elastic": {"stage": 1, "elastic": True},
-        "three": {"stage": 3, "sub_group": 40},
+        "three": {"stage": 3, "sub_group": 4},
     }
     with tempfile.TemporaryDirectory() as name:
         for what, kind in kinds.items():

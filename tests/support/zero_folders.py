@@ -200,7 +200,7 @@ def _stage_3(run: Saved, rank: int, ranks: int, sub_group: int) -> dict[str, Any
     for names in run.groups:
         groups.append([])
         for name in names:
-            if not groups[-1] or sum(run.weights[each].numel() for each in subs[-1]) >= sub_group:
+            if not groups[-1] or sum(-(-run.weights[each].numel() // ranks) for each in subs[-1]) >= sub_group:
                 groups[-1].append(len(subs))
                 subs.append([])
             subs[-1].append(name)

@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "elastic": {"stage": 2, "elastic": True},
     "BF16 optimizer": {"stage": 1, "bf16_optimizer": True},
     "stage 3": {"stage": 3},
-    "sub-groups": {"stage": 3, "sub_group": 40},
+    "sub-groups": {"stage": 3, "sub_group": 4},
 }
 
 
