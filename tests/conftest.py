@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -53,6 +54,7 @@ def _checked(as_dict: Callable[[Result], dict[str, Any]]) -> Callable[[Result], 
     """`as_dict` of results, with a look at whether the published schema describes what it gives."""
     commands = {"Summary": "inspect", "Report": "convert", "Verdict": "verify", "Difference": "diff"}
 
+    @functools.wraps(as_dict)
     def called(self: Result) -> dict[str, Any]:
         found = as_dict(self)
         check(commands[type(self).__name__], found)

@@ -70,9 +70,7 @@ def inspect_command(
     html: str | None,
     opens: bool,
     force: bool,
-    download: bool,
     debug: bool,
-    torch: str | None,
     **view: Any,
 ) -> int:
     """Show what is in checkpoints, without loading them.
@@ -87,15 +85,14 @@ def inspect_command(
     if not {"nan", "inf"}.issuperset(kinds):
         raise UsageError(option("fail_on", view["fail_on"]) + " is no such list", expected="nan, inf, or nan,inf")
     wanted = _values_wanted(view, kinds)
-    asked_version(torch)
+    how = {"download": view["download"], "torch": view["torch"], "progress": partial(progress_bar, quiet=as_json)}
+    asked_version(view["torch"])
     about_tensors = as_json or view["tree"] or view["include"] or view["exclude"] or wanted
     lines: list[Line] | None = [] if len(every) > min(2, len(paths)) and not about_tensors else None
     status = 0
     for i, path in enumerate(every):
         try:
-            summary = summary_of(
-                path, wanted, download=download, torch=torch, progress=partial(progress_bar, quiet=as_json)
-            )
+            summary = summary_of(path, wanted, **how)
             if lines is not None:
                 lines.append(line_of(summary))
                 continue
@@ -124,12 +121,17 @@ def inspect_command(
         shown = {name: view[name] for name in ("tree", "depth", "limit", "everything")}
         _show(summary_lines(summary, style, tensors=selected, by_size=view["sort"] == "size", **shown), style)
     if lines is not None:
-        if view["sort"]:
-            lines.sort(key=lambda line: (-(line.nbytes or 0),) if view["sort"] == "size" else natural(line.path))
-        _show(listing_lines(lines, style, limit=view["limit"], everything=view["everything"]), style)
+        _show_listing(lines, view, style)
     if not as_json:
-        warn_of_flaws(torch)
+        warn_of_flaws(view["torch"])
     return status
+
+
+def _show_listing(lines: list[Line], view: dict[str, Any], style: Style) -> None:
+    """Print a line for each checkpoint."""
+    if view["sort"]:
+        lines.sort(key=lambda line: (-(line.nbytes or 0),) if view["sort"] == "size" else natural(line.path))
+    _show(listing_lines(lines, style, limit=view["limit"], everything=view["everything"]), style)
 
 
 def _values_wanted(view: dict[str, Any], kinds: list[str]) -> ValuesWanted | None:

@@ -19,7 +19,7 @@ from ckptconv.cli.commands import Command, debug_option
 @click.argument("command", metavar="COMMAND", type=click.Choice(["convert", "diff", "inspect", "verify"]))
 @debug_option
 def schema_command(command: str, **_: Any) -> None:
-    """Print the JSON Schema of what COMMAND (convert, diff, inspect or verify) prints with --json.
+    """Print the JSON Schema of what convert, diff, inspect or verify prints with --json.
 
     The schema is in draft 2020-12 of JSON Schema. It describes one object, which is one line of the output.
     """

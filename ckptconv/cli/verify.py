@@ -76,8 +76,7 @@ def verify_command(
     how: dict[str, Any] = {"expect_sha256": expect_sha256, "torch": torch, **flags}
     if as_json and as_sarif:
         raise UsageError(option("json") + " and " + option("sarif") + " cannot be combined")
-    if expect_sha256 is not None:
-        _check_one_file(paths)
+    _check_one_file(paths, expect_sha256)
     asked_version(torch)
     for path in chain.from_iterable(checkpoints_in(path, pickles=True) for path in as_sets(paths, least=2)):
         try:
@@ -97,10 +96,7 @@ def verify_command(
         if as_sarif:
             verdicts.append(verdict)
         else:
-            lines = verdict_lines(verdict, quiet=quiet, verbose=verbose)
-            texts = [json.dumps(verdict.as_dict())] if as_json else map(style_of(sys.stdout).text, lines)
-            for text in texts:
-                click.echo(text)
+            _print_verdict(verdict, as_json=as_json, quiet=quiet, verbose=verbose)
     status = 1 if counts["failed"] else NOT_CHECKED if counts["not checked"] else 0
     if as_sarif:
         from ckptconv.render.sarif import sarif_log  # for these logs alone
@@ -114,6 +110,13 @@ def verify_command(
     return status
 
 
+def _print_verdict(verdict: Verdict, *, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Print the lines about one checkpoint, or its JSON object."""
+    lines = verdict_lines(verdict, quiet=quiet, verbose=verbose)
+    for text in [json.dumps(verdict.as_dict())] if as_json else map(style_of(sys.stdout).text, lines):
+        click.echo(text)
+
+
 def _unread_as_dict(path: str, error: CkptconvError) -> dict[str, Any]:
     """Return what ``--json`` prints of a checkpoint at `path` that could not be opened."""
     return {
@@ -125,8 +128,10 @@ def _unread_as_dict(path: str, error: CkptconvError) -> dict[str, Any]:
     }
 
 
-def _check_one_file(paths: tuple[str, ...]) -> None:
-    """Raise UsageError if `paths` are not one file, which ``--expect-sha256`` needs."""
+def _check_one_file(paths: tuple[str, ...], expect_sha256: str | None) -> None:
+    """Raise UsageError if `paths` are not one file and ``--expect-sha256`` is given."""
+    if expect_sha256 is None:
+        return
     if len(paths) > 1 or is_folder(paths[0]):
         got = f"{len(paths)} paths" if len(paths) > 1 else paths[0]
         raise UsageError(option("expect_sha256", None) + " is for one file", got=got)

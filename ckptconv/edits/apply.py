@@ -63,10 +63,7 @@ def apply(
     # before the names are edited: after that, all places would have to be found again
     about_kept = about_kept_devices(checkpoint, edits.devices) if edits.devices else []
     if edits.regroup:
-        from ckptconv.edits.regroup import regroup  # lazily, for start-up
-
-        _edit_names(checkpoint, detected, replace(edits, add_prefix=()), changes)
-        regroup(checkpoint, edits, changes)
+        _regroup(checkpoint, detected, edits, changes)
         detected = checkpoint.detected
         edits = replace(edits, unwrap=False, strip_prefix=(), rename=())
     _edit_names(checkpoint, detected, edits, changes)
@@ -90,6 +87,14 @@ def apply(
     if edits.compact:
         compact(checkpoint, changes)
     return changes
+
+
+def _regroup(checkpoint: Checkpoint, detected: Detected, edits: Edits, changes: Changes) -> None:
+    """Regroup the tensors, after all edits of names that precede it."""
+    from ckptconv.edits.regroup import regroup  # lazily, for start-up
+
+    _edit_names(checkpoint, detected, replace(edits, add_prefix=()), changes)
+    regroup(checkpoint, edits, changes)
 
 
 def _edit_names(checkpoint: Checkpoint, detected: Detected, edits: Edits, changes: Changes) -> None:
