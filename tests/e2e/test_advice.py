@@ -1163,6 +1163,7 @@ _FOREIGN = "formats/foreign/test_files.py::"
 OTHERS: dict[str, tuple[str, ...]] = {
     "checkpoint/describe.py:text": (_NO_ADVICE,),
     "checkpoint/merging.py:command convert": ("formats/distributed/test_rank_files.py::test_extra_state",),
+    "checkpoint/torch_versions.py:option torch": (_NAMED,),
     "cli/commands.py:option open": (_NAMED,),
     "cli/commands.py:option html": (_NAMED, _NAMED),
     "cli/convert.py:option skip_existing": (f"after Ctrl-C; {_FAULT}",),
