@@ -52,6 +52,7 @@ from ckptconv.pickles.graph import (
     set_items,
     strings_of,
     type_of,
+    walk,
 )
 
 NAME = "DeepSpeed ZeRO"
@@ -561,6 +562,9 @@ class _Reader:
         if first.groups is None:
             return _list([set_items(Dict(), ["params", _list(names)]) for names in orders])
         place = next(place for place in first.checkpoint.places if place.node is first.groups)
+        known = first.checkpoint.index.storage_of
+        if any(isinstance(node, PersistentId) and id(node) not in known for node in walk([place.node])):
+            first.fail("param_groups refer to a storage that has a fault")  # which a sink may have taken
         taken = self.merger.take(first.checkpoint.part(place))
         assert isinstance(taken, List)
         group_of = {each.name: each.group for each in parameters}
