@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,17 @@ from ckptconv.result import Result
 from tests.support.command import Command
 from tests.support.paths import FIXTURES, SUPPORT, TESTS
 from tests.support.schemas import check
+
+HAS_TORCH = bool(find_spec("torch"))
+if not HAS_TORCH:
+    from tests.support.without_torch import WithoutTorch
+
+    _without_torch = WithoutTorch()  # before test files are imported
+
+    def pytest_configure(config: pytest.Config) -> None:
+        """Skip tests that need torch, where there is none."""
+        config.pluginmanager.register(_without_torch)
+
 
 settings.register_profile(
     "gate", max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
@@ -168,6 +180,8 @@ def model(request: pytest.FixtureRequest, transformers: ModuleType) -> Any:
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders that four processes save with torch.distributed.checkpoint (:mod:`tests.support.dcp_ranks`)."""
+    if not HAS_TORCH:
+        pytest.skip("needs torch")
     folder = tmp_path_factory.mktemp("ranks")
     subprocess.run([sys.executable, SUPPORT / "dcp_ranks.py", folder], check=True)
     return folder

@@ -4,15 +4,19 @@ numbers says what to install. And what is published: ``.ci/release``.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ckptconv
+from ckptconv import convert
 from tests.support.paths import FIXTURES, ROOT
 
 
@@ -78,6 +82,39 @@ def test_what_needs_torch(words: str, environment: Path, tmp_path: Path) -> None
     assert done.returncode == (2 if words.startswith("diff") else 1) and done.stdout == ""
     assert "pip install 'ckptconv[torch]'" in done.stderr and "Traceback" not in done.stderr
     assert sorted(tmp_path.iterdir()) == before
+
+
+def unversioned(outcome: dict[str, Any]) -> dict[str, Any]:
+    """`outcome` without the version of torch whose rules were followed: the installed one, or the newest known one."""
+    for stream in ("stdout", "stderr"):
+        outcome[stream] = re.sub(r'"installed": [^,]*', '"installed": T', outcome[stream])
+        outcome[stream] = re.sub(r"\b2\.1[0-9]\b", "2.N", outcome[stream])
+    return outcome
+
+
+def test_all_else_is_the_same_with_and_without_torch(environment: Path, tmp_path: Path) -> None:
+    """Forty commands on each fixture, in three formats, print and write the same in both environments, unless they name
+    the command that installs torch or huggingface_hub; then they write nothing.
+    """
+    inputs = tmp_path / "inputs"
+    shutil.copytree(FIXTURES, inputs / "fixtures", ignore=shutil.ignore_patterns("*.py", "*.md"))
+    for name in ("tied", "dataparallel"):
+        convert(FIXTURES / f"{name}.pt", inputs / f"{name}.safetensors")
+        convert(FIXTURES / f"{name}.pt", inputs / f"{name}.legacy.pt", format="legacy")
+    recordings = []
+    for python in (sys.executable, str(environment / "bin/python")):
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        out = tmp_path / f"{len(recordings)}.json"
+        typed = [python, ROOT / "tests/support/recording.py", "make", inputs, out]
+        subprocess.run(typed, cwd=tmp_path, env=clean, check=True)
+        recordings.append({key: unversioned(each) for key, each in json.loads(out.read_text()).items()})
+    with_torch, without = recordings
+    differing = {key for key in with_torch if with_torch[key] != without[key]}
+    assert len(with_torch) > 400 and len(differing) < len(with_torch) / 5
+    for key in differing:
+        named = re.search(r"pip install 'ckptconv\[(torch|hub)\]'", without[key]["stderr"])
+        assert named, (key, with_torch[key], without[key])
+        assert without[key]["exit"] in (1, 2, 3) and without[key]["written"] == {}, (key, without[key])
 
 
 def test_the_manual_page_is_installed(environment: Path) -> None:

@@ -10,6 +10,7 @@ Times are left out. The inputs are kept apart, because ``torch.save`` does not w
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -165,13 +166,13 @@ def make_inputs(folder: Path) -> None:
 
 def record(folder: Path) -> dict[str, Any]:
     """Every command on the files in `folder`, in two processes; what each printed and wrote, by its command line."""
-    import torch  # noqa: F401 - once, before a process for each command is made
-
     import ckptconv
 
-    for module in pkgutil.walk_packages(ckptconv.__path__, "ckptconv."):
+    # All modules once, before a process for each command is made. Without torch some cannot be imported.
+    for module in pkgutil.walk_packages(ckptconv.__path__, "ckptconv.", onerror=lambda _: None):
         if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module.name)
     with multiprocessing.get_context("fork").Pool(2) as pool:
         return dict(pool.imap_unordered(record_one, ((folder, words) for words in command_lines(folder)), chunksize=8))
 
