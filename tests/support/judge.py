@@ -30,8 +30,17 @@ def tags_of(path: Any, **kwargs: Any) -> tuple[Any, list[str]]:
     return torch.load(path, map_location=keep, weights_only=kwargs.pop("weights_only", False), **kwargs), tags
 
 
+def forget_sparse() -> None:
+    """Forget sparse tensors that a load which failed has noted: torch would validate them at the end of the next."""
+    noted = getattr(torch._utils, "_sparse_tensors_to_validate", None)
+    if noted is None:
+        noted = torch._utils._get_sparse_tensors_to_validate()
+    noted.clear()
+
+
 def refusal(path: Any, **kwargs: Any) -> str | None:
     """What torch's safe loader has against the file at `path`, on the CPU unless `kwargs` say otherwise."""
+    forget_sparse()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of protocols
         try:

@@ -93,6 +93,9 @@ def _loaded(path: str) -> tuple[Any, str | None]:
     """The object in `path`; or why there is none."""
     import torch
 
+    from tests.support.judge import forget_sparse
+
+    forget_sparse()
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=False), None
     except Exception as error:

@@ -188,7 +188,7 @@ def test_inspect(tmp_path: Path, command: Command) -> None:
     said = command("inspect", path, "--torch", "2.16.1").out
     assert "not known: ckptconv knows the rules of torch 2.6 to 2.15, and not those of 2.16" in said
     found = ckptconv.inspect(path, torch="2.14").torch_load
-    assert (found.answer, found.torch, found.installed) == ("loads", "2.14", torch.__version__)
+    assert (found.answer, found.torch, found.installed) == ("loads", "2.14", installed_torch())
     assert (
         json.loads(command("inspect", path, "--json", "--torch", "all").out)["torch_load"]["versions"]["2.6"] == "loads"
     )
@@ -204,7 +204,9 @@ def test_verify(tmp_path: Path, command: Command) -> None:
     assert ckptconv.verify(path, strict=True, torch="2.14").ok
     assert not ckptconv.verify(path, strict=True, torch=NEWEST).ok
     ran = command("verify", path, "--strict", "--torch", "all", status=1)
-    assert "got loads in torch 2.6 to 2.14, refused by torch 2.15" in ran.out
+    assert "not proved" in ran.out
+    if torch_facts.version() < (2, 15):
+        assert "got loads in torch 2.6 to 2.14, refused by torch 2.15" in ran.out
     assert ckptconv.verify(tmp_path / "plain.pt", strict=True, torch="all").ok
     said = command("verify", tmp_path / "plain.pt", "--torch", "3.0").out
     assert "not known to load" in said and "torch 3.0 (known: to 2.15), loads in torch 2.6 to 2.15" in said

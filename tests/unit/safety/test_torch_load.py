@@ -24,7 +24,7 @@ from safetensors.torch import save as save_safetensors
 from torch import nn
 
 from ckptconv import convert, inspect, verify
-from ckptconv.checkpoint.torch_versions import flaws_of
+from ckptconv.checkpoint.torch_versions import flaws_of, installed_torch
 from ckptconv.checkpoint.weights_only import objects
 from ckptconv.errors import CkptconvError
 from ckptconv.formats import opening
@@ -592,7 +592,7 @@ def test_what_inspect_says(tmp_path: Path, command: Command) -> None:
         ],
         "other_torch": None,
         "needs": None,
-        "installed": torch.__version__,
+        "installed": installed_torch(),
         "flaws": [*flaws_of(torch.__version__)],
         "versions": None,
     }

@@ -1,0 +1,73 @@
+"""Run tests with one version of torch or Python, and keep what came of it in ``versions.tsv``, for ``.ci/versions``.
+
+A row is the version, the commit, what was run, how many tests passed, failed and were skipped, and for how many mutants
+of ``tests/hostile/test_loads.py`` more or less was claimed than this torch does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("versions.tsv")
+HEAD = ("version", "commit", "run", "passed", "failed", "skipped", "mutants", "over-claimed", "under-claimed")
+
+
+def rows() -> dict[str, list[str]]:
+    """The rows of the table, by version."""
+    lines = TABLE.read_text().splitlines()[1:] if TABLE.exists() else []
+    return {line.split("\t")[0]: line.split("\t") for line in lines}
+
+
+def commit() -> str:
+    command = ["git", "-C", ROOT, "log", "-1", "--format=%h", "--", "ckptconv"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def pytest(python: str, *arguments: str) -> str:
+    """What pytest prints, also if tests fail."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    ran = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(ran.stdout[-6000:])
+    return ran.stdout
+
+
+def run(version: str, python: str, paths: list[str]) -> list[str]:
+    """The row of `version`, whose interpreter is `python`, for the tests at `paths`."""
+    out = pytest(python, "-n", str(os.cpu_count() or 1), *paths)
+    last = out.splitlines()[-1] if out else ""
+    counts = [_number(last, word) for word in ("passed", "failed", "skipped")]
+    mutants = os.environ.setdefault("CKPTCONV_MUTANTS", "2000")
+    judged = pytest(python, "-s", "tests/hostile/test_loads.py")
+    claims = [_number(judged, f"all: {claim}") for claim in ("loads, and torch refuses", "refused, and torch loads")]
+    return [version, commit(), " ".join(paths), *counts, mutants, *(claims if "mutants of" in judged else "??")]
+
+
+def _number(text: str, what: str) -> str:
+    """The number before `what` in `text`, or 0."""
+    found = re.search(rf"([\d,]+) +{what}", text)
+    return found[1].replace(",", "") if found else "0"
+
+
+def keep(row: list[str]) -> None:
+    """Put `row` into the table, in place of an older one of its version."""
+    every = {**rows(), row[0]: row}
+    lines = [
+        HEAD,
+        *(every[version] for version in sorted(every, key=lambda word: [*map(int, re.findall(r"\d+", word))])),
+    ]
+    TABLE.write_text("".join("\t".join(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    asked, *arguments = sys.argv[1:]
+    if asked == "--is-done":
+        (word,) = arguments
+        sys.exit(0 if rows().get(word, ["", ""])[1] == commit() else 1)
+    keep(run(asked, arguments[0], arguments[1:]))
+    print(TABLE.read_text())
