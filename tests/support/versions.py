@@ -64,8 +64,27 @@ def keep(row: list[str]) -> None:
     TABLE.write_text("".join("\t".join(line) + "\n" for line in lines))
 
 
+def needs() -> list[str]:
+    """What the tests need but torch, and what torch needs to be imported."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found, extras = [*project["dependencies"]], ["test"]
+    for extra in extras:
+        for need in project["optional-dependencies"][extra]:
+            if inner := re.fullmatch(r"ckptconv\[(.*)\]", need):
+                extras += inner[1].split(",")
+            else:
+                found.append(need)
+    own = "filelock typing-extensions sympy networkx jinja2 fsspec setuptools"
+    return [*(need for need in found if not need.startswith("torch>")), *own.split()]
+
+
 if __name__ == "__main__":
     asked, *arguments = sys.argv[1:]
+    if asked == "--needs":
+        print(*needs(), sep="\n")
+        sys.exit()
     if asked == "--is-done":
         (word,) = arguments
         sys.exit(0 if rows().get(word, ["", ""])[1] == commit() else 1)
