@@ -49,7 +49,7 @@ def empty(path: Path, functions: set[tuple[str, str]], versions: set[str]) -> No
         source.write_text(
             "int empty_cuda(void) {return 0;}\n" + "".join(f"int {n}(void) {{return 999;}}\n" for n in names)
         )
-        command = ["gcc", "-shared", "-fPIC", "-w", "-o", path, source, f"-Wl,-soname,{path.name}"]
+        command = ["gcc", "-shared", "-fPIC", "-w", "-o", str(path), str(source), f"-Wl,-soname,{path.name}"]
         if versions:
             own = {each: "".join(f" {name};" for name, v in functions if v == each) for each in sorted(versions)}
             first = min(versions)

@@ -32,10 +32,9 @@ def tags_of(path: Any, **kwargs: Any) -> tuple[Any, list[str]]:
 
 def forget_sparse() -> None:
     """Forget sparse tensors that a load which failed has noted: torch would validate them at the end of the next."""
-    noted = getattr(torch._utils, "_sparse_tensors_to_validate", None)
-    if noted is None:
-        noted = torch._utils._get_sparse_tensors_to_validate()
-    noted.clear()
+    utils: Any = torch._utils
+    noted = getattr(utils, "_sparse_tensors_to_validate", None)
+    (utils._get_sparse_tensors_to_validate() if noted is None else noted).clear()
 
 
 def refusal(path: Any, **kwargs: Any) -> str | None:

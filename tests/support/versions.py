@@ -24,7 +24,7 @@ def rows() -> dict[str, list[str]]:
 
 
 def commit() -> str:
-    command = ["git", "-C", ROOT, "log", "-1", "--format=%h", "--", "ckptconv"]
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "ckptconv"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -66,7 +66,7 @@ def keep(row: list[str]) -> None:
 
 def needs() -> list[str]:
     """What the tests need but torch, and what torch needs to be imported."""
-    import tomllib
+    import tomllib  # type: ignore[import-not-found]  # of Python 3.11, which runs .ci/versions
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found, extras = [*project["dependencies"]], ["test"]
@@ -86,7 +86,7 @@ if __name__ == "__main__":
         print(*needs(), sep="\n")
         sys.exit()
     if asked == "--is-done":
-        (word,) = arguments
-        sys.exit(0 if rows().get(word, ["", ""])[1] == commit() else 1)
+        word, *paths = arguments
+        sys.exit(rows().get(word, [])[1:3] != [commit(), " ".join(paths)])
     keep(run(asked, arguments[0], arguments[1:]))
     print(TABLE.read_text())
