@@ -13,6 +13,7 @@ import re
 import runpy
 import shlex
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ckptconv.cli.main import cli, main
 from tests.support.paths import ROOT
 from tests.support.rank_runs import save_as_ranks
 from tests.support.writers import scripted
+from tests.support.zero_folders import write_zero
 
 README = (ROOT / "README.md").read_text()
 OPTIONS = (ROOT / "docs/reference/options.md").read_text()
@@ -149,6 +151,9 @@ def test_commands_in_the_readme_run(tmp_path: Path, fixtures: Path, monkeypatch:
         ckptconv.convert("weights.safetensors", "sharded", max_shard_size=200)
         save_as_ranks(net.state_dict(), Path("actor"))
         torch.save({"a.qkv.weight": torch.ones(6, 2), "a.qkv.bias": torch.ones(6)}, "fused.pt")
+        write_zero(Path("zero"))
+        parts = product(range(2), ("gate", "up", "down"))
+        torch.save({f"mlp.experts.{e}.{part}_proj.weight": torch.ones(2, 2) for e, part in parts}, "moe.pt")
         args = shlex.split(line)[1:]
         if "--rename" in args:
             shutil.copy(fixtures / "dataparallel_features.pt", "a.pt")
