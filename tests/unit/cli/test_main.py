@@ -235,7 +235,7 @@ _NEEDED = {
     "byteranges": "checksums fault_sink reading sources spans undo_journal",
     "checkpoint": "dangerous_calls dangerous_globals describe index legacy_python model"
     " pickled_modules rebuild_functions safe_globals state_dicts storage_ids "
-    " tensor_info weights_only",
+    " tensor_info torch_versions weights_only",
     "checkpoint.weights_only": "objects tensors unpickler",
     "cli": "commands inspect main terminal",
     "conversion": "target_names",

@@ -80,7 +80,6 @@ MEANT = {
     ("load", "device", "cpu"): "is this meant: map_location='cpu'",
     ("load", "weights_only", True): "leave it out: it is always as with weights_only=True",
     ("load", "f", "m.pt"): "is this meant: path='m.pt'",
-    ("save", "model", 1): "is this meant: obj=1",
     ("save", "out", "m.pt"): "is this meant: path='m.pt'",
     ("inspect", "file", "m.pt"): "is this meant: path='m.pt'",
     ("verify", "sha256", "0"): "is this meant: expect_sha256='0'",
