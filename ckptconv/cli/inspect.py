@@ -81,9 +81,7 @@ def inspect_command(
     style = style_of(sys.stdout)
     every = list(chain.from_iterable(map(_checkpoints, paths)))
     page = PageFile.asked_for(html, len(every), opens=opens, force=force)
-    kinds = [] if view["fail_on"] is None else view["fail_on"].lower().split(",")
-    if not {"nan", "inf"}.issuperset(kinds):
-        raise UsageError(option("fail_on", view["fail_on"]) + " is no such list", expected="nan, inf, or nan,inf")
+    kinds = _kinds_of(view["fail_on"])
     wanted = _values_wanted(view, kinds)
     how = {"download": view["download"], "torch": view["torch"], "progress": partial(progress_bar, quiet=as_json)}
     asked_version(view["torch"])
@@ -132,6 +130,14 @@ def _show_listing(lines: list[Line], view: dict[str, Any], style: Style) -> None
     if view["sort"]:
         lines.sort(key=lambda line: (-(line.nbytes or 0),) if view["sort"] == "size" else natural(line.path))
     _show(listing_lines(lines, style, limit=view["limit"], everything=view["everything"]), style)
+
+
+def _kinds_of(fail_on: str | None) -> list[str]:
+    """Return the words of ``--fail-on``. Raises UsageError for any other word."""
+    kinds = [] if fail_on is None else fail_on.lower().split(",")
+    if not {"nan", "inf"}.issuperset(kinds):
+        raise UsageError(option("fail_on", fail_on) + " is no such list", expected="nan, inf, or nan,inf")
+    return kinds
 
 
 def _values_wanted(view: dict[str, Any], kinds: list[str]) -> ValuesWanted | None:

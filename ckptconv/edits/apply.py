@@ -5,6 +5,7 @@ Order: selection, unwrap, strip, rename, regroup, add, like, optimizer, dtypes, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -46,18 +47,8 @@ def apply(
     Raises:
         UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or not for this checkpoint.
     """
-    averages = checkpoint.detected.averages() if edits.state_dict and edits.select is None else []
     optimizers = partial(Followers, checkpoint, in_order=edits.optimizer_order == "model", model=model)
-    is_partial = edits.drop or edits.include or edits.exclude
-    followers = optimizers() if is_partial and is_emitted else None
-    if followers:
-        edits = followers.take_globs(edits)
-    changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
-    if followers:
-        followers.follow_selection(changes)
-    for average in averages:
-        text = f"{average.path} is an average of the weights (EMA) and is left behind; to take only the average: "
-        changes.notes.append(text + option("select", average.path))
+    changes = _select(checkpoint, edits, optimizers, is_emitted=is_emitted)
     refuse_different(checkpoint)
     detected = checkpoint.detected
     # before the names are edited: after that, all places would have to be found again
@@ -86,6 +77,22 @@ def apply(
         make_loadable(checkpoint, changes, objects=edits.loadable_objects)
     if edits.compact:
         compact(checkpoint, changes)
+    return changes
+
+
+def _select(checkpoint: Checkpoint, edits: Edits, optimizers: Callable[[], Followers], *, is_emitted: bool) -> Changes:
+    """Take the part that is asked for, and let the optimizers follow. Return the changes."""
+    averages = checkpoint.detected.averages() if edits.state_dict and edits.select is None else []
+    is_partial = edits.drop or edits.include or edits.exclude
+    followers = optimizers() if is_partial and is_emitted else None
+    if followers:
+        edits = followers.take_globs(edits)
+    changes = Changes(left_behind=select(checkpoint, edits, is_emitted=is_emitted))
+    if followers:
+        followers.follow_selection(changes)
+    for average in averages:
+        text = f"{average.path} is an average of the weights (EMA) and is left behind; to take only the average: "
+        changes.notes.append(text + option("select", average.path))
     return changes
 
 

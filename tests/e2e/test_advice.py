@@ -897,7 +897,7 @@ CASES: dict[str, Case] = {
     ),
     "files of ZeRO, for an optimizer of torch": Case(
         lambda m: write_zero(Path(m)), "inspect {m}", r"note +(ckptconv convert .* --optimizer numbers)", "loads",
-        loads, "formats/distributed/zero.py:notes:command convert", {"OUT": "out.pt"},
+        loads, {"OUT": "out.pt"},
     ),
     "files of ZeRO with a quantized optimizer": Case(
         lambda m: write_zero(Path(m), change=quantized), "convert {m} out.pt", r"in one file: (ckptconv convert .*)",

@@ -33,6 +33,8 @@ from tests.support.hostile_bytes import saved
 from tests.support.paths import ROOT
 from tests.support.rank_runs import save_as_ranks
 from tests.support.writers import distributed, scripted
+from tests.support.zero_folders import a_run as a_zero_run
+from tests.support.zero_folders import write_zero
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -302,6 +304,13 @@ def in_chunks() -> None:
         load("step-100")
 
 
+def is_fp32() -> None:
+    weights = a_zero_run().weights
+    for made in (load_file("model.safetensors"), load("whole.pt")["module"], load("weights.pt")):
+        assert all(torch.equal(made[name], tensor) for name, tensor in weights.items())
+    assert [*load("numbered.pt")["optimizer"]["state"]] == [*range(len(weights))]
+
+
 def is_whole() -> None:
     whole = load("whole.pt")
     assert whole["step"] == 100
@@ -562,6 +571,10 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "The optimizer of a model that changes": (trained_by_names, goes_on_without_a_head),
     "A model in shards: one file of it, other shards, another device": (in_shards, loads_from_shards),
     "A folder with .metadata and .distcp files, which torch.load does not read": (in_chunks, is_whole),
+    "A DeepSpeed ZeRO folder, global_step500 and zero_to_fp32.py, as one file": (
+        lambda: write_zero(Path("checkpoint-500")) and None,
+        is_fp32,
+    ),
     "Files of FSDP ranks, model_world_size_4_rank_0.pt and so on, as one": (of_ranks, is_one_model),
     "A run full of checkpoints for a machine without a GPU": (
         a_run,

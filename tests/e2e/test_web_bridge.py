@@ -307,5 +307,5 @@ def test_the_fields_of_the_form_are_options() -> None:
     others = {"dst", "suffix", "to", "map", "regex", "replacement"}
     assert parser.names - others == {*PlanOptions.__annotations__} - {
         "map_location", "rename", "dtype", "format", "allow_unsafe",
-        "model", "optimizer", "optimizer_order", "regroup", "reverse", "rules", "sizes"
+        "like", "model", "optimizer", "optimizer_order", "regroup", "reverse", "rules", "sizes"
     }  # fmt: skip

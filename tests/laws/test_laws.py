@@ -354,6 +354,10 @@ def test_values_names_and_devices_are_apart(folder: Path, obj: Any, dtype: str, 
 
 # A flag is its keyword
 
+#: Rules for a tensor ``x.qkv.weight`` of six rows.
+_SPLIT, _SIZED = "**.qkv.* = **.q.*:1, **.k.*:1, **.v.*:1", "x.qkv.weight = q.weight[$Q], k.weight[4]"
+_JOINED = "q.weight:1, k.weight:1 = x.qkv.weight"
+
 #: Each option of ``convert``: flags, the keywords that mean the same, and the name of the output.
 ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
     "to": [
@@ -377,6 +381,11 @@ ALONE: dict[str, list[tuple[list[str], dict[str, Any], str]]] = {
     "strip_prefix": [(["--strip-prefix", "module"], {"strip_prefix": "module."}, "x.pt")],
     "rename": [(["--rename", "a", "b", "--rename", "b", "c"], {"rename": [("a", "b"), ("b", "c")]}, "x.pt")],
     "add_prefix": [(["--add-prefix", "x", "--add-prefix", "y"], {"add_prefix": ["x", "y"]}, "x.pt")],
+    "regroup": [(["--regroup", _SPLIT], {"regroup": [_SPLIT]}, "x.pt")],
+    "rules": [(["--rules", "thirds.rules"], {"rules": "thirds.rules"}, "x.pt")],
+    "sizes": [(["--regroup", _SIZED, "--size", "Q=2"], {"regroup": [_SIZED], "sizes": {"Q": 2}}, "x.pt")],
+    "reverse": [(["--regroup", _JOINED, "--reverse"], {"regroup": [_JOINED], "reverse": True}, "x.pt")],
+    "ranks": [(["--format", "dcp", "--ranks", "2"], {"format": "dcp", "ranks": 2}, "x")],
     "optimizer": [(["--optimizer", "numbers"], {"optimizer": "numbers"}, "x.pt")],
     "optimizer_order": [(["--optimizer-order", "model"], {"optimizer_order": "model"}, "x.pt")],
     "like": [(["--like", "like.pt"], {"like": "like.pt"}, "x.pt")],
@@ -486,6 +495,10 @@ def test_a_flag_is_its_keyword(
         src = tmp_path / "set"
         ckptconv.convert(training, src, max_shard_size="1KB")
         (src / "config.json").write_text("{}")
+    if option in ("regroup", "rules", "sizes", "reverse"):
+        monkeypatch.chdir(tmp_path)
+        Path("thirds.rules").write_text(_SPLIT)
+        src = saved_at(tmp_path / "fused.pt", {"x.qkv.weight": torch.arange(12.0).view(6, 2)})
     if option == "like":
         monkeypatch.chdir(tmp_path)
         obj = torch.load(training, map_location="cpu")

@@ -309,6 +309,7 @@ ELSEWHERE = {
     "list_holes": "test_limits.py::test_bounds_of_distributed_metadata",
     "metadata_state": "test_limits.py::test_bounds_of_distributed_metadata",
     "opcodes_of_a_chunk": "test_limits.py::test_bounds_of_distributed_metadata",
+    "shared_nodes": "formats/distributed/test_dcp_writing.py::test_small_files_that_would_become_large",
     "ranks": "formats/distributed/test_rank_files.py::test_bounds",
     "spread_steps": "formats/distributed/test_rank_files.py::test_bounds",
     "zero_cuts": "formats/distributed/test_zero.py::test_too_many_pieces",

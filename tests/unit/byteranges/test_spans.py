@@ -112,13 +112,28 @@ def test_what_is_made_as_a_whole_has_no_parts(source: Source) -> None:
     span = ByteRange(source, 7, 16)
     pieces: list[Piece] = [
         Gather(span, 4, (2,), (2,), 0, 8),
-        Assemble((), (2,), 4, 8),
         Deferred(8, lambda sums: bytes(8)),
     ]
     for piece in pieces:
         assert piece.slice(0, 8) is piece
         with pytest.raises(NotImplementedError):
             piece.slice(4, 4)
+
+
+def test_rows_of_what_is_put_together(source: Source) -> None:
+    """A part of a tensor made of chunks takes the rows of each chunk that are in it."""
+    left = ChunkPlacement(ByteRange(source, 0, 8), (0, 0), (4, 2), (2, 1))
+    right = ChunkPlacement(ByteRange(source, 8, 2), (1, 2), (2, 1), (1, 1))
+    part = Assemble((left, right), (4, 3), 1, 12).slice(6, 6)
+    assert part == Assemble(
+        (
+            ChunkPlacement(ByteRange(source, 4, 4), (0, 0), (2, 2), (2, 1)),
+            ChunkPlacement(ByteRange(source, 9, 1), (0, 2), (1, 1), (1, 1)),
+        ),
+        (2, 3),
+        1,
+        6,
+    )
 
 
 def test_which_ranges_have_checksums(source: Source) -> None:
