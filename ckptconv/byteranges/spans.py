@@ -296,8 +296,10 @@ class ChunkPlacement:
         if start >= end:
             return None
         skipped = (start - self.offsets[0]) * self.stride[0] * itemsize
-        of = self.of.slice(skipped, self.of.length - skipped)
-        return ChunkPlacement(of, (start - first, *self.offsets[1:]), (end - start, *self.sizes[1:]), self.stride)  # type: ignore[arg-type]
+        of = self.of
+        if skipped:
+            of = ByteRange(of.source, of.offset + skipped, of.length - skipped)
+        return ChunkPlacement(of, (start - first, *self.offsets[1:]), (end - start, *self.sizes[1:]), self.stride)
 
 
 @dataclass(frozen=True)
