@@ -269,10 +269,11 @@ class _RankFile:
         return Stored(self._name, self.size - file.size, file.size)
 
     def verify(self, checkpoint: Checkpoint, files: Iterable[_RankFile]) -> None:
-        """Compare the storages of `checkpoint` with their checksums too, if `files` contain them in parts."""
-        whole = {id(piece) for file in files for piece in file._pieces}
+        """Compare the storages of `checkpoint` with their checksums too, if writing `files` does not compare them."""
+        pieces = [piece for file in files for piece in (*file._pieces, *file._sums)]
+        compared = {id(each) for piece in pieces for each in (piece, piece.checked_range())}
         for storage in checkpoint.storages.values():
-            self._sums += (span for span in storage.data.with_checksums() if id(span) not in whole)
+            self._sums += (span for span in storage.data.with_checksums() if id(span) not in compared)
 
     def planned(self, folder: Path) -> OutFile:
         """Return the file in `folder`."""
