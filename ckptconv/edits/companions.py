@@ -10,7 +10,6 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
-from ckptconv.edits.changes import Changes
 from ckptconv.edits.regroup_plan import Geometry, Group
 from ckptconv.errors import RefusedError, some
 from ckptconv.lazy_regex import regex
@@ -21,9 +20,9 @@ _WEIGHTS = ("weight", "qweight")
 
 
 def check_companions(
-    path: str, before: Sequence[str], after: Collection[str], groups: Sequence[Group], where: object, changes: Changes
-) -> None:
-    """Check the names of the state dict at `path`. A note about biases is added to `changes`.
+    path: str, before: Sequence[str], after: Collection[str], groups: Sequence[Group], where: object
+) -> list[str]:
+    """Check the names of the state dict at `path`, and return notes about biases.
 
     Args:
         path: The path of the state dict.
@@ -31,7 +30,6 @@ def check_companions(
         after: Its names after them.
         groups: The groups of tensors that were regrouped.
         where: For errors, the file.
-        changes: The changes.
 
     Raises:
         RefusedError: A bias or the state of a quantization stays beside a tensor that was regrouped, or is not
@@ -39,7 +37,7 @@ def check_companions(
     """
     group_of = {name: group for group in groups for name in group.old}
     if not group_of:
-        return
+        return []
     _check_gates(groups, where)
     left = _Beside([name for name in before if name in after])
     taken = _Beside([*group_of])
@@ -70,9 +68,8 @@ def check_companions(
                     expected=f"a rule for each of them in {path}",
                 )
             stacked.append(bias)
-    if stacked:
-        names = [*dict.fromkeys(stacked)]
-        changes.notes.append(f"the weights beside {some(names)} are stacked, and these biases stay as they are")
+    names = [*dict.fromkeys(stacked)]
+    return [f"the weights beside {some(names)} are stacked, and these biases stay as they are"] if names else []
 
 
 def _check_gates(groups: Sequence[Group], where: object) -> None:

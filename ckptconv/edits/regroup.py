@@ -6,7 +6,7 @@ else gets a storage of its own, whose bytes are ranges of others, or are assembl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from math import prod
@@ -22,15 +22,26 @@ from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Storage, TensorInfo, row_major
 from ckptconv.dtypes import get_dtype
 from ckptconv.edits.changes import Changes, NameChange, Regrouping
-from ckptconv.edits.companions import check_companions
 from ckptconv.edits.options import Edits
 from ckptconv.edits.regroup_files import check_model, sizes_in
-from ckptconv.edits.regroup_plan import Group, Planner
+from ckptconv.edits.regroup_items import Items, Maker, apply_rules
+from ckptconv.edits.regroup_plan import Group
 from ckptconv.edits.regroup_rules import Rule
 from ckptconv.edits.rename import rename_keys, replace_names
-from ckptconv.errors import NoMatchError, RefusedError, some
+from ckptconv.errors import RefusedError, some
 from ckptconv.hints import Placeholder, command, option
-from ckptconv.pickles.graph import Call, Dict, Effect, PersistentId, Tuple, Value, args_of, set_items, strings_of
+from ckptconv.pickles.graph import (
+    Call,
+    Dict,
+    Effect,
+    Object,
+    PersistentId,
+    Tuple,
+    Value,
+    args_of,
+    set_items,
+    strings_of,
+)
 
 _Shape = tuple[int, ...]
 
@@ -44,171 +55,76 @@ def regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes) -> None:
         UsageError: A size is named in a rule, and nothing says how much it is.
     """
     detected, where = checkpoint.detected, checkpoint.source.path
-    dicts = [_Items(found, where) for found in detected.state_dicts]
-    tensors = _Tensors(checkpoint)
-    matched: set[str | Rule] = set()
-    for rule in edits.regroup:
-        if _apply(rule, dicts, tensors, edits, changes):
-            matched.add(rule.file or rule)
-    for rule in edits.regroup:
-        if (rule.file or rule) not in matched:
-            names = [name for each in dicts for name in each.before]
-            raise NoMatchError(
-                f"no rule of {rule.file} matches a name" if rule.file else f"no name matches the rule {rule}",
-                where=where,
-                got=some(names) or "no state dict",
-                hint=None if names else detected.hint_of_modules(),
-                unmatched=("regroup", rule.file or rule),
-            )
+    dicts = [Items(found.items(), found.path, where) for found in detected.state_dicts]
+    tensors = _Tensors(checkpoint, dict(edits.sizes), changes)
+    changes.notes += apply_rules(edits.regroup, dicts, tensors, detected.hint_of_modules())
     if tensors.taken:
         _refuse_optimizers(checkpoint)
     followed: set[int] = set()
-    for each in dicts:
-        check_companions(each.found.path, each.before, each.values, each.groups, where, changes)
-        each.write()
-        if each.found.metadata is not None and id(each.found.metadata) not in followed:
-            followed.add(id(each.found.metadata))
-            _follow(each)
+    for items, found in zip(dicts, detected.state_dicts, strict=True):
+        _write(items, found)
+        if found.metadata is not None and id(found.metadata) not in followed:
+            followed.add(id(found.metadata))
+            _follow(items, found.metadata)
     tensors.conclude()
 
 
-class _Items:
-    """The items of a state dict while rules change them.
-
-    Attributes:
-        found: The state dict.
-        before: Its names before all rules.
-        values: The values by name.
-        groups: The groups of tensors so far.
-        origin: The name in whose place each new name stands.
-    """
-
-    def __init__(self, found: StateDict, where: object) -> None:
-        self.found = found
-        self.before = found.names()
-        self.values: dict[str, Value] = {}
-        self.groups: list[Group] = []
-        self.origin: dict[str, str] = {}
-        self._cells: list[tuple[Effect, list[tuple[Value, Value]]]] = []  # what stands for each item of the source
-        self._cell_of: dict[str, int] = {}
-        for effect, i in found.node.pairs():
-            key, value = effect.values[i], effect.values[i + 1]
-            if isinstance(key, str):
-                if key in self.values:
-                    raise RefusedError(f"the name {key} occurs twice", where=where, got=found.path)
-                self.values[key], self._cell_of[key] = value, len(self._cells)
-            self._cells.append((effect, [(key, value)]))
-
-    def first(self, names: Iterable[str]) -> str:
-        """Return the one of `names` that stands first."""
-        wanted = {*names}
-        cell = min(self._cell_of[name] for name in wanted)
-        return next(key for key, _ in self._cells[cell][1] if isinstance(key, str) and key in wanted)
-
-    def rename(self, new: Mapping[str, str]) -> None:
-        """Change names, all at once."""
-        cells = {self._cell_of[name] for name in new}
-        for cell in cells:
-            items = self._cells[cell][1]
-            items[:] = [(new.get(key, key) if isinstance(key, str) else key, value) for key, value in items]
-        self.values = {new.get(name, name): value for name, value in self.values.items()}
-        self._cell_of = {new.get(name, name): cell for name, cell in self._cell_of.items()}
-        self.origin |= {becomes: self.origin.get(old, old) for old, becomes in new.items()}
-
-    def regroup(self, group: Group, values: Sequence[Value]) -> None:
-        """Put the new tensors of `group` where the first of the old ones stands, and remove these."""
-        first = self.first(group.old)
-        home = self._cell_of[first]
-        old, new = {*group.old}, dict(zip(group.new, values, strict=True))
-        for cell in {self._cell_of[name] for name in old}:
-            items: list[tuple[Value, Value]] = []
-            for key, value in self._cells[cell][1]:
-                if key == first and cell == home:
-                    items += new.items()
-                elif not (isinstance(key, str) and key in old):
-                    items.append((key, value))
-            self._cells[cell][1][:] = items
-        for name in old:
-            del self.values[name], self._cell_of[name]
-        self.values |= new
-        self._cell_of |= dict.fromkeys(new, home)
-        self.origin |= dict.fromkeys(new, self.origin.get(first, first))
-        self.groups.append(group)
-
-    def write(self) -> None:
-        """Give the items to the effects that set them."""
-        if not self.origin:
-            return
-        by_effect: dict[int, tuple[Effect, list[Value]]] = {}
-        for effect, items in self._cells:
-            values = by_effect.setdefault(id(effect), (effect, []))[1]
-            for item in items:
-                values += item
-        for effect, values in by_effect.values():
-            effect.opcode, effect.values = "SETITEMS", values
-        node = self.found.node
-        node.effects = [effect for effect in node.effects if effect.values or id(effect) not in by_effect]
+def _write(items: Items[Value], found: StateDict) -> None:
+    """Give `items` to the effects that set those of `found`."""
+    if not items.origin:
+        return
+    by_effect: dict[int, tuple[Effect, list[Value]]] = {}
+    for (effect, _), cell in zip(found.node.pairs(), items.cells, strict=True):
+        values = by_effect.setdefault(id(effect), (effect, []))[1]
+        for item in cell:
+            values += item
+    for effect, values in by_effect.values():
+        effect.opcode, effect.values = "SETITEMS", values
+    found.node.effects = [each for each in found.node.effects if each.values or id(each) not in by_effect]
 
 
-def _apply(rule: Rule, dicts: list[_Items], tensors: _Tensors, edits: Edits, changes: Changes) -> bool:
-    """Apply `rule` to the state dicts `dicts`, and return whether it matched a name."""
-    patterns = [item.pattern for item in rule.read if item.pattern]
-    if not any(pattern.match(name) for each in dicts for name in each.values for pattern in patterns):
-        return False
-    if (about := check_model(tensors.checkpoint.source, rule)) and about not in changes.notes:
-        changes.notes.append(about)
-    if wanted := rule.values():
-        rule = rule.resolved(sizes_in(tensors.checkpoint.source, wanted, dict(edits.sizes), rule))
-    planner = Planner(rule, tensors.where)
-    below, matched = 0, False
-    for each in dicts:
-        planned = planner.plan(each.values, lambda name, each=each: tensors.plain(each.values[name]))  # type: ignore[misc]
-        below += planned.below
-        matched = matched or bool(planned.groups or planned.renamed)
-        if planned.renamed:
-            each.rename(planned.renamed)
-            named = {old: new for old, new in planned.renamed.items() if old != new}
-            changes.names += [NameChange(each.found.path, old, new) for old, new in named.items()]
-        for group in planned.groups:
-            nodes = [node for name in group.old if isinstance(node := each.values[name], Call)]
-            like = nodes[group.old.index(each.first(group.old))]
-            changes.left_behind += tensors.left_behind(group, nodes[0])
-            each.regroup(group, tensors.made(group, nodes, like))
-            changes.regrouped.append(Regrouping(each.found.path, str(rule), *group.shown))
-        for optimizer in tensors.checkpoint.detected.optimizers if planned.renamed else ():
-            replace_names(optimizer, planned.renamed)
-    if below:
-        text = f"{below:,} names stay as they are, because a number in them would be below 0: "
-        changes.notes.append(text + option("regroup", (str(rule),)))
-    return matched
-
-
-class _Tensors:
+class _Tensors(Maker[Value]):
     """Makes tensors of others in the graph of `checkpoint`.
 
     Attributes:
         taken: The views of which others were made, each with its path.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, sizes: Mapping[str, int], changes: Changes) -> None:
         self.checkpoint = checkpoint
         self.where = checkpoint.source.path
+        self._sizes = sizes
+        self._changes = changes
         self.taken: dict[tuple[object, ...], str] = {}
         self._infos = dict(checkpoint.tensor_nodes)
         self._keys = {*checkpoint.storages}
         self._references: dict[Storage, PersistentId] = {}
         self._made: dict[tuple[object, ...], list[Call]] = {}
 
-    def plain(self, node: Value) -> TensorInfo | None:
-        """Return the tensor that `node` makes, or None if it is not a plain strided one."""
-        info = self._infos.get(id(node))
+    def resolved(self, rule: Rule) -> Rule:
+        """Return `rule` with numbers in place of their names. Add a note if it may not be for this model."""
+        source = self.checkpoint.source
+        if (about := check_model(source, rule)) and about not in self._changes.notes:
+            self._changes.notes.append(about)
+        wanted = rule.values()
+        return rule.resolved(sizes_in(source, wanted, self._sizes, rule)) if wanted else rule
+
+    def renamed(self, items: Items[Value], new: Mapping[str, str]) -> None:
+        """Note the new names, and give them to optimizers."""
+        self._changes.names += [NameChange(items.path, old, becomes) for old, becomes in new.items() if old != becomes]
+        for optimizer in self.checkpoint.detected.optimizers:
+            replace_names(optimizer, dict(new))
+
+    def tensor(self, value: Value) -> TensorInfo | None:
+        """Return the tensor that `value` makes, or None if it is not a plain strided one."""
+        node, info = value, self._infos.get(id(value))
         if info is None or info.kind != "strided" or info.storage is None or info.own_device is not None:
             return None
         inner = _inner(node)
         is_simple = inner is not None and str(inner.callable) in _REBUILD and not _has_more(inner)
         return info if is_simple and get_dtype(info.dtype).packed == 1 else None
 
-    def left_behind(self, group: Group, node: Call) -> list[LeftBehind]:
+    def _left_behind(self, group: Group, node: Call) -> list[LeftBehind]:
         """Return what `group`, a split of `node`, leaves behind."""
         geometry, info = group.geometry, self._infos[id(node)]
         if geometry.named == len(geometry.sizes) or not geometry.sizes or not geometry.sizes[-1]:
@@ -217,11 +133,15 @@ class _Tensors:
         path = f"{info.path}, {rest:,} of {size:,} along dimension {geometry.dim}"
         return [LeftBehind(path, info.nbytes // size * rest, "the rule leaves it behind")]
 
-    def made(self, group: Group, nodes: list[Call], like: Call) -> list[Call]:
-        """Return the new tensors of `group`, made of `nodes`; a storage of their own gets its key like that of `like`.
+    def made(self, items: Items[Value], group: Group, values: Sequence[Value], like: Value) -> list[Call]:
+        """Return the new tensors of `group`; a storage of their own gets its key like that of `like`.
 
         Tensors that were tied before are so afterwards. Raises RefusedError.
         """
+        nodes = [node for node in values if isinstance(node, Call)]
+        assert isinstance(like, Call)
+        self._changes.left_behind += self._left_behind(group, nodes[0])
+        self._changes.regrouped.append(Regrouping(items.path, str(group.rule), *group.shown))
         infos = [self._infos[id(node)] for node in nodes]
         self.taken.update((info.view, info.path) for info in infos)
         kinds = {(info.requires_grad, info.is_parameter, info.conj, info.neg) for info in infos}
@@ -387,37 +307,12 @@ def _refuse_optimizers(checkpoint: Checkpoint) -> None:
         )
 
 
-def _follow(items: _Items) -> None:
-    """Change the module paths in ``_metadata`` as the names of its state dict changed."""
-    metadata = items.found.metadata
-    assert metadata is not None
-    before, after = _modules(items.before), _modules(items.values)
+def _follow(items: Items[Value], metadata: Object) -> None:
+    """Change the module paths in `metadata`, the ``_metadata`` of `items`, as the names changed."""
     known = strings_of(metadata)
-    origin: dict[str, str] = {}
-    for new, old in items.origin.items():
-        a, b = new.split(".")[:-1], old.split(".")[:-1]
-        for depth in range(len(a), 0, -1) if len(a) == len(b) else [len(a)]:
-            origin.setdefault(".".join(a[:depth]), ".".join(b[:depth] if len(a) == len(b) else b))
-    added: list[Value] = []
-    for module in after:
-        if module not in before and module not in known and known.keys() & before.keys():
-            like = known.get(origin.get(module, module))
-            version = like.entries() if isinstance(like, Dict) else ()
-            added += (module, set_items(Dict(), [word for pair in version for word in pair] or ["version", 1]))
-    gone = before.keys() - after.keys()
+    gone, added = items.modules(known)
     rename_keys(metadata, lambda path: None if path in gone else path)
-    set_items(metadata, added)
-
-
-def _modules(names: Iterable[str]) -> dict[str, None]:
-    """Return the paths of the modules that contain `names`, without the outermost, in order."""
-    modules: dict[str, None] = {}
-    for name in names:
-        module = name.rpartition(".")[0]
-        path = module
-        above: list[str] = []
-        while path and path not in modules:
-            above.append(path)
-            path = path.rpartition(".")[0]
-        modules.update(dict.fromkeys(reversed(above)))
-    return modules
+    for module, like in added.items():
+        version = known.get(like)
+        words = [word for pair in version.entries() for word in pair] if isinstance(version, Dict) else []
+        set_items(metadata, [module, set_items(Dict(), words or ["version", 1])])

@@ -5,7 +5,7 @@ All errors about names and shapes are raised here. Nothing is known of files, gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -140,25 +140,29 @@ class _Family(NamedTuple):
 
 
 class Planner:
-    """Plans `rule` for state dicts of the checkpoint at `where`, which is named in errors."""
+    """Plans `rule` for state dicts of the checkpoint at `where`, which is named in errors.
 
-    def __init__(self, rule: Rule, where: object) -> None:
+    `tensor` returns the tensor that a value of a state dict is, which has a ``shape`` and a ``dtype``, or None if it is
+    not a plain one.
+    """
+
+    def __init__(self, rule: Rule, where: object, tensor: Callable[[Any], Any]) -> None:
         self.rule = rule
         self.where = where
+        self._tensor = tensor
         self._stack: tuple[_Shape, str] | None = None  # that of the first group, and its first name
         self._made = 0  # tensors
         self._tensors: dict[str, Any] = {}
 
-    def plan(self, names: Collection[str], tensor: Callable[[str], Any]) -> Planned:
-        """Return what the rule does to the tensors with these `names`.
+    def plan(self, values: Mapping[str, object]) -> Planned:
+        """Return what the rule does to the `values` of a state dict, which are by name.
 
-        `tensor` returns a tensor by its name, which has a ``shape`` and a ``dtype``, or None if there is no plain one.
         Raises RefusedError, CollisionError and LimitError.
         """
         planned = Planned([], {})
         self._tensors = {}
         families: dict[object, _Family] = {}
-        for name in names:
+        for name in values:
             found = self._matched(name, planned)
             if found is None:
                 continue
@@ -167,14 +171,14 @@ class Planner:
                 new = self.rule.made[0].pattern
                 planned.renamed[name] = (new and new.fill(match.numbers, match.wild)) or name
                 continue
-            self._tensors[name] = tensor(name)
+            self._tensors[name] = self._tensor(values[name])
             if self._tensors[name] is None:
                 self._fail(f"{name} is not a plain tensor")
             index = tuple(match.numbers.pop(each) for each in self.rule.stacked) if not self.rule.whole_is_read else ()
             key = (tuple(sorted(match.numbers.items())), match.wild)
             families.setdefault(key, _Family(match.numbers, match.wild, {})).members[number, index] = name
         planned.groups = [self._group(family) for family in families.values()]
-        self._check_names(planned, names)
+        self._check_names(planned, values.keys())
         return planned
 
     def _matched(self, name: str, planned: Planned) -> tuple[int, Match] | None:

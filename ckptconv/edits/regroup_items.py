@@ -1,0 +1,179 @@
+"""Apply the rules of ``--regroup`` to named values, whatever the values are: nodes of a graph, tensors, or shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from ckptconv.edits.companions import check_companions
+from ckptconv.edits.regroup_plan import Group, Planner
+from ckptconv.edits.regroup_rules import Rule
+from ckptconv.errors import NoMatchError, RefusedError, some
+from ckptconv.hints import option
+
+_T = TypeVar("_T")
+
+
+class Items(Generic[_T]):
+    """The items of a state dict while rules change them.
+
+    Attributes:
+        path: The path of the state dict.
+        cells: For each item of the state dict, the items that are in its place now.
+        before: The names before all rules.
+        values: The values by name.
+        groups: The groups of tensors so far.
+        origin: The name in whose place each new name is.
+    """
+
+    def __init__(self, items: Iterable[tuple[Any, _T]], path: str, where: object) -> None:
+        self.path = path
+        self.cells = [[item] for item in items]
+        self.values: dict[str, _T] = {}
+        self.groups: list[Group] = []
+        self.origin: dict[str, str] = {}
+        self._cell_of: dict[str, int] = {}
+        for cell, [(key, value)] in enumerate(self.cells):
+            if isinstance(key, str):
+                if key in self.values:
+                    raise RefusedError(f"the name {key} occurs twice", where=where, got=path)
+                self.values[key], self._cell_of[key] = value, cell
+        self.before = [*self.values]
+
+    def first(self, names: Iterable[str]) -> str:
+        """Return the first of `names` in the order of the items."""
+        wanted = {*names}
+        cell = min(self._cell_of[name] for name in wanted)
+        return next(key for key, _ in self.cells[cell] if isinstance(key, str) and key in wanted)
+
+    def rename(self, new: Mapping[str, str]) -> None:
+        """Change names, all at once."""
+        for cell in {self._cell_of[name] for name in new}:
+            self.cells[cell] = [(new.get(key, key), value) for key, value in self.cells[cell]]
+        self.values = {new.get(name, name): value for name, value in self.values.items()}
+        self._cell_of = {new.get(name, name): cell for name, cell in self._cell_of.items()}
+        self.origin |= {becomes: self.origin.get(old, old) for old, becomes in new.items()}
+
+    def regroup(self, group: Group, values: Iterable[_T]) -> None:
+        """Put the new tensors of `group` in the place of the first of the old ones, and remove the old ones."""
+        first = self.first(group.old)
+        home = self._cell_of[first]
+        new = dict(zip(group.new, values, strict=True))
+        old = {*group.old}
+        for cell in {self._cell_of.pop(name) for name in old}:
+            items: list[tuple[Any, _T]] = []
+            for key, value in self.cells[cell]:
+                if key == first:
+                    items += new.items()
+                elif key not in old:
+                    items.append((key, value))
+            self.cells[cell] = items
+        for name in old:
+            del self.values[name]
+        self.values |= new
+        self._cell_of |= dict.fromkeys(new, home)
+        self.origin |= dict.fromkeys(new, self.origin.get(first, first))
+        self.groups.append(group)
+
+    def modules(self, known: Collection[str]) -> tuple[set[str], dict[str, str]]:
+        """Return the module paths in ``_metadata`` that rules take away, and those that they add.
+
+        Args:
+            known: The module paths in ``_metadata``.
+
+        Returns:
+            The paths without a name any more, and for each new path the old one in whose place it is.
+        """
+        before, after = _modules(self.before), _modules(self.values)
+        origin: dict[str, str] = {}
+        for new, old in self.origin.items():
+            a, b = new.split(".")[:-1], old.split(".")[:-1]
+            for depth in range(len(a), 0, -1) if len(a) == len(b) else [len(a)]:
+                origin.setdefault(".".join(a[:depth]), ".".join(b[:depth] if len(a) == len(b) else b))
+        follows = not before.keys().isdisjoint(known)
+        added = [module for module in after if follows and module not in before and module not in known]
+        return before.keys() - after.keys(), {module: origin.get(module, module) for module in added}
+
+
+class Maker(Generic[_T]):
+    """Makes new values of old ones.
+
+    Attributes:
+        where: For errors, the file.
+    """
+
+    where: Any = None
+
+    def tensor(self, value: _T) -> Any:
+        """Return the dtype and shape of `value`, as attributes, or None if it is not a plain tensor."""
+        raise NotImplementedError
+
+    def made(self, items: Items[_T], group: Group, values: Sequence[_T], like: _T) -> Iterable[_T]:
+        """Return the new tensors of `group`, which consist of `values`. `like` is the first of these in `items`."""
+        raise NotImplementedError
+
+    def renamed(self, items: Items[_T], new: Mapping[str, str]) -> None:
+        """Note that names in `items` changed."""
+
+    def resolved(self, rule: Rule) -> Rule:
+        """Return `rule`, which matches a name, with numbers in place of their names."""
+        return rule
+
+
+def apply_rules(
+    rules: Sequence[Rule], dicts: Sequence[Items[_T]], maker: Maker[_T], hint: str | None = None
+) -> list[str]:
+    """Apply `rules`, one after another, to the state dicts `dicts`, whose new values `maker` makes. Return notes.
+
+    Raises:
+        NoMatchError: A rule, or a file of rules, matches no name. Its hint is `hint` if there are no names.
+        RefusedError, CollisionError, LimitError: Tensors do not fit a rule, or something would be broken that belongs
+            to them.
+    """
+    notes: list[str] = []
+    matched: set[str | Rule] = set()
+    for rule in rules:
+        patterns = [item.pattern for item in rule.read if item.pattern]
+        if not any(pattern.match(name) for items in dicts for name in items.values for pattern in patterns):
+            continue
+        planner, below = Planner(maker.resolved(rule), maker.where, maker.tensor), 0
+        for items in dicts:
+            planned = planner.plan(items.values)
+            below += planned.below
+            if planned.renamed or planned.groups:
+                matched.add(rule.file or rule)
+            if planned.renamed:
+                items.rename(planned.renamed)
+                maker.renamed(items, planned.renamed)
+            for group in planned.groups:
+                old = [items.values[name] for name in group.old]
+                items.regroup(group, maker.made(items, group, old, items.values[items.first(group.old)]))
+        if below:
+            text = f"{below:,} names stay as they are, because a number in them would be below 0: "
+            notes.append(text + option("regroup", (str(rule),)))
+    for rule in rules:
+        if (rule.file or rule) not in matched:
+            names = [name for items in dicts for name in items.before]
+            raise NoMatchError(
+                f"no rule of {rule.file} matches a name" if rule.file else f"no name matches the rule {rule}",
+                where=maker.where,
+                got=some(names) or "no state dict",
+                hint=None if names else hint,
+                unmatched=("regroup", rule.file or rule),
+            )
+    for items in dicts:
+        notes += check_companions(items.path, items.before, items.values, items.groups, maker.where)
+    return notes
+
+
+def _modules(names: Iterable[str]) -> dict[str, None]:
+    """Return the paths of the modules that contain `names`, without the outermost, in order."""
+    modules: dict[str, None] = {}
+    for name in names:
+        path = name.rpartition(".")[0]
+        above: list[str] = []
+        while path and path not in modules:
+            above.append(path)
+            path = path.rpartition(".")[0]
+        modules.update(dict.fromkeys(reversed(above)))
+    return modules
