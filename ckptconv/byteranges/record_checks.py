@@ -132,7 +132,8 @@ def _sums(records: list[UnreadRecord], counted: Progress) -> Iterator[tuple[int,
 class Sums:
     """The CRC-32 of each of `spans`, pieces that are made of ranges, computed in threads.
 
-    A context manager: leaving it ends the threads, finished or not.
+    Bytes that several ranges contain are read and summed once. A context manager: leaving it ends the threads, finished
+    or not.
 
     Attributes:
         errors: By the index of a span, the InputError that was raised while it was read. Its checksum is 0.
@@ -143,13 +144,14 @@ class Sums:
         self.errors: dict[int, InputError] = {}
         self._keep_going = keep_going
         self._spans = spans
-        self._results = [0] * len(spans)
+        self._runs = _runs(spans)
+        self._found: dict[int, int | InputError] = {}  # the checksum of each range or what reading raised, by its id
         self._next = 0
         self._lock = threading.Lock()
         self._is_stopped = False
         self._error: BaseException | None = None
         is_much = sum(span.length for span in spans) >= _WORTH_THREADS
-        self._most = min(_MOST_THREADS, os.cpu_count() or 1, len(spans)) if is_much else 0
+        self._most = min(_MOST_THREADS, os.cpu_count() or 1, len(self._runs)) if is_much else 0
         self._threads = Threads(self._most, "ckptconv-sums")
 
     def __enter__(self) -> Sums:
@@ -174,43 +176,81 @@ class Sums:
 
         Raises what :meth:`check` raises.
         """
-        if self._next < len(self._spans):
+        if self._next < len(self._runs):
             self._run()
         self._threads.shutdown()
         self.check()
-        return self._results
+        return [self._result(i, span) for i, span in enumerate(self._spans)]
+
+    def _result(self, i: int, span: Piece) -> int:
+        """Return the checksum of `span`, which has the index `i`, from those of its ranges."""
+        crc32 = 0
+        for part in span.ranges():
+            found = self._found[id(part)]
+            if isinstance(found, InputError):
+                self.errors[i] = found
+                return 0
+            crc32 = combined(crc32, found, part.length)
+        return crc32
 
     def _run(self) -> None:
-        """Sum spans until none is left. Keep the exception that ends this for :meth:`check`."""
+        """Sum runs until none is left. Keep the exception that ends this for :meth:`check`."""
         buffer = memoryview(bytearray(_CHUNK))
         try:
             while (i := self._take()) is not None:
                 try:
-                    self._results[i] = self._sum(self._spans[i], buffer)
+                    self._sum(self._runs[i], buffer)
                 except InputError as error:
                     if not self._keep_going:
                         raise
-                    self.errors[i] = error
+                    self._found.update((id(part), error) for part in self._runs[i])
         except BaseException as error:
             self._error = error
             self._is_stopped = True
 
     def _take(self) -> int | None:
-        """Return the index of a span that no thread has taken, or None."""
+        """Return the index of a run that no thread has taken, or None."""
         with self._lock:
             i = self._next
             self._next += 1
-        return i if i < len(self._spans) and not self._is_stopped else None
+        return i if i < len(self._runs) and not self._is_stopped else None
 
-    def _sum(self, span: Piece, buffer: memoryview) -> int:
-        crc32 = 0
-        for part in span.ranges():
-            for at in range(0, part.length, _CHUNK):
+    def _sum(self, run: list[ByteRange], buffer: memoryview) -> None:
+        """Find the checksum of each range of `run`: from those of the bytes up to its start and up to its end."""
+        source, at = located(run[0])
+        starts = [located(part)[1] for part in run]
+        crc32, crc32_until = 0, {at: 0}
+        for bound in sorted({*starts, *(start + part.length for start, part in zip(starts, run, strict=True))}):
+            while at < bound:
                 if self._is_stopped:
-                    return 0
-                chunk = buffer[: min(_CHUNK, part.length - at)]
-                part.source.read_into(part.offset + at, chunk)
+                    return
+                chunk = buffer[: min(_CHUNK, bound - at)]
+                source.read_into(at, chunk)
                 crc32 = checksum(chunk, crc32)
-        if isinstance(span, ByteRange):
-            check_crc32(span.crc32, crc32, span.where)
-        return crc32
+                at += len(chunk)
+            crc32_until[bound] = crc32
+        for start, part in zip(starts, run, strict=True):
+            crc32 = combined(crc32_until[start], crc32_until[start + part.length], part.length)
+            check_crc32(part.crc32, crc32, part.where)
+            self._found[id(part)] = crc32
+
+
+def _runs(spans: Iterable[Piece]) -> list[list[ByteRange]]:
+    """Return the ranges of `spans` in runs: ranges of one source that overlap, by their offsets.
+
+    The runs are in the order in which `spans` begin to need them.
+    """
+    places = [(*located(part), part) for span in spans for part in span.ranges()]
+    runs: list[tuple[int, list[ByteRange]]] = []
+    end = 0, 0
+    for i in sorted(range(len(places)), key=lambda i: (id(places[i][0]), places[i][1])):
+        source, offset, part = places[i]
+        if (id(source), offset) < end:
+            first, run = runs[-1]
+            runs[-1] = min(first, i), run
+            run.append(part)
+            end = max(end, (id(source), offset + part.length))
+        else:
+            runs.append((i, [part]))
+            end = id(source), offset + part.length
+    return [run for _, run in sorted(runs, key=lambda each: each[0])]
