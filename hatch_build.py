@@ -1,7 +1,8 @@
-"""Give the wheel its bill of materials: `sboms/ckptconv.cdx.json` in its metadata, CycloneDX 1.6, as PEP 770 says.
+"""Give the wheel the pages that `ckptconv help` searches, and its bill of materials.
 
-The wheel contains no software of others, so the bill names only the package. There is no date and no serial number in
-the bill, so that the same source gives the same wheel.
+The bill is `sboms/ckptconv.cdx.json` in the metadata, CycloneDX 1.6, as PEP 770 says. The wheel contains no software of
+others, so the bill names only the package. There is no date and no serial number in the bill, so that the same source
+gives the same wheel.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class SbomHook(BuildHookInterface):
-    """A build hook that writes the bill of materials to a temporary folder and names it to the builder."""
+    """A build hook that names pages of the documentation, and the bill of materials, to the builder."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Write the bill and add it to `build_data`."""
+        """Write the bill to a temporary folder, and add it and the pages to `build_data`."""
         self._work = tempfile.TemporaryDirectory()
         path = Path(self._work.name, "ckptconv.cdx.json")
         bill = _bill(self.metadata.version)
         path.write_text(json.dumps(bill, indent=2) + "\n", encoding="utf-8", newline="\n")
         path.chmod(0o644)
         build_data["sbom_files"].append(str(path))
+        if version != "editable":  # then `ckptconv help` reads the pages where they are
+            for name in ("fix", "how-to"):
+                build_data["force_include"][f"docs/{name}"] = f"ckptconv/cli/pages/{name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the temporary folder."""

@@ -44,18 +44,13 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
         ("diff", (), "compare cmp equal eq"),
         ("verify", (), "check validate scan lint test fsck audit"),
         ("undo", (), "revert restore rollback"),
+        ("help", (), "explain search error docs faq"),
     )
     for guess in guesses.split()
 }
-_ASKED = {"help": "-h", "man": "-h", "usage": "-h", "version": "--version", "v": "--version"}
+_ASKED = {"man": "-h", "usage": "-h", "version": "--version", "v": "--version"}
 _FORMAT = Option("format", None).words()[0][0]
 _MOST = 8  # guesses in one command line
-#: The line that makes a shell complete our commands; it goes into the file of the shell.
-_COMPLETION = {
-    "bash": ('eval "$(_CKPTCONV_COMPLETE=bash_source ckptconv)"', "~/.bashrc"),
-    "zsh": ('eval "$(_CKPTCONV_COMPLETE=zsh_source ckptconv)"', "~/.zshrc"),
-    "fish": ("_CKPTCONV_COMPLETE=fish_source ckptconv | source", "~/.config/fish/config.fish"),
-}
 _Commands = Mapping[str, click.Command]
 
 
@@ -89,10 +84,7 @@ def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> Usage
         )
         return error
     if "completion" in asked:
-        shells = [*args, os.path.basename(os.environ.get("SHELL", "")), "bash"]
-        line, file = next(_COMPLETION[each] for each in shells if each in _COMPLETION)
-        error.hint = f"for completion with Tab, add this line to {file}: {line}"
-        return error
+        name, words = "help", ["completion"]
     typed = next((n for n, each in enumerate(args) if each in commands), None) if guess.startswith("-") else None
     if typed is not None:
         error.what = "the command comes before its options"

@@ -36,6 +36,7 @@ Examples:
   ckptconv undo big.pt                        gives its old bytes back
   ckptconv diff a.pt b.safetensors            whether they are the same, and where not
   ckptconv verify model.pt                    whether it is whole, and safe to load
+  ckptconv help "an error message"            the command that mends it, or for a task
 """
 #: What is alive at the end goes with the process. Looking through it for garbage would take as long as a third of all
 #: imports.
@@ -141,7 +142,7 @@ def _open_closed_streams() -> None:
 
 
 #: The commands, each in the module of its name.
-_COMMANDS = ("convert", "diff", "inspect", "rules", "schema", "undo", "verify")
+_COMMANDS = ("convert", "diff", "help", "inspect", "rules", "schema", "undo", "verify")
 
 
 class _ClosedPipeError(Exception):

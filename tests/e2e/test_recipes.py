@@ -9,6 +9,7 @@ import io
 import pickle
 import re
 import shlex
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -671,13 +672,18 @@ def test_every_recipe_has_a_story() -> None:
 )
 @pytest.mark.parametrize("heading", STORIES)
 def test_the_error_comes_up_and_goes(heading: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch says what the heading says; the recipe's commands run; what failed works."""
+    """torch says what the heading says, `ckptconv help` finds the recipe; its commands run; what failed works."""
     before, after = STORIES[heading]
     attempt = before()
     gpus = torch.cuda.device_count()
     if attempt and ("CUDA device" not in heading or gpus == (1 if "device 1" in heading else 0)):
-        said = said_by(attempt)
+        error = raised_by(attempt)
+        said = on_one_line(error)
         assert all(part in said for part in parts(heading)), said
+        capsys.readouterr()
+        assert main(["help", "".join(traceback.format_exception(error))]) == 0
+        found = re.findall(r"^(?:See also: )?(.*)$", capsys.readouterr().out, re.MULTILINE)
+        assert heading in found and (heading == found[0] or heading.endswith((" itself", " pickle.load")))
     shell = [
         line
         for block in re.findall(r"```sh\n(.*?)```", RECIPES[heading], re.DOTALL)
@@ -752,11 +758,20 @@ DEVICES = {
 UNKNOWN = "RuntimeError: don't know how to restore data location of torch.storage.UntypedStorage (tagged with ...)"
 
 
-def said_by(attempt: Callable[[], Any]) -> str:
-    """What the traceback that `attempt` ends in says, on one line and without torch's quotation marks."""
+def raised_by(attempt: Callable[[], Any]) -> Exception:
+    """What `attempt` raises."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - which one it is, the caller says
         attempt()
-    return " ".join(f"{type(caught.value).__name__}: {caught.value}".replace("`", "").split())
+    return caught.value
+
+
+def on_one_line(error: Exception) -> str:
+    """What the traceback of `error` ends in, without torch's quotation marks."""
+    return " ".join(f"{type(error).__name__}: {error}".replace("`", "").split())
+
+
+def said_by(attempt: Callable[[], Any]) -> str:
+    return on_one_line(raised_by(attempt))
 
 
 def test_each_row_and_line_has_its_file() -> None:

@@ -53,6 +53,7 @@ def test_it_brings_neither_torch_nor_numpy(environment: Path) -> None:
         "convert ddp.pt old.pt --format legacy", "convert ddp.pt plain.pkl --format pickle",
         "convert ddp.pt plain.pt --loadable --compact", "convert ddp.pt same.safetensors --dtype fp32",
         "convert ddp.pt copy.pt out/ --to cpu -j 2", "convert ddp.pt --to cpu --in-place", "--help", "convert --help",
+        "help completion",
     ],
 )  # fmt: skip
 def test_what_needs_no_torch(words: str, environment: Path, tmp_path: Path) -> None:
