@@ -49,7 +49,8 @@ class Checkpoint:
             modules. The graph contains the classes.
         script_classes: The classes of modules of a TorchScript archive by name, each with the names of its parameters
             and of its buffers; None for everything else.
-        beside: The content of other pickles of the file, by their names in it. No conversion writes these.
+        beside: The content of other pickles of the file, or of files of a folder that are not in the graph as they are,
+            by their names in it. No conversion writes these.
         notes: Facts to report.
         warnings: Those of the notes that nobody should miss who loads it, compares it, or verifies it.
         replicas: Copies in its files that must be the same (:func:`~ckptconv.checkpoint.merging.refuse_different`).

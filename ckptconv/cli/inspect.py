@@ -76,7 +76,7 @@ def inspect_command(
     """Show what is in checkpoints, without loading them.
 
     A folder, or more than two files, gives a table with a line for each checkpoint. Shards, and folders of
-    torch.distributed.checkpoint, count as one.
+    torch.distributed.checkpoint and of DeepSpeed ZeRO, count as one.
     """
     style = style_of(sys.stdout)
     every = list(chain.from_iterable(map(_checkpoints, paths)))
@@ -164,7 +164,7 @@ def _checkpoints(path: str) -> list[str]:
 
         if zero_names.files_of(folder) and all(each.kind in ("file", "other") for each in find_in(folder)):
             return [path]
-        found = zero_names.as_folders(checkpoints_in(folder))
+        found = checkpoints_in(folder)
     except (InputError, UsageError):  # which inspecting it says again
         return [path]
     return [path] if len(found) == 1 and found[0].endswith(".json") else found

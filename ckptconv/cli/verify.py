@@ -66,8 +66,8 @@ def verify_command(
     NaN is no damage: inspect --fail-on nan looks for it.
 
     In a folder, all checkpoints are checked, and all pickles, whatever their names. Shards, folders of
-    torch.distributed.checkpoint and the files of all ranks of a run count as one. Each finding gets a line. If a server
-    or a disk fails, the file is reported as not checked, and not as damaged.
+    torch.distributed.checkpoint and of DeepSpeed ZeRO, and the files of all ranks of a run count as one. Each finding
+    gets a line. If a server or a disk fails, the file is reported as not checked, and not as damaged.
     """
     counts: Counter[Status] = Counter()
     verdicts: list[Verdict] = []

@@ -34,6 +34,7 @@ from ckptconv.errors import (
 )
 from ckptconv.formats import opening
 from ckptconv.formats.distributed.rank_names import as_sets
+from ckptconv.formats.distributed.zero_names import as_folders
 from ckptconv.formats.foreign.zips_and_pickles import looks_like_pickle
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import NO_CHECKSUMS
@@ -230,7 +231,8 @@ def _opened(path: Input, faults: CollectingSink, **how: Any) -> Readable:
 def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> list[str]:
     """Return the checkpoints that `path` means: itself, or those in the folder `path` and below it.
 
-    The files of all ranks of a run are one checkpoint, named by their pattern. `pickles`: add all other pickles too,
+    The files of all ranks of a run are one checkpoint, named by their pattern or, if DeepSpeed wrote them, by their
+    folder. `pickles`: add all other pickles too,
     whatever their name, since somebody may load them.
 
     Raises InputError if a folder cannot be listed.
@@ -243,7 +245,7 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
         for each in find(folder)
         if each.kind in ("file", "shards", "dcp") or (pickles and each.kind == "other" and _is_pickle(each.path))
     ]
-    return as_sets(dict.fromkeys(paths)) or [str(folder)]
+    return as_folders(as_sets(dict.fromkeys(paths))) or [str(folder)]
 
 
 def _is_pickle(path: Path) -> bool:

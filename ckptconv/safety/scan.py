@@ -109,6 +109,7 @@ def concerns(checkpoint: Checkpoint, *, storages: bool = False) -> list[Concern]
     for part in _parts(checkpoint):
         for name, other in part.beside.items():
             search.checkpoint(other, f"{name}: ")
+            search.members(other)
         search.members(part)
     for part in _parts(checkpoint):
         for graph in part.container.around if isinstance(part.container, LegacyFile) else ():

@@ -48,6 +48,7 @@ SEEDS = {
     "safetensors": "m.safetensors",
     "shards": None,
     "dcp": None,
+    "zero": None,
 }
 _LARGE = 1 << 21  # bytes; what is larger is about something else
 

@@ -19,12 +19,13 @@ The result is the dict of model states without the keys that describe the parts:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count, islice
 from typing import NamedTuple, NoReturn
 
 from ckptconv.byteranges.sources import BytesSource, Readable, SourceFolder
 from ckptconv.byteranges.spans import ByteRange, Concat
-from ckptconv.checkpoint.merging import Merger
+from ckptconv.checkpoint.merging import Merger, empty_graph
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import ints_of
 from ckptconv.checkpoint.storage_ids import changed_id
@@ -364,6 +365,10 @@ class _Reader:
             items += ["optimizer_states", _list([optimizer])] if self.is_lightning else ["optimizer", optimizer]
         checkpoint = self.merger.checkpoint(NAME, set_items(Dict(), items))
         checkpoint.graph.left_out += [part.checkpoint.graph.root for part in (*self.models, *self.ranks)]
+        names = [name for _, name in (*self.files.models, *self.files.optims)]
+        parts = [part.checkpoint for part in (*self.models, *self.ranks)]
+        parts[0] = replace(parts[0], graph=empty_graph())  # its graph is in the whole
+        checkpoint.beside = dict(zip(names, parts, strict=True))
         checkpoint.unused += replaced
         checkpoint.notes += self.notes(len(parameters))
         return checkpoint

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,52 @@ def test_damage_is_found(tmp_path: Path) -> None:
         with pytest.raises(MalformedError, match="checksum"):
             ckptconv.convert(folder, tmp_path / name)
         assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_verify(stage: int, tmp_path: Path, command: Command) -> None:
+    """The files of all ranks are one checkpoint, each record is compared once, and what loading would run is named."""
+    folder = write_zero(tmp_path / "run", stage=stage)
+    shown = command("verify", tmp_path).out
+    records = 13 + 10 * 2 if stage == 2 else 13 * 2 + 10 * 2
+    assert f"ok: {folder / TAG}: DeepSpeed ZeRO, {records} checksums right" in shown
+    name = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    assert f"at {name}: optimizer_state_dict/loss_scaler: deepspeed.runtime.fp16.loss_scaler.LossScaler" in shown
+    command("verify", folder, "--strict", status=1)
+    last = folder / TAG / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    data = last.read_bytes()
+    last.write_bytes(data[:-100])
+    assert "truncated" in command("verify", folder, status=1).out
+    last.unlink()
+    assert "1 file of 2 ranks is missing" in command("verify", folder, status=1).out
+
+
+def test_verify_compares_the_ranks(tmp_path: Path, command: Command) -> None:
+    """Two files that are sound by themselves can be of two runs."""
+    folder = write_zero(tmp_path / "run", change=lambda files: _step(inner(files, 1)))
+    for path in (folder / TAG).iterdir():
+        command("verify", path)
+    assert "are of different runs or steps" in command("verify", folder, status=1).out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_danger_is_found_in_each_file(rank: int, tmp_path: Path, command: Command) -> None:
+    """Also in what no output has, and in another member of a file."""
+    marker = tmp_path / "marker"
+
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return open, (str(marker), "w")
+
+    folder = write_zero(tmp_path / "run", change=lambda files: inner(files, rank).update(overflow=Attack()))
+    assert "dangerous: " in command("verify", folder, status=1).out
+    assert ckptconv.inspect(folder).safety == "dangerous"
+    for name in ("mp_rank_00_model_states.pt", f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"):
+        folder = write_zero(tmp_path / name)
+        with zipfile.ZipFile(folder / TAG / name, "a") as archive:
+            archive.writestr(f"{archive.namelist()[0].split('/')[0]}/more.pkl", pickle.dumps(Attack()))
+        assert "more.pkl" in command("verify", folder, status=1).out
+    assert not marker.exists()
 
 
 # Folders that lie
