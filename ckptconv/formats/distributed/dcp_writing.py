@@ -67,10 +67,12 @@ def layout(checkpoint: Checkpoint, path: Path, *, ranks: int = 1) -> Layout:
         for rank, chunk in chunks.items():
             stored[name, chunk.offsets] = files[rank].add(_chunk_file(checkpoint, info, chunk))
     metadata = metadata_bytes(Metadata(items, {name: path for name, (path, _) in flat.items.items()}, stored))
-    files[0].verify(checkpoint, files)
+    written = [file for file in files if file.size]
+    for i, span in enumerate(_not_compared(checkpoint, written)):
+        written[i % len(written)].sums.append(span)
     return Layout(
         (
-            *(file.planned(path) for file in files if file.size),
+            *(file.planned(path) for file in written),
             OutFile(path / METADATA, (Literal(metadata),), len(metadata)),
         ),
         tuple(left_behind),
@@ -256,33 +258,34 @@ class _RankFile:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._pieces: list[Piece] = []
-        self._sums: list[Piece] = []
+        self.pieces: list[Piece] = []
+        self.sums: list[Piece] = []
         self.size = 0
 
     def add(self, file: OutFile) -> Stored:
         """Append `file`, and return where it is."""
-        before = len(self._sums)
-        self._pieces += (_later(piece, before) if isinstance(piece, Deferred) else piece for piece in file.pieces)
-        self._sums += file.sums
+        own = slice(len(self.sums), len(self.sums) + len(file.sums))
+        self.pieces += (_later(piece, own) if isinstance(piece, Deferred) else piece for piece in file.pieces)
+        self.sums += file.sums
         self.size += file.size
         return Stored(self._name, self.size - file.size, file.size)
 
-    def verify(self, checkpoint: Checkpoint, files: Iterable[_RankFile]) -> None:
-        """Compare the storages of `checkpoint` with their checksums too, if writing `files` does not compare them."""
-        pieces = [piece for file in files for piece in (*file._pieces, *file._sums)]
-        compared = {id(each) for piece in pieces for each in (piece, piece.checked_range())}
-        for storage in checkpoint.storages.values():
-            self._sums += (span for span in storage.data.with_checksums() if id(span) not in compared)
-
     def planned(self, folder: Path) -> OutFile:
         """Return the file in `folder`."""
-        return OutFile(folder / self._name, joined(self._pieces), self.size, tuple(self._sums))
+        return OutFile(folder / self._name, joined(self.pieces), self.size, tuple(self.sums))
 
 
-def _later(piece: Deferred, before: int) -> Deferred:
-    """Return `piece`, whose checksums come after `before` others."""
-    return Deferred(piece.length, lambda sums: piece.make(sums[before:]))
+def _later(piece: Deferred, own: slice) -> Deferred:
+    """Return `piece`, whose checksums are the slice `own` of all."""
+    return Deferred(piece.length, lambda sums: piece.make(sums[own]))
+
+
+def _not_compared(checkpoint: Checkpoint, files: Iterable[_RankFile]) -> list[ByteRange]:
+    """Return the ranges of `checkpoint` whose checksums are not compared while `files` are written."""
+    pieces = [piece for file in files for piece in (*file.pieces, *file.sums)]
+    compared = {id(each) for piece in pieces for each in (piece, piece.checked_range())}
+    spans = [span for storage in checkpoint.storages.values() for span in storage.data.with_checksums()]
+    return [span for span in spans if id(span) not in compared]
 
 
 def _chunk_file(checkpoint: Checkpoint, info: TensorInfo, chunk: Chunk) -> OutFile:
