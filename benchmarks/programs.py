@@ -70,6 +70,19 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 dcp_to_torch_save(sys.argv[1], sys.argv[2])
 os.fsync(os.open(sys.argv[2], os.O_RDONLY))
 """
+TORCH_TO_DCP = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
+torch_save_to_dcp(sys.argv[1], sys.argv[2])
+os.system(f"sync -f {sys.argv[2]}")
+"""
+ZERO_TO_FP32 = """
+import os, sys
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[2], max_shard_size=None, safe_serialization=True)
+os.system(f"sync -f {sys.argv[2]}")
+"""
 LOAD = """
 import sys
 import ckptconv
@@ -139,6 +152,31 @@ dist.destroy_process_group()
 if child:
     os.waitpid(child, 0)
 """
+MAKE_ZERO = f"""
+import os, sys, torch
+stage, ranks, columns, path = int(sys.argv[3]), 4, 1024, sys.argv[1] + "/step/"
+shape = torch.Size([int(sys.argv[2]) // 12 // {TENSORS} // columns, columns])
+shapes = {{f"layers.{{i}}.weight": shape for i in range({TENSORS})}}
+of_rank = sum(shape.numel() for shape in shapes.values()) // ranks
+os.makedirs(path)
+print("step", end="", file=open(sys.argv[1] + "/latest", "w"))
+common = {{"ds_config": {{}}, "ds_version": "0.19.8", "dp_world_size": ranks, "mp_world_size": 1}}
+for rank in range(ranks):
+    flat, first, second = (torch.randn(of_rank) for _ in range(3))
+    state = {{"state": {{0: {{"step": torch.tensor(1.0), "exp_avg": first, "exp_avg_sq": second}}}}}}
+    state["param_groups"] = [{{"lr": 1e-3, "params": [0]}}]
+    optim = {{"zero_stage": stage, "partition_count": ranks, "fp32_flat_groups": [flat], "optimizer_state_dict": state}}
+    if stage < 3:
+        optim = {{"zero_stage": stage, "partition_count": [ranks], "single_partition_of_fp32_groups": [flat]}}
+        optim |= {{"base_optimizer_state": state, "group_paddings": [0]}}
+    name = f"zero_pp_rank_{{rank}}_mp_rank_00"
+    torch.save({{"optimizer_state_dict": optim, **common}}, path + name + "_optim_states.pt")
+    if stage == 3 or rank == 0:
+        module = {{key: torch.zeros(0 if stage == 3 else shape, dtype=torch.bfloat16) for key, shape in shapes.items()}}
+        model = {{"module": module, "buffer_names": [], "param_shapes": [shapes], "shared_params": {{}}, **common}}
+        model |= {{"frozen_param_shapes": None, "frozen_param_fragments": None}}
+        torch.save(model, path + (name if stage == 3 else "mp_rank_00") + "_model_states.pt")
+"""
 MAKE_RANKS = f"""
 import os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -155,6 +193,7 @@ for rank in range(4):
     dist.destroy_process_group()
 """
 MAKE_LEGACY = MAKE.replace("sys.argv[1])", "sys.argv[1], _use_new_zipfile_serialization=False)")
+MAKE_HERE = MAKE.replace('torch.serialization.location_tag = lambda storage: "cuda:0"\n', "")
 MAKE_SEEDED = MAKE.replace("numel =", "torch.manual_seed(0)\nnumel =")
 MAKE_BARE = MAKE_SEEDED.replace("numel =", "torch.serialization.set_crc32_options(False)\nnumel =")
 MAKE_MANY = """

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import programs
@@ -129,6 +130,51 @@ def distributed(bench: Bench, size: int) -> None:
     bench.table(f"{size / GIB:g} GiB of two processes (DCP) → `.pt`", commands, unit=rival)
     shutil.rmtree(src)
     dst.unlink()
+
+
+def to_distributed(bench: Bench, size: int) -> None:
+    """`size` bytes in a folder of four processes, beside copying that folder, and beside torch's folder of one."""
+    src = make(bench.folder / "one.pt", size, programs.MAKE_HERE)
+    dst, copied = bench.folder / "dcp", bench.folder / "copy"
+    ours = ckptconv("convert", "-q", "--force", src, dst, "--format", "dcp", "--ranks", "4")
+    subprocess.run(ours, check=True, stdout=subprocess.PIPE)
+    commands = {
+        "`ckptconv convert --format dcp --ranks 4`": ours,
+        "`cp -r` + `sync`": ["sh", "-c", programs.COPY_FOLDER, "sh", str(dst), str(copied)],
+        "`torch_save_to_dcp` + `sync`": python(programs.TORCH_TO_DCP + programs.PEAK, src, bench.folder / "torch"),
+    }
+    bench.table(f"{size / GIB:g} GiB: `.pt` → DCP", commands, "`cp -r` + `sync`")
+    for folder in (dst, copied, bench.folder / "torch"):
+        shutil.rmtree(folder)
+    src.unlink()
+
+
+def zero_2(bench: Bench, size: int) -> None:
+    """`size` bytes of four ranks of DeepSpeed ZeRO at stage 2, in one file."""
+    _zero(bench, size, 2)
+
+
+def zero_3(bench: Bench, size: int) -> None:
+    """The same at stage 3."""
+    _zero(bench, size, 3)
+
+
+def _zero(bench: Bench, size: int, stage: int) -> None:
+    src = bench.folder / "zero"
+    subprocess.run(python(programs.MAKE_ZERO, src, size, stage), check=True)
+    for name in ("whole.pt", "weights.safetensors"):
+        dst = bench.folder / name
+        commands = {f"`ckptconv convert`, `{dst.suffix}`": ckptconv("convert", "-q", "--force", src, dst)}
+        for command in commands.values():
+            subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        commands["`cp` + `sync`"] = copy(dst, bench.folder / "copy")
+        if dst.suffix == ".safetensors" and find_spec("deepspeed"):
+            reference = python(programs.ZERO_TO_FP32 + programs.PEAK, src, bench.folder / "fp32")
+            commands["`zero_to_fp32` + `sync`"] = reference
+        title = f"{size / GIB:g} GiB of four ranks (ZeRO stage {stage}) → {dst.stat().st_size / GIB:.2f} GiB"
+        bench.table(title, commands, "`cp` + `sync`")
+        dst.unlink()
+    shutil.rmtree(src)
 
 
 def ranks(bench: Bench, size: int) -> None:
@@ -423,7 +469,8 @@ def used(disk: Path) -> int:
 TABLES: dict[str, tuple[Callable[[Bench, int], None], float, float | None]] = {
     "convert": (convert, 1, 0.9), "large": (large, 4, 0.7), "to_safetensors": (to_safetensors, 1, 0.9),
     "from_safetensors": (from_safetensors, 1, None), "legacy": (legacy, 1, None), "shards": (shards, 1, None),
-    "distributed": (distributed, 1, 0.4), "ranks": (ranks, 4, None), "cast": (cast, 1, 0.6),
+    "distributed": (distributed, 1, 0.4), "ranks": (ranks, 4, None), "to_distributed": (to_distributed, 2, 1.1),
+    "zero_2": (zero_2, 2, 1.2), "zero_3": (zero_3, 2, 1.2), "cast": (cast, 1, 0.6),
     "gather": (gather, 0.5, None), "diff": (diff, 1, None), "diff_quiet": (diff_quiet, 1, None),
     "verify": (verify, 1, None), "start": (start, 1, 2), "inspect": (inspect, 1, None), "batch": (batch, 1, 1.5),
     "many": (many, 1, 0.2), "parameters": (parameters, 1, 0.3), "training": (training, 1, 0.3),

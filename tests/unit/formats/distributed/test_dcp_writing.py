@@ -68,7 +68,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     state = training_state()
     torch.save(state, folder / "state.pt")
-    dcp_of_torch.save(state, checkpoint_id=folder / "theirs", no_dist=True)
+    dcp_of_torch.save(state, checkpoint_id=folder / "theirs")
     return folder
 
 
@@ -101,7 +101,7 @@ def test_torch_loads_it_in_place(tmp_path: Path) -> None:
     torch.save(weights, tmp_path / "w.pt")
     ckptconv.convert(tmp_path / "w.pt", tmp_path / "ours", format="dcp", ranks=4)
     wanted: dict[str, Any] = {"model": {"w": torch.zeros(7, 3)}, "step": 0}
-    dcp_of_torch.load(wanted, checkpoint_id=tmp_path / "ours", no_dist=True)
+    dcp_of_torch.load(wanted, checkpoint_id=tmp_path / "ours")
     assert torch.equal(wanted["model"]["w"], weights["model"]["w"])  # type: ignore[index]
     assert wanted["step"] == 5
 
