@@ -33,11 +33,12 @@ def state(n: int, wide: int = 8) -> dict[str, torch.Tensor]:
 
 
 def bert() -> dict[str, torch.Tensor]:
-    """Ties, and an element that is NaN."""
+    """Ties, an element that is NaN, and a layer that is far larger than the others."""
     found = {f"bert.{name}": tensor for name, tensor in state(40).items()}
     embeddings = torch.randn(500, 8)
     found = {"bert.embeddings.weight": embeddings, **found, "cls.decoder.weight": embeddings}
     found["bert.layers.3.weight"][0, 0] = float("nan")
+    found["bert.layers.10.weight"] *= -50
     return found
 
 
@@ -222,6 +223,24 @@ def test_a_search_says_what_it_found(pages: Path, chromium: Any) -> None:
             assert hits.inner_text() == said
 
 
+def test_the_values_of_tensors(pages: Path, chromium: Any) -> None:
+    """A histogram in each row, the layer that is unlike the others, and the order by the largest magnitude."""
+    with opened(chromium, pages / "bert.html") as page:
+        tensor = "bert.layers.10.weight"
+        assert page.locator("#rows svg path").count() == page.locator("#rows tr[aria-rowindex]").count() > 30
+        listed = page.locator("#facts dd", has_text="× usual").inner_text()
+        assert listed.startswith(tensor) and ";" not in listed and 20 < float(listed.split("(")[1].split()[0]) < 200
+        for head in ("max |x|", "× usual", "norm"):
+            page.get_by_role("button", name=head, exact=True).click()
+            assert page.locator("#rows .name").first.inner_text() == tensor
+        page.select_option("#colour", "× usual")
+        assert page.locator("#legend li").count() == 7
+        marked = page.locator("#tree li", has_text="⚠").all_inner_texts()
+        assert marked and page.locator(".map .bad").count() == 1
+        page.locator("#rows button").first.click()
+        assert "max |x|" in page.locator("#selected").inner_text()
+
+
 def test_no_label_is_cut_and_the_panel_covers_nothing(pages: Path, chromium: Any) -> None:
     """Of the map; layers of one size stand in their order; what is selected stands beside the map."""
     with opened(chromium, pages / "resnet.html") as page:
@@ -239,11 +258,13 @@ def test_a_search_dims_the_rest_and_opens_the_tree(pages: Path, chromium: Any) -
         before = names.all_inner_texts()
         assert dim.count() == 0
         page.fill("#search", "layer2.2.conv1")
+        dim.first.wait_for(state="attached")
         assert "{1…3} ×3" in names.all_inner_texts() and "conv1.weight" in names.all_inner_texts()
         assert dim.count() > 20 and page.locator("#tree li:not(.dim)").count() < 9
         page.locator("#search").press("Enter")
         assert page.evaluate("document.activeElement.id") == "scroll"
         page.fill("#search", "")
+        dim.first.wait_for(state="detached")
         assert dim.count() == 0 and names.all_inner_texts() == before
 
 

@@ -7,11 +7,12 @@
   const MEASURES = { bytes: "bytes", parameters: "parameters", count: "tensors" };
   const ROW = 28; // pixels of a row of the table
   const ROWS_OPEN = 18; // rows of the tree that are open at first
-  const AT_ONCE = 200; // children that a branch of the tree shows before it asks
+  const AT_ONCE = 100; // children that a branch of the tree shows before it asks
   const AT_MOST = 12; // words of a fact that can be asked for
   const LEAST_AREA = 90; // square pixels, below which what is inside is not drawn
-  const FEW = 1000, AREAS = 60; // tensors that the map shows one by one, and areas of the first view of more
-  const MATCHES = 30; // tensors to which the tree is opened by a search
+  const FEW = 500, AREAS = 60; // tensors that the map shows one by one, and areas of the first view of more
+  const MATCHES = 20; // tensors to which the tree is opened by a search
+  const UNLIKE = "× usual", FAR = 3; // a column, and what of it is listed above
   const ALIKE = 3; // neighbours that are folded if they are alike
   const HIDDEN = /[\p{C}\p{Zl}\p{Zp}]/gu; // characters that nobody would see, or that turn others round
 
@@ -40,7 +41,7 @@
     return Number(n.toPrecision(3)) + " " + "kMGT"[unit] + "B";
   }
 
-  const counted = (n) => n.toLocaleString("en");
+  const counted = new Intl.NumberFormat("en").format;
   const arrow = (texts) => (texts.every((text) => text === texts[0]) ? texts[0] : texts.join(" → "));
   const measured = (n) => (measure === "bytes" ? size(n) : counted(n));
   const percent = (part, whole) => (whole ? ((100 * part) / whole).toFixed(part / whole < 0.1 ? 1 : 0) + " %" : "");
@@ -80,6 +81,30 @@
       nbytes: Math.max(...extents.map((each) => (each ? each[0] : 0))),
       numel: Math.max(...extents.map((each) => (each ? each[1] : 0))), low: before.toLowerCase(),
     });
+  }
+  const numbersOf = (name) => (columns.sides.length === 1 && facts.find((fact) => fact.name === name) || { numbers: null }).numbers;
+  if (numbersOf("max")) { // what follows from the values: the largest magnitude, and who is unlike its kind
+    const low = numbersOf("min").map(worth), top = numbersOf("max").map((n, i) => (n === null ? null : Math.max(Math.abs(worth(n)), Math.abs(low[i]))));
+    const unlike = unlikeness([top, numbersOf("std").map(worth)]);
+    const insert = (before, name, numbers) => facts.splice(facts.findIndex((fact) => fact.name === before), 0, { name, numbers, table: true });
+    insert("mean", "max |x|", top);
+    if (unlike.some((n) => n)) insert("zeros", UNLIKE, unlike);
+    const far = unlike.map((n, i) => [n, i]).filter(([n]) => n >= FAR).sort((a, b) => b[0] - a[0]);
+    if (far.length) data.lists.push({ label: "outliers", groups: far.slice(0, 6).map(([, i]) => [i]), says: far.map(([n]) => n.toPrecision(2) + " " + UNLIKE), of: far.length });
+  }
+
+  function unlikeness(measures) { // by what factor one of `measures` is off the median of the tensors that have the same name in other layers
+    const kinds = new Map(), part = facts.find((fact) => fact.name === "part"), shape = facts.find((fact) => fact.name === "shape");
+    for (const each of tensors) {
+      const key = each.path.replace(/\d+/g, "#") + said(shape, each.i);
+      if (each.tied < 0 && (!part || said(part, each.i) !== "optimizer")) (kinds.get(key) || kinds.set(key, []).get(key)).push(each.i);
+    }
+    const off = tensors.map(() => null);
+    for (const kind of kinds.values()) for (const values of kind.length < 4 ? [] : measures) {
+      const all = kind.map((i) => values[i]).filter((n) => n > 0 && n < Infinity).sort((a, b) => a - b), median = all[all.length >> 1];
+      for (const i of kind) if (values[i] > 0 && values[i] < Infinity) off[i] = Math.max(off[i], values[i] / median, median / values[i]);
+    }
+    return off;
   }
   const own = (each, n) => Math.max(...each.extents.map((extent) => (extent && extent[2] ? extent[n] : 0))); // 0 if all are tied
   const sizes = (extents) => arrow(extents.map((each) => (each ? size(each[0]) : "–")));
@@ -160,7 +185,10 @@
       : [together(node, run, "{" + digits(run[0]) + "…" + digits(run[run.length - 1]) + "} ×" + run.length)]));
     return node.kids;
   }
-  const tensorsIn = (node) => (node.tensor ? [node.tensor] : node.below.flatMap(tensorsIn));
+  function visit(node, run) { // calls `run` with each tensor in it
+    if (node.tensor) run(node.tensor);
+    node.below.forEach((below) => visit(below, run));
+  }
 
   function sole(node) { // what a chain of only children ends in
     while (!node.tensor && node.below.length === 1) node = node.below[0];
@@ -197,7 +225,7 @@
       : word.startsWith("NaN") ? "--broken" : word === "not known" ? "--other" : "--s" + Math.max(6 - fact.words.indexOf(word), 0));
     return { name: fact.name, words: fact.hues, word: (i) => said(fact, i), fill, worst: fact.ordered && steps };
   });
-  for (const [name, text] of [["std"], ["norm"], ["zeros", "share of zeros"]]) { // values of tensors on a sequential scale
+  for (const [name, text] of [["std"], ["norm"], ["zeros", "share of zeros"], [UNLIKE]]) { // values of tensors on a sequential scale
     const fact = facts.find((each) => each.name === name);
     if (fact && columns.sides.length === 1) scales.push(stepped(text || name, (i) => {
       const n = worth(said(fact, i));
@@ -225,13 +253,11 @@
   function main(node) { // the word that most of what is below has, or the worst if words have an order
     if (node.tensor) return colour.word(node.tensor.i);
     if (node.kinds && node.kinds[0] === colour) return node.kinds[1];
-    const sums = new Map(), stack = [node];
-    while (stack.length) {
-      const at = stack.pop();
-      const word = at.tensor ? colour.word(at.tensor.i) : null;
-      if (word !== null) sums.set(word, (sums.get(word) || 0) + at.bytes + 1);
-      stack.push(...at.below);
-    }
+    const sums = new Map();
+    visit(node, (each) => {
+      const word = colour.word(each.i);
+      if (word !== null) sums.set(word, (sums.get(word) || 0) + nodeOf[each.i].bytes + 1);
+    });
     if (!sums.size) return null;
     const best = colour.worst ? colour.words.find((word) => sums.has(word)) : [...sums].reduce((a, b) => (b[1] > a[1] ? b : a))[0];
     node.kinds = [colour, best];
@@ -315,7 +341,7 @@
     FILTERS.forEach(([text], n) => $("filter").append(make("option", { value: n }, short(shown(text), 60))));
     $("filter-label").hidden = FILTERS.length < 2;
     $("filter").addEventListener("change", () => { kept = Number($("filter").value); search(); });
-    $("close").addEventListener("click", () => { choose(null, false); tree(true); });
+    $("close").addEventListener("click", () => { choose(null, false, true); });
     const terms = [...Object.keys(DEFINED).filter((name) => facts.some((fact) => fact.name === name)).map((name) => name + ": " + DEFINED[name]),
       ...(facts.some((fact) => fact.name === "mean") ? ["min, max, mean, std and norm are of the elements that are finite."] : [])];
     $("finite").textContent = terms.join(" ");
@@ -324,6 +350,7 @@
   }
 
   const DEFINED = { // what the heads of the table mean
+    [UNLIKE]: "by what factor max |x| or std is off the median of the tensors with this name in other layers.",
     "max |A − B| / max |B|": "the largest difference, divided by the largest element of B in size.",
     "max |A − B| / |B|": "the largest of all differences divided by the element of B itself, which is huge if that element is nearly 0.",
   };
@@ -492,17 +519,21 @@
     $("map").append(make("div", {}, data.maps.length > 1 ? make("p", { class: "hint" }, title) : null, element));
     return element;
   });
-  const widths = []; // of the maps as they are drawn; a frame that is not laid out yet has none
+  const layouts = []; // of the maps, and for what they were made
+  let room = []; // width and height of each map and of the table, asked only when they change; a frame out of sight has none
+  const ask = () => { room = [...maps, $("scroll")].map((each) => [each.clientWidth, each.clientHeight]); };
   const map = () => maps.forEach(drawn);
 
   function drawn(element, k) { // the map of one file
-    const width = element.clientWidth, height = element.clientHeight, of = (node) => node.sides[k][measure];
+    const [width, height] = room[k], of = (node) => node.sides[k][measure], made = [focus, measure, width, height];
     element.replaceChildren();
-    widths[k] = height && width;
     if (maps.length > 1) element.previousSibling.textContent = data.maps[k] + ": " + measured(of(focus));
-    if (!of(focus) || !widths[k]) return;
-    const top = { node: focus, value: of(focus), depth: 0 };
-    laid(grown(top, (width * height) / of(focus), of), 0, 0, width, height);
+    if (!of(focus) || !width || !height) return;
+    if (!layouts[k] || made.some((each, n) => each !== layouts[k].made[n])) {
+      layouts[k] = { made, top: grown({ node: focus, value: of(focus), depth: 0 }, (width * height) / of(focus), of) };
+      laid(layouts[k].top, 0, 0, width, height);
+    }
+    const top = layouts[k].top;
     const boxes = document.createDocumentFragment();
     const tied = new Set(chosen && chosen.tensor ? mates(chosen.tensor).map((i) => nodeOf[i]) : []);
     const holding = new Set(), frames = [];
@@ -517,7 +548,7 @@
       if (w < 1 || h < 1) continue;
       const put = (box) => { Object.assign(box.style, { left: place.left + "px", top: place.top + "px", width: w + "px", height: h + "px" }); return box; };
       const box = put(make("div", { class: cell.below ? "inner" : dim(node) ? "dim" : null }));
-      if (!cell.below) box.style.background = hue(main(node));
+      if (!cell.below) box.style.background = dim(node) ? "color-mix(in srgb, " + hue(main(node)) + " 25%, var(--panel))" : hue(main(node));
       box.textContent = cell.below ? (cell.titled ? plain(cell) : "") : dim(node) ? "" : lines(cell);
       if (!box.textContent && !cell.below && !dim(node) && w >= 18 && wide(plain(cell)) < h - 8) { // from top to bottom
         box.textContent = plain(cell);
@@ -541,15 +572,17 @@
   function aim(node) { // what the map and the table show
     focus = node.tensor && node.above ? node.above : sole(node);
     if (focus.tensor && focus.above) focus = focus.above;
-    within = focus === root ? null : new Set(tensorsIn(focus));
+    within = focus === root ? null : new Set();
+    if (within) visit(focus, (each) => within.add(each));
     crumbs();
-    rows();
+    find();
   }
 
   function look(node) {
     aim(node);
     map();
     tree(false);
+    show();
   }
 
   // The tree
@@ -599,8 +632,7 @@
         current = n;
         if (each.rest) { more.set(node, (more.get(node) || AT_ONCE) + AT_ONCE); tree(true); return; }
         if (opens && (event.target === twist || node === chosen)) toggle(node);
-        choose(node, false);
-        tree(true);
+        choose(node, false, true);
       });
       return item;
     });
@@ -617,7 +649,7 @@
   $("tree").addEventListener("keydown", (event) => {
     const each = visible[current];
     if (!each) return;
-    const node = each.node, opens = !each.rest && node.below.length > 0;
+    const node = each.node, opens = !each.rest && node.below.length > 0, enters = event.key === "Enter" || event.key === " ";
     if (event.key === "ArrowDown") current = Math.min(current + 1, visible.length - 1);
     else if (event.key === "ArrowUp") current = Math.max(current - 1, 0);
     else if (event.key === "Home") current = 0;
@@ -626,12 +658,11 @@
     else if (event.key === "ArrowLeft") {
       if (opens && isOpen(node)) toggle(node);
       else while (current > 0 && visible[current].level >= each.level) current--;
-    } else if (event.key === "Enter" || event.key === " ") {
-      if (each.rest) more.set(node, (more.get(node) || AT_ONCE) + AT_ONCE);
-      else choose(node, false);
-    } else return;
+    } else if (enters && each.rest) more.set(node, (more.get(node) || AT_ONCE) + AT_ONCE);
+    else if (!enters) return;
     event.preventDefault();
-    tree(true);
+    if (enters && !each.rest) choose(node, false, true);
+    else tree(true);
   });
 
   // What is selected
@@ -653,7 +684,6 @@
     $("details").className = chosen ? "docked" : "";
     document.documentElement.className = chosen ? "docks" : ""; // so that what gets the focus is not behind the panel
     $("close").hidden = !chosen;
-    box.scrollTop = 0;
     if (!chosen) {
       box.replaceChildren(make("p", { class: "hint" }, "Select a module or a tensor: in the tree, on the map, or in the table."));
       return;
@@ -718,12 +748,23 @@
     return make("div", {}, bars, make("p", { class: "hint" }, (title ? title + ": " : "") + "from " + range + "; each bin twice as wide as the next one towards 0"));
   }
 
+  function drawing([, ...counts]) { // a histogram in a row of the table
+    const of = (tag, attributes) => {
+      const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+      for (const name in attributes) element.setAttribute(name, attributes[name]);
+      return element;
+    };
+    const most = Math.max(...counts, 1), image = of("svg", { viewBox: "0 0 64 20", width: 64, height: 20, "aria-hidden": "true" });
+    image.append(of("path", { d: counts.map((n, k) => "M" + 2 * k + " 20v" + (-20 * n) / most + "h2V20z").join("") }));
+    return image;
+  }
+
   function holdsNode(above, node) {
     while (node && node !== above) node = node.above;
     return node === above;
   }
 
-  function choose(node, opens) {
+  function choose(node, opens, focused) { // everything is drawn before anything is asked, so that the page is laid out once
     chosen = node;
     if (opens) {
       for (let above = node.above; above; above = above.above) {
@@ -736,18 +777,19 @@
       current = Math.max(0, visible.findIndex((each) => each.node === sole(node) && !each.rest));
     }
     tree(false);
-    if (opens && $("tree").children[current]) {
-      const item = $("tree").children[current], list = $("tree");
-      list.scrollTop = item.offsetTop - list.offsetTop - list.clientHeight / 2;
-    }
     map();
     details();
-    paint();
+    show();
+    const list = $("tree"), item = list.children[current];
+    if (opens && item) list.scrollTop = item.offsetTop - list.offsetTop - list.clientHeight / 2;
+    if (focused && item) item.focus();
     inSight();
   }
 
   function inSight() { // all of the panel beside the map; below a long head it is scrolled to
-    const box = $("selected"), top = () => box.getBoundingClientRect().top;
+    const box = $("selected");
+    box.scrollTop = 0;
+    const top = () => box.getBoundingClientRect().top;
     if (!chosen || innerWidth < 1000) { box.style.maxHeight = ""; return; }
     if (top() > innerHeight - 200) $("details").scrollIntoView({ block: "center" });
     box.style.maxHeight = Math.max(innerHeight - top() - 12, 100) + "px";
@@ -755,13 +797,15 @@
 
   // The table
 
-  const HEADS = [{ name: "tensor" }, ...facts.filter((fact) => fact.table && fact.words), { name: "bytes" }, ...facts.filter((fact) => fact.table && fact.numbers)];
+  const HEADS = [{ name: "tensor" }, ...facts.filter((fact) => fact.table && fact.words && (fact.words.length > 1 || tensors.length < 2)), // what all have stands above
+    { name: "bytes" }, ...columns.histograms.map((of) => ({ name: of.title || "histogram", bars: of.bars })), ...facts.filter((fact) => fact.table && fact.numbers)];
   const falls = (head) => head.name === "bytes" || head.name === "shape" || !!head.numbers; // the largest first
   let found = [];
 
   function heads() {
     $("heads").replaceChildren(...HEADS.map((head, n) => {
       const key = head.name;
+      if (head.bars) return make("th", { scope: "col" }, make("span", {}, key));
       const sorted = order.key === key ? (order.up ? "ascending" : "descending") : "none";
       const mark = order.key === key ? (order.up ? " ▲" : " ▼") : "";
       const sort = () => {
@@ -778,13 +822,13 @@
   let stamp = 0, dims = false; // a branch with a tensor that was found has the stamp; the others are dim
   const dim = (node) => dims && (node.members ? node.members.every(dim) : node.stamp !== stamp);
 
-  function search() { // dims what is not found, and opens the tree to what is
+  let dimming = 0;
+  function search() { // shows what is found; after the last key, dims the rest in map and tree, and opens the tree to it
     const hidden = $("scroll").getBoundingClientRect().top - innerHeight + 7 * ROW; // asked before anything is changed
     find();
-    map();
-    current = 0;
-    tree(false);
     show();
+    clearTimeout(dimming);
+    dimming = setTimeout(() => { map(); current = 0; tree(false); }, 60);
     if (dims && hidden > 0) requestAnimationFrame(() => scrollBy(0, hidden));
   }
 
@@ -793,10 +837,9 @@
     show();
   }
 
-  let words = [], extent = null; // of the table, asked before anything is changed, so that it is laid out once
+  let words = [], from = 0; // the pixels that the table is scrolled by
   function find() {
-    $("scroll").scrollTop = 0;
-    extent = [$("scroll").clientWidth, $("scroll").clientHeight, 0];
+    if (from) $("scroll").scrollTop = from = 0;
     words = query.split(/\s+/).filter((word) => word);
     found = tensors.filter((each) => FILTERS[kept][1](each) && words.every((word) => each.low.includes(word)) && (!within || within.has(each)));
     stamp++;
@@ -827,7 +870,7 @@
     if (!words.length) return "";
     const inside = focus === root || !focus.path ? "" : " in " + short(shown(focus.path), 60);
     if (found.length) return counted(found.length) + (found.length > 1 ? " tensors" : " tensor") + inside;
-    const others = data.facts.some(([name]) => name === "other values") ? " Other values stand above, they are not searched." : "";
+    const others = (data.tables || []).length || data.facts.some(([name]) => name === "other values") ? " Other values stand above, they are not searched." : "";
     return "No tensor" + inside + " has " + (words.length > 1 ? "these words" : "this") + " in its name" + (kept ? ", of the rows chosen." : ".") + others;
   }
 
@@ -835,7 +878,7 @@
     const cells = [
       make("td", {}, make("button", { type: "button", class: "link", on: { click: () => choose(nodeOf[each.i], true) } },
         named(each.path + (each.tied < 0 ? "" : " = " + tensors[each.tied].path), longest))),
-      ...HEADS.slice(1).map((head) => (head.name === "bytes" ? make("td", { class: "right" }, sizes(each.extents))
+      ...HEADS.slice(1).map((head) => (head.bars ? make("td", {}, head.bars[each.i] && drawing(head.bars[each.i])) : head.name === "bytes" ? make("td", { class: "right" }, sizes(each.extents))
         : make("td", { class: (head.numbers ? "right" : "") + (head.bad && nonzero(said(head, each.i)) ? " bad" : "") }, written(head, each.i) || "–"))),
     ];
     return make("tr", { "aria-rowindex": n + 2, class: chosen && chosen.tensor === each ? "chosen" : null }, ...cells);
@@ -844,8 +887,7 @@
   let painting = false, printing = false;
   let longest = 120; // characters of a name in the table; longer ones are cut in the middle
   function paint() {
-    const scroll = $("scroll"), [width, height, from] = extent || [scroll.clientWidth, scroll.clientHeight, scroll.scrollTop];
-    extent = null;
+    const [width, height] = room[maps.length];
     longest = printing ? 120 : Math.max(16, Math.floor(width / (innerWidth > 600 ? 16 : 18)));
     const top = Math.max(0, Math.floor(from / ROW) - 10);
     const first = printing ? 0 : top, last = printing ? Math.min(500, found.length) : Math.min(found.length, top + Math.ceil(height / ROW) + 20);
@@ -868,11 +910,13 @@
   function edge() { // shades an edge that cuts columns off, and names them
     const scroll = $("scroll"), right = scroll.scrollLeft + scroll.clientWidth;
     const gone = [...$("heads").children].filter((each) => each.offsetLeft + each.offsetWidth > right + 2);
-    scroll.className = gone.length && !printing ? "cut" : "";
-    $("beyond").textContent = gone.length && !printing ? "To the right: " + gone.map((each) => each.firstChild.firstChild.textContent).join(", ") : "";
+    const text = gone.length && !printing ? "To the right: " + gone.map((each) => each.firstChild.firstChild.textContent).join(", ") : "";
+    if (text === $("beyond").textContent) return;
+    $("beyond").textContent = text;
+    scroll.className = text ? "cut" : "";
   }
   $("scroll").addEventListener("scroll", () => {
-    if (!painting) requestAnimationFrame(() => { painting = false; paint(); });
+    if (!painting) requestAnimationFrame(() => { painting = false; from = $("scroll").scrollTop; paint(); });
     painting = true;
   });
   addEventListener("beforeprint", () => { printing = true; paint(); });
@@ -890,10 +934,13 @@
   let resizing = 0;
   const later = (ms) => { clearTimeout(resizing); resizing = setTimeout(resized, ms); };
   function resized() {
-    if (maps.some((element, k) => (element.clientHeight && element.clientWidth) !== widths[k])) { map(); paint(); }
-    if (widths.includes(0)) later(200); // a frame out of sight is not told when it gets its size
+    const before = String(room);
+    ask();
+    if (String(room) !== before) { map(); paint(); }
+    if (room.flat().includes(0)) later(200); // a frame out of sight is not told when it gets its size
   }
-  new ResizeObserver(() => later(50)).observe($("map"));
+  const observer = new ResizeObserver(() => later(50));
+  for (const name of ["map", "scroll"]) observer.observe($(name));
   for (let n = 0, todo = [sole(root)]; n < ROWS_OPEN && todo.length;) { // as much of the tree as can be seen at once
     const node = todo.sort((a, b) => b.bytes - a.bytes).shift(), below = kids(node);
     if (n + below.length > ROWS_OPEN && node !== sole(root)) continue;
@@ -905,6 +952,7 @@
   controls();
   heads();
   details();
+  ask();
   draw();
   later(50);
 })();
