@@ -33,7 +33,7 @@ _Reading: TypeAlias = "tuple[_Reading, Key, str] | None"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 #: What optimizers keep in the shape of the parameter: those of ``torch.optim``, Lion, Adan, bitsandbytes, and copies of
 #: the parameters in float32.
-_LIKE_THE_PARAMETER = frozenset((
+LIKE_THE_PARAMETER = frozenset((
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "exp_avg_diff", "neg_pre_grad", "momentum_buffer", "sum"),
     *("square_avg", "acc_delta", "grad_avg", "ax", "prev", "step_size", "variance", "state1", "state2"),
     *("master_param", "fp32_param"),
@@ -213,7 +213,7 @@ def _shape_of(entry: Value, tensors: Mapping[int, TensorInfo]) -> Shape | None:
         return None
     values = strings_of(entry).items()
     infos = {key: tensors[id(value)].shape for key, value in values if isinstance(value, Node) and id(value) in tensors}
-    shapes = {shape for key, shape in infos.items() if key in _LIKE_THE_PARAMETER}
+    shapes = {shape for key, shape in infos.items() if key in LIKE_THE_PARAMETER}
     for row_key, column_key in zip(_ROWS, _COLUMNS, strict=True):
         row, column = infos.get(row_key), infos.get(column_key)
         if row and column:

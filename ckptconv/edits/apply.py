@@ -54,7 +54,8 @@ def apply(
     # before the names are edited: after that, all places would have to be found again
     about_kept = about_kept_devices(checkpoint, edits.devices) if edits.devices else []
     if edits.regroup:
-        _regroup(checkpoint, detected, edits, changes)
+        _edit_names(checkpoint, detected, replace(edits, add_prefix=()), changes)
+        _regroup(checkpoint, edits, changes, optimizers() if is_emitted else None)
         detected = checkpoint.detected
         edits = replace(edits, unwrap=False, strip_prefix=(), rename=())
     _edit_names(checkpoint, detected, edits, changes)
@@ -65,6 +66,8 @@ def apply(
         detected = checkpoint.detected
     if edits.optimizer and is_emitted:
         optimizers().key_by(edits.optimizer, changes)
+    if edits.regroup and changes.optimizers:
+        optimizers().check_order(changes)
     if edits.dtypes:
         cast(checkpoint, edits.dtypes, detected, changes)
     if edits.devices:
@@ -96,12 +99,17 @@ def _select(checkpoint: Checkpoint, edits: Edits, optimizers: Callable[[], Follo
     return changes
 
 
-def _regroup(checkpoint: Checkpoint, detected: Detected, edits: Edits, changes: Changes) -> None:
-    """Regroup the tensors, after all edits of names that precede it."""
+def _regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes, followers: Followers | None) -> None:
+    """Regroup the tensors of `checkpoint`. The optimizers of `followers` follow."""
     from ckptconv.edits.regroup import regroup  # lazily, for start-up
 
-    _edit_names(checkpoint, detected, replace(edits, add_prefix=()), changes)
-    regroup(checkpoint, edits, changes)
+    if followers is None or not followers.optimizers:
+        regroup(checkpoint, edits, changes)
+        return
+    from ckptconv.edits.regroup_optimizers import follow
+
+    is_beside = followers.of is not checkpoint
+    regroup(followers.of, edits, Changes() if is_beside else changes, partial(follow, followers, changes))
 
 
 def _edit_names(checkpoint: Checkpoint, detected: Detected, edits: Edits, changes: Changes) -> None:

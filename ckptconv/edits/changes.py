@@ -68,9 +68,10 @@ class OptimizerChange:
         names: The number of names that changed with those of the model.
         left_out: The number of parameters that are left out.
         keyed_by: ``names`` or ``numbers``, by which it is keyed now, or None if it is keyed as before.
-        names_from: What told the names, if `keyed_by` changed: the optimizer ``itself``, the ``shapes``, or the
-            ``order`` of the model, for which the user vouches.
+        names_from: What tells which parameter is which: the optimizer ``itself``, the ``shapes``, or the ``order`` of
+            the model, for which the user vouches. None if only its names changed.
         groups: The number of groups that it has from another checkpoint, or None if it has its own.
+        regrouped: The number of parameters that were made of others.
     """
 
     names: int = 0
@@ -78,6 +79,7 @@ class OptimizerChange:
     keyed_by: str | None = None
     names_from: str | None = None
     groups: int | None = None
+    regrouped: int = 0
 
 
 @dataclass

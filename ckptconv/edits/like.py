@@ -9,11 +9,11 @@ from ckptconv.checkpoint.merging import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.optimizers import Key, Optimizer, ParameterGroup
 from ckptconv.checkpoint.state_dicts import StateDict
-from ckptconv.edits.changes import Changes, OptimizerChange
-from ckptconv.edits.optimizers import Followers, rewrite, set_list
+from ckptconv.edits.changes import Changes
+from ckptconv.edits.optimizers import Followers, are_same, options_of, rewrite, set_list
 from ckptconv.edits.selection import leave_out
 from ckptconv.errors import RefusedError, count, some
-from ckptconv.pickles.graph import Dict, Node, Tuple, Value, set_items
+from ckptconv.pickles.graph import Dict, Node, replace_items, set_items
 
 _NOT_THERE = "the other checkpoint does not have it"
 
@@ -79,9 +79,7 @@ def _order_weights(checkpoint: Checkpoint, ours: StateDict, theirs: StateDict, c
     _note_missing(ours.path, place_of.keys() - set(names), changes)
     items = sorted(ours.node.entries(), key=lambda item: place_of.get(item[0], -1) if isinstance(item[0], str) else -1)
     if [key for key, _ in items if isinstance(key, str)] != ours.names():
-        states = [effect for effect in ours.node.effects if effect.opcode not in ("SETITEM", "SETITEMS")]
-        ours.node.effects = []
-        set_items(ours.node, [each for item in items for each in item]).effects += states
+        replace_items(ours.node, items)
         changes.reordered.append(ours.path)
     return set(names) - place_of.keys()
 
@@ -104,8 +102,8 @@ def _order_optimizer(
     for i, group in enumerate(wanted):
         there = set(group)
         origins = [each for each in optimizer.groups if any(names[key] in there for key in each.params)]
-        options = [_options(each) for each in origins or ([] if group else optimizer.groups[i : i + 1])]
-        if not options or not all(_same(each, options[0]) for each in options):
+        options = [options_of(each) for each in origins or ([] if group else optimizer.groups[i : i + 1])]
+        if not options or not all(are_same(each, options[0]) for each in options):
             raise RefusedError(
                 f"it is not known which options the group {i} of the optimizer at {optimizer.path} has",
                 where=ours.checkpoint.source.path,
@@ -122,18 +120,4 @@ def _order_optimizer(
     every = dict(names)
     every.update((name, name) for name in listed)
     rewrite(new, [group.params for group in groups], every, is_named=optimizer.is_named)
-    changes.optimizers.setdefault(optimizer.path, OptimizerChange()).groups = len(groups)
-
-
-def _options(group: ParameterGroup) -> list[Value]:
-    """Return the options of `group`, keys and values in turn."""
-    return [each for item in group.node.entries() if item[0] not in ("params", "param_names") for each in item]
-
-
-def _same(a: Value | list[Value], b: Value | list[Value]) -> bool:
-    """Return whether `a` and `b` are sure to be the same: one node, or atoms, tuples and lists of the same values."""
-    if isinstance(a, Tuple) and isinstance(b, Tuple):
-        a, b = a.items, b.items
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a is b or (type(a) is type(b) and not isinstance(a, Node) and a == b)
+    ours.change_of(optimizer, changes).groups = len(groups)

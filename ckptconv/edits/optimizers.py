@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -11,6 +11,7 @@ from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.optimizers import (
     Key,
     Optimizer,
+    ParameterGroup,
     Weights,
     candidates,
     is_key,
@@ -27,10 +28,10 @@ from ckptconv.edits.selection import leave_out
 from ckptconv.errors import LimitError, NoMatchError, RefusedError, some
 from ckptconv.hints import Placeholder, joined, option
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import AT_ONCE, Effect, List, Object, Value
+from ckptconv.pickles.graph import AT_ONCE, Effect, List, Node, Object, Tuple, Value
 from ckptconv.pickles.paths import key_segment
 
-_T = TypeVar("_T", dict[Key, str], set[Key])
+_T = TypeVar("_T")
 _WITH_WEIGHTS = "the state of weights that are left out"
 
 
@@ -45,11 +46,12 @@ class Followers:
 
     def __init__(self, checkpoint: Checkpoint, *, in_order: bool = False, model: Checkpoint | None = None) -> None:
         self.checkpoint = checkpoint
-        self._in_order = in_order
-        of = checkpoint if checkpoint.detected.state_dicts or model is None else model
-        self._kept: set[str] | None = None  # the names to keep in the model of another checkpoint
-        self._is_beside = of is not checkpoint
+        self.in_order = in_order
         self.optimizers = optimizers_in(checkpoint.index, checkpoint.detected)
+        is_beside = model is not None and self.optimizers and not checkpoint.detected.state_dicts
+        #: The checkpoint with the model.
+        self.of = of = model if model is not None and is_beside else checkpoint
+        self._kept: set[str] | None = None  # the names to keep in the model of another checkpoint
         averages = {id(found) for found in of.detected.averages()}
         if len(self.optimizers) * len(of.detected.state_dicts) > LIMITS.optimizer_steps // 100:
             raise LimitError("too many optimizers and state dicts", where=checkpoint.source.path)
@@ -64,7 +66,7 @@ class Followers:
 
         Raise NoMatchError if one matches none of them.
         """
-        if not self._is_beside or not self.optimizers:
+        if self.of is self.checkpoint:
             return edits
         names = [name for _, weights in self.models for name in weights.shapes]
         hits: dict[str, dict[str, set[str]]] = {"include": {}, "exclude": {}}
@@ -95,24 +97,28 @@ class Followers:
         there = self.checkpoint.detected.optimizer_nodes
         for optimizer in self.optimizers:
             if id(optimizer.node) in there:
-                ask = partial(_keys_dropped, optimizer, dropped, in_order=self._in_order)
-                gone = self._agreed(optimizer, f"which state goes with {some(names)}", ask)
+                ask = partial(_keys_dropped, optimizer, dropped, in_order=self.in_order)
+                gone = self.agreed(optimizer, f"which state goes with {some(names)}", ask)
                 self.leave_out(optimizer, gone, _WITH_WEIGHTS, changes)
 
     def names_of(self, optimizer: Optimizer) -> dict[Key, str]:
         """Return the name of each parameter of `optimizer`. Raise RefusedError if it is not known."""
-        if optimizer.names and not candidates(optimizer, [weights for _, weights in self.models]):
+        if optimizer.names and not self.candidates(optimizer):
             return optimizer.names
-        ask = partial(names_in, optimizer, in_order=self._in_order)
-        return self._agreed(optimizer, "which weight is which parameter", ask)
+        ask = partial(names_in, optimizer, in_order=self.in_order)
+        return self.agreed(optimizer, "which weight is which parameter", ask)
 
-    def _agreed(self, optimizer: Optimizer, what: str, ask: Callable[[Weights], _T | str]) -> _T:
+    def candidates(self, optimizer: Optimizer) -> list[Weights]:
+        """Return the weights that `optimizer` can belong to."""
+        return candidates(optimizer, [weights for _, weights in self.models])
+
+    def agreed(self, optimizer: Optimizer, what: str, ask: Callable[[Weights], _T | str]) -> _T:
         """Return the answer that `ask` gives for each state dict to which `optimizer` can belong.
 
         Raise RefusedError, which says that `what` is not known, if there is none, or there are several, or `ask` gives
         the reason why it is not known.
         """
-        every = candidates(optimizer, [weights for _, weights in self.models])
+        every = self.candidates(optimizer)
         answers = [optimizer.trouble] if optimizer.trouble else [ask(weights) for weights in every]
         doubt: str | None = next((each for each in answers if isinstance(each, str)), None)
         if not answers:
@@ -121,12 +127,14 @@ class Followers:
             doubt = f"it can belong to {some([weights.path for weights in every])}"
         if doubt is None:
             answer = answers[0]
-            assert answer is not None and not isinstance(answer, str)
+            assert not isinstance(answer, str)
             return answer
         hints: list[str] = []
-        if not self.models:
+        if optimizer.trouble:
+            pass  # nothing that is said of weights helps
+        elif not self.models:
             hints.append("name the file with the weights: " + option("model", Placeholder("FILE")))
-        elif not (self._in_order or optimizer.trouble or optimizer.names):
+        elif every and not (self.in_order or optimizer.names):
             order = " if it was made with model.parameters(), or parts of it in that order"
             hints.append(option("optimizer_order", "model") + order)
         if optimizer.path != ".":
@@ -137,6 +145,37 @@ class Followers:
             got=doubt,
             hint=joined(*hints, separator="; or ") if hints else None,
         )
+
+    def change_of(self, optimizer: Optimizer, changes: Changes) -> OptimizerChange:
+        """Return the change of `optimizer` in `changes`, which says from where its names are known."""
+        change = changes.optimizers.setdefault(optimizer.path, OptimizerChange())
+        known = "itself" if optimizer.names else "order" if self.in_order else "shapes"
+        change.names_from = change.names_from or known
+        return change
+
+    def check_order(self, changes: Changes) -> None:
+        """Raise RefusedError if regrouped parameters are numbered, and nothing tells the order of the new model."""
+        for optimizer in self.optimizers:
+            change = changes.optimizers.get(optimizer.path, OptimizerChange())
+            if not change.regrouped or change.groups is not None or optimizer.is_named:
+                continue
+            torn = [name for group in optimizer.groups for name in _torn(group.names or ())]
+            if self.in_order and not torn:
+                continue
+            hints = [
+                option("optimizer", "names") + " needs no order",
+                option("like", Placeholder("FILE")) + " takes that of a checkpoint of the new model",
+            ]
+            if not torn:
+                order = " if its parameters() have the order of the names in the output"
+                hints.append(option("optimizer_order", "model") + order)
+            raise RefusedError(
+                f"it is not known which numbers the new model gives to the parameters of the optimizer at"
+                f" {optimizer.path}",
+                where=self.checkpoint.source.path,
+                got=f"{torn[0]} apart from its module" if torn else None,
+                hint=joined(*hints, separator="; "),
+            )
 
     def leave_out(
         self, optimizer: Optimizer, gone: set[Key], why: str, changes: Changes, *, renumber: bool = True
@@ -158,7 +197,7 @@ class Followers:
             kept = [[key for key in group.params if key not in gone] for group in optimizer.groups]
             rewrite(optimizer, kept, optimizer.names, is_named=optimizer.is_named)
             self.checkpoint.changed(same_tensors=True)
-        changes.optimizers.setdefault(optimizer.path, OptimizerChange()).left_out += len(gone)
+        self.change_of(optimizer, changes).left_out += len(gone)
 
     def key_by(self, form: str, changes: Changes) -> None:
         """Key each optimizer by ``names`` or ``numbers``, the `form`. Raise RefusedError if its names are not known."""
@@ -168,9 +207,7 @@ class Followers:
         for optimizer in others:
             names = self.names_of(optimizer)
             rewrite(optimizer, [group.params for group in optimizer.groups], names, is_named=form == "names")
-            by = "itself" if optimizer.names else "order" if self._in_order else "shapes"
-            change = changes.optimizers.setdefault(optimizer.path, OptimizerChange())
-            change.keyed_by, change.names_from = form, by
+            self.change_of(optimizer, changes).keyed_by = form
         if others:
             self.checkpoint.changed(same_tensors=True)
         else:
@@ -220,6 +257,32 @@ def rewrite(
         key = effect.values[i]
         if is_key(key):
             effect.values[i] = new.get(key, key)
+
+
+def _torn(names: Iterable[str]) -> Iterator[str]:
+    """Yield those of `names` that are not next to others of their module, as in ``model.parameters()``."""
+    seen: set[str] = set()
+    last = None
+    for name in names:
+        module = name.rpartition(".")[0]
+        if module != last and module in seen:
+            yield name
+        seen.add(module)
+        last = module
+
+
+def options_of(group: ParameterGroup) -> list[Value]:
+    """Return the options of `group`, keys and values in turn."""
+    return [each for item in group.node.entries() if item[0] not in ("params", "param_names") for each in item]
+
+
+def are_same(a: Value | list[Value], b: Value | list[Value]) -> bool:
+    """Return whether `a` and `b` are sure to be the same: one node, or atoms, tuples and lists of the same values."""
+    if isinstance(a, Tuple) and isinstance(b, Tuple):
+        a, b = a.items, b.items
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(are_same, a, b))
+    return a is b or (type(a) is type(b) and not isinstance(a, Node) and a == b)
 
 
 def set_list(mapping: Object, key: str, values: Sequence[Value]) -> None:

@@ -6,11 +6,12 @@ else gets a storage of its own, whose bytes are ranges of others, or are assembl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from math import prod
 from operator import add, mul
+from typing import TypeAlias
 
 from ckptconv.byteranges.spans import Assemble, ChunkPlacement
 from ckptconv.checkpoint.blocks import assembled, blocks_of, cut
@@ -24,12 +25,12 @@ from ckptconv.dtypes import get_dtype
 from ckptconv.edits.changes import Changes, NameChange, Regrouping
 from ckptconv.edits.options import Edits
 from ckptconv.edits.regroup_files import check_model, sizes_in
-from ckptconv.edits.regroup_items import Items, Maker, apply_rules
+from ckptconv.edits.regroup_items import Items, Maker, Step, apply_rules
 from ckptconv.edits.regroup_plan import Group
 from ckptconv.edits.regroup_rules import Rule
-from ckptconv.edits.rename import rename_keys, replace_names
+from ckptconv.edits.rename import rename_keys
 from ckptconv.errors import RefusedError, some
-from ckptconv.hints import Placeholder, command, option
+from ckptconv.hints import Placeholder, command
 from ckptconv.pickles.graph import (
     Call,
     Dict,
@@ -44,10 +45,17 @@ from ckptconv.pickles.graph import (
 )
 
 _Shape = tuple[int, ...]
+Follow: TypeAlias = "Callable[[Tensors, Mapping[int, Sequence[Step]]], None]"
 
 
-def regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes) -> None:
+def regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes, follow: Follow | None = None) -> None:
     """Apply the rules of `edits` to the state dicts of `checkpoint`, which is changed in place.
+
+    Args:
+        checkpoint: The checkpoint.
+        edits: The edits.
+        changes: Takes what changed.
+        follow: Lets optimizers follow the steps of each state dict, which is given by the id of its node.
 
     Raises:
         NoMatchError: A rule, or a file of rules, matches no name.
@@ -56,10 +64,10 @@ def regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes) -> None:
     """
     detected, where = checkpoint.detected, checkpoint.source.path
     dicts = [Items(found.items(), found.path, where) for found in detected.state_dicts]
-    tensors = _Tensors(checkpoint, dict(edits.sizes), changes)
+    tensors = Tensors(checkpoint, changes, dict(edits.sizes))
     changes.notes += apply_rules(edits.regroup, dicts, tensors, detected.hint_of_modules())
-    if tensors.taken:
-        _refuse_optimizers(checkpoint)
+    if follow:
+        follow(tensors, {id(found.node): each.steps for each, found in zip(dicts, detected.state_dicts, strict=True)})
     followed: set[int] = set()
     for items, found in zip(dicts, detected.state_dicts, strict=True):
         _write(items, found)
@@ -83,17 +91,17 @@ def _write(items: Items[Value], found: StateDict) -> None:
     found.node.effects = [each for each in found.node.effects if each.values or id(each) not in by_effect]
 
 
-class _Tensors(Maker[Value]):
+class Tensors(Maker[Value]):
     """Makes tensors of others in the graph of `checkpoint`.
 
     Attributes:
         taken: The views of which others were made, each with its path.
     """
 
-    def __init__(self, checkpoint: Checkpoint, sizes: Mapping[str, int], changes: Changes) -> None:
+    def __init__(self, checkpoint: Checkpoint, changes: Changes, sizes: Mapping[str, int] | None = None) -> None:
         self.checkpoint = checkpoint
         self.where = checkpoint.source.path
-        self._sizes = sizes
+        self._sizes = sizes or {}
         self._changes = changes
         self.taken: dict[tuple[object, ...], str] = {}
         self._infos = dict(checkpoint.tensor_nodes)
@@ -110,10 +118,8 @@ class _Tensors(Maker[Value]):
         return rule.resolved(sizes_in(source, wanted, self._sizes, rule)) if wanted else rule
 
     def renamed(self, items: Items[Value], new: Mapping[str, str]) -> None:
-        """Note the new names, and give them to optimizers."""
+        """Note the new names."""
         self._changes.names += [NameChange(items.path, old, becomes) for old, becomes in new.items() if old != becomes]
-        for optimizer in self.checkpoint.detected.optimizers:
-            replace_names(optimizer, dict(new))
 
     def tensor(self, value: Value) -> TensorInfo | None:
         """Return the tensor that `value` makes, or None if it is not a plain strided one."""
@@ -134,6 +140,11 @@ class _Tensors(Maker[Value]):
         return [LeftBehind(path, info.nbytes // size * rest, "the rule leaves it behind")]
 
     def made(self, items: Items[Value], group: Group, values: Sequence[Value], like: Value) -> list[Call]:
+        """Note `group`, and return its new tensors. Raise RefusedError if they cannot be made."""
+        self._changes.regrouped.append(Regrouping(items.path, str(group.rule), *group.shown))
+        return self.regrouped(group, values, like)
+
+    def regrouped(self, group: Group, values: Sequence[Value], like: Value) -> list[Call]:
         """Return the new tensors of `group`; a storage of their own gets its key like that of `like`.
 
         Tensors that were tied before are so afterwards. Raises RefusedError.
@@ -141,7 +152,6 @@ class _Tensors(Maker[Value]):
         nodes = [node for node in values if isinstance(node, Call)]
         assert isinstance(like, Call)
         self._changes.left_behind += self._left_behind(group, nodes[0])
-        self._changes.regrouped.append(Regrouping(items.path, str(group.rule), *group.shown))
         infos = [self._infos[id(node)] for node in nodes]
         self.taken.update((info.view, info.path) for info in infos)
         kinds = {(info.requires_grad, info.is_parameter, info.conj, info.neg) for info in infos}
@@ -156,6 +166,11 @@ class _Tensors(Maker[Value]):
             split = group.rule.whole_is_read
             self._made[known] = self._split(group, infos[0], like) if split else [self._whole(group, infos, like)]
         return self._made[known]
+
+    def copy(self, node: Call) -> Call:
+        """Return a tensor like `node` on a storage of its own. Raise RefusedError if its bytes cannot be taken."""
+        info = self._infos[id(node)]
+        return self._stored(info.shape, info.shape, self._blocks(info, info.shape, info.stride), [info], node)
 
     def _whole(self, group: Group, infos: list[TensorInfo], like: Call) -> Call:
         """Return the tensor that consists of the parts `infos`."""
@@ -292,19 +307,6 @@ def _fresh(value: Value) -> Value:
     """Return `value`, an argument of a rebuild function, or a new one if it is a mapping of hooks."""
     is_mapping = isinstance(value, Call) and not args_of(value)
     return Call(value.kind, value.callable, Tuple([])) if is_mapping and isinstance(value, Call) else value
-
-
-def _refuse_optimizers(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError if there is an optimizer, whose state would be that of other tensors."""
-    nodes = checkpoint.detected.optimizer_nodes
-    paths = tuple(dict.fromkeys(place.path for place in checkpoint.places if id(place.node) in nodes))
-    if paths:
-        raise RefusedError(
-            "the optimizer has a state for each tensor that is regrouped, and does not follow",
-            where=checkpoint.source.path,
-            got=some(paths),
-            hint="without it: " + option("drop", paths),
-        )
 
 
 def _follow(items: Items[Value], metadata: Object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from ckptconv.edits.companions import check_companions
 from ckptconv.edits.regroup_plan import Group, Planner
@@ -12,6 +12,8 @@ from ckptconv.errors import NoMatchError, RefusedError, some
 from ckptconv.hints import option
 
 _T = TypeVar("_T")
+#: What a rule did to a state dict: a group of tensors, or new names by the old ones.
+Step: TypeAlias = "Group | Mapping[str, str]"
 
 
 class Items(Generic[_T]):
@@ -22,7 +24,7 @@ class Items(Generic[_T]):
         cells: For each item of the state dict, the items that are in its place now.
         before: The names before all rules.
         values: The values by name.
-        groups: The groups of tensors so far.
+        steps: The groups of tensors and the new names by old ones so far, in order.
         origin: The name in whose place each new name is.
     """
 
@@ -30,7 +32,7 @@ class Items(Generic[_T]):
         self.path = path
         self.cells = [[item] for item in items]
         self.values: dict[str, _T] = {}
-        self.groups: list[Group] = []
+        self.steps: list[Step] = []
         self.origin: dict[str, str] = {}
         self._cell_of: dict[str, int] = {}
         for cell, [(key, value)] in enumerate(self.cells):
@@ -39,6 +41,11 @@ class Items(Generic[_T]):
                     raise RefusedError(f"the name {key} occurs twice", where=where, got=path)
                 self.values[key], self._cell_of[key] = value, cell
         self.before = [*self.values]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of tensors so far."""
+        return [step for step in self.steps if isinstance(step, Group)]
 
     def first(self, names: Iterable[str]) -> str:
         """Return the first of `names` in the order of the items."""
@@ -53,6 +60,7 @@ class Items(Generic[_T]):
         self.values = {new.get(name, name): value for name, value in self.values.items()}
         self._cell_of = {new.get(name, name): cell for name, cell in self._cell_of.items()}
         self.origin |= {becomes: self.origin.get(old, old) for old, becomes in new.items()}
+        self.steps.append(new)
 
     def regroup(self, group: Group, values: Iterable[_T]) -> None:
         """Put the new tensors of `group` in the place of the first of the old ones, and remove the old ones."""
@@ -73,7 +81,7 @@ class Items(Generic[_T]):
         self.values |= new
         self._cell_of |= dict.fromkeys(new, home)
         self.origin |= dict.fromkeys(new, self.origin.get(first, first))
-        self.groups.append(group)
+        self.steps.append(group)
 
     def modules(self, known: Collection[str]) -> tuple[set[str], dict[str, str]]:
         """Return the module paths in ``_metadata`` that rules take away, and those that they add.

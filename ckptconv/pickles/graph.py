@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from itertools import islice
@@ -378,6 +378,13 @@ def set_items(mapping: _Mapping, items: list[Value]) -> _Mapping:
     for at in range(0, len(items), 2 * AT_ONCE):
         mapping.add(Effect("SETITEMS", items[at : at + 2 * AT_ONCE], None))
     return mapping
+
+
+def replace_items(mapping: Object, items: Iterable[tuple[Value, Value]]) -> None:
+    """Give `mapping` these `items` in place of its own."""
+    others = [effect for effect in mapping.effects if effect.opcode not in ("SETITEM", "SETITEMS")]
+    mapping.effects = []
+    set_items(mapping, [each for item in items for each in item]).effects += others
 
 
 def args_of(call: Call) -> list[Value]:

@@ -21,7 +21,7 @@ from ckptconv.render.text import PLAIN, Style, fact, first_of, headline
 if TYPE_CHECKING:
     from ckptconv.checkpoint.tensor_info import LeftBehind
     from ckptconv.conversion.plan import Report, Verified
-    from ckptconv.edits.changes import MadePlain, NameChange, Regrouping
+    from ckptconv.edits.changes import MadePlain, NameChange, OptimizerChange, Regrouping
 
 _LARGEST_TABLE = 2048  # cells; longer changes, as in a file made for that, are written out
 # Patterns are texts, so that they are compiled only if a name has changed.
@@ -141,9 +141,9 @@ def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = Fal
 
 #: Where the names of an optimizer's parameters come from.
 _NAMES_FROM = {
-    "itself": "with the names that it has",
-    "shapes": "with the only names that fit the shapes of its state",
-    "order": "with names in the order of the model, for which you vouch",
+    "itself": "by its own names",
+    "shapes": "by the shapes of its state, which leave no choice",
+    "order": "by the names in the order of the model, for which you vouch",
 }
 
 
@@ -168,15 +168,7 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
         yield ("devices", f"{old} → {new}: {count(tensors, 'tensor')}, {size(nbytes)}")
     yield from _name_lines(changes.names, every_name)
     for path, change in changes.optimizers.items():
-        if change.names:
-            yield ("names", f"{count(change.names, 'name')} in the optimizer at {path} changed with them")
-        if change.left_out:
-            left = count(change.left_out, "parameter")
-            yield ("optimizer", f"{path}: {left} left out, the others numbered again")
-        if change.groups is not None:
-            yield ("optimizer", f"{path}: the order of the other checkpoint, in {count(change.groups, 'group')}")
-        if change.keyed_by:
-            yield ("optimizer", f"{path}: keyed by {change.keyed_by}, {_NAMES_FROM[change.names_from or 'itself']}")
+        yield from _optimizer_lines(path, change)
     if changes.reordered:
         yield ("names", f"in the order of the other checkpoint: {_listed(changes.reordered)}")
     if changes.unprefixed:
@@ -202,6 +194,21 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
         yield ("verified", _verified(report.verified))
     for note in report.notes:
         yield ("note", note)
+
+
+def _optimizer_lines(path: str, change: OptimizerChange) -> Iterator[Fact]:
+    """Yield what changed in the optimizer at `path`, and what told which parameter is which."""
+    if change.names:
+        yield ("names", f"{count(change.names, 'name')} in the optimizer at {path} changed with them")
+    done = [f"{count(change.left_out, 'parameter')} left out"] if change.left_out else []
+    if change.regrouped:
+        done.append(f"{count(change.regrouped, 'parameter')} regrouped with the weights")
+    if change.groups is not None:
+        done.append(f"the order of the other checkpoint, in {count(change.groups, 'group')}")
+    if change.keyed_by:
+        done.append(f"keyed by {change.keyed_by}")
+    if done:
+        yield ("optimizer", f"{path}: {'; '.join(done)}, {_NAMES_FROM[change.names_from or 'itself']}")
 
 
 def _verified(verified: Verified) -> list[str]:

@@ -93,6 +93,11 @@ def trained() -> dict[str, Any]:
     return {"optimizer": optimizer.state_dict(), "epoch": 3, "args": argparse.Namespace(lr=1)}
 
 
+def grouped(state: dict[Any, Any]) -> dict[str, Any]:
+    """An optimizer with this state, in one group."""
+    return {"state": state, "param_groups": [{"params": [*state]}]}
+
+
 def lightning(model: nn.Module, **others: Any) -> dict[str, Any]:
     """What Lightning saves of a module with `model` in it."""
     module = nn.ModuleDict({"model": model, **others})
@@ -227,10 +232,28 @@ FINDING = r"(?:{}.*\n)\s+(ckptconv convert .*)"
 
 CASES: dict[str, Case] = {
     # tensors that are split and joined
-    "an optimizer of what is split": Case(
-        saved(lambda: {"model": net().state_dict(), "optimizer": trained()["optimizer"]}),
-        "convert {m}.pt out.pt --regroup 0.*=a.*:1,b.*:2", r"(--drop \S+)", "without it",
-        lambda path: loads(path)["model"]["a.weight"],
+    "an optimizer whose state cannot be split": Case(
+        saved(lambda: {"model": {"w": torch.ones(2)}, "optimizer": grouped({"w": {"rows": torch.ones(1)}})}),
+        "convert {m}.pt out.pt --regroup w=a:1,b:1", r"(--drop \S+)", "without it",
+        lambda path: loads(path)["model"]["a"],
+    ),
+    "numbers of a model that is regrouped": Case(
+        saved(lambda: {"model": {"w": torch.ones(2)}, "optimizer": grouped({0: {"exp_avg": torch.ones(2)}})}),
+        "convert {m}.pt out.pt --regroup w=a:1,b:1", r"(--optimizer names) needs", "by names",
+        lambda path: _equal(loads(path)["optimizer"]["param_groups"][0]["params"], ["a", "b"]),
+    ),
+    "the order of a model that is regrouped": Case(
+        lambda m: (
+            saved(lambda: {"model": {"w": torch.ones(2)}, "optimizer": grouped({0: {"exp_avg": torch.ones(2)}})})(m),
+            saved(lambda: {"model": {"b": torch.ones(1), "a": torch.ones(1)}, "opt": grouped({"b": {}, "a": {}})})("c"),
+        ),
+        "convert {m}.pt out.pt --regroup w=a:1,b:1", r"(--like \S+) takes", "as there",
+        lambda path: _equal(loads(path)["optimizer"]["param_groups"][0]["param_names"], ["b", "a"]), {"FILE": "c.pt"},
+    ),
+    "an order for which somebody vouches": Case(
+        saved(lambda: {"model": {"w": torch.ones(2)}, "optimizer": grouped({0: {"exp_avg": torch.ones(2)}})}),
+        "convert {m}.pt out.pt --regroup w=a:1,b:1", r"(--optimizer-order model) if its", "in the order of the output",
+        lambda path: _equal(loads(path)["optimizer"]["param_groups"][0]["param_names"], ["a", "b"]),
     ),
     "a number in a rule": Case(
         saved(lambda: {"w": torch.ones(6, 2)}), "convert {m}.pt out.pt --regroup w=a:$heads,b:1", r"(--size \S+)",

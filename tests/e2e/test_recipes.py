@@ -399,8 +399,18 @@ def goes_on_there_and_back() -> None:
         optimizer.step()
 
 
-def trained_by_names() -> None:
+def attention(*names: str) -> nn.Module:
+    """The model with fused queries, keys and values, or with each of them."""
     model = net()
+    model.add_module("a", nn.ModuleDict({name: nn.Linear(2, 2 * len(name)) for name in names}))
+    return model
+
+
+def trained_by_names() -> None:
+    fused = attention("qkv")
+    new = {"model": fused.state_dict(), "optimizer": torch.optim.Adam(fused.named_parameters()).state_dict()}
+    torch.save(new, "new.pt")
+    model = attention(*"qkv")
     optimizer = torch.optim.Adam(model.named_parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
@@ -413,7 +423,16 @@ def trained_by_names() -> None:
 
 
 def goes_on_without_a_head() -> None:
-    found, model = torch.load("smaller.pt"), net()
+    for name in ("joined.pt", "resumed.pt"):
+        found, model = torch.load(name), attention("qkv")
+        model.load_state_dict(found["model"], strict=True)
+        optimizer = torch.optim.Adam(model.parameters())
+        if name == "joined.pt":
+            set_optimizer_state_dict(model, optimizer, found["optimizer"])
+        else:
+            optimizer.load_state_dict(found["optimizer"])
+        assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in model.parameters())
+    found, model = torch.load("smaller.pt"), attention(*"qkv")
     names = [name for name, _ in model.named_parameters()]
     assert torch.load("numbers.pt")["optimizer"]["param_groups"][0]["param_names"] == names
     for by_name in (torch.load("names.pt")["optimizer"], torch.load("by-name.pt")):

@@ -291,7 +291,14 @@ def test_in_a_folder_the_report_says_it_too(tmp_path: Path) -> None:
     torch.save(obj, run / "train.pt")
     report = ckptconv.convert(run, tmp_path / "new", exclude="out", loadable=True)
     assert report.as_dict()["optimizers"] == [
-        {"path": "train.pt: optimizer", "names": 0, "left_out": 1, "keyed_by": None, "names_from": None, "groups": None}
+        {
+            **dict.fromkeys(("keyed_by", "groups")),
+            "path": "train.pt: optimizer",
+            "names": 0,
+            "left_out": 1,
+            "names_from": "shapes",
+            "regrouped": 0,
+        }
     ]
     assert [plain["path"] for plain in report.as_dict()["made_plain"]] == ["train.pt: seed"]
 
