@@ -23,8 +23,9 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import NamedTuple, NoReturn
 
-from ckptconv.byteranges.sources import BytesSource, Readable, SourceFolder
-from ckptconv.byteranges.spans import ByteRange, Concat
+from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.byteranges.spans import ByteRange, ChunkPlacement
+from ckptconv.checkpoint.blocks import assembled
 from ckptconv.checkpoint.merging import Merger, empty_graph
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.rebuild_functions import ints_of
@@ -82,16 +83,9 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
     files = files_of(folder.folder)
     assert files is not None
     _refuse_kinds(folder, files)
-    ranks = [rank for rank, _ in files.optims]
-    if not ranks:
+    if not files.optims:
         raise MalformedError("no files with optimizer states", where=folder.folder / files.tag, hint=_COPY)
-    for what in (files.models, files.optims):
-        numbers = [rank for rank, _ in what]
-        twice = [name for rank, name in what if numbers.count(rank) > 1] if len({*numbers}) != len(numbers) else []
-        if twice:
-            raise MalformedError("two files are of one rank", where=folder.folder / files.tag, got=some(twice))
-    names = [files.path(name) for _, name in (*files.models, *files.optims)]
-    folder.missing(names)  # opens remote files, several at once
+    folder.missing([files.path(name) for _, name in (*files.models, *files.optims)])  # opens remote files, all at once
     first = _Rank(read_file(folder.open(files.path(files.optims[0][1]))))
     _check_ranks(folder, files, first)
     optims = [first, *(_Rank(read_file(folder.open(files.path(name)))) for _, name in files.optims[1:])]
@@ -124,27 +118,26 @@ def _refusal(folder: SourceFolder, files: ZeroFiles, what: str, got: object) -> 
 
 def _check_ranks(folder: SourceFolder, files: ZeroFiles, first: _Rank) -> None:
     """Raise MalformedError unless the files of all ranks are there, as many as the `first` one says."""
-    where = folder.folder / files.tag
     world = first.world
     if len({*world}) != 1:
         raise _refusal(folder, files, "groups of different ranks (experts)", f"partition_count {world[:9]}")
-    ranks = world[0]
-    expected = {"optim": ranks, "model": ranks if first.stage == 3 else 1}
-    for what, given in (("optim", files.optims), ("model", files.models)):
-        there = {rank for rank, _ in given}
-        wanted = {-1} if what == "model" and first.stage != 3 else {*range(expected[what])}
-        if there - wanted:
-            names = [name for rank, name in given if rank not in wanted]
+    every = range(world[0])
+    for what, given, ranks in (
+        ("optim", files.optims, every),
+        ("model", files.models, every if first.stage == 3 else range(-1, 0)),
+    ):
+        name_of = dict(given)
+        missing = [rank for rank in ranks if rank not in name_of]
+        others = [name for rank, name in given if rank not in ranks or name != name_of[rank]]
+        if missing or others:
+            names = [f"{f'zero_pp_rank_{r}_' if r >= 0 else ''}mp_rank_00_{what}_states.pt" for r in missing]
+            are = "is" if len(missing) == 1 else "are"
             raise MalformedError(
-                f"files of more ranks than the {ranks:,} of the run", where=where, got=some(names), hint=_COPY
-            )
-        if missing := sorted(wanted - there):
-            names = [f"zero_pp_rank_{rank}_mp_rank_00_{what}_states.pt" for rank in missing]
-            names = names if missing != [-1] else ["mp_rank_00_model_states.pt"]
-            raise MalformedError(
-                f"{counted(len(missing), 'file')} of {ranks:,} ranks {'is' if len(missing) == 1 else 'are'} missing",
-                where=where,
-                got=f"no {some(names)}",
+                f"{counted(len(missing), 'file')} of {len(every):,} ranks {are} missing"
+                if missing
+                else f"there are more files than ranks in the run, which has {len(every):,}",
+                where=folder.folder / files.tag,
+                got=f"no {some(names)}" if missing else some(others),
                 hint=_COPY,
             )
 
@@ -335,6 +328,22 @@ class _Rank(_Fields):
         numbers = range(len(self.flats))
         return [self.items("the optimizer's state", by_number.get(number, Dict())) for number in numbers]
 
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """The values that must be the same in the files of all ranks."""
+        states = [{key: self._number(value) for key, value in state.items()} for state in self.states]
+        return self.stage, self.world, len(self.flats), states
+
+    def _number(self, value: Value) -> object:
+        """Return a value that is equal for equal numbers in the optimizer's state, and for any two moments."""
+        info = self.checkpoint.tensor_nodes.get(id(value))
+        if info is None or info.storage is None:
+            return _plain(value)
+        if info.shape or not isinstance(info.storage.data, ByteRange):
+            return info.dtype, len(info.shape)
+        span = _Flat(info, info.storage.data).span(0, 1) if info.dtype in BY_NAME else info.storage.data
+        return info.dtype, span.source.read(span.offset, span.length)
+
 
 class _Reader:
     """Puts the files together."""
@@ -377,15 +386,18 @@ class _Reader:
 
     def check_alike(self) -> None:
         """Raise MalformedError unless the files are of one run and one step."""
-        for one, others in ((self.model, self.models), (self.first, self.ranks)):
-            for other in others[1:]:
-                if _alike(one) != _alike(other):
-                    raise MalformedError(
-                        f"{other.where.name} and {one.where.name} are of different runs or steps: they disagree about"
-                        " parameters, groups, ranks or the optimizer",
-                        where=self.folder.folder / self.files.tag,
-                        hint=_COPY,
-                    )
+        firsts: dict[type[_Fields], tuple[_Fields, object]] = {}
+        parts: list[_Model | _Rank] = [*self.models, *self.ranks]
+        for part in parts:
+            alike = part.alike
+            first, expected = firsts.setdefault(type(part), (part, alike))
+            if alike != expected:
+                raise MalformedError(
+                    f"{part.where.name} and {first.where.name} are of different runs or steps: they disagree about"
+                    " parameters, groups, ranks or the optimizer",
+                    where=self.folder.folder / self.files.tag,
+                    hint=_COPY,
+                )
         said = self.model.root.get("mp_world_size", 1)
         if said != 1 and is_count(said):
             raise _refusal(self.folder, self.files, "tensor parallelism", f"mp_world_size {said}")
@@ -401,7 +413,7 @@ class _Reader:
         if given is not None:
             lists = self.first.elements("param_alignment_paddings", given)
             paddings = [self.first.counts("param_alignment_paddings", each) for each in lists]
-            flats.check("param_alignment_paddings", len(self.model.shapes_of), len(paddings))
+            flats.check("the length of param_alignment_paddings", len(self.model.shapes_of), len(paddings))
         return [*flats.of_groups(self.model.shapes_of, paddings)]
 
     # Weights
@@ -412,20 +424,19 @@ class _Reader:
         if len(dtypes) > 1:
             self.first.fail("the ranks have flat tensors of different dtypes", some(sorted(dtypes)))
         dtype = BY_NAME[dtypes.pop() if dtypes else "float32"]
-        spans = [flat.span(cut.start, cut.numel) for flat, cut in zip(flats, cuts, strict=False)]
-        cut_from = [flat.data for flat, span in zip(flats, spans, strict=False) if span is not flat.data]
-        verified = {id(record): record for record in cut_from if record.crc32 is not None}
-        length = sum(span.length for span in spans)
-        data: ByteRange | Concat
-        if not spans:
-            data = ByteRange(BytesSource(b"", self.folder.path), 0, 0)
-        elif len(spans) == 1 and not cut_from:
-            data = spans[0]
-        else:
-            data = Concat(tuple(spans), None, length, tuple(verified.values()))
+        placements: list[ChunkPlacement] = []
+        verified: dict[int, ByteRange] = {}
+        numel = 0
+        for flat, cut in zip(flats, cuts, strict=False):
+            span = flat.span(cut.start, cut.numel)
+            placements.append(ChunkPlacement(span, (numel,), (cut.numel,), (1,)))
+            if span is not flat.data and flat.data.crc32 is not None:
+                verified[id(flat.data)] = flat.data
+            numel += cut.numel
         key = next(self.keys)
+        data = assembled((numel,), dtype.itemsize, placements, self.folder.path, (*verified.values(),))
         self.merger.records[key] = data
-        call = self.merger.calls.tensor(dtype, shape, key, length)
+        call = self.merger.calls.tensor(dtype, shape, key, data.length)
         storage = flats[0].info.storage if flats else None
         if storage:  # the tensor is on the device of the rank that has its first part
             reference = args_of(call)[0]
@@ -601,25 +612,6 @@ class _Reader:
             numbered = command("convert", *typed, Option("optimizer", "numbers"))
             notes.append(numbered + " writes the optimizer as optimizer.load_state_dict needs it")
         return notes
-
-
-def _alike(part: _Model | _Rank) -> object:
-    """Return the values that must be the same in the files of all ranks."""
-    if isinstance(part, _Model):
-        return part.alike
-    states = [{key: _number(part, value) for key, value in state.items()} for state in part.states]
-    return part.stage, part.world, len(part.flats), states
-
-
-def _number(part: _Rank, value: Value) -> object:
-    """Return a value that is equal for equal numbers in the optimizer's state, and for any two moments."""
-    info = part.checkpoint.tensor_nodes.get(id(value))
-    if info is None or info.storage is None:
-        return _plain(value)
-    if info.shape or not isinstance(info.storage.data, ByteRange):
-        return info.dtype, len(info.shape)
-    span = _Flat(info, info.storage.data).span(0, 1) if info.dtype in BY_NAME else info.storage.data
-    return info.dtype, span.source.read(span.offset, span.length)
 
 
 def _in_place_of(old: Value, new: Value) -> Value:

@@ -57,10 +57,11 @@ class Flats:
 
         Raises MalformedError if they do not take as many elements as there are.
         """
-        self.check_count(len(shapes))
+        for sizes in self.sizes:
+            self.check("the number of flat tensors", len(shapes), len(sizes))
         for group, names in enumerate(shapes):
             gaps = [0] * len(names) if paddings is None else paddings[group]
-            self.check("the paddings of parameters", len(names), len(gaps))
+            self.check("the number of paddings", len(names), len(gaps))
             starts = [0, *accumulate(sizes[group] for sizes in self.sizes)]
             offset = end = 0
             for (name, shape), gap in zip(names.items(), gaps, strict=True):
@@ -114,32 +115,21 @@ class Flats:
                 yield i, offset - starts[i], done
             offset, count, i = offset + done, count - done, i + 1
 
-    def check_count(self, groups: int) -> None:
-        """Raise MalformedError unless each rank has `groups` flat tensors."""
-        for sizes in self.sizes:
-            self.check("the flat tensors", groups, len(sizes))
-
     def check(self, what: str, expected: int, got: int) -> None:
         """Raise MalformedError unless there are as many of `what` as `expected`."""
         if expected != got:
-            raise MalformedError(
-                f"{what} and param_shapes disagree", where=self.where, expected=f"{expected:,}", got=f"{got:,}"
-            )
+            raise self.disagree(what, f"{expected:,}", f"{got:,}")
+
+    def disagree(self, what: str, expected: str, got: str) -> MalformedError:
+        """Return the error for files that contradict one another about `what`."""
+        what += ": param_shapes and the flat data disagree"
+        return MalformedError(what, where=self.where, expected=expected, got=got)
 
     def too_few(self, name: str, shape: Shape, offset: int, available: int) -> MalformedError:
         """Return the error for a parameter that does not fit into the flat data."""
-        return MalformedError(
-            f"{name!r} of shape {shape} does not fit: param_shapes and the flat data disagree",
-            where=self.where,
-            expected=f"at most {available:,} elements",
-            got=f"{prod(shape):,} from {offset:,} on",
-        )
+        what = f"{name!r} of shape {shape} does not fit"
+        return self.disagree(what, f"at most {available:,} elements", f"{prod(shape):,} from {offset:,} on")
 
     def left_over(self, used: int, available: int) -> MalformedError:
         """Return the error for flat data that is more than the parameters and padding."""
-        return MalformedError(
-            "the sum of param_shapes and the flat data disagree",
-            where=self.where,
-            expected=f"{available:,} elements",
-            got=f"{used:,}",
-        )
+        return self.disagree("the sum of all elements", f"{available:,}", f"{used:,}")

@@ -311,7 +311,7 @@ def _lies() -> dict[str, tuple[int, Callable[[Files], object], str]]:
         "no groups": (2, lambda f: f.models[0]["param_shapes"].clear(), "disagree"),
         "no shapes": (2, lambda f: f.models[0].update(param_shapes=None), "no module and param_shapes"),
         "another world": (2, lambda f: inner(f, 0).update(partition_count=[3]), "missing"),
-        "a smaller world": (2, lambda f: inner(f, 0).update(partition_count=[1]), "more ranks"),
+        "a smaller world": (2, lambda f: inner(f, 0).update(partition_count=[1]), "more files than ranks"),
         "ranks of two runs": (
             2,
             lambda f: _step(inner(f, 1)),
@@ -393,7 +393,7 @@ def test_missing_files(stage: int, tmp_path: Path) -> None:
             ckptconv.inspect(folder)
     twice = whole / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(whole / TAG / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", twice)
-    with pytest.raises(MalformedError, match="two files are of one rank"):
+    with pytest.raises(MalformedError, match="more files than ranks"):
         ckptconv.inspect(whole)
 
 
