@@ -14,7 +14,7 @@ from ckptconv.conversion.parts import PlannedFile, plan_files
 from ckptconv.conversion.targets import find_request
 from ckptconv.edits.devices import to_devices
 from ckptconv.edits.options import Edits, split_edits
-from ckptconv.errors import CkptconvError, DangerousError, MissingTorchError, UsageError, printable, some
+from ckptconv.errors import CkptconvError, DangerousError, MissingTorchError, UsageError, count, printable, some
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import Command, Option, Placeholder, command, command_in
@@ -154,7 +154,7 @@ class Bridge:
             found, note = compare(a, b, Edits()), ""
         except MissingTorchError:
             found = compare(a, b, Edits(), Compared(names_only=True))
-            note = _by_checksums(*(_checksums(path) for path in (a, b)))
+            note = _by_headers(*map(_headers, (a, b)))
         lines = ("names: " if note else "") + "\n".join(difference_lines(found, Style(), names_only=bool(note)))
         dangers = [*map(printable, found.dangers)]
         return {"same": found.same and not note, "dangers": dangers, "text": lines, "note": note, "command": line}
@@ -165,28 +165,41 @@ class Bridge:
         self.planned = ()
 
 
-def _checksums(path: str) -> dict[str, tuple[Any, int | None]]:
-    """By path: the dtype, shape, stride and offset of each tensor, and the checksum of its storage, if it has one."""
+def _headers(path: str) -> dict[str, tuple[tuple[Any, ...], Any, int | None]]:
+    """By path: dtype, shape and device of each tensor; where its storage has it; and the checksum of that, if any."""
     with open_input(path) as source, gc_paused():
         infos = opening.read(source).tensors.values()
         return {
-            each.path: ((each.dtype, each.shape, each.stride, each.offset), each.storage.data.crc32_known())
+            each.path: (
+                (each.dtype, each.shape, each.device),
+                (each.stride, each.offset),
+                each.storage.data.crc32_known(),
+            )
             for each in infos
             if each.storage
         }
 
 
-def _by_checksums(a: dict[str, tuple[Any, int | None]], b: dict[str, tuple[Any, int | None]]) -> str:
-    """Which tensors that both have are different, as far as headers and checksums tell."""
-    both = [path for path in a if path in b]
-    different = [path for path in both if a[path] != b[path] and None not in (a[path][1], b[path][1])]
-    known = [path for path in both if path not in different and a[path] == b[path] and a[path][1] is not None]
-    rest = len(both) - len(different) - len(known)
+def _by_headers(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """How the tensors that both have differ, as far as headers and checksums tell."""
+    found: dict[str, list[str]] = {"dtype": [], "shape": [], "device": [], "values": []}
+    same = unknown = 0
+    for path in (each for each in a if each in b):
+        (facts, place, crc), (facts_b, place_b, crc_b) = a[path], b[path]
+        kinds = [kind for kind, one, other in zip(found, facts, facts_b, strict=False) if one != other]
+        has_values = (facts[:2], place) == (facts_b[:2], place_b) and None not in (crc, crc_b)
+        kinds += ["values"] if has_values and crc != crc_b else []
+        for kind in kinds:
+            found[kind].append(path)
+        same += has_values and not kinds
+        unknown += not has_values and not kinds
+    different = [
+        f"{kind} of {count(len(paths), 'tensor')} ({some(paths, _SHOWN)})" for kind, paths in found.items() if paths
+    ]
     return (
-        "There are tensors that differ. Without torch, only headers and checksums are compared:"
-        f" {len(different):,} different"
-        + (f" ({some(different, _SHOWN)})" if different else "")
-        + f", {len(known):,} the same, {rest:,} not known. The command line says which values differ, and how far."
+        "There are tensors that differ. Without torch, only headers and checksums are compared: "
+        + ", ".join([*different, f"{same:,} the same", f"{unknown:,} not known"])
+        + ". The command line says which values differ, and how far."
     )
 
 

@@ -351,9 +351,13 @@ async function save(numbers, places) {
   for (const each of buttons) each.disabled = true;
   $("error").hidden = true;
   const outs = [];
+  let next = "the copy is planned, and nothing is written. Press Save.";
   try {
     if (!worker) await prepare(); // the worker was ended, and the plan with it
-    if ($("planned").hidden) return;
+    if ($("planned").hidden) {
+      next = "nothing was prepared. Change the form, or choose another file.";
+      return;
+    }
     await unchanged();
     $("saved").textContent = "Your browser asks where to save it.";
     const handles = await places(numbers);
@@ -367,15 +371,19 @@ async function save(numbers, places) {
     }
     if (outs.length) await unchanged();
     while (outs.length) await outs.shift().close(); // the files appear now, an index last
+    next = "the copy is saved. Next: load it, or choose another file.";
     $("saved").textContent = handles
       ? "Saved, and the file did not change meanwhile."
       : "Your browser saves it now: " + counted(sum(numbers.map((i) => planned.files[i].size))) + " bytes.";
   } catch (error) {
     for (const each of outs) await each.abort().catch(() => {});
     $("saved").textContent = "";
-    if (error.name !== "AbortError") fail(await unchanged().then(() => error, (why) => why), $("buttons")); // AbortError: the user has cancelled
+    if (error.name !== "AbortError") { // which says that the user has cancelled
+      fail(await unchanged().then(() => error, (why) => why), $("buttons"));
+      next = "nothing was saved. Save it somewhere else, or choose the file again.";
+    }
   } finally {
-    say("Ready.");
+    say("Ready: " + next);
     for (const each of buttons) each.disabled = $("planned").hidden;
   }
 }

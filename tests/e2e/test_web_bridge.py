@@ -22,6 +22,7 @@ from ckptconv.conversion.options import PlanOptions
 from ckptconv.errors import CkptconvError, MissingTorchError
 from ckptconv.hints import Option, command
 from ckptconv.inspection.summary import summary_of
+from tests.support import zoo
 from tests.support.paths import ROOT
 from web.bridge import Bridge, _fix, _verdict, error_text
 
@@ -251,8 +252,12 @@ def test_two_files_are_compared(bridge: Bridge, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("ckptconv.inspection.comparison.values.Values.comparer", missing)
     found = bridge.diff("ddp.pt", "e.pt")
-    assert not found["same"] and "1 different (module.b), 1 the same, 0 not known" in found["note"]
+    assert not found["same"] and "compared: values of 1 tensor (module.b), 1 the same, 0 not known" in found["note"]
     assert found["text"].startswith("names: ")
+    with zoo.tagging(["cuda:0"]):
+        torch.save({"module.w": torch.arange(6.0).half(), "module.b": torch.ones(1, 2)}, "e.pt")
+    note = bridge.diff("ddp.pt", "e.pt")["note"]
+    assert "dtype of 1 tensor (module.w), shape of 1 tensor (module.b), device of 2 tensors" in note
 
 
 def test_bytes_are_compared_without_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
