@@ -73,6 +73,22 @@ class Optimizer:
     shapes: dict[Key, Shape]
     trouble: str | None = None
 
+    def key(self, value: Value) -> Key | None:
+        """Return the parameter for which the key `value` of its state stands, or None. DCP stores numbers as text."""
+        found = self._by_text.get(str(value)) if is_key(value) else None
+        return found if isinstance(value, str) or type(found) is int else None
+
+    @cached_property
+    def _by_text(self) -> dict[str, Key]:
+        return {str(key): key for key in self.params}
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether its state has texts in place of numbers, which ``load_state_dict`` ignores."""
+        return not self.is_named and any(
+            isinstance(key, str) and self.key(key) is not None for key, _ in self.state.entries()
+        )
+
     @cached_property
     def params(self) -> list[Key]:
         """The parameters of all groups, in order."""
@@ -172,8 +188,9 @@ def _read(place: Place, index: Index) -> Optimizer:
     if len(kinds) > 1 or len(params) != len(found.params):
         what = "numbers and names" if len(kinds) > 1 else "a parameter twice"
         return _in_trouble(place.path, node, f"its groups list {what}")
-    for key, value in state.entries():
-        if is_key(key) and key in params:
+    for stored, value in state.entries():
+        key = found.key(stored)
+        if key is not None:
             if key in found.entries:
                 return _in_trouble(place.path, node, f"its state has {key!r} twice")
             if isinstance(value, Dict) and "prev_flat_grad" in strings_of(value):
@@ -182,7 +199,7 @@ def _read(place: Place, index: Index) -> Optimizer:
             shape = _shape_of(value, index.tensor_nodes)
             if shape is not None:
                 found.shapes[key] = shape
-        elif type(key) is int or not isinstance(key, str) or kinds == {str}:
+        elif not isinstance(stored, str) or kinds == {str}:
             return _in_trouble(place.path, node, "its state has parameters that are in no group")
     return found
 

@@ -186,7 +186,7 @@ class Followers:
         """
         if not gone:
             return
-        segments = {key_segment(key, 0) for key in gone}
+        segments = {key_segment(key, 0) for number in gone for key in (number, str(number))}
         unwanted = [
             place
             for place in self.checkpoint.index.every_place
@@ -202,12 +202,18 @@ class Followers:
     def key_by(self, form: str, changes: Changes) -> None:
         """Key each optimizer by ``names`` or ``numbers``, the `form`. Raise RefusedError if its names are not known."""
         others = [
-            each for each in self.optimizers if each.trouble or (each.params and each.is_named != (form == "names"))
+            each
+            for each in self.optimizers
+            if each.trouble
+            or (each.params and each.is_named != (form == "names"))
+            or (each.has_texts and form == "numbers")
         ]
         for optimizer in others:
-            names = self.names_of(optimizer)
+            is_renumbered = not optimizer.trouble and not optimizer.is_named and form == "numbers"
+            names = optimizer.names if is_renumbered else self.names_of(optimizer)
             rewrite(optimizer, [group.params for group in optimizer.groups], names, is_named=form == "names")
-            self.change_of(optimizer, changes).keyed_by = form
+            change = self.change_of(optimizer, changes)
+            change.keyed_by, change.names_from = form, "itself" if is_renumbered else change.names_from
         if others:
             self.checkpoint.changed(same_tensors=True)
         else:
@@ -254,9 +260,11 @@ def rewrite(
         if names and (group.names is not None or not is_named):
             set_list(group.node, "param_names", [names[key] for key in params])
     for effect, i in optimizer.state.pairs():
-        key = effect.values[i]
-        if is_key(key):
-            effect.values[i] = new.get(key, key)
+        stored = effect.values[i]
+        key = optimizer.key(stored)
+        key = stored if key is None and is_key(stored) else key
+        if key is not None:
+            effect.values[i] = new.get(key, stored)
 
 
 def _torn(names: Iterable[str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.reading import announce, same_streams
 from ckptconv.byteranges.spans import Piece
-from ckptconv.checkpoint.optimizers import LIKE_THE_PARAMETER, Key, Optimizer, Weights, is_key, names_in
+from ckptconv.checkpoint.optimizers import LIKE_THE_PARAMETER, Key, Optimizer, Weights, names_in
 from ckptconv.checkpoint.tensor_info import piece_of
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.optimizers import Followers, are_same, options_of, rewrite
@@ -181,11 +181,12 @@ class _Parameters:
     def write(self) -> None:
         """Give the optimizer its new parameters."""
         items: list[tuple[Value, Value]] = []
-        for key, value in self.optimizer.state.entries():
-            if is_key(key) and key in self.instead:
+        for stored, value in self.optimizer.state.entries():
+            key = self.optimizer.key(stored)
+            if key is not None and key in self.instead:
                 items += [(new, self.entries[new]) for new in self.now([key])]
             else:
-                items.append((key, value))
+                items.append((stored, value))
         replace_items(self.optimizer.state, items)
         groups = [self.now(group.params) for group in self.optimizer.groups]
         rewrite(self.optimizer, groups, self.names, is_named=self.optimizer.is_named)

@@ -81,6 +81,7 @@ class OptimizerSummary:
         path: Its path.
         keyed_by: ``names`` or ``numbers``, by which it lists its parameters.
         has_names: Whether the names of its parameters are in it.
+        has_texts: Whether its state has texts in place of numbers, which ``load_state_dict`` ignores.
         groups: The number of its groups.
         parameters: The number of parameters in them.
         entries: The number of parameters that have a state.
@@ -92,6 +93,7 @@ class OptimizerSummary:
     path: str
     keyed_by: str
     has_names: bool
+    has_texts: bool
     groups: int
     parameters: int
     entries: int
@@ -448,6 +450,7 @@ def _optimizers(checkpoint: Checkpoint) -> Iterator[OptimizerSummary]:
             path=found.path,
             keyed_by="names" if found.is_named else "numbers",
             has_names=found.names is not None,
+            has_texts=found.has_texts,
             groups=len(found.groups),
             parameters=len(found.params),
             entries=len(found.entries),

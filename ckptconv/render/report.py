@@ -141,7 +141,7 @@ def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = Fal
 
 #: Where the names of an optimizer's parameters come from.
 _NAMES_FROM = {
-    "itself": "by its own names",
+    "itself": "by what it says itself",
     "shapes": "by the shapes of its state, which leave no choice",
     "order": "by the names in the order of the model, for which you vouch",
 }

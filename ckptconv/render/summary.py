@@ -294,6 +294,8 @@ def _optimizer(optimizer: OptimizerSummary) -> str:
         return f"; {optimizer.trouble}"
     named = "by names" if optimizer.keyed_by == "names" else "by number" + ", with names" * optimizer.has_names
     text = f"; {count(optimizer.parameters, 'parameter')} {named}"
+    if optimizer.has_texts:
+        text += f" in text, which load_state_dict ignores ({option('optimizer', 'numbers')} mends it)"
     if optimizer.entries < optimizer.parameters:
         text += f", {optimizer.entries:,} with a state"
     models = " or ".join(first_of(optimizer.models, _SHOWN))

@@ -93,9 +93,9 @@ def trained() -> dict[str, Any]:
     return {"optimizer": optimizer.state_dict(), "epoch": 3, "args": argparse.Namespace(lr=1)}
 
 
-def grouped(state: dict[Any, Any]) -> dict[str, Any]:
+def grouped(state: dict[Any, Any], params: list[Any] | None = None) -> dict[str, Any]:
     """An optimizer with this state, in one group."""
-    return {"state": state, "param_groups": [{"params": [*state]}]}
+    return {"state": state, "param_groups": [{"params": params or [*state]}]}
 
 
 def lightning(model: nn.Module, **others: Any) -> dict[str, Any]:
@@ -241,6 +241,17 @@ CASES: dict[str, Case] = {
         saved(lambda: {"model": {"w": torch.ones(2)}, "optimizer": grouped({0: {"exp_avg": torch.ones(2)}})}),
         "convert {m}.pt out.pt --regroup w=a:1,b:1", r"(--optimizer names) needs", "by names",
         lambda path: _equal(loads(path)["optimizer"]["param_groups"][0]["params"], ["a", "b"]),
+    ),
+    "an optimizer by numbers in DCP": Case(
+        saved(lambda: {"model": {"w": torch.ones(2)}, "optimizer": grouped({0: {"exp_avg": torch.ones(2)}})}),
+        "convert {m}.pt out --format dcp -n", r"needs names: (--optimizer names)", "by names",
+        lambda path: _equal(ckptconv.inspect(path).optimizers[0].keyed_by, "names"),
+        made="convert {m}.pt out --format dcp",
+    ),
+    "numbers of an optimizer that are text": Case(
+        saved(lambda: {"w": torch.ones(2), "optimizer": grouped({"0": {"exp_avg": torch.ones(2)}}, [0])}),
+        "inspect {m}.pt", r"\((--optimizer numbers) mends", "numbers", made="convert {m}.pt out.pt",
+        judge=lambda path: _equal([*loads(path)["optimizer"]["state"]], [0]),
     ),
     "the order of a model that is regrouped": Case(
         lambda m: (

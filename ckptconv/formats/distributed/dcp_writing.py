@@ -239,7 +239,10 @@ def _trouble(info: TensorInfo) -> str | None:
 def _notes(checkpoint: Checkpoint, flat: _Flat) -> Iterator[str]:
     """Yield notes on what a reader of the folder does not get back as it was."""
     if flat.numbered:
-        yield f"keys that are not text become text: {some(flat.numbered)}"
+        text = f"keys that are not text become text: {some(flat.numbered)}"
+        if checkpoint.detected.optimizer_nodes and any(".state." in f".{name}" for name in flat.numbered):
+            text += "; set_optimizer_state_dict needs names: " + option("optimizer", "names")
+        yield text
     every = [checkpoint.tensor_nodes.get(id(node)) for _, node in flat.items.values()]
     tensors = [info for info in every if info and info.nbytes]
     tied = len(tensors) - len({info.view for info in tensors})

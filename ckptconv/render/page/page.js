@@ -704,7 +704,7 @@
     const kind = whole && data.commands.some(([of]) => of === "path") ? "path" : "glob";
     const value = kind === "path" ? whole : glob(chosen.path) + (each ? "" : "*");
     const commands = chosen === root || chosen.members || !chosen.sides[0].count ? [] // the first file must have it
-      : data.commands.filter(([of]) => of === kind);
+      : data.commands.filter(([of]) => of === kind && (kind === "path" || !(data.optimizers || []).some((path) => chosen.path.startsWith(path))));
     box.replaceChildren(
       make("h3", { dir: "ltr" }, make("bdi", {}, chosen === root ? "everything" : shown(chosen.path + (chosen.members ? chosen.name : "")))),
       make("dl", {}, ...lines), ...columns.histograms.filter((of) => each && of.bars[each.i]).map((of) => histogram(of.title, of.bars[each.i])),

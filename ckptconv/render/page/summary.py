@@ -40,6 +40,9 @@ def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
     """Return the data of the page of `summary`, which shows the `most` largest tensors, or all."""
     tensors, left_out = largest(summary.tensors, most)
     src = Path(summary.path)
+    inside = [each for each in summary.optimizers if each.path != "."]
+    unsure = [each for each in inside if not (each.has_names and len(each.models) == 1 and each.shapes_agree)]
+    without = [Option("drop", each.path) for each in unsure]  # it cannot follow some of its weights
     return {
         "title": summary.path,
         "named": any(state_dict.path == "." for state_dict in summary.state_dicts),  # then globs match names
@@ -49,11 +52,12 @@ def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
         "lists": _lists(summary, tensors),
         "smaller": [{"text": text[:LONGEST], "command": typed} for text, typed in _smaller(summary)],
         "maps": ["Map"],
+        "optimizers": [each.path + "/" for each in inside],  # whose tensors follow weights, and no globs
         "commands": [
             typed("path", "Take this part alone", Command("convert", (src, "part.pt")), "select"),
             typed("path", "Leave it out", Command("convert", (src, "rest.pt")), "drop"),
-            typed("glob", "Take this alone", Command("convert", (src, "part.pt")), "include"),
-            typed("glob", "Leave it out", Command("convert", (src, "rest.pt")), "exclude"),
+            typed("glob", "Take this alone", Command("convert", (src, "part.pt", *without)), "include"),
+            typed("glob", "Leave it out", Command("convert", (src, "rest.pt", *without)), "exclude"),
         ],
         "tensors": _columns(summary, tensors),
     }

@@ -362,6 +362,28 @@ def test_names_of_its_own_and_a_state_without_weights(tmp_path: Path) -> None:
     assert_same(made, expected)
 
 
+def test_numbers_that_are_text(tmp_path: Path) -> None:
+    """As DCP stores them. ``load_state_dict`` ignores the state of such keys, so an edit makes numbers of them."""
+    src, dcp, dst = tmp_path / "a.pt", tmp_path / "dcp", tmp_path / "b.pt"
+    obj = {"model": MODEL, "optimizer": _state(SHAPES)}
+    torch.save(obj, src)
+    report = ckptconv.convert(src, dcp, format="dcp")
+    assert any("set_optimizer_state_dict needs names: optimizer='names'" in note for note in report.notes)
+    (found,) = ckptconv.inspect(dcp).optimizers
+    assert found.has_texts and found.entries == 3 and found.shapes_agree
+    report = ckptconv.convert(dcp, dst, optimizer="numbers")
+    assert_same(torch.load(dst)["optimizer"], obj["optimizer"])
+    assert report.changes.optimizers["optimizer"].names_from == "itself"
+    assert not ckptconv.inspect(dst).optimizers[0].has_texts
+    ckptconv.convert(dcp, dst, exclude="out", force=True)
+    assert_same(torch.load(dst)["optimizer"], _state(SHAPES[:2]))
+    ckptconv.convert(dcp, dst, optimizer="names", optimizer_order="model", force=True)
+    assert [*torch.load(dst)["optimizer"]["state"]] == [*MODEL]
+    options = {"optimizer": "names", "optimizer_order": "model", "force": True}
+    ckptconv.convert(dcp, dst, regroup="q, k = qk", **options)
+    assert [*torch.load(dst)["optimizer"]["state"]] == ["qk", "out"]
+
+
 def test_shapes_that_leave_one_reading(tmp_path: Path) -> None:
     """Whatever the order of the groups, and a parameter without state if one name is left for it."""
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"

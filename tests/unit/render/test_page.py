@@ -217,6 +217,21 @@ def test_parts_and_storages(command: Command) -> None:
     assert facts["stored"][4:] == [None] * 3 and columns["storage"][:4] == [0] * 4
 
 
+def test_globs_are_offered_with_what_they_need(command: Command) -> None:
+    """An optimizer that cannot follow some of its weights is left out, so each command that is offered works."""
+    weights, moments = {"w": torch.ones(4), "b": torch.ones(4)}, {"exp_avg": torch.ones(4)}
+    optimizer = {"state": {0: moments, 1: moments}, "param_groups": [{"params": [0, 1]}]}
+    named = {**optimizer, "param_groups": [{"params": [0, 1], "param_names": ["w", "b"]}]}
+    for kept, each in ((False, optimizer), (True, named)):
+        torch.save({"model": weights, "optimizer": each}, "m.pt")
+        command("inspect", "m.pt", "--html", "m.html", "--force", err="m.html: written")
+        data = data_of(Parsed(Path("m.html").read_text("utf-8")))
+        for _, _, *words in (each for each in data["commands"] if each[0] == "glob"):
+            command(*("w" if word is None else word for word in words[1:]), "--force", "-q")
+        assert ("optimizer" in torch.load("part.pt")) == kept
+        assert data["optimizers"] == ["optimizer/"]
+
+
 @pytest.mark.parametrize(
     ("model", "others"),
     [
