@@ -28,7 +28,7 @@ from ckptconv.edits.selection import leave_out
 from ckptconv.errors import LimitError, NoMatchError, RefusedError, some
 from ckptconv.hints import Placeholder, joined, option
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import AT_ONCE, Effect, List, Node, Object, Tuple, Value
+from ckptconv.pickles.graph import AT_ONCE, Effect, List, Node, Object, Tuple, Value, replace_items
 from ckptconv.pickles.paths import key_segment
 
 _T = TypeVar("_T")
@@ -251,13 +251,17 @@ def rewrite(
 ) -> None:
     """Give each group of `optimizer` the parameters that `groups` have for it, numbered from 0, or named.
 
-    Numbers get the `names` as ``param_names``. The state must have no other parameters.
+    Numbers get the `names` as ``param_names``. Names in place of numbers do not, because ``set_optimizer_state_dict``
+    fails with them if the run's own optimizer has none (``full_state_dict``, torch 2.13). The state must have no other
+    parameters.
     """
     order = [key for group in groups for key in group]
     new: dict[Key, Key] = {key: names[key] if names and is_named else n for n, key in enumerate(order)}
     for group, params in zip(optimizer.groups, groups, strict=True):
         set_list(group.node, "params", [new[key] for key in params])
-        if names and (group.names is not None or not is_named):
+        if is_named and not optimizer.is_named:
+            replace_items(group.node, [item for item in group.node.entries() if item[0] != "param_names"])
+        elif names and (group.names is not None or not is_named):
             set_list(group.node, "param_names", [names[key] for key in params])
     for effect, i in optimizer.state.pairs():
         stored = effect.values[i]

@@ -245,7 +245,7 @@ CASES: dict[str, Case] = {
     "an optimizer by numbers in DCP": Case(
         saved(lambda: {"model": {"w": torch.ones(2)}, "optimizer": grouped({0: {"exp_avg": torch.ones(2)}})}),
         "convert {m}.pt out --format dcp -n", r"needs names: (--optimizer names)", "by names",
-        lambda path: _equal(ckptconv.inspect(path).optimizers[0].keyed_by, "names"),
+        lambda _: _equal(ckptconv.inspect("out").optimizers[0].keyed_by, "names"),
         made="convert {m}.pt out --format dcp",
     ),
     "numbers of an optimizer that are text": Case(
