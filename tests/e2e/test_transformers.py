@@ -104,3 +104,36 @@ def test_there_and_back(model: Any, saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(back[f"module.{name}"], tensor) for name, tensor in model.state_dict().items())
     assert all(back[f"module.{a}"].data_ptr() == back[f"module.{b}"].data_ptr() for a, b in ties(model).items())
     torch.nn.DataParallel(type(model)(model.config)).load_state_dict(back, strict=True)
+
+
+def test_its_adafactor_follows_weights_that_are_left_out(tmp_path: Path) -> None:
+    """The shapes of its rows and columns tell which weight is which, and the next steps are those of a run without
+    these weights. Regrouped they cannot be, which is said by their names.
+    """
+    optimization = pytest.importorskip("transformers.optimization")
+
+    def run(net: torch.nn.ModuleDict, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = sum(module(torch.full((1, 4), step + 1.0)).square().sum() for module in net.values())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(0)
+    net = torch.nn.ModuleDict({f"n{n}": torch.nn.Linear(4, n) for n in (3, 5, 2)})
+    optimizer = optimization.Adafactor(net.parameters())
+    run(net, optimizer)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    ckptconv.convert(tmp_path / "a.pt", tmp_path / "b.pt", exclude="n5.*")
+    made = torch.load(tmp_path / "b.pt")
+    fewer = torch.nn.ModuleDict({name: torch.nn.Linear(4, int(name[1])) for name in ("n3", "n2")})
+    fewer.load_state_dict(made["model"])
+    after = optimization.Adafactor(fewer.parameters())
+    after.load_state_dict(made["optimizer"])
+    del net["n5"]
+    assert run(fewer, after) == run(net, optimizer)
+    with pytest.raises(ckptconv.CkptconvError, match=r"exp_avg_sq_row \[3\], exp_avg_sq_col \[4\]"):
+        ckptconv.convert(tmp_path / "a.pt", tmp_path / "c.pt", regroup="n3.* = a.*[1], b.*[2]", optimizer="names")
