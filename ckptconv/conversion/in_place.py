@@ -209,7 +209,12 @@ def _plan_file(
         known = {*checkpoint.storages}
         changes = apply(checkpoint, edits)
         if edits.regroup and (of_folder or not known.issuperset(checkpoint.storages)):
-            raise _moves("regroup", "in these files" if of_folder else "where it joins, or cuts another dimension")
+            raise _moves(
+                "regroup",
+                "in these files"
+                if of_folder
+                else "where it joins, cuts another dimension, or copies the step of an optimizer",
+            )
         writer = writer_of(format_)
         if not output.allow_unsafe and (writer is None or writer.objects):
             refuse_dangers(checkpoint, as_archive=bool(writer and writer.records))

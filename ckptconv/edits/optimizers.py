@@ -290,11 +290,20 @@ def options_of(group: ParameterGroup) -> list[Value]:
 
 def are_same(a: Value | list[Value], b: Value | list[Value]) -> bool:
     """Return whether `a` and `b` are sure to be the same: one node, or atoms, tuples and lists of the same values."""
-    if isinstance(a, Tuple) and isinstance(b, Tuple):
-        a, b = a.items, b.items
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(are_same, a, b))
-    return a is b or (type(a) is type(b) and not isinstance(a, Node) and a == b)
+    todo: list[tuple[Value | list[Value], Value | list[Value]]] = [(a, b)]
+    seen: set[tuple[int, int]] = set()  # tuples can share members, and be nested deeply
+    while todo:
+        a, b = todo.pop()
+        if isinstance(a, Tuple) and isinstance(b, Tuple) and a is not b:
+            if (id(a), id(b)) in seen:
+                continue
+            seen.add((id(a), id(b)))
+            a, b = a.items, b.items
+        if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            todo += zip(a, b, strict=True)
+        elif not (a is b or (type(a) is type(b) and not isinstance(a, (Node, list)) and a == b)):
+            return False
+    return True
 
 
 def set_list(mapping: Object, key: str, values: Sequence[Value]) -> None:

@@ -101,7 +101,8 @@ class _Parameters:
         for name in group.old:
             if name not in self.key_of:
                 self.fail(group, f"{self.names[keys[0]]} is one of its parameters, and {name} is not")
-        if not all(are_same(options_of(self.home[key]), options_of(self.home[keys[0]])) for key in keys):
+        home, *others = (options_of(each) for each in {id(self.home[key]): self.home[key] for key in keys}.values())
+        if not all(are_same(home, other) for other in others):
             self.fail(group, f"{some(group.old)} are in groups with different options")
         entries = self.made(group, keys)
         new = [*range(self.unused, self.unused + len(group.new))]

@@ -261,6 +261,24 @@ def test_state_that_cannot_follow_is_refused(tmp_path: Path, case: str) -> None:
     ckptconv.convert(src, tmp_path / "c.safetensors", regroup="a, b = ab")  # which has no optimizer
 
 
+def test_options_that_are_nested_or_share_parts_take_no_time(tmp_path: Path) -> None:
+    """Written out, these tuples would have 2**400 members."""
+
+    def options() -> Any:
+        made: Any = ()
+        for _ in range(400):
+            made = (made, made)
+        return made
+
+    src = tmp_path / "a.pt"
+    groups = [{"params": [name], "options": options()} for name in "ab"]
+    torch.save(
+        {"model": {"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, "opt": named(adam(), adam(), groups=groups)}, src
+    )
+    report = ckptconv.convert(src, tmp_path / "b.pt", regroup="a, b = ab")
+    assert report.changes.optimizers["opt"].regrouped == 1
+
+
 def numbered(names: str, *shapes: tuple[int, ...]) -> dict[str, Any]:
     """Return an optimizer by numbers with these names."""
     state = {i: adam(exp_avg=torch.ones(shape), exp_avg_sq=torch.ones(shape)) for i, shape in enumerate(shapes)}
