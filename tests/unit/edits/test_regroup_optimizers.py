@@ -312,6 +312,17 @@ def test_numbers_of_the_new_model_are_not_guessed(tmp_path: Path) -> None:
     ]
 
 
+def test_a_whole_is_in_the_place_of_its_first_part(tmp_path: Path) -> None:
+    """In the state dict and in the optimizer, so that both have one order."""
+    src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
+    model = {"z": torch.ones(1), "a": torch.ones(2, 3), "c": torch.ones(2), "b": torch.ones(2, 3)}
+    torch.save({"model": model, "optimizer": numbered("z a c b", (1,), (2, 3), (2,), (2, 3))}, src)
+    ckptconv.convert(src, dst, regroup="b, a = ba", optimizer_order="model")
+    made = torch.load(dst)
+    assert [*made["model"]] == made["optimizer"]["param_groups"][0]["param_names"] == ["z", "ba", "c"]
+    assert [*made["optimizer"]["state"]] == [0, 1, 2]
+
+
 def test_each_part_has_a_step_of_its_own(tmp_path: Path) -> None:
     """Torch counts it in place. Renames of the same command follow, and what is left behind is named."""
     src, dst = tmp_path / "a.pt", tmp_path / "b.pt"
