@@ -852,8 +852,8 @@ CASES: dict[str, Case] = {
         saved(weights), "split {m}.pt", r"is this meant: (ckptconv .*)", "the shards are there", is_there("all"),
         {"OUT": "all"},
     ),
-    "the guess help": Case(
-        saved(weights), "help convert", r"is this meant: (ckptconv convert -h)", "it is shown", nothing,
+    "the guess man": Case(
+        saved(weights), "man convert", r"is this meant: (ckptconv convert -h)", "it is shown", nothing,
     ),
     "a pair in one word": Case(
         saved(weights), "convert {m}.pt out.pt --rename a=c", r"is this meant: (--rename .*)", "renamed",
@@ -1204,11 +1204,12 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "cli/convert.py:option no_undo": (_NAMED,),
     "cli/convert.py:option to": (_NAMED,),
     "cli/guesses.py:option in_place": (_NO_ADVICE,),
+    "cli/help.py:command inspect": ("the FILE is a placeholder",),
     "cli/inspect.py:option fail_on": (_NAMED,),
-    "edits/regroup.py:option regroup": (_NAMED,),
     "edits/regroup_files.py:option regroup": (_NAMED,),
     "edits/regroup_files.py:option reverse": (_NAMED,),
     "edits/regroup_files.py:option rules": (_NAMED,),
+    "edits/regroup_items.py:option regroup": (_NAMED,),
     "cli/verify.py:option expect_sha256": (_NAMED,),
     "cli/verify.py:option json": (_NAMED,),
     "cli/verify.py:option sarif": (_NAMED,),
@@ -1278,6 +1279,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "output/folders.py:option force": (_FAULT,),
     "render/difference.py:option verbose": ("inspection/comparison/test_diff.py::test_text_of_what_is_the_same",),
     "render/listing.py:option all": ("cli/test_inspect.py::test_a_folder_and_more_than_two_files_are_a_table",),
+    "render/page/summary.py:option drop": ("render/test_page.py::test_globs_are_offered_with_what_they_need",),
     "render/page/summary.py:command convert": ("render/test_page.py::test_what_makes_it_smaller",) * 2,
     "render/report.py:option verbose": (
         "edits/test_regroup.py::test_the_report_has_every_group_before_anything_is_written",
