@@ -3,8 +3,8 @@
 On files: :func:`convert`, :func:`plan` (what that would write, as parts), :func:`undo` (of a change in place),
 :func:`inspect`, :func:`diff`, :func:`verify`, :func:`open` (single tensors), :func:`load`, :func:`save`; many of them:
 :func:`jobs_in`, :func:`convert_many`, :func:`write_index`. In memory: :func:`remap`, :func:`devices`,
-:func:`strip_prefix`, :func:`add_prefix`. Every error is a :class:`CkptconvError`; its subclasses are drawn in
-:mod:`ckptconv.errors`.
+:func:`strip_prefix`, :func:`add_prefix`, :func:`regroup`. Every error is a :class:`CkptconvError`; its subclasses are
+drawn in :mod:`ckptconv.errors`.
 """
 
 from ckptconv.errors import (
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ckptconv.inspection.verification import Finding, Verdict, verify
     from ckptconv.tensors.files import CheckpointFile, load, open, save
     from ckptconv.tensors.moving import devices, remap
+    from ckptconv.tensors.regrouping import regroup
 
 __version__ = "0.1.0"
 __all__ = [
@@ -111,6 +112,7 @@ __all__ = [
     "load",
     "open",
     "plan",
+    "regroup",
     "remap",
     "save",
     "strip_prefix",
@@ -139,6 +141,7 @@ _HOMES = {
     "inspection.verification": "Finding Verdict verify",
     "tensors.files": "CheckpointFile load open save",
     "tensors.moving": "devices remap",
+    "tensors.regrouping": "regroup",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -151,7 +154,7 @@ if not TYPE_CHECKING:  # so that a type checker reports a name that does not exi
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        if _HOME_OF[name] == "tensors.moving":
+        if _HOME_OF[name] in ("tensors.moving", "tensors.regrouping"):
             require_torch(f"ckptconv.{name}")
             import_module(f"{__name__}.byteranges.kernels")  # raises MissingTorchError if torch is broken
         globals()[name] = found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

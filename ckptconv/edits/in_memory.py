@@ -40,7 +40,7 @@ def strip_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDi
 
 
 def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
-    _check_type(state_dict)
+    check_type(state_dict)
     names = [name for name in state_dict if isinstance(name, str)]
     having = [name for name in names if name.startswith(prefix)]
     if not having:
@@ -59,7 +59,7 @@ def _stripped(state_dict: StateDictT, prefix: str) -> StateDictT:
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         module = modules_without(prefix, metadata, keep_ancestors=len(having) < len(names))
-        _set_metadata(renamed, metadata, {}, module)
+        set_metadata(renamed, metadata, {}, module)
     return renamed
 
 
@@ -86,16 +86,17 @@ def add_prefix(state_dict: StateDictT, prefix: str | Iterable[str]) -> StateDict
 
 
 def _prefixed(state_dict: StateDictT, prefix: str) -> StateDictT:
-    _check_type(state_dict)
+    check_type(state_dict)
     renamed = _renamed(state_dict, lambda name: prefix + name)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         added, module = modules_with(prefix, metadata)
-        _set_metadata(renamed, metadata, {path: {"version": 1} for path in added}, module)
+        set_metadata(renamed, metadata, {path: {"version": 1} for path in added}, module)
     return renamed
 
 
-def _check_type(state_dict: object) -> None:
+def check_type(state_dict: object) -> None:
+    """Raise ArgumentTypeError if `state_dict` is not a mutable mapping."""
     if not isinstance(state_dict, MutableMapping):
         raise ArgumentTypeError(
             f"a state dict is wanted, not {type(state_dict).__name__}; a module has one: state_dict()"
@@ -113,13 +114,18 @@ def _renamed(state_dict: StateDictT, new: Callable[[str], str]) -> StateDictT:
         if name in items:
             raise CollisionError(f"two names would become {name!r}", got=f"{items[name][0]!r} and {key!r}")
         items[name] = key, value
-    renamed = copy.copy(state_dict)
-    renamed.clear()
-    renamed.update((name, value) for name, (_, value) in items.items())
-    return renamed
+    return copied(state_dict, ((name, value) for name, (_, value) in items.items()))
 
 
-def _set_metadata(
+def copied(state_dict: StateDictT, items: Iterable[tuple[Any, Any]]) -> StateDictT:
+    """Return a copy of `state_dict`, of the same type, with `items` in place of its own."""
+    copy_of = copy.copy(state_dict)
+    copy_of.clear()
+    copy_of.update(items)
+    return copy_of
+
+
+def set_metadata(
     state_dict: MutableMapping[str, Any],
     metadata: Mapping[str, Any],
     above: Mapping[str, Any],

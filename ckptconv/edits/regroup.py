@@ -24,7 +24,7 @@ from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Storage, Tens
 from ckptconv.dtypes import get_dtype
 from ckptconv.edits.changes import Changes, NameChange, Regrouping
 from ckptconv.edits.options import Edits
-from ckptconv.edits.regroup_files import check_model, sizes_in
+from ckptconv.edits.regroup_files import check_model
 from ckptconv.edits.regroup_items import Items, Maker, Step, apply_rules
 from ckptconv.edits.regroup_plan import Group
 from ckptconv.edits.regroup_rules import Rule
@@ -70,11 +70,21 @@ def regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes, follow: Foll
         follow(tensors, {id(found.node): each.steps for each, found in zip(dicts, detected.state_dicts, strict=True)})
     followed: set[int] = set()
     for items, found in zip(dicts, detected.state_dicts, strict=True):
+        _note(items, changes)
         _write(items, found)
         if found.metadata is not None and id(found.metadata) not in followed:
             followed.add(id(found.metadata))
             _follow(items, found.metadata)
     tensors.conclude()
+
+
+def _note(items: Items[Value], changes: Changes) -> None:
+    """Add the steps of `items` to `changes`."""
+    for step in items.steps:
+        if isinstance(step, Group):
+            changes.regrouped.append(Regrouping(items.path, str(step.rule), *step.shown))
+        else:
+            changes.names += [NameChange(items.path, old, new) for old, new in step.items() if old != new]
 
 
 def _write(items: Items[Value], found: StateDict) -> None:
@@ -100,8 +110,8 @@ class Tensors(Maker[Value]):
 
     def __init__(self, checkpoint: Checkpoint, changes: Changes, sizes: Mapping[str, int] | None = None) -> None:
         self.checkpoint = checkpoint
-        self.where = checkpoint.source.path
-        self._sizes = sizes or {}
+        self.source = checkpoint.source
+        self.sizes = sizes or {}
         self._changes = changes
         self.taken: dict[tuple[object, ...], str] = {}
         self._infos = dict(checkpoint.tensor_nodes)
@@ -111,15 +121,9 @@ class Tensors(Maker[Value]):
 
     def resolved(self, rule: Rule) -> Rule:
         """Return `rule` with numbers in place of their names. Add a note if it may not be for this model."""
-        source = self.checkpoint.source
-        if (about := check_model(source, rule)) and about not in self._changes.notes:
+        if (about := check_model(self.checkpoint.source, rule)) and about not in self._changes.notes:
             self._changes.notes.append(about)
-        wanted = rule.values()
-        return rule.resolved(sizes_in(source, wanted, self._sizes, rule)) if wanted else rule
-
-    def renamed(self, items: Items[Value], new: Mapping[str, str]) -> None:
-        """Note the new names."""
-        self._changes.names += [NameChange(items.path, old, becomes) for old, becomes in new.items() if old != becomes]
+        return super().resolved(rule)
 
     def tensor(self, value: Value) -> TensorInfo | None:
         """Return the tensor that `value` makes, or None if it is not a plain strided one."""
@@ -139,10 +143,12 @@ class Tensors(Maker[Value]):
         path = f"{info.path}, {rest:,} of {size:,} along dimension {geometry.dim}"
         return [LeftBehind(path, info.nbytes // size * rest, "the rule leaves it behind")]
 
-    def made(self, items: Items[Value], group: Group, values: Sequence[Value], like: Value) -> list[Call]:
-        """Note `group`, and return its new tensors. Raise RefusedError if they cannot be made."""
-        self._changes.regrouped.append(Regrouping(items.path, str(group.rule), *group.shown))
-        return self.regrouped(group, values, like)
+    def made(self, group: Group, values: Sequence[Value], like: Value) -> list[Call]:
+        """Return the new tensors of `group`. Raise RefusedError if they cannot be made."""
+        made = self.regrouped(group, values, like)
+        infos = (self._infos[id(value)] for value in values)
+        self.taken.update((info.view, name) for info, name in zip(infos, group.old, strict=True))
+        return made
 
     def regrouped(self, group: Group, values: Sequence[Value], like: Value) -> list[Call]:
         """Return the new tensors of `group`; a storage of their own gets its key like that of `like`.
@@ -158,7 +164,7 @@ class Tensors(Maker[Value]):
         if len(kinds) > 1:
             raise RefusedError(
                 f"{group.rule}: some parts are parameters or require grad, and others do not",
-                where=self.where,
+                where=self.checkpoint.source.path,
                 got=some(group.old),
             )
         known = group.rule.whole_is_read, group.geometry, *(info.view for info in infos), infos[0].is_parameter
@@ -223,8 +229,8 @@ class Tensors(Maker[Value]):
         if blocks is None:
             raise RefusedError(
                 f"the bytes of {info.path} cannot be regrouped as they are stored (deflated, or in pieces)",
-                where=self.where,
-                hint="convert it first: " + command("convert", self.where, Placeholder("OUT")),
+                where=self.checkpoint.source.path,
+                hint="convert it first: " + command("convert", self.checkpoint.source.path, Placeholder("OUT")),
             )
         return blocks
 
@@ -239,7 +245,7 @@ class Tensors(Maker[Value]):
         spans = {id(span): span for info in infos if info.storage for span in info.storage.data.with_checksums()}
         verified = tuple(span for key, span in spans.items() if key not in used)
         itemsize = get_dtype(like_info.dtype).itemsize
-        data = assembled(refined, itemsize, blocks, self.where, verified)
+        data = assembled(refined, itemsize, blocks, self.checkpoint.source.path, verified)
         key = next(key for n in count(1) if (key := f"{old.key}.{n}") not in self._keys)
         self._keys.add(key)
         return self._tensor(like, like_info, Storage(key, old.device, data.length, data), 0, shape)
@@ -282,7 +288,7 @@ class Tensors(Maker[Value]):
             if key not in new and info.nbytes and info.view in self.taken:
                 raise RefusedError(
                     f"{info.path} is tied to {self.taken[info.view]}, and no rule takes it",
-                    where=self.where,
+                    where=self.checkpoint.source.path,
                     expected="a rule for each name of a tensor",
                 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ CONFIG = "config.json"
 
 def read_rules(files: object, rules: object, *, reverse: bool) -> tuple[Rule, ...]:
     """Return the rules in `files`, then those in the texts `rules`; if `reverse`, the last one first, each reversed.
+
+    Rules that have no reverse stay as they are, with ``is_forward``.
 
     Raises:
         UsageError: A rule makes no sense, or cannot be reversed.
@@ -37,7 +40,9 @@ def read_rules(files: object, rules: object, *, reverse: bool) -> tuple[Rule, ..
             raise UsageError(
                 option("reverse") + " goes with " + option("regroup", None) + " and " + option("rules", None)
             )
-        found = [rule.reversed() for rule in reversed(found) if not rule.is_forward]
+        found = [rule if rule.is_forward else rule.reversed() for rule in reversed(found)]
+    else:
+        found = [replace(rule, is_forward=False) for rule in found]
     return tuple(found)
 
 
@@ -74,7 +79,8 @@ def read_sizes(sizes: object) -> tuple[tuple[str, int], ...]:
     for text in strings("sizes", sizes):  # type: ignore[arg-type]
         name, equals, value = text.partition("=")
         if equals:
-            found |= [_size(name.removeprefix("$"), int(value) if value.isdecimal() else value, text)]
+            is_number = value.isdecimal() and len(value) < 20  # int() refuses long texts in another way
+            found |= [_size(name.removeprefix("$"), int(value) if is_number else value, text)]
         else:
             found |= _flat(_json(Path(text)))
     return tuple(found.items())
@@ -100,10 +106,11 @@ def _flat(config: Any, prefix: str = "", depth: int = 10) -> dict[str, int]:
     return found
 
 
-def sizes_in(source: Readable, wanted: Iterable[str], sizes: Mapping[str, int], rule: object) -> dict[str, int]:
+def sizes_in(source: Readable | None, wanted: Iterable[str], sizes: Mapping[str, int], rule: object) -> dict[str, int]:
     """Return the numbers that the names `wanted`, with their ``$``, stand for in `rule`.
 
     They are in `sizes`, or in the ``config.json`` beside `source`, which is read only if a name is not in `sizes`.
+    `source` is None for a state dict in memory.
 
     Raises:
         UsageError: A name is in neither.
@@ -111,15 +118,15 @@ def sizes_in(source: Readable, wanted: Iterable[str], sizes: Mapping[str, int], 
     """
     names = [name.removeprefix("$") for name in wanted]
     known = dict(sizes)
-    config = config_of(source)
+    config = config_of(source) if source else None
     if config and any(name not in known for name in names):
         known = {**_flat(_json(config)), **known}
     missing = [name for name in names if name not in known]
     if missing:
         raise UsageError(
             f"nothing says how much {some([f'${name}' for name in missing])} is",
-            where=source.path,
-            expected=f"a whole number above 0 in {config}" if config else f"a {CONFIG} beside it",
+            where=source.path if source else None,
+            expected=f"a whole number above 0 in {config}" if config else f"a {CONFIG} beside it" if source else None,
             got=rule,
             hint="to say it: " + option("sizes", (f"{missing[0]}={Placeholder('N')}",)),
         )

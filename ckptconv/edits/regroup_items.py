@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from ckptconv.byteranges.sources import Readable
 from ckptconv.edits.companions import check_companions
+from ckptconv.edits.regroup_files import sizes_in
 from ckptconv.edits.regroup_plan import Group, Planner
 from ckptconv.edits.regroup_rules import Rule
 from ckptconv.errors import NoMatchError, RefusedError, some
@@ -107,25 +110,29 @@ class Maker(Generic[_T]):
     """Makes new values of old ones.
 
     Attributes:
-        where: For errors, the file.
+        source: The file, or None for a state dict in memory.
+        sizes: Numbers for the ``$NAME`` of rules.
     """
 
-    where: Any = None
+    source: Readable | None = None
+    sizes: Mapping[str, int] = {}
+
+    @property
+    def where(self) -> Path | None:
+        """The path of the file for errors."""
+        return self.source.path if self.source else None
 
     def tensor(self, value: _T) -> Any:
         """Return the dtype and shape of `value`, as attributes, or None if it is not a plain tensor."""
         raise NotImplementedError
 
-    def made(self, items: Items[_T], group: Group, values: Sequence[_T], like: _T) -> Iterable[_T]:
-        """Return the new tensors of `group`, which consist of `values`. `like` is the first of these in `items`."""
+    def made(self, group: Group, values: Sequence[_T], like: _T) -> Iterable[_T]:
+        """Return the new tensors of `group`, which consist of `values`. `like` is the first of these in the file."""
         raise NotImplementedError
 
-    def renamed(self, items: Items[_T], new: Mapping[str, str]) -> None:
-        """Note that names in `items` changed."""
-
     def resolved(self, rule: Rule) -> Rule:
-        """Return `rule`, which matches a name, with numbers in place of their names."""
-        return rule
+        """Return `rule`, which matches a name, with numbers in place of their names. Raise UsageError."""
+        return rule.resolved(sizes_in(self.source, rule.values(), self.sizes, rule))
 
 
 def apply_rules(
@@ -138,7 +145,8 @@ def apply_rules(
         RefusedError, CollisionError, LimitError: Tensors do not fit a rule, or something would be broken that belongs
             to them.
     """
-    notes: list[str] = []
+    notes = [f"the rule is left out, because it is only for one direction: {rule}" for rule in rules if rule.is_forward]
+    rules = [rule for rule in rules if not rule.is_forward]
     matched: set[str | Rule] = set()
     for rule in rules:
         patterns = [item.pattern for item in rule.read if item.pattern]
@@ -152,12 +160,12 @@ def apply_rules(
                 matched.add(rule.file or rule)
             if planned.renamed:
                 items.rename(planned.renamed)
-                maker.renamed(items, planned.renamed)
             for group in planned.groups:
                 old = [items.values[name] for name in group.old]
-                items.regroup(group, maker.made(items, group, old, items.values[items.first(group.old)]))
+                items.regroup(group, maker.made(group, old, items.values[items.first(group.old)]))
         if below:
-            text = f"{below:,} names stay as they are, because a number in them would be below 0: "
+            stay = "name stays as it is" if below == 1 else "names stay as they are"
+            text = f"{below:,} {stay}, because a number would be below 0: "
             notes.append(text + option("regroup", (str(rule),)))
     for rule in rules:
         if (rule.file or rule) not in matched:

@@ -36,6 +36,11 @@ class Box(NamedTuple):
     sizes: _Shape
     shape: _Shape
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The indices of the part in the whole."""
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+
 
 @dataclass(frozen=True)
 class Geometry:

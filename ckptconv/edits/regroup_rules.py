@@ -237,7 +237,7 @@ class Rule:
         read: The names that are read.
         made: The names that are made.
         file: The name or file of rules that it is from, or None.
-        is_forward: Whether it is left out if rules are reversed.
+        is_forward: Whether it is for one direction only. Reversed rules contain it as it is, and it is not applied.
         models: The ``model_type`` of the models that the file is for. Empty means any.
     """
 

@@ -31,7 +31,7 @@ from ckptconv.edits.names import prefixes_of
 from ckptconv.formats import opening
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import SUPERSEDED
-from ckptconv.hints import for_python
+from ckptconv.hints import Placeholder, command, for_python
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host, this_host
@@ -429,10 +429,20 @@ def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Sum
         metadata=checkpoint.metadata,
         journals=_journals(checkpoint.source),
         superseded=tuple(RecordSummary(each.path, each.nbytes) for each in checkpoint.unused if each.why == SUPERSEDED),
-        notes=tuple(checkpoint.notes),
+        notes=(*checkpoint.notes, *_about_experts(checkpoint)),
         tensors=tuple(_rows(checkpoint)),
         parts=_parts(checkpoint),
     )
+
+
+def _about_experts(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the command that stacks the experts of `checkpoint`, if they are stored one by one."""
+    if any(".experts." in path for path in checkpoint.tensors):
+        from ckptconv.inspection.grouping import rules_that_stack  # lazily, for start-up
+
+        if rules := rules_that_stack(checkpoint):
+            stacking = command("convert", checkpoint.source.path, Placeholder("OUT"), rules)
+            yield "each expert has its own tensors; transformers 5 stacks them: " + stacking
 
 
 def _optimizers(checkpoint: Checkpoint) -> Iterator[OptimizerSummary]:

@@ -84,7 +84,10 @@ def difference_lines(
     for note in difference.notes:
         yield from fact(style, "note", note)
     if suggestion := command_in(difference.suggestion):
-        yield from fact(style, "note", "no name is in both, but this compares what is alike:")
+        about = "no name is in both, but this compares what is alike:"
+        if suggestion.name == "convert":
+            about = "by names and shapes, only the grouping of the tensors differs; this regroups those of A as in B:"
+        yield from fact(style, "note", about)
         yield from command_lines(style, suggestion)
 
 

@@ -270,6 +270,18 @@ CASES: dict[str, Case] = {
         saved(lambda: {"w": torch.ones(6, 2)}), "convert {m}.pt out.pt --regroup w=a:$heads,b:1", r"(--size \S+)",
         "with the number", lambda path: loads(path)["a"], {"heads=N": "heads=2"},
     ),
+    "experts one by one": Case(
+        saved(lambda: {f"m.mlp.experts.{e}.down_proj.weight": torch.ones(2, 3) for e in range(4)}),
+        "inspect {m}.pt", "stacks them: " + LINE, "stacked",
+        lambda path: _equal(loads(path)["m.mlp.experts.down_proj"].shape, (4, 2, 3)),
+    ),
+    "files that differ by grouping": Case(
+        lambda m: (
+            saved(lambda: {"m.mlp.experts.down_proj": torch.ones(4, 2, 3)})(m),
+            torch.save({f"m.mlp.experts.{e}.down_proj.weight": torch.ones(2, 3) for e in range(4)}, "b.pt"),
+        ),
+        "diff {m}.pt b.pt", LINE, "as in B", lambda path: _equal(loads(path).keys(), loads(Path("b.pt")).keys()),
+    ),
     "a join of deflated tensors": Case(
         lambda m: (
             saved(lambda: {"x.0": torch.ones(99), "x.1": torch.ones(99)})("in"),

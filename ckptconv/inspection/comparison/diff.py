@@ -34,6 +34,7 @@ from ckptconv.inspection.comparison.options import ALL, Compared, DiffOptions
 from ckptconv.inspection.comparison.pairing import Pairing, Side
 from ckptconv.inspection.comparison.values import DifferenceFound, Key, Values, bytes_of
 from ckptconv.inspection.diagnosis.diagnose import danger
+from ckptconv.inspection.grouping import rules_between
 from ckptconv.inspection.values import values_of
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Call, Global, args_of, gc_paused
@@ -473,11 +474,23 @@ class _Comparison:
             ),
             () if self.compared.names_only else (*pairing.others, *others),
             (*self.notes, *self.more_notes(near)),
-            None
-            if pairing.tensors or not (pairing.a.only and pairing.b.only)
-            else command_that_fits(self.a, self.b, self.edits, self.paths, self.compared.options()),
+            self.suggestion(),
             len(near),
         )
+
+    def suggestion(self) -> str | None:
+        """Return the command that makes `b` of `a` if only their grouping differs; else, if no name is in both, the
+        one that compares what is alike. None if there is none.
+        """
+        pairing = self.pairing
+        if not (pairing.a.only and pairing.b.only):
+            return None
+        if rules := rules_between(self.a, self.b):
+            files = Path(self.paths[0]), Placeholder("OUT")
+            return command_line("convert", *files, *options_of(self.edits), *rules)
+        if pairing.tensors:
+            return None
+        return command_that_fits(self.a, self.b, self.edits, self.paths, self.compared.options())
 
     def differs(self, key: Key) -> bool:
         """Return whether the values of `key` differ, or cannot be compared."""

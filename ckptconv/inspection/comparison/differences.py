@@ -116,8 +116,9 @@ class Difference(Result):
         differing: Tensors of both in which anything differs. Empty if only names were compared.
         others: What differs and is not a tensor. Empty if only names were compared.
         notes: What was not compared, and what else to know.
-        suggestion: If no name is in both, the command that compares the tensors under their other paths or prefixes, or
-            None.
+        suggestion: The command that regroups the tensors of `a` as in `b`, if only that differs by names and shapes;
+            else, if no name is in both, the one that compares the tensors under their other paths or prefixes. None if
+            there is no such command.
         near: The number of tensors in which numbers differ, all within the tolerance.
         dangers: What attacks use and no checkpoint needs, in the words of ``inspect``, each after its side.
     """

@@ -176,7 +176,7 @@ def test_numbers_shift_and_those_below_0_stay(tmp_path: Path) -> None:
     torch.save({"blocks.0.x": numbered(1), "blocks.1.x": numbered(2)}, tmp_path / "in.pt")
     report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "out.pt", regroup="blocks.{n+1}.x = layers.{n}.x")
     assert list(torch.load(tmp_path / "out.pt")) == ["blocks.0.x", "layers.0.x"]
-    assert any("1 names stay as they are" in note for note in report.notes)
+    assert any("1 name stays as it is" in note for note in report.notes)
 
 
 def test_names_can_move_up(tmp_path: Path) -> None:
@@ -225,6 +225,8 @@ def test_ties_are_regrouped_once_or_refused(tmp_path: Path) -> None:
     assert got["x.0.ab"].data_ptr() == got["x.1.ab"].data_ptr()
     with pytest.raises(RefusedError, match=r"x\.1\.a is tied to x\.0\.a"):
         regrouped(tmp_path, state, "x.0.a, x.0.b = ab")
+    with pytest.raises(RefusedError, match=r"x\.0\.a is tied to x\.1\.a"):
+        regrouped(tmp_path, state, "x.1.a, x.1.b = ab")
     with pytest.raises(RefusedError, match=r"head is tied to embed"):
         regrouped(tmp_path, {"embed": a, "head": a}, "embed = e[1], -")
 
@@ -280,6 +282,10 @@ def test_files_of_rules(tmp_path: Path) -> None:
     state = {"w": numbered(4, 2)}
     same(regrouped(tmp_path, state, rules=str(rules)), {"a": state["w"][:2], "b": state["w"][2:]})
     same(regrouped(tmp_path, {"a": state["w"][:2], "b": state["w"][2:]}, rules=rules.as_posix(), reverse=True), state)
+    report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "back.pt", rules=str(rules), reverse=True)
+    assert [note for note in report.notes if "x = y[1], -" in note] == [
+        "the rule is left out, because it is only for one direction: x = y[1], -"
+    ]
     with pytest.raises(NoMatchError, match=r"no rule of .*my\.rules matches a name"):
         regrouped(tmp_path, {"other": numbered(1)}, rules=str(rules))
 
@@ -482,7 +488,7 @@ def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         sizes.write_bytes(text.encode("latin-1"))
         with pytest.raises(CkptconvError, match=r"not JSON|not text"):
             regrouped(tmp_path, state, "w = a:$n, b:1", sizes=str(sizes))
-    for size in ("n=0", "n=-1", "n=x", "n=", {"n": True}, {"n": 1.5}, f"n={1 << 70}"):
+    for size in ("n=0", "n=-1", "n=x", "n=", {"n": True}, {"n": 1.5}, f"n={1 << 70}", "n=" + "9" * 5_000):
         with pytest.raises(UsageError, match="whole number above 0"):
             regrouped(tmp_path, state, "w = a:$n, b:1", sizes=size)
     for value in (0, -1, True, 2.0, "2", [2], None):
