@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _Handler: TypeAlias = "Callable[[int, FrameType | None], Any]"
 
-_MOMENT = 0.01  # seconds
+_MOMENT = 0.01  # seconds until an exception that the interpreter dropped is raised again
 
 
 @contextmanager
@@ -50,7 +50,12 @@ def handled_by(handler: _Handler) -> Iterator[None]:
             hook(unraisable)
             return
 
-        def raise_it(*_: object) -> None:
+        def raise_it(_: int, frame: FrameType | None) -> None:
+            while frame:  # inside this hook the interpreter would drop it too
+                if frame.f_code is raise_later.__code__:
+                    signal.setitimer(signal.ITIMER_REAL, _MOMENT)
+                    return
+                frame = frame.f_back
             raise error
 
         signal.signal(signal.SIGALRM, raise_it)

@@ -187,12 +187,22 @@ def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_in_a_callback_of_the_interpreter(number: signal.Signals) -> None:
-    """Where Python would print the exception and go on, as in callbacks of imports, the command ends all the same."""
+def test_a_signal_in_a_callback_of_the_interpreter(number: signal.Signals, slow: bool) -> None:
+    """Where Python would print the exception and go on, as in callbacks of imports, the command ends all the same, also
+    on a slow machine, where the moment until it is raised again is over before the interpreter has dropped it.
+    """
     code = f"""
 import signal, sys, time
 from ckptconv.cli import main as module
+timer = signal.setitimer
+def slow(*args):
+    signal.setitimer = timer
+    timer(*args)
+    signal.raise_signal(signal.SIGALRM)
+if {slow}:
+    signal.setitimer = slow
 class Callback:
     def __del__(self):
         signal.raise_signal({int(number)})
