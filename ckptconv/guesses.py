@@ -27,8 +27,9 @@ class Flag:
 
 
 DOWNLOAD = Flag(
-    "Where the server of a URL sends no ranges, download all of the file first.",
-    "If the server of a URL sends no ranges, download the complete file first. The copy is deleted after it is read.",
+    "If the server of a URL does not support range requests, download the whole file first.",
+    "If the server of a URL does not support range requests, download the whole file first. The download is deleted"
+    " after it is read.",
 )
 
 #: Keywords, their values (None: what is given; it also stands for {}), and what they are taken for. Of several with one

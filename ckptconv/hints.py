@@ -229,7 +229,7 @@ def unknown_keyword(function: str, guess: str, value: object, known: Sequence[st
     elif meant := keyword_for(guess, value, known):
         keyword, meant_value = meant
         shown = repr(meant_value)
-        hint = "is this meant: " + (keyword if meant_value is None or len(shown) > _LONGEST else f"{keyword}={shown}")
+        hint = "did you mean: " + (keyword if meant_value is None or len(shown) > _LONGEST else f"{keyword}={shown}")
     return ArgumentTypeError(f"{function}() got an unexpected keyword argument {guess!r}", hint=hint)
 
 

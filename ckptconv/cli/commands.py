@@ -80,13 +80,13 @@ class Command(click.Command):
                 kind = "number" if isinstance(option.type, click.types.FloatParamType) else "whole number"
                 ours = UsageError(f"{flag} {word!r} is not a {kind}{least}", expected=ours.expected)
             if option.nargs == 2 and (pair := re.fullmatch(r"(.+?)[=:](.+)|s/(.+?)/(.*?)/g?", word)):
-                ours.hint = "is this meant: " + shell(flag, *(each for each in pair.groups() if each is not None))
+                ours.hint = "did you mean: " + shell(flag, *(each for each in pair.groups() if each is not None))
         elif isinstance(option.type, click.Choice) and (word := _value_of(option, typed)):
             plain = word.lower().lstrip(".")
             known = keyword_for(plain, True, (option.name or "",)) or ("", None)
             meant = plain if plain in option.type.choices else known[1]
             ours = UsageError(f"{option.opts[-1]} has no {word}", expected=", ".join(option.type.choices))
-            ours.hint = "is this meant: " + shell(option.opts[-1], meant) if isinstance(meant, str) else None
+            ours.hint = "did you mean: " + shell(option.opts[-1], meant) if isinstance(meant, str) else None
         return ours
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -105,7 +105,7 @@ class Command(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what the exit statuses mean, and the epilog."""
         formatter.write_paragraph()
-        formatter.write_text(f"Exit status: {self.exits}, 130 Ctrl-C, 141 nobody reads on.")
+        formatter.write_text(f"Exit status: {self.exits}, 130 Ctrl-C, 141 the reader of a pipe has ended.")
         super().format_epilog(ctx, formatter)
 
 
@@ -180,7 +180,7 @@ def _no_flag_as_replacement(
     for regex, replacement in value:
         if replacement in flags:
             raise click.BadParameter(
-                f"{replacement} stands where the replacement for {regex!r} should be ('' takes it out)"
+                f"expected the replacement for {regex!r}, got the option {replacement} ('' removes the match)"
             )
     return value
 
@@ -194,7 +194,8 @@ download_option = click.option("--download", is_flag=True, help=DOWNLOAD.help)
 torch_option = click.option(
     "--torch",
     metavar="VERSION",
-    help="Say whether this torch loads it (such as 2.9; else the installed or the newest known one), or all of them.",
+    help="Say whether this version of torch loads the file: a version such as 2.9, or all. Default: the installed"
+    " version, or else the newest known one.",
 )
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
@@ -234,9 +235,9 @@ def page_options(content: str) -> Callable[[Any], Any]:
     """Return a decorator that adds ``--html``, which writes a page with this `content`, and the options for it."""
 
     def decorate(command: Any) -> Any:
-        command = click.option("-f", "--force", is_flag=True, help="Let --html replace an older FILE.")(command)
+        command = click.option("-f", "--force", is_flag=True, help="Replace the FILE of --html if it exists.")(command)
         command = click.option("--open", "opens", is_flag=True, help="Open the page that --html writes.")(command)
-        text = f"Write a page to look at: {content}. It needs no network."
+        text = f"Write an HTML page with {content}. It needs no network."
         return click.option("--html", metavar="FILE", help=text)(command)
 
     return decorate
@@ -271,9 +272,9 @@ class PageFile:
                 )
             return None
         if Path(html).suffix.lower() not in (".html", ".htm"):  # a page could replace a checkpoint
-            raise UsageError(option("html", html) + " is no name of a page", expected="a FILE that ends in .html")
+            raise UsageError(option("html", html) + " is not the name of a page", expected="a FILE that ends in .html")
         if n != 1:
-            raise UsageError("a page is of one checkpoint, or of two that are compared", got=f"{n}")
+            raise UsageError("a page shows one checkpoint, or compares two", got=f"{n}")
         from ckptconv.output.files import check_target
 
         check_target(Path(html), replace=force)

@@ -179,17 +179,20 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
 @click.command(
     "convert",
     cls=Command,
-    exits="0 all is done, 1 it failed, 2 the command makes no sense, 3 some of several failed",
+    exits="0 done, 1 failed, 2 wrong usage, 3 some of several failed",
     groups={
         "Devices": ("model.pt cpu.pt --to cpu", "to maps map_location"),
         "Names": ("ddp.pt plain.pt --strip-prefix module.", "strip_prefix add_prefix unwrap rename"),
-        "What to take": ("train.pt weights.pt --state-dict", "state_dict select include exclude drop"),
-        "Parts of tensors": ("moe.pt new.pt --regroup 'qkv = q:1, k:1, v:1'", "regroup rules sizes reverse"),
+        "Contents": ("train.pt weights.pt --state-dict", "state_dict select include exclude drop"),
+        "Splitting and joining tensors": (
+            "moe.pt new.pt --regroup 'qkv = q:1, k:1, v:1'",
+            "regroup rules sizes reverse",
+        ),
         "Optimizers": (
             "train.pt fsdp.pt --optimizer names --optimizer-order model",
             "optimizer optimizer_order like model",
         ),
-        "Numbers and objects": ("model.pt half.pt --dtype bf16", "dtype loadable loadable_objects compact"),
+        "Dtypes, objects and storages": ("model.pt half.pt --dtype bf16", "dtype loadable loadable_objects compact"),
         "Output": (
             "run/ cpu/ --to cpu -j 2 --copy-others",
             "force in_place no_undo dry_run format max_shard_size ranks skip_existing jobs copy_tied copy_others"
@@ -205,7 +208,7 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
     "--to",
     metavar="DEVICE",
     shell_complete=complete_device,
-    help="Send every tensor to DEVICE: cpu, gpu, cuda:1, mps, xpu:0, ... It need not exist here.",
+    help="Move every tensor to DEVICE: cpu, gpu, cuda:1, mps, xpu:0, ... The device need not exist here.",
 )
 @click.option(
     "--map",
@@ -213,24 +216,26 @@ def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress
     metavar="OLD=NEW",
     shell_complete=complete_rule,
     multiple=True,
-    help="Send only those on OLD (cuda:0, cuda, gpu, any) to NEW. All at once, so swaps work.",
+    help="Move only tensors on OLD (cuda:0, cuda, gpu, any) to NEW. All mappings apply at once, so swaps work.",
 )
 @declared(
     JobOptions, jobs={"type": click.IntRange(min=1), "default": 1}, ranks={"type": click.IntRange(min=1), "default": 1}
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, sizes in bytes.")
-@click.option("-q", "--quiet", is_flag=True, help="No report, no notes; errors still.")
-@click.option("-v", "--verbose", is_flag=True, help="Name every change and everything that is left behind.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, with sizes in bytes.")
+@click.option("-q", "--quiet", is_flag=True, help="Only print errors.")
+@click.option("-v", "--verbose", is_flag=True, help="List every change and everything that is not saved.")
 @debug_option
 def convert_command(
     paths: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, debug: bool, **flags: Any
 ) -> int:
-    """Write the checkpoint SRC to DST, changed as asked. In a folder DST the file keeps its name. Several SRC, or a
-    folder with several checkpoints, become as many in the folder DST.
+    """Convert the checkpoint SRC, and write the result to DST.
 
-    Edits apply in this order: select, state dict, drop, include and exclude (by SRC's names), unwrap, strip, rename,
-    regroup, add, like, optimizer, dtype (by DST's names), devices, loadable, compact. The output appears whole or not
-    at all. States of random generators stay on the CPU, where torch needs them.
+    If DST is a folder, the file keeps its name in it. Several SRC, or a folder with several checkpoints, are converted
+    to as many checkpoints in the folder DST.
+
+    Edits apply in this order: select, state dict, drop, include and exclude (names of SRC), unwrap, strip, rename,
+    regroup, add, like, optimizer, dtype (names of DST), devices, loadable, compact. DST appears only when it is
+    complete. States of random number generators stay on the CPU, where torch needs them.
     """
     flags["map_location"] = _devices(flags.pop("to"), flags.pop("maps"), flags["map_location"])
     edits, others = split_edits(flags)
@@ -239,7 +244,7 @@ def convert_command(
         listing = _listed_in_place(paths, edits, output)
     else:
         if output.no_undo:
-            raise UsageError(option("no_undo") + " goes with " + option("in_place"))
+            raise UsageError(option("no_undo") + " needs " + option("in_place"))
         srcs, dst = _sources_and_target(paths)
         listing = list_requests(srcs, dst, edits, output)
     if listing.is_batch:
@@ -279,7 +284,7 @@ def _listed_in_place(paths: tuple[str, ...], edits: Edits, output: OutputOptions
         *others, last = map(Path, paths)
         if error.hint:
             in_place, to_last = _again(others), _again([*others, last], "in_place", "no_undo")
-            error.hint = joined("is this meant: " + in_place, to_last, separator="; or this: ")
+            error.hint = joined("did you mean: " + in_place, to_last, separator="; or: ")
         raise
 
 
@@ -303,7 +308,7 @@ def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     if len(paths) == 1:
         to_cpu = command("convert", paths[0], Placeholder("OUT"), Option("map_location", "cpu"))
         in_place = command("convert", paths[0], Option("map_location", "cpu"), Option("in_place"))
-        raise UsageError(f"no output given: {to_cpu} (in place: {in_place})")
+        raise UsageError("no output given", hint="to a new file: " + to_cpu + "; in place: " + in_place)
     raise UsageError("no input and no output given", expected="ckptconv convert SRC... DST")
 
 
@@ -315,10 +320,10 @@ def _devices(to: str | None, maps: tuple[str, ...], map_location: tuple[str, ...
             raise UsageError(
                 f"{option('map', rule)} has no new device",
                 expected="OLD=NEW, like cuda:0=cuda:1",
-                hint=f"is this meant: {option('map', '='.join(pair.groups()))}"
+                hint=f"did you mean: {option('map', '='.join(pair.groups()))}"
                 if pair
                 else f"for all tensors: {option('to', rule)}",
             )
     if to is not None and "=" in to:
-        raise UsageError(f"{option('to', to)} is a rule", expected="a device", hint=option("map", to))
+        raise UsageError(f"{option('to', to)} is a mapping", expected="a device", hint=option("map", to))
     return to_devices(*([] if to is None else [to]), *maps, *map_location)

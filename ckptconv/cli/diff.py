@@ -30,11 +30,11 @@ from ckptconv.render.text import Style
 @click.command(
     "diff",
     cls=ClickCommand,
-    exits="0 the same, 1 different, 2 anything else",
+    exits="0 the same, 1 different, 2 an error",
     groups={
-        "What counts": ("a.pt b.pt --rtol 1e-5", "rtol atol names_only values histogram full download"),
+        "Comparison": ("a.pt b.pt --rtol 1e-5", "rtol atol names_only values histogram full download"),
         "Names": ("ddp.pt plain.pt --strip-prefix module.", "strip_prefix add_prefix unwrap rename"),
-        "What to take": ("train.pt weights.pt --state-dict", "state_dict select include exclude"),
+        "Contents": ("train.pt weights.pt --state-dict", "state_dict select include exclude"),
         "Reports": ("a.pt b.pt -q", "html opens force as_json quiet verbose debug"),
     },
     epilog="Example: ckptconv diff ddp.pt plain.safetensors --strip-prefix module.",
@@ -42,10 +42,10 @@ from ckptconv.render.text import Style
 @click.argument("a", metavar="A", type=PATH)
 @click.argument("b", metavar="B", type=PATH)
 @declared(DiffOptions, **{name: {"type": float, "default": 0.0} for name in ("rtol", "atol")})
-@page_options("two maps and a table of what differs")
-@click.option("--json", "as_json", is_flag=True, help="Print what differs as JSON, sizes in bytes.")
-@click.option("-q", "--quiet", is_flag=True, help="No text: the exit status says it, at the first difference.")
-@click.option("-v", "--verbose", is_flag=True, help="List each tensor, also those that differ in the same way.")
+@page_options("two maps and a table of the differences")
+@click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON, with sizes in bytes.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing, and stop at the first difference.")
+@click.option("-v", "--verbose", is_flag=True, help="List every tensor, also those that differ in the same way.")
 @debug_option
 def diff_command(
     a: str,
@@ -56,15 +56,15 @@ def diff_command(
     debug: bool,
     **flags: Any,
 ) -> int:
-    """Say whether two checkpoints are the same, and where not.
+    """Compare two checkpoints, and show what differs.
 
-    It compares names, dtypes, shapes, devices, values, and what is no tensor. A and B may have different containers. If
-    one is safetensors, the state dict of the other is taken. NaN equals NaN, and -0.0 equals 0.0. --state-dict,
-    --select, --include and --exclude are for A and B. If B has no such part, the whole of it is compared. Options that
-    change names are for A. They apply in the order of convert.
+    Names, dtypes, shapes, devices, values, and objects that are not tensors are compared. A and B may have different
+    formats. If one is safetensors, it is compared with the state dict of the other. NaN equals NaN, and -0.0 equals
+    0.0. --state-dict, --select, --include and --exclude apply to A and B. If B does not contain that part, the whole
+    of B is compared. Options that change names apply to A, in the same order as in convert.
 
-    If A and B are folders, checkpoints of the same name are compared, each with its own lines. If one is a file, it is
-    compared with the file of its name in the folder.
+    If A and B are folders, checkpoints with the same name are compared. If only one is a folder, the other is compared
+    with the file of the same name in the folder.
     """
     style = style_of(sys.stdout)
     html, opens, force = (flags.pop(name) for name in ("html", "opens", "force"))

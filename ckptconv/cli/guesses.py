@@ -79,7 +79,7 @@ def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> Usage
     words += [word for option in options for flag in option.words() for word in flag]
     error = UsageError(f"no command is called {guess}")
     if (asked := normal(guess).lstrip("-")) in _ASKED:
-        error.hint = "is this meant: " + shell(
+        error.hint = "did you mean: " + shell(
             "ckptconv", *(each for each in args[:1] if each in commands), _ASKED[asked]
         )
         return error
@@ -201,7 +201,7 @@ def _meant(name: str, words: list[str], commands: _Commands) -> str:
         stem, _, behind = split_suffix(paths[1])
         at = len(words) - 1 - words[::-1].index(paths[1])
         words = [*words[:at], stem + WRITERS[asked].new_suffix + behind, *words[at + 1 :]]
-    return "is this meant: " + shell("ckptconv", name, *words)
+    return "did you mean: " + shell("ckptconv", name, *words)
 
 
 def _in_place(words: list[str]) -> bool:

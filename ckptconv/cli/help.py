@@ -47,7 +47,7 @@ class _Page:
 @click.command(
     "help",
     cls=Command,
-    exits="0 a page was found, 1 none was found, 2 the command makes no sense",
+    exits="0 a page was found, 1 none was found, 2 wrong usage",
     epilog='Example: ckptconv help "Attempting to deserialize object on CUDA device 1"',
     context_settings={"ignore_unknown_options": True},
 )

@@ -31,35 +31,37 @@ from ckptconv.stores import is_folder, locate
 @click.command(
     "inspect",
     cls=Command,
-    exits="0 all could be read, 1 one could not or --fail-on found something, 2 the command makes no sense",
+    exits="0 all could be read, 1 one could not or --fail-on found something, 2 wrong usage",
     epilog="Example: ckptconv inspect model.pt --sort size --limit 10",
 )
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
 @click.option("--tree", is_flag=True, help="Draw the tensors as a tree of paths and modules.")
 @click.option("--depth", metavar="N", type=click.IntRange(min=1), help="Draw N levels of the tree.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, sizes in bytes.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with sizes in bytes.")
 @click.option(
     "--include",
     metavar="GLOB",
     multiple=True,
-    help="Show only tensors whose name matches; * crosses dots, a GLOB with / is for paths.",
+    help="Only show tensors whose name matches. * also matches dots. A GLOB with / is matched against paths.",
 )
-@click.option("--exclude", metavar="GLOB", multiple=True, help="Show no tensors whose name matches.")
-@click.option("--sort", type=click.Choice(["name", "size"]), help="Sort the table; else it is in the file's order.")
+@click.option("--exclude", metavar="GLOB", multiple=True, help="Do not show tensors whose name matches.")
+@click.option("--sort", type=click.Choice(["name", "size"]), help="Sort the table. Default: the order of the file.")
 @click.option(
     "--limit",
     metavar="N",
     type=click.IntRange(min=0),
-    help="Show N rows of the table, or lines of the tree (on a terminal: what fits 24 lines in all).",
+    help="Show at most N rows of the table or lines of the tree. Default on a terminal: as many as fit in 24 lines.",
 )
-@click.option("--all", "everything", is_flag=True, help="Show every tensor in a row of its own.")
+@click.option("--all", "everything", is_flag=True, help="Show every tensor, one per row.")
 @page_options("a map and a table of the tensors")
-@click.option("--values", is_flag=True, help="Read all tensors: NaN, inf, zeros, min, max, mean, std, norm of each.")
-@click.option("--histogram", is_flag=True, help="The same, with a histogram of 32 bins for each.")
+@click.option(
+    "--values", is_flag=True, help="Read all tensors, and show NaN, inf, zeros, min, max, mean, std and norm of each."
+)
+@click.option("--histogram", is_flag=True, help="Like --values, with a histogram of 32 bins for each tensor.")
 @click.option(
     "--fail-on",
     metavar="nan,inf",
-    help="Exit with 1 if a tensor has NaN, or an infinity, or either; reads the values.",
+    help="Exit with status 1 if a tensor contains NaN (nan), an infinity (inf), or either (nan,inf). Reads the values.",
 )
 @torch_option
 @download_option
@@ -75,8 +77,8 @@ def inspect_command(
 ) -> int:
     """Show what is in checkpoints, without loading them.
 
-    A folder, or more than two files, gives a table with a line for each checkpoint. Shards, and folders of
-    torch.distributed.checkpoint and of DeepSpeed ZeRO, count as one.
+    For a folder, or for more than two files, it prints a table with one line for each checkpoint. A set of shards, and
+    a folder of torch.distributed.checkpoint or of DeepSpeed ZeRO, count as one checkpoint.
     """
     style = style_of(sys.stdout)
     every = list(chain.from_iterable(map(_checkpoints, paths)))
@@ -136,7 +138,7 @@ def _kinds_of(fail_on: str | None) -> list[str]:
     """Return the words of ``--fail-on``. Raises UsageError for any other word."""
     kinds = [] if fail_on is None else fail_on.lower().split(",")
     if not {"nan", "inf"}.issuperset(kinds):
-        raise UsageError(option("fail_on", fail_on) + " is no such list", expected="nan, inf, or nan,inf")
+        raise UsageError(option("fail_on", fail_on) + " is not valid", expected="nan, inf, or nan,inf")
     return kinds
 
 

@@ -29,14 +29,14 @@ from ckptconv.pickles.graph import gc_paused
 
 _EXAMPLES = """\b
 Examples:
-  ckptconv inspect model.pt                   what is in it, and what is wrong
-  ckptconv convert model.pt out.pt --to cpu   from a GPU to where there is none
+  ckptconv inspect model.pt                   show the contents, and what is wrong
+  ckptconv convert model.pt out.pt --to cpu   make a GPU checkpoint load without a GPU
   ckptconv convert ddp.pt plain.pt --strip-prefix module.
-  ckptconv convert big.pt --to cpu --in-place   in the file itself
-  ckptconv undo big.pt                        gives its old bytes back
-  ckptconv diff a.pt b.safetensors            whether they are the same, and where not
-  ckptconv verify model.pt                    whether it is whole, and safe to load
-  ckptconv help "an error message"            the command that mends it, or for a task
+  ckptconv convert big.pt --to cpu --in-place   change the file itself
+  ckptconv undo big.pt                        revert that
+  ckptconv diff a.pt b.safetensors            show what differs
+  ckptconv verify model.pt                    check that the file is intact and safe
+  ckptconv help "an error message"            find the command that fixes an error
 """
 #: What is alive at the end goes with the process. Looking through it for garbage would take as long as a third of all
 #: imports.
@@ -213,6 +213,6 @@ def _wrong_command(group: click.Group, ctx: click.Context, words: list[str]) -> 
 )
 @click.version_option(__version__, message="ckptconv %(version)s")
 def cli() -> None:
-    """Change what a PyTorch checkpoint says about its tensors (device, names, dtype, container), without running it,
-    loading it, or having its devices.
+    """Convert PyTorch checkpoints: change the device, names, dtype or format of their tensors, without loading them,
+    running their code, or having their devices.
     """

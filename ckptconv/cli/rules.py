@@ -13,14 +13,15 @@ from ckptconv.edits.regroup_files import shipped_rules
 @click.command(
     "rules",
     cls=Command,
-    exits="0 done, 1 failed, 2 the command makes no sense",
+    exits="0 done, 1 failed, 2 wrong usage",
     epilog="Example: ckptconv convert model/ stacked/ --rules qwen2-moe",
 )
 @debug_option
 def rules_command(**_: Any) -> int:
-    """List the rules that convert --rules knows by name, and the models (model_type in config.json) that they are for.
+    """List the built-in rules for convert --rules.
 
-    Each can be applied in both directions (--reverse).
+    Each is shown with the models that it is for (model_type in config.json). All can be applied in both directions
+    (--reverse).
     """
     for name, text in shipped_rules().items():
         about, models, *rules = text.splitlines()

@@ -13,14 +13,15 @@ from ckptconv.cli.commands import Command, debug_option
 @click.command(
     "schema",
     cls=Command,
-    exits="0 done, 1 failed, 2 the command makes no sense",
+    exits="0 done, 1 failed, 2 wrong usage",
     epilog="Example: ckptconv schema inspect > inspect.schema.json",
 )
 @click.argument("command", metavar="COMMAND", type=click.Choice(["convert", "diff", "inspect", "verify"]))
 @debug_option
 def schema_command(command: str, **_: Any) -> None:
-    """Print the JSON Schema of what convert, diff, inspect or verify prints with --json.
+    """Print the JSON Schema of the output of COMMAND --json.
 
-    The schema is in draft 2020-12 of JSON Schema. It describes one object, which is one line of the output.
+    COMMAND is convert, diff, inspect or verify. The schema uses draft 2020-12. It describes one object, which is one
+    line of the output.
     """
     click.echo(files("ckptconv.render").joinpath(f"schemas/{command}.json").read_text("utf-8"), nl=False)

@@ -1,4 +1,4 @@
-"""The command ``ckptconv undo``, which takes back what ``convert --in-place`` did."""
+"""The command ``ckptconv undo``, which reverts what ``convert --in-place`` did."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ckptconv.errors import CkptconvError, count
 @click.command(
     "undo",
     cls=Command,
-    exits="0 done, 1 failed, 2 the command makes no sense",
+    exits="0 done, 1 failed, 2 wrong usage",
     epilog="Example: ckptconv undo model.pt",
 )
 @click.argument("paths", metavar="PATH...", type=PATH, nargs=-1, required=True)
-@click.option("-q", "--quiet", is_flag=True, help="No report; errors still.")
+@click.option("-q", "--quiet", is_flag=True, help="Only print errors.")
 @debug_option
 def undo_command(paths: tuple[str, ...], quiet: bool, **_: Any) -> int:
-    """Take back what convert --in-place did to a checkpoint.
+    """Revert what convert --in-place did to a checkpoint.
 
-    It gets its old bytes back, whether the change was finished or interrupted. Nothing is changed unless every byte in
-    question is one that this program found or wrote.
+    The file gets its old bytes back, whether the change was finished or interrupted. The file is not touched if another
+    program has changed the bytes in question.
     """
     failed = 0
     for path in paths:

@@ -29,7 +29,7 @@ NOT_CHECKED = 4
 @click.command(
     "verify",
     cls=Command,
-    exits="0 sound and not dangerous, 1 damaged, dangerous, unknown or missing, 2 the command makes no sense,"
+    exits="0 intact and not dangerous, 1 damaged, dangerous, unknown or missing, 2 wrong usage,"
     " 4 not checked: a server or a disk failed, and nothing wrong was found",
     epilog="Example: ckptconv verify downloads/ --strict",
 )
@@ -37,16 +37,13 @@ NOT_CHECKED = 4
 @click.option(
     "--strict",
     is_flag=True,
-    help="Fail every file that is not proved to load with weights_only=True. Files without a pickle (safetensors)"
-    " pass.",
+    help="Fail unless the file is proved to load with weights_only=True, or contains no pickle (safetensors).",
 )
-@click.option("--expect-sha256", metavar="HEX", help="The whole file's SHA-256, which is compared; for one file.")
+@click.option("--expect-sha256", metavar="HEX", help="Compare the SHA-256 of the whole file with HEX. For one file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")
 @click.option("--sarif", "as_sarif", is_flag=True, help="Print one SARIF 2.1.0 log of all findings, for code scanning.")
-@click.option(
-    "-q", "--quiet", is_flag=True, help="Print nothing about checkpoints that are ok, also if they need code."
-)
-@click.option("-v", "--verbose", is_flag=True, help="Print notes as well.")
+@click.option("-q", "--quiet", is_flag=True, help="Only print checkpoints that fail.")
+@click.option("-v", "--verbose", is_flag=True, help="Also print notes.")
 @torch_option
 @download_option
 @debug_option
@@ -60,14 +57,14 @@ def verify_command(
     debug: bool,
     **flags: bool,
 ) -> int:
-    """Check that checkpoints are whole, and safe to load.
+    """Check that checkpoints are intact, and safe to load.
 
-    Every record is compared with its checksum. It also says whether loading a file can run code. Nothing is loaded.
-    NaN is no damage: inspect --fail-on nan looks for it.
+    Compare all data with its checksums, and say whether loading the file can run code. Nothing is loaded. NaN is not
+    damage; inspect --fail-on nan finds it.
 
-    In a folder, all checkpoints are checked, and all pickles, whatever their names. Shards, folders of
-    torch.distributed.checkpoint and of DeepSpeed ZeRO, and the files of all ranks of a run count as one. Each finding
-    gets a line. If a server or a disk fails, the file is reported as not checked, and not as damaged.
+    In a folder, all checkpoints and all pickles are checked, whatever their names. A set of shards, a folder of
+    torch.distributed.checkpoint or of DeepSpeed ZeRO, and the files of all ranks of a run count as one checkpoint.
+    Each finding is one line. If a server or a disk fails, the file is reported as not checked, not as damaged.
     """
     counts: Counter[Status] = Counter()
     verdicts: list[Verdict] = []
@@ -134,4 +131,4 @@ def _check_one_file(paths: tuple[str, ...], expect_sha256: str | None) -> None:
         return
     if len(paths) > 1 or is_folder(paths[0]):
         got = f"{len(paths)} paths" if len(paths) > 1 else paths[0]
-        raise UsageError(option("expect_sha256", None) + " is for one file", got=got)
+        raise UsageError(option("expect_sha256", None) + " checks one file only", got=got)

@@ -28,19 +28,20 @@ class PlanOptions(EditOptions, total=False):
     format: Annotated[
         FormatWord | None,
         Flag(
-            "The format of DST, where its suffix does not say it: "
-            + ", ".join(f"{word} is {writer.about}" for word, writer in WRITERS.items() if writer.about)
+            "The format of DST. By default it follows from the suffix. "
+            + ", ".join(f"{word}: {writer.about}" for word, writer in WRITERS.items() if writer.about)
             + ".",
             ", ".join(f"``{word!r}``{writer.about and f' ({writer.about})'}" for word, writer in WRITERS.items())
-            + ", if the suffix of the output does not decide it. A plain pickle stays one in a ``.pkl``.",
+            + ". By default the format follows from the suffix of the output. A plain pickle stays a pickle in a"
+            " ``.pkl`` file.",
         ),
     ]
-    copy_tied: Annotated[bool, Flag("Write tied tensors to safetensors under each name.")]
+    copy_tied: Annotated[bool, Flag("Safetensors: store tensors that share memory under each of their names.")]
     allow_unsafe: Annotated[
         bool,
         Flag(
-            "Carry over calls that no checkpoint needs (os.system and the like); they are not run.",
-            "Carry over calls that no checkpoint needs (``os.system`` and the like). They are not run.",
+            "Copy dangerous calls (such as os.system) to DST instead of refusing SRC. Nothing is run.",
+            "Copy dangerous calls (such as ``os.system``) to the output instead of refusing the input. Nothing is run.",
         ),
     ]
 
@@ -51,17 +52,17 @@ class SaveOptions(PlanOptions, total=False):
     force: Annotated[
         bool,
         Flag(
-            "Replace DST if it exists, safely even if it is SRC.",
-            "Whether the output may exist. It may be the input.",
+            "Replace DST if it exists. DST may be SRC.",
+            "Whether to replace the output if it exists. It may be the input.",
             short="-f",
         ),
     ]
     verify: Annotated[
         bool,
         Flag(
-            "Compare SRC's records with their checksums, where it has some, and read DST back to compare it.",
-            "Compare the records of the input with their checksums, if it has some, and read the output back before it"
-            " appears (in a store: afterwards). The report says what was compared.",
+            "Check the tensor data of SRC against its checksums, if SRC has any, and read DST back to compare it.",
+            "Check the tensor data of the input against its checksums, if it has any, and read the output back before"
+            " it appears (in a remote store: afterwards). The report says what was compared.",
         ),
     ]
 
@@ -72,33 +73,37 @@ class WriteOptions(SaveOptions, total=False):
     max_shard_size: Annotated[
         int | str | None,
         Flag(
-            "Write shards of at most SIZE (5GB, 500MB) with their index, as the Hub has them; DST is a folder then."
+            "Write shards of at most SIZE (5GB, 500MB) and their index to the folder DST, as on the Hugging Face Hub."
             " Needs huggingface_hub: pip install 'ckptconv[hub]'.",
-            "Write shards of at most so many bytes (``'5GB'``), and their index, to a folder.",
+            "Write shards of at most this size (bytes, or ``'5GB'``) and their index to a folder.",
             "SIZE",
         ),
     ]
     ranks: Annotated[
         int,
         Flag(
-            "Write a DCP folder as N processes would, a file for each; any number of processes reads it.",
-            "The number of processes that a folder of ``torch.distributed.checkpoint`` (``format='dcp'``) is written"
-            " for: a file for each. Any number of processes reads it.",
+            "With --format dcp: write one file for each of N processes. Any number of processes can read the folder.",
+            "With ``format='dcp'``: the number of processes that the folder has a file for. Any number of processes can"
+            " read it.",
             "N",
         ),
     ]
-    copy_others: Annotated[bool, Flag("Of a folder, copy what is no checkpoint too.")]
-    dry_run: Annotated[bool, Flag("Only say what would be done.", short="-n")]
+    copy_others: Annotated[bool, Flag("If SRC is a folder, also copy files that are not checkpoints.")]
+    dry_run: Annotated[bool, Flag("Only print what would be done.", short="-n")]
     jobs: Annotated[
         int,
         Flag(
-            "Convert N checkpoints, or write N shards, at once.", "Threads that write the files of a folder.", "N", "-j"
+            "Convert N checkpoints, or write N shards, at the same time.",
+            "The number of threads that write the files of a folder.",
+            "N",
+            "-j",
         ),
     ]
     download: Annotated[
         bool,
         Flag(
-            "Where the server of a URL sends no ranges, download all of the file first; it goes when it has been read.",
+            "If the server of a URL does not support range requests, download the whole file first. The download is"
+            " deleted after it is read.",
             DOWNLOAD.doc,
         ),
     ]
@@ -110,7 +115,7 @@ class ConvertOptions(WriteOptions, total=False):
     in_place: Annotated[
         bool,
         Flag(
-            "Change the file SRC itself. undo takes it back.",
+            "Change the file SRC itself. 'ckptconv undo' reverts the change.",
             "Change devices and names in the file `src` itself, without `dst`, under an undo journal"
             " (:func:`ckptconv.undo`).",
             short="-i",
@@ -119,8 +124,8 @@ class ConvertOptions(WriteOptions, total=False):
     no_undo: Annotated[
         bool,
         Flag(
-            "In place: keep no journal for undo once the change is on the disk.",
-            "With `in_place`: remove the undo journal after the change is on the disk.",
+            "With --in-place: delete the undo journal once the change is on the disk.",
+            "With `in_place`: delete the undo journal once the change is on the disk.",
         ),
     ]
 
@@ -131,8 +136,8 @@ class JobOptions(ConvertOptions, total=False):
     skip_existing: Annotated[
         bool,
         Flag(
-            "Leave outputs that exist as they are, even with --force.",
-            "Leave an output that exists as it is, even with `force`.",
+            "Skip outputs that exist, even with --force.",
+            "Skip the output if it exists, even with `force`.",
         ),
     ]
 

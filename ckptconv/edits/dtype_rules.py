@@ -140,7 +140,7 @@ def _rule(glob: str | None, word: str) -> DTypeRule:
         raise UsageError(
             f"{word!r} is no dtype to convert to" if glob != "" else f"'={word}' has no glob",
             expected=expected,
-            hint="is this meant: " + option("dtype", near if glob is None else f"{glob}={near}") if near else None,
+            hint="did you mean: " + option("dtype", near if glob is None else f"{glob}={near}") if near else None,
         )
     rule = DTypeRule(glob, name)
     if name in INTEGERS and (glob is None or re.search("[*?]", glob)):  # a path may contain a bracket

@@ -25,24 +25,21 @@ class PartOptions(TypedDict, total=False):
 
     state_dict: Annotated[
         bool,
-        Flag(
-            "Take the state dict alone, wherever it is, also from a model that was pickled whole. Safetensors needs no"
-            " such option."
-        ),
+        Flag("Extract the state dict, wherever it is in SRC, also from a pickled model. Always on for safetensors."),
     ]
     select: Annotated[
         str | None,
         Flag(
-            "Take the part at PATH as the checkpoint, such as ema/model.",
-            "The path of the part to take as the checkpoint, such as ``ema/model``.",
+            "Extract the object at PATH, such as ema/model.",
+            "The path of the object to extract, such as ``ema/model``.",
             "PATH",
         ),
     ]
     include: Annotated[
         str | Iterable[str],
         Flag(
-            "Keep only tensors whose name matches; * crosses dots, a GLOB with / is for paths.",
-            "Globs. Only tensors whose name matches are kept. A glob with a slash is compared with paths.",
+            "Keep only tensors whose name matches. * also matches dots. A GLOB with / is matched against paths.",
+            "Globs. Only tensors whose name matches are kept. A glob with a slash is matched against paths.",
             "GLOB",
         ),
     ]
@@ -55,28 +52,31 @@ class PartOptions(TypedDict, total=False):
 class NameOptions(TypedDict, total=False):
     """The options that edit the names in state dicts."""
 
-    unwrap: Annotated[bool, Flag("Take out of names what DataParallel, torch.compile, FSDP and other wrappers put in.")]
+    unwrap: Annotated[
+        bool, Flag("Remove what DataParallel, torch.compile, FSDP and other wrappers have added to names.")
+    ]
     strip_prefix: Annotated[
         str | Iterable[str],
         Flag(
-            "Take P off the start of names; a missing last dot is added.",
-            "Prefixes to take off the start of names, such as ``module.``. A missing last dot is added.",
+            "Remove P from the start of names. If P does not end with a dot, a dot is added.",
+            "Prefixes to remove from the start of names, such as ``module.``. A dot is added to a prefix without one at"
+            " its end.",
             "P",
         ),
     ]
     rename: Annotated[
         Iterable[tuple[str, str]],
         Flag(
-            "Replace in names, as re.sub does.",
-            "Pairs of a regular expression and its replacement in names, applied in this order as ``re.sub`` does.",
+            "Rename with re.sub: replace each match of REGEX in a name with REPL.",
+            "Pairs of a regular expression and its replacement in names. ``re.sub`` applies them in this order.",
             "REGEX REPL",
         ),
     ]
     add_prefix: Annotated[
         str | Iterable[str],
         Flag(
-            "Put P before the names of the state dict.",
-            "Prefixes to put before the names of the state dict, such as ``module.``.",
+            "Add P to the start of the names in the state dict.",
+            "Prefixes to add to the start of the names in the state dict, such as ``module.``.",
             "P",
         ),
     ]
@@ -89,7 +89,7 @@ class RegroupOptions(TypedDict, total=False):
         str | Iterable[str],
         Flag(
             "Split, join or stack tensors: 'qkv = q:1, k:1, v:1', 'experts.down = experts.{e}.down'. The documentation"
-            " has the rules.",
+            " explains the rules.",
             "Rules that split, join and stack tensors, such as ``'qkv = q:1, k:1, v:1'``.",
             "RULE",
         ),
@@ -97,23 +97,27 @@ class RegroupOptions(TypedDict, total=False):
     rules: Annotated[
         str | Iterable[str],
         Flag(
-            "Take rules from FILE, one a line, or those called NAME: ckptconv rules lists them.",
-            "Files of such rules, one a line, or names of rules that are part of this package (``qwen2-moe``). They"
-            " come first.",
+            "Read regrouping rules from FILE, one per line, or use the built-in rules NAME, which 'ckptconv rules'"
+            " lists.",
+            "Files of such rules, one per line, or names of built-in rules (``qwen2-moe``). They are applied first.",
             "FILE|NAME",
         ),
     ]
     sizes: Annotated[
         "Mapping[str, int] | str | Iterable[str]",
         Flag(
-            "The number that $NAME means in rules: NAME=8, or a JSON file; by default SRC's config.json.",
-            "The numbers that names mean in rules (``$NAME``). By default they are in the ``config.json`` next to the"
+            "The value of $NAME in rules: NAME=8, or a JSON file with the values. Default: config.json next to SRC.",
+            "The values of names in rules (``$NAME``). By default they are read from the ``config.json`` next to the"
             " input.",
             "NAME=N",
         ),
     ]
     reverse: Annotated[
-        bool, Flag("Apply rules backwards.", "Exchange the sides of each rule, and apply the last rule first.")
+        bool,
+        Flag(
+            "Apply the rules in the other direction, the last one first.",
+            "Exchange the sides of each rule, and apply the last rule first.",
+        ),
     ]
 
 
@@ -123,43 +127,45 @@ class OptimizerOptions(TypedDict, total=False):
     optimizer: Annotated[
         Literal["names", "numbers"] | None,
         Flag(
-            "Key optimizers by the names of parameters, as FSDP does, or by numbers, as torch.optim does.",
-            "``'names'`` or ``'numbers'``, by which optimizers list their parameters: FSDP by names, ``torch.optim`` by"
-            " numbers.",
+            "Key the state of optimizers by parameter names, as FSDP does, or by numbers, as torch.optim does.",
+            "``'names'`` to key the state of optimizers by parameter names, as FSDP does, or ``'numbers'``, as"
+            " ``torch.optim`` does.",
         ),
     ]
     optimizer_order: Annotated[
         Literal["model"] | None,
         Flag(
-            "You vouch that each group of an optimizer has the order of model.parameters().",
-            "``'model'`` if you vouch that each group of an optimizer has the order of ``model.parameters()``.",
+            "Confirm that the optimizer was created with model.parameters(), or with parts of it in that order.",
+            "``'model'`` to confirm that the optimizer was created with ``model.parameters()``, or with parts of it in"
+            " that order.",
         ),
     ]
     like: Annotated[
         str | os.PathLike[str] | None,
         Flag(
-            "Take the names that FILE has, in its order, and the groups of its optimizers.",
-            "A checkpoint. The output has those names that it has, in its order, and the groups of its optimizers.",
+            "Keep only the names that are also in FILE, in the order of FILE, and use the groups of its optimizers.",
+            "A checkpoint. The output contains only names that are also in it, in its order, with the groups of its"
+            " optimizers.",
             "FILE",
         ),
     ]
     model: Annotated[
         str | os.PathLike[str] | None,
         Flag(
-            "The weights, for an optimizer in a file of its own.",
-            "The checkpoint with the weights, for an optimizer in a file of its own.",
+            "The file with the weights, if SRC contains only an optimizer.",
+            "The checkpoint with the weights, if the input contains only an optimizer.",
             "FILE",
         ),
     ]
 
 
 class EditOptions(PartOptions, NameOptions, RegroupOptions, OptimizerOptions, total=False):
-    """All options that change what a checkpoint says."""
+    """All options that change the contents of a checkpoint."""
 
     drop: Annotated[
         str | Iterable[str],
         Flag(
-            "Leave out the part at PATH, such as optimizer. A glob with a / leaves out several.",
+            "Leave out the object at PATH, such as optimizer. A glob with a / can match several.",
             "Paths, or globs with a slash. The items, attributes and elements of lists at these paths are left out.",
             "PATH",
         ),
@@ -167,7 +173,7 @@ class EditOptions(PartOptions, NameOptions, RegroupOptions, OptimizerOptions, to
     map_location: Annotated[
         "MapLocation | None",
         Flag(
-            "torch's word for both: DEVICE or OLD=NEW.",
+            "The same as --to (X is a DEVICE) or --map (X is OLD=NEW).",
             "A device for all tensors (``'cpu'``, ``'gpu'``, ``'cuda:1'``), a mapping from devices to devices"
             " (``{'cuda:0': 'cuda:1', 'any': 'cpu'}``), or a function from tag to tag. States of random generators stay"
             " on the CPU, where torch needs them.",
@@ -177,8 +183,8 @@ class EditOptions(PartOptions, NameOptions, RegroupOptions, OptimizerOptions, to
     dtype: Annotated[
         "DTypeLike | None",
         Flag(
-            "Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ...; 'GLOB=D' casts what GLOB"
-            " means, by DST's names.",
+            "Cast the floating-point weights to D: fp32, bf16, fp16, float8_e4m3fn, ... 'GLOB=D' casts only tensors"
+            " whose name in DST matches GLOB.",
             "``'bf16'`` (or ``torch.bfloat16``) for the floating-point weights, ``{'*.norm.*': 'fp32'}`` for the"
             " tensors that match globs, or several of both (``['bf16', '*.norm.*=fp32']``).",
             "D",
@@ -187,21 +193,22 @@ class EditOptions(PartOptions, NameOptions, RegroupOptions, OptimizerOptions, to
     loadable: Annotated[
         bool,
         Flag(
-            "Make plain what is only data (numpy, Namespace, OmegaConf, ...), so that weights_only=True loads it all.",
-            "Replace objects that are only data (arrays and numbers of numpy, namespaces, configurations, paths, dates)"
-            " by plain ones, so that ``torch.load(weights_only=True)`` loads all of a training file. The conversion is"
+            "Convert data objects (numpy, Namespace, OmegaConf, ...) to tensors, dicts, lists and text, so that"
+            " torch.load(weights_only=True) loads the whole file.",
+            "Convert data objects (arrays and numbers of numpy, namespaces, configurations, paths, dates) to tensors,"
+            " dicts, lists and text, so that ``torch.load(weights_only=True)`` loads the whole file. The conversion is"
             " refused if other objects remain.",
         ),
     ]
     loadable_objects: Annotated[
         bool,
         Flag(
-            "The same, and turn other objects into dicts that name their class.",
-            "Do the same, and replace other objects by dicts that name their class, ``{'__class__': 'module.Name',"
-            " ...}``.",
+            "Like --loadable, and also convert other objects to dicts with the name of their class.",
+            "Do the same, and convert other objects to dicts with the name of their class, ``{'__class__':"
+            " 'module.Name', ...}``.",
         ),
     ]
-    compact: Annotated[bool, Flag("Drop the bytes of storages that no tensor shows.")]
+    compact: Annotated[bool, Flag("Drop the bytes of storages that no tensor uses.")]
 
 
 @dataclass(frozen=True)

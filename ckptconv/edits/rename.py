@@ -254,7 +254,7 @@ def _compiled(pattern: str, replacement: str) -> re.Pattern[str]:
     if meant != replacement:  # otherwise the names would contain the dollar sign
         raise UsageError(
             f"{replacement!r}: a group of the pattern is written as \\1 here, and not as $1",
-            hint="is this meant: " + option("rename", ((pattern, re.sub(r"\\g<(\d+)>(?!\d)", r"\\\1", meant)),)),
+            hint="did you mean: " + option("rename", ((pattern, re.sub(r"\\g<(\d+)>(?!\d)", r"\\\1", meant)),)),
         )
     return compiled
 

@@ -334,16 +334,16 @@ CASES: dict[str, Case] = {
         for option in ("--unwrap", "--strip-prefix module.", "--strip-prefix features.module", "--rename ^module. x")
     },
     "a group of a pattern, as sed's users write it": Case(
-        saved(weights), "convert {m}.pt out.pt --rename ([ab])\\.w w.$1", r"is this meant: (--rename .*)", "the names",
+        saved(weights), "convert {m}.pt out.pt --rename ([ab])\\.w w.$1", r"did you mean: (--rename .*)", "the names",
         has("w.a", "w.b"), made="convert {m}.pt out.pt",
     ),
     "a dtype by its bits": Case(
-        saved(weights), "convert {m}.pt out.pt --dtype *.w=16", r"is this meant: (--dtype .*)", "loads",
+        saved(weights), "convert {m}.pt out.pt --dtype *.w=16", r"did you mean: (--dtype .*)", "loads",
         lambda made: _equal({each.dtype for each in loads(made).values()}, {torch.float16}),
         made="convert {m}.pt out.pt",
     ),
     "a size in a unit that is not known": Case(
-        saved(weights), "convert {m}.pt out --max-shard-size 5GiBB", r"is this meant: (--max-shard-size .*)", "loads",
+        saved(weights), "convert {m}.pt out --max-shard-size 5GiBB", r"did you mean: (--max-shard-size .*)", "loads",
         same(weights), made="convert {m}.pt out",
     ),
     "a module called module in DataParallel": Case(
@@ -589,11 +589,11 @@ CASES: dict[str, Case] = {
         made="convert {m}.pt out.pt",
     ),
     "an arrow in a rule": Case(
-        saved(weights, ("cuda:0",)), "convert {m}.pt out.pt --map cuda:0->cpu", r"is this meant: (--map .*)", "loads",
+        saved(weights, ("cuda:0",)), "convert {m}.pt out.pt --map cuda:0->cpu", r"did you mean: (--map .*)", "loads",
         same(weights), made="convert {m}.pt out.pt",
     ),
     "a format by its suffix": Case(
-        saved(weights), "convert {m}.pt out.safetensors --format .safetensors", r"is this meant: (--format .*)",
+        saved(weights), "convert {m}.pt out.safetensors --format .safetensors", r"did you mean: (--format .*)",
         "the names", has("b.w", "a.w"), made="convert {m}.pt out.safetensors",
     ),
     "no path of that name": Case(
@@ -727,7 +727,7 @@ CASES: dict[str, Case] = {
         f"in place with an output, {what}": Case(
             saved(weights, ("cuda:0",)), "convert {m}.pt out.pt --to cpu --in-place", says, "loads", same(weights),
         )
-        for what, says in (("the file", r"is this meant: (ckptconv .*); or"), ("the output", r"or this: (ckptconv .*)"))
+        for what, says in (("the file", r"did you mean: (ckptconv .*); or"), ("the output", r"or this: (ckptconv .*)"))
     },
     "in place, what moves tensors": Case(
         saved(weights), "convert {m}.pt --in-place --dtype bf16", r"give an output: (ckptconv .*)",
@@ -826,49 +826,49 @@ CASES: dict[str, Case] = {
     ),
     # what is typed wrong
     "the guess strip": Case(
-        saved(lambda: nn.DataParallel(net()).state_dict()), "strip {m}.pt", r"is this meant: (ckptconv .*)",
+        saved(lambda: nn.DataParallel(net()).state_dict()), "strip {m}.pt", r"did you mean: (ckptconv .*)",
         "loads, strict, no prefix",
         fits(), {"OUT": "out.pt"},
     ),
     "the guess unwrap-ddp": Case(
-        saved(lambda: nn.DataParallel(net()).state_dict()), "unwrap-ddp {m}.pt", r"is this meant: (ckptconv .*)",
+        saved(lambda: nn.DataParallel(net()).state_dict()), "unwrap-ddp {m}.pt", r"did you mean: (ckptconv .*)",
         "loads, strict, no prefix",
         fits(), {"OUT": "out.pt"},
     ),
     "the guess half": Case(
-        saved(lambda: nn.DataParallel(net()).state_dict()), "half {m}.pt", r"is this meant: (ckptconv .*)", "loads",
+        saved(lambda: nn.DataParallel(net()).state_dict()), "half {m}.pt", r"did you mean: (ckptconv .*)", "loads",
         loads, {"OUT": "out.pt"},
     ),
     "the guess to-cpu": Case(
-        saved(lambda: nn.DataParallel(net()).state_dict()), "to-cpu {m}.pt", r"is this meant: (ckptconv .*)", "loads",
+        saved(lambda: nn.DataParallel(net()).state_dict()), "to-cpu {m}.pt", r"did you mean: (ckptconv .*)", "loads",
         loads, {"OUT": "out.pt"},
     ),
     "the guess to-pt": Case(
-        saved(lambda: nn.DataParallel(net()).state_dict()), "to-pt {m}.pt", r"is this meant: (ckptconv .*)", "loads",
+        saved(lambda: nn.DataParallel(net()).state_dict()), "to-pt {m}.pt", r"did you mean: (ckptconv .*)", "loads",
         loads, {"OUT": "out.pt"},
     ),
     "the guess --device": Case(
         saved(lambda: nn.DataParallel(net()).state_dict()), "convert {m}.pt out.pt --device cpu",
-        r"is this meant: (ckptconv .*)", "loads",
+        r"did you mean: (ckptconv .*)", "loads",
         loads, {"OUT": "out.pt"},
     ),
     "the guess -i --cpu": Case(
         saved(lambda: nn.DataParallel(net()).state_dict()), "convert {m}.pt -i --strip",
-        r"is this meant: (ckptconv .*)", "loads, strict, no prefix",
+        r"did you mean: (ckptconv .*)", "loads, strict, no prefix",
         fits(), {"OUT": "out.pt"},
     ),
     "the guess shrink": Case(
-        saved(weights), "shrink {m}.pt", r"is this meant: (ckptconv .*)", "loads", same(weights), {"OUT": "out.pt"},
+        saved(weights), "shrink {m}.pt", r"did you mean: (ckptconv .*)", "loads", same(weights), {"OUT": "out.pt"},
     ),
     "the guess split": Case(
-        saved(weights), "split {m}.pt", r"is this meant: (ckptconv .*)", "the shards are there", is_there("all"),
+        saved(weights), "split {m}.pt", r"did you mean: (ckptconv .*)", "the shards are there", is_there("all"),
         {"OUT": "all"},
     ),
     "the guess man": Case(
-        saved(weights), "man convert", r"is this meant: (ckptconv convert -h)", "it is shown", nothing,
+        saved(weights), "man convert", r"did you mean: (ckptconv convert -h)", "it is shown", nothing,
     ),
     "a pair in one word": Case(
-        saved(weights), "convert {m}.pt out.pt --rename a=c", r"is this meant: (--rename .*)", "renamed",
+        saved(weights), "convert {m}.pt out.pt --rename a=c", r"did you mean: (--rename .*)", "renamed",
         has("c.w", "b.w"), made="convert {m}.pt out.pt",
     ),
     "a dtype for a device": Case(

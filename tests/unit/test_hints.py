@@ -131,10 +131,10 @@ def test_the_same_error_in_both_tongues(tmp_path: Path, capsys: pytest.CaptureFi
         ckptconv.remap([], "meta")
     refused(ckptconv.UsageError, "'auto' is for load and remap", src, dst, map_location="auto")
     for tolerance, said in (({"rtol": -1.0}, "rtol=-1.0"), ({"atol": float("nan")}, "atol=nan")):
-        with pytest.raises(ckptconv.UsageError, match=f"^{said} is no tolerance"):
+        with pytest.raises(ckptconv.UsageError, match=f"^{said} is not a tolerance"):
             ckptconv.diff(src, src, **tolerance)  # type: ignore[arg-type]
     assert main(["diff", str(src), str(src), "--rtol", "-1"]) == 2
-    assert "--rtol -1.0 is no tolerance" in capsys.readouterr().err
+    assert "--rtol -1.0 is not a tolerance" in capsys.readouterr().err
 
 
 def test_results_speak_python(here: Path) -> None:

@@ -319,7 +319,7 @@ def parse_size(size: int | str) -> int:
             option("max_shard_size", None) + " is not a size",
             expected=_EXAMPLES,
             got=size,
-            hint="is this meant: " + option("max_shard_size", f"{near[1]}{near[2].upper()}B") if near else None,
+            hint="did you mean: " + option("max_shard_size", f"{near[1]}{near[2].upper()}B") if near else None,
         )
     nbytes = int(float(match["number"]) * _UNITS[unit.upper()]) if unit else int(match["number"])
     if nbytes == 0:

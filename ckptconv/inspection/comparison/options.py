@@ -15,33 +15,33 @@ from ckptconv.light_dataclass import dataclass
 
 
 class _ComparisonOptions(TypedDict, total=False):
-    """The options that say what is compared, and how exactly."""
+    """The options that choose what is compared, and how exactly."""
 
     rtol: Annotated[
         float,
         Flag(
-            "Let numbers differ by X times that of B, as torch.allclose does.",
+            "Relative tolerance: numbers may differ by X times the number in B, as in torch.allclose.",
             "Numbers are the same if ``|a - b| <= atol + rtol * |b|``, as for ``torch.allclose``.",
             "X",
         ),
     ]
-    atol: Annotated[float, Flag("Let numbers differ by X.", "See `rtol`.", "X")]
-    names_only: Annotated[bool, Flag("Compare the names of tensors and nothing else.")]
+    atol: Annotated[float, Flag("Absolute tolerance: numbers may differ by X.", "See `rtol`.", "X")]
+    names_only: Annotated[bool, Flag("Only compare the names of tensors.")]
     values: Annotated[
         bool,
         Flag(
-            "Say what tensors that differ are: NaN, min, max, mean, std, norm.",
+            "Show NaN, min, max, mean, std and norm of tensors that differ.",
             "Describe the elements of each tensor that differs, in both checkpoints, as :func:`ckptconv.inspect` does.",
         ),
     ]
     histogram: Annotated[
         bool,
         Flag(
-            "The same, with histograms of both and of how far they are apart.",
+            "Like --values, with histograms of the elements in A and B, and of their distance.",
             "Do the same, with histograms of the elements in both, and of ``|a - b|``.",
         ),
     ]
-    full: Annotated[bool, Flag("Read data with equal checksums too. Without it, they count as equal.")]
+    full: Annotated[bool, Flag("Also read data with equal checksums. By default they count as equal.")]
     download: Annotated[bool, DOWNLOAD]
 
 
@@ -69,13 +69,13 @@ class Compared:
                 raise ArgumentTypeError(f"{name} must be a number, such as 1e-5, not {tolerance!r}")
             if not (isfinite(tolerance) and tolerance >= 0):
                 raise UsageError(
-                    option(name, tolerance) + " is no tolerance", expected="a finite number that is not negative"
+                    option(name, tolerance) + " is not a tolerance", expected="a finite number that is not negative"
                 )
         if self.names_only and self.full:
-            raise UsageError(option("names_only") + " reads no tensor, and " + option("full") + " reads all")
+            raise UsageError(option("names_only") + " and " + option("full") + " cannot be combined")
         for name in ("values", "histogram"):
             if self.names_only and getattr(self, name):
-                raise UsageError(option("names_only") + " reads no tensor, and " + option(name) + " reads those")
+                raise UsageError(option("names_only") + " and " + option(name) + " cannot be combined")
 
     def options(self) -> list[Option]:
         """Return the options that are not at their defaults, for a command that is to be typed."""

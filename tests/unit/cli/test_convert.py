@@ -63,7 +63,7 @@ def test_unsafe_is_refused_and_carried_inert(tmp_path: Path, command: Command) -
 @pytest.mark.parametrize("flag", ["-n", "--dry-run", "-f", "--to"])
 def test_a_flag_is_no_replacement(fixtures: Path, tmp_path: Path, command: Command, flag: str) -> None:
     """A forgotten replacement does not turn a dry run into a conversion."""
-    line = f"{flag} stands where the replacement for 'conv' should be"
+    line = f"expected the replacement for 'conv', got the option {flag} "
     command("convert", fixtures / "cpu.pt", tmp_path / "out.pt", "--rename", "conv", flag, status=2, err=line)
     assert not (tmp_path / "out.pt").exists()
 
@@ -119,8 +119,8 @@ def test_in_place_with_an_output_that_is_not_there(ddp: Path, command: Command) 
     edits = ("--to", "cpu", "--rename", "a b", "$c", "--rename", "0", "x")
     said = command("convert", here, out, *edits, "-fi", "--no-undo", status=1, err="nothing was changed").err
     typed = " ".join(map(shlex.quote, edits))
-    assert f"is this meant: ckptconv convert {here} {typed} --force --in-place --no-undo; or this: " in said
-    assert f"; or this: ckptconv convert {here} {shlex.quote(str(out))} {typed} --force\n" in said
+    assert f"did you mean: ckptconv convert {here} {typed} --force --in-place --no-undo; or: " in said
+    assert f"; or: ckptconv convert {here} {shlex.quote(str(out))} {typed} --force\n" in said
     assert here.read_bytes() == before and os.listdir(here.parent) == ["ddp.pt"]
     said = command("convert", out, here, *edits, "-i", status=1, err="nothing was changed").err
     assert "ckptconv convert" not in said and here.read_bytes() == before

@@ -121,7 +121,7 @@ def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
     """One line has it, whole; typed as it stands it does what was meant, and before that nothing was done."""
     said = command(*typed.split(), status=2)
     assert said.err.count("\n") == 1 and said.out == ""
-    meant = said.err.strip().rpartition("is this meant: ckptconv ")[2]
+    meant = said.err.strip().rpartition("did you mean: ckptconv ")[2]
     assert meant == MEANT[typed]
     assert sorted(each.name for each in Path().iterdir()) == ["ddp.pt", "run.pt", "two.pt"]
     command(*shlex.split(meant), status=1 if meant.startswith("diff") else 0)
@@ -135,11 +135,11 @@ def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
         ("convert ddp.pt o.pt --quantize 8bit", "convert has no option --quantize; ckptconv convert -h lists"),
         (
             "convert ddp.pt o --format hf",
-            "--format has no hf (expected pt, legacy, pickle, safetensors, dcp); is this meant: --format s",
+            "--format has no hf (expected pt, legacy, pickle, safetensors, dcp); did you mean: --format s",
         ),
         ("convert ddp.pt o --format=orbax", "--format has no orbax (expected pt, legacy, pickle, safetensors, dcp)\n"),
-        ("convert ddp.pt o.pt --rename s/module/net/", "is this meant: --rename module net"),
-        ("convert ddp.pt o.pt --map cuda:1:cuda:0", "is this meant: --map cuda:1=cuda:0"),
+        ("convert ddp.pt o.pt --rename s/module/net/", "did you mean: --rename module net"),
+        ("convert ddp.pt o.pt --map cuda:1:cuda:0", "did you mean: --map cuda:1=cuda:0"),
         ("frobnicate ddp.pt", "no command is called frobnicate (expected convert, diff"),
         ("convert ddp.pt o.pt --device", "ckptconv convert ddp.pt o.pt --to VALUE"),
         ("convert 'a b.pt' o.pt --cpu", "ckptconv convert 'a b.pt' o.pt --to cpu"),
@@ -147,22 +147,22 @@ def test_the_command_line_that_is_meant(typed: str, command: Command) -> None:
         ("convert ddp.pt o.pt --device auto", "convert has no option --device; ckptconv convert -h lists"),
         ("convert ddp.pt o.pt -p module.", "convert has no option -p; ckptconv convert -h lists"),
         ("convert ddp.pt o.pt --dtype fp4", "float8_e5m2)\n"),
-        ("convert ddp.pt o.pt --dtype '*.w=16'", "is this meant: --dtype '*.w=fp16'"),
-        ("convert ddp.pt o --max-shard-size 5GiBB", "got 5GiBB); is this meant: --max-shard-size 5GB"),
+        ("convert ddp.pt o.pt --dtype '*.w=16'", "did you mean: --dtype '*.w=fp16'"),
+        ("convert ddp.pt o --max-shard-size 5GiBB", "got 5GiBB); did you mean: --max-shard-size 5GB"),
         ("convert ddp.pt o --max-shard-size big", "got big)\n"),
         ("convert ddp.pt o --format .PTH", "--format has no .PTH (expected pt, legacy, pickle, safetensors, dcp)"),
-        ("convert ddp.pt o --format PT", "is this meant: --format pt"),
+        ("convert ddp.pt o --format PT", "did you mean: --format pt"),
         ("convert ddp.pt o.pt --jobs two", "--jobs 'two' is not a whole number of at least 1 (expected --jobs N)"),
         ("convert ddp.pt o.pt -j 0", "--jobs '0' is not a whole number of at least 1"),
         ("diff ddp.pt run.pt --rtol=1e-3x", "--rtol '1e-3x' is not a number (expected --rtol X)"),
         ("diff ddp.pt run.pt ddp.pt", "Got unexpected extra argument (ddp.pt) (expected ckptconv diff A B)"),
-        (r"convert ddp.pt o.pt --rename '(\w+)\.' '$1_'", r"is this meant: --rename '(\w+)\.' '\1_'"),
+        (r"convert ddp.pt o.pt --rename '(\w+)\.' '$1_'", r"did you mean: --rename '(\w+)\.' '\1_'"),
         (r"convert ddp.pt o.pt --rename '(?P<a>\w+)' '${a}1'", r"--rename '(?P<a>\w+)' '\g<a>1'"),
-        (r"convert ddp.pt o.pt --rename '(\w+)' '${1}0'", r"is this meant: --rename '(\w+)' '\g<1>0'"),
+        (r"convert ddp.pt o.pt --rename '(\w+)' '${1}0'", r"did you mean: --rename '(\w+)' '\g<1>0'"),
         (r"convert ddp.pt o.pt --rename '\w+' '\1'", "put ( ) around what it stands for in the pattern"),
         ("convert ddp.pt o.pt --rename '*.w' w", "in a regular expression, .* means the same as * in a glob"),
-        ("completion", "is this meant: ckptconv help completion"),
-        ("--install-completion zsh", "is this meant: ckptconv help completion"),
+        ("completion", "did you mean: ckptconv help completion"),
+        ("--install-completion zsh", "did you mean: ckptconv help completion"),
     ],
 )
 def test_what_nobody_knows(typed: str, words: str, command: Command) -> None:

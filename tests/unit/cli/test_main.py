@@ -47,8 +47,8 @@ from tests.support.command import Command
             ["nowhere", "the checkpoint is a state dict itself", "ckptconv inspect ddp.pt --tree"],
         ),
         (["convert", "{src}", "{out}", "--exclude", "nothing*"], 1, ["nothing*"]),
-        (["convert", "{src}", "{out}", "--rename", "a=b"], 2, ["REGEX REPL", "is this meant: --rename a b"]),
-        (["convert", "{src}", "{out}", "--rename", "a=b", "--force"], 2, ["is this meant: --rename a b"]),
+        (["convert", "{src}", "{out}", "--rename", "a=b"], 2, ["REGEX REPL", "did you mean: --rename a b"]),
+        (["convert", "{src}", "{out}", "--rename", "a=b", "--force"], 2, ["did you mean: --rename a b"]),
         (["convert", "{src}", "{out}", "--to"], 2, ["expected --to DEVICE"]),
         (["convert", "{src}", "{out}", "--format", "zip"], 2, ["ckptconv: ", "pt, legacy"]),
         (["convert", "{src}", "{out}", "--to", "safetensors"], 2, ["try: --format safetensors"]),
@@ -113,7 +113,7 @@ def test_version_and_help(command: Command) -> None:
 def test_help_says_what_the_exit_statuses_mean(name: str, command: Command) -> None:
     """Those of all commands, and what this one has more."""
     said = " ".join(command(name, "-h").out.split())
-    assert re.search(r"Exit status: 0 .*, 1 .*, 2 .*, 130 Ctrl-C, 141 nobody reads on", said)
+    assert re.search(r"Exit status: 0 .*, 1 .*, 2 .*, 130 Ctrl-C, 141 the reader of a pipe has ended", said)
     assert ("3 some of several failed" in said) == (name == "convert")
 
 

@@ -648,7 +648,7 @@ def test_a_job_is_checked_when_it_is_made() -> None:
     """What no conversion could understand is said where it was written; a job, and what
     becomes of it, can go to another process.
     """
-    with pytest.raises(TypeError, match=r"keyword argument .mao_location.; is this meant: map_location=.cpu.$"):
+    with pytest.raises(TypeError, match=r"keyword argument .mao_location.; did you mean: map_location=.cpu.$"):
         Job("a.pt", "b.pt", {"mao_location": "cpu"})
     with pytest.raises(ckptconv.UsageError, match="no device"):
         Job("a.pt", "b.pt", {"map_location": "cpuu"})

@@ -64,27 +64,27 @@ def test_the_docstring_has_each_keyword_once() -> None:
 
 
 MEANT = {
-    ("convert", "to", "cpu"): "is this meant: map_location='cpu'",
-    ("convert", "map", "cuda=cpu"): "is this meant: map_location='cuda=cpu'",
-    ("convert", "cuda", True): "is this meant: map_location='cuda'",
-    ("convert", "half", True): "is this meant: dtype='fp16'",
-    ("convert", "half", False): "is this meant: dtype",
-    ("convert", "strip", True): "is this meant: strip_prefix='module.'",
-    ("convert", "strip", "a."): "is this meant: strip_prefix='a.'",
-    ("convert", "overwrite", False): "is this meant: force=False",
-    ("convert", "weights_only", True): "is this meant: state_dict=True",
-    ("convert", "output", "o.pt"): "is this meant: dst='o.pt'",
-    ("convert", "mao_location", "cpu"): "is this meant: map_location='cpu'",
-    ("convert", "dtype_", "x" * 100): "is this meant: dtype",
-    ("jobs_in", "to", "cpu"): "is this meant: map_location='cpu'",
-    ("load", "device", "cpu"): "is this meant: map_location='cpu'",
+    ("convert", "to", "cpu"): "did you mean: map_location='cpu'",
+    ("convert", "map", "cuda=cpu"): "did you mean: map_location='cuda=cpu'",
+    ("convert", "cuda", True): "did you mean: map_location='cuda'",
+    ("convert", "half", True): "did you mean: dtype='fp16'",
+    ("convert", "half", False): "did you mean: dtype",
+    ("convert", "strip", True): "did you mean: strip_prefix='module.'",
+    ("convert", "strip", "a."): "did you mean: strip_prefix='a.'",
+    ("convert", "overwrite", False): "did you mean: force=False",
+    ("convert", "weights_only", True): "did you mean: state_dict=True",
+    ("convert", "output", "o.pt"): "did you mean: dst='o.pt'",
+    ("convert", "mao_location", "cpu"): "did you mean: map_location='cpu'",
+    ("convert", "dtype_", "x" * 100): "did you mean: dtype",
+    ("jobs_in", "to", "cpu"): "did you mean: map_location='cpu'",
+    ("load", "device", "cpu"): "did you mean: map_location='cpu'",
     ("load", "weights_only", True): "leave it out: it is always as with weights_only=True",
-    ("load", "f", "m.pt"): "is this meant: path='m.pt'",
-    ("save", "out", "m.pt"): "is this meant: path='m.pt'",
-    ("inspect", "file", "m.pt"): "is this meant: path='m.pt'",
-    ("verify", "sha256", "0"): "is this meant: expect_sha256='0'",
-    ("diff", "tol", 1.0): "is this meant: rtol=1.0",
-    ("remap", "device", "cpu"): "is this meant: map_location='cpu'",
+    ("load", "f", "m.pt"): "did you mean: path='m.pt'",
+    ("save", "out", "m.pt"): "did you mean: path='m.pt'",
+    ("inspect", "file", "m.pt"): "did you mean: path='m.pt'",
+    ("verify", "sha256", "0"): "did you mean: expect_sha256='0'",
+    ("diff", "tol", 1.0): "did you mean: rtol=1.0",
+    ("remap", "device", "cpu"): "did you mean: map_location='cpu'",
 }
 
 
@@ -97,7 +97,7 @@ def test_an_unknown_keyword_is_refused_with_what_is_meant(name: str, guess: str,
     meant = MEANT[name, guess, value]
     assert str(caught.value) == f"{name}() got an unexpected keyword argument {guess!r}; {meant}"
     if meant.startswith("is"):
-        assert meant.removeprefix("is this meant: ").partition("=")[0] in inspect.signature(function).parameters
+        assert meant.removeprefix("did you mean: ").partition("=")[0] in inspect.signature(function).parameters
 
 
 def test_what_nobody_knows_is_refused_without_advice() -> None:

@@ -168,7 +168,7 @@ def test_the_command_line_says_so(tmp_path: Path, command: Command) -> None:
             ["--dtype", "b16"],
             (
                 "ckptconv: 'b16' is no dtype to convert to (expected a dtype like fp32, fp16, bf16, float8_e4m3fn,"
-                " float8_e5m2); is this meant: --dtype bf16"
+                " float8_e5m2); did you mean: --dtype bf16"
             ),
         ),
         (

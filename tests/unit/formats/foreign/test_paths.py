@@ -33,7 +33,7 @@ WINDOWS = "a Windows path, which this system does not understand; under WSL, use
         (
             ["convert", "m.pt", "o.pt", "--max-shard-size", "5GiBB"],
             2,
-            "got 5GiBB); is this meant: --max-shard-size 5GB",
+            "got 5GiBB); did you mean: --max-shard-size 5GB",
         ),
         (["convert", "m.pt", "o.pt", "--max-shard-size", "5GB"], 2, "--max-shard-size writes a folder"),
     ],

@@ -1164,7 +1164,7 @@ def test_full_finds_what_a_checksum_hides(tmp_path: Path, command: Command) -> N
     command("diff", path, tmp_path / "b.pt", out="--full reads it\n")
     command("diff", path, tmp_path / "b.pt", "--full", status=1, out="values of 1 tensor")
     command("diff", path, path, "--full", out="the same")
-    command("diff", path, path, "--full", "--names-only", status=2, err="--names-only reads no tensor")
+    command("diff", path, path, "--full", "--names-only", status=2, err="--names-only and --full cannot be combined")
 
 
 def test_text_of_what_is_the_same(tmp_path: Path, command: Command) -> None:
