@@ -1,4 +1,4 @@
-"""Produce the bytes of any piece, a buffer at a time: copied, inflated, gathered, assembled or cast."""
+"""Produce the bytes of any piece, a buffer at a time: copied, inflated, gathered, assembled, scaled or cast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Gather, Inflate, InflateSlice, Piece
+from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Gather, Inflate, InflateSlice, Piece, Scaled
 from ckptconv.byteranges.threads import Task
 from ckptconv.errors import OutputError
 
@@ -66,8 +66,24 @@ class Pieces:
             yield from assemble(piece)
         elif isinstance(piece, Cast):
             yield from self._cast(piece)
+        elif isinstance(piece, Scaled):
+            room = memoryview(bytearray(min(piece.length, reading.BUFFER)))
+            for at in range(0, piece.length, len(room)):
+                out = room[: piece.length - at]
+                self.read_into(piece, at, out)
+                yield out
         else:
             yield from reading.read(piece)
+
+    def read_into(self, piece: Piece, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes at `offset` of a piece that is a literal, made of ranges, or a scaled weight."""
+        if not isinstance(piece, Scaled):
+            reading.read_into(piece, offset, buffer)
+            return
+        self._await_import()
+        from ckptconv.byteranges.kernels.scaling import read_scaled
+
+        read_scaled(piece, offset, buffer)
 
     def located(self, piece: Piece) -> Piece:
         """Return `piece`, or for a slice of deflated bytes the range of the inflated file that contains it."""
@@ -202,6 +218,6 @@ def _import_kernels() -> None:
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        from ckptconv.byteranges.kernels import casting, gathering  # noqa: F401
+        from ckptconv.byteranges.kernels import casting, gathering, scaling  # noqa: F401
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

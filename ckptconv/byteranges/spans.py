@@ -384,6 +384,57 @@ class Cast(Piece):
 
 
 @dataclass(frozen=True)
+class Scaled(Piece):
+    """The float32 numbers of a quantized weight, each a code times a scale, `length` bytes in all.
+
+    The weight consists of matrices with rows of whole blocks. `codes` and `scales` are stored in row-major order.
+
+    Attributes:
+        codes: The codes.
+        scales: The scale of each block.
+        second: One number for all scales, or None.
+        code_dtype: The dtype of a code, or ``fp4`` for two codes of float4_e2m1 in a byte, the first in the low bits.
+        scale_dtype: The dtype of a scale. ``uint8`` is the exponent of a power of two, of which the largest is
+            infinite, and ``ldexp`` one that is finite.
+        second_dtype: The dtype of `second`.
+        matrix: The number of matrices, and the rows and columns of each.
+        block: The rows and columns of a block. The last block of a row or column can be smaller.
+        start: The first element, of all that the codes are for.
+        divides: Divide each scale by `second`. Otherwise it is multiplied.
+        transposed: Transpose each matrix.
+        label: The name of the layout, for reports.
+        verified: The ranges with checksums of which there are only parts.
+    """
+
+    codes: Piece
+    scales: Piece
+    second: Piece | None
+    code_dtype: str
+    scale_dtype: str
+    second_dtype: str
+    matrix: tuple[int, int, int]
+    block: tuple[int, int]
+    start: int
+    length: int
+    divides: bool = False
+    transposed: bool = False
+    label: str = ""
+    verified: tuple[ByteRange, ...] = ()
+
+    is_computed = True
+
+    def read_from(self) -> tuple[ByteRange, ...]:
+        pieces = (self.codes, self.scales, *([self.second] if self.second else []))
+        return tuple(span for piece in pieces for span in piece.read_from())
+
+    def with_checksums(self) -> tuple[ByteRange, ...]:
+        return self.verified
+
+    def _part(self, offset: int, length: int) -> Scaled:
+        return replace(self, start=self.start + offset // 4, length=length, verified=())
+
+
+@dataclass(frozen=True)
 class Deferred(Piece):
     """`length` bytes that contain checksums: `make` returns them for the checksums of :attr:`OutFile.sums`."""
 
@@ -395,7 +446,7 @@ class Deferred(Piece):
 
 
 #: The pieces that the bytes of a storage can be.
-Data: TypeAlias = "ByteRange | Inflate | Concat | Assemble | Cast"
+Data: TypeAlias = "ByteRange | Inflate | Concat | Assemble | Cast | Scaled"
 
 
 @dataclass(frozen=True)

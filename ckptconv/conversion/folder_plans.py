@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ckptconv.byteranges.sources import Readable, SourceFolder
+from ckptconv.byteranges.spans import Literal, OutFile
 from ckptconv.conversion.discovery import find, find_in
 from ckptconv.conversion.options import OutputOptions
 from ckptconv.conversion.plan import Plan, read_and_plan
@@ -118,6 +120,9 @@ def _plan_folder(source: SourceFolder, target: Path, edits: Edits, output: Outpu
             *((other.path, other.source) for other in others if other.kind != "folder"),
         ]
     )
+    configs, others, about = _plain_configs(done, others)
+    plan = replace(plan, files=(*plan.files, *configs))
+    notes += about
     new = [file.path for file in plan.files] + [other.path for other in others]
     notes += [*_about_config(folder, plan), *_about_old(target, new, may_go)]
     return replace(
@@ -128,6 +133,51 @@ def _plan_folder(source: SourceFolder, target: Path, edits: Edits, output: Outpu
         may_go=may_go,
         like=folder if source.is_stored else None,
     )
+
+
+def _plain_configs(
+    parts: Sequence[_Part], others: Sequence[OtherFile]
+) -> tuple[list[OutFile], Sequence[OtherFile], list[str]]:
+    """Return the configurations of models in `parts` that are not quantized any more, the rest of `others`, and notes.
+
+    Args:
+        parts: The checkpoints of a folder.
+        others: Its other files that the new folder will have.
+    """
+    dtypes: dict[Path, set[str]] = {}
+    for part in parts:
+        if part.plan and part.plan.changes.dequantized and not part.plan.changes.still_quantized:
+            folder = part.found.path if part.found.path.is_dir() else part.found.path.parent
+            dtypes.setdefault(folder, set()).update(new for _, new in part.plan.changes.dtypes)
+    files: list[OutFile] = []
+    left: list[OtherFile] = []
+    notes: list[str] = []
+    for other in others:
+        words = dtypes.get(other.source.parent) if other.kind in ("file", "kept") else None
+        name = other.source.name
+        if words and name == "config.json" and (data := _plain_config(other.source, words)):
+            files.append(OutFile(other.path, (Literal(data),), len(data)))
+            notes.append(f"{name} is written without quantization_config, with dtype {' and '.join(sorted(words))}")
+        elif words and name == "hf_quant_config.json" and other.kind == "file":
+            notes.append(f"{name} is not copied: the weights are not quantized any more")
+        else:
+            left.append(other)
+    return files, left, notes
+
+
+def _plain_config(config: Path, dtypes: set[str]) -> bytes | None:
+    """Return the file `config` without ``quantization_config``, and with the dtype if there is one in `dtypes`.
+
+    Return None if it has no such entry.
+    """
+    parsed = _parsed(config)
+    inner = [each for each in (parsed, *(parsed or {}).values()) if isinstance(each, dict)]
+    if not any(isinstance(each.pop("quantization_config", None), dict) for each in inner):
+        return None
+    for each in inner:
+        for key in {"dtype", "torch_dtype"} & each.keys() if len(dtypes) == 1 else ():
+            each[key] = next(iter(dtypes)) if isinstance(each[key], str) else each[key]
+    return json.dumps(parsed, indent=2, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
 def _is_same_folder(a: Path, b: Path) -> bool:
@@ -223,24 +273,37 @@ def _about_left(folder: Path, every: Sequence[Found]) -> list[str]:
 
 
 def _about_config(folder: Path, plan: Plan) -> list[str]:
-    """Return a note if the configuration of the model in `folder` names another dtype than the new one."""
+    """Return a note if the configuration of the model in `folder` does not describe the new weights.
+
+    A plan that writes a new configuration needs none.
+    """
     new = {new for _, new in plan.changes.dtypes}
-    configured = _dtype_in(folder / "config.json") if new else None
-    if configured is None or configured in new:
+    parsed = _parsed(folder / "config.json") if new else None
+    if not parsed or any(file.path.name == "config.json" for file in plan.files):
+        return []
+    if plan.changes.dequantized and isinstance(parsed.get("quantization_config"), dict):
+        if plan.changes.still_quantized:
+            return ["config.json has quantization_config: name the modules there that are not quantized any more"]
+        return [
+            "config.json has quantization_config, which is false for the new weights: take it out; of a folder, "
+            + option("copy_others")
+            + " writes one without"
+        ]
+    configured = parsed.get("dtype") or parsed.get("torch_dtype")
+    if not isinstance(configured, str) or configured in new:
         return []
     return [f"config.json says dtype {configured}, to which transformers casts what it loads: change it there"]
 
 
-def _dtype_in(config: Path) -> str | None:
-    """Return the dtype that the file `config` of transformers contains, or None."""
+def _parsed(config: Path) -> dict[str, Any] | None:
+    """Return the content of the file `config` of transformers, or None if it is not a JSON object."""
     data = first_bytes(config, LIMITS.config_bytes)
     try:
         check_nesting(data)
         parsed = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    dtype = (parsed.get("dtype") or parsed.get("torch_dtype")) if isinstance(parsed, dict) else None
-    return dtype if isinstance(dtype, str) else None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _successor(plan: Plan) -> Callable[[str], bool]:

@@ -9,7 +9,7 @@ from dataclasses import field, replace
 from pathlib import Path
 
 from ckptconv.byteranges.sources import ComputedSource, Readable
-from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow, Piece
+from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow, Piece, Scaled
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.safe_globals import needed_import
 from ckptconv.checkpoint.tensor_info import LeftBehind
@@ -66,7 +66,12 @@ def prove_that_it_loads(file: OutFile, source: Path) -> None:
 
 _SHOWN = 5  # dangers in an error
 #: What is done to numbers, by the pieces that stand for it.
-_COMPUTED: dict[type[Piece], str] = {Cast: "a cast", Gather: "writing out views", Assemble: "putting chunks together"}
+_COMPUTED: dict[type[Piece], str] = {
+    Cast: "a cast",
+    Gather: "writing out views",
+    Assemble: "putting chunks together",
+    Scaled: "applying scales",
+}
 
 
 @dataclass(frozen=True)

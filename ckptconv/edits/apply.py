@@ -1,6 +1,6 @@
 """Apply edits to the graph of a checkpoint, in place, and return what changed.
 
-Order: selection, unwrap, strip, rename, regroup, add, like, optimizer, dtypes, devices, loadable, compaction.
+Order: selection, unwrap, strip, rename, regroup, add, like, optimizer, scales, dtypes, devices, loadable, compaction.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ def apply(
     if edits.regroup and changes.optimizers:
         optimizers().check_order(changes)
     if edits.dtypes:
+        from ckptconv.edits.dequantizing import dequantize  # lazily, for start-up
+
+        if dequantize(checkpoint, edits.dtypes, changes):
+            detected = checkpoint.detected
         cast(checkpoint, edits.dtypes, detected, changes)
     if edits.devices:
         retag(checkpoint, edits.devices, detected.rng_storages, changes)

@@ -94,6 +94,8 @@ class Changes:
         unprefixed: The number of names that did not have the prefix to remove.
         left_behind: The parts of the source that are left out.
         dtypes: The casts, by (old dtype, new dtype).
+        dequantized: The number of quantized weights that got their real values.
+        still_quantized: The number of quantized weights in the same state dicts that did not.
         not_cast: The paths of tensors that keep their dtype, by reason.
         separated: For each storage that was split, the paths of the tensors that still share one, by their dtype.
         compacted: The bytes that storages lost.
@@ -110,6 +112,8 @@ class Changes:
     unprefixed: int = 0
     left_behind: list[LeftBehind] = field(default_factory=list)
     dtypes: dict[tuple[str, str], CastCount] = field(default_factory=dict)
+    dequantized: int = 0
+    still_quantized: int = 0
     not_cast: dict[str, list[str]] = field(default_factory=dict)
     separated: list[dict[str, list[str]]] = field(default_factory=list)
     compacted: Dropped = field(default_factory=lambda: Dropped(0, 0))
@@ -164,6 +168,8 @@ class Changes:
         self.regrouped += [replace(group, path=prefix + group.path) for group in other.regrouped]
         self.reordered += prefixed(other.reordered)
         self.unprefixed += other.unprefixed
+        self.dequantized += other.dequantized
+        self.still_quantized += other.still_quantized
         self.left_behind += [replace(part, path=prefix + part.path) for part in other.left_behind]
         self.separated += [{dtype: prefixed(paths) for dtype, paths in groups.items()} for groups in other.separated]
         self.compacted = Dropped(*map(sum, zip(self.compacted, other.compacted, strict=True)))

@@ -5,7 +5,7 @@ Ties stay ties: a tensor with several names gets one dtype, by the most specific
 A quantized weight (float8, or packed integers) is useless without its scales. These are other tensors of the same
 module, often with a higher precision: ``weight_scale_inv`` (DeepSeek), ``weight_scale`` (compressed-tensors, ModelOpt),
 ``scale_weight`` (ComfyUI), ``scales`` (GPTQ, AWQ). So scales keep their dtype, and a float8 weight with scales is not
-cast.
+cast. Weights that :mod:`ckptconv.edits.dequantizing` gave their real values are float32 here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
 
+from ckptconv.byteranges.spans import Scaled
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.state_dicts import Detected
 from ckptconv.checkpoint.tensor_info import Storage, TensorInfo, glob_of
@@ -131,6 +132,9 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
     for storage, dtypes in new.items():
         _cast_storage(storage, views, dtypes, paths, changes)
     views.conclude()
+    for storage in checkpoint.storages.values():
+        if isinstance(storage.data, Scaled):  # float32 was asked for
+            _count_scaled(storage.data, "float32", 1, storage.nbytes, changes)
     from_float8 = any(old.startswith("float8") for old, _ in changes.dtypes)
     if from_float8 and _SHARD.fullmatch(checkpoint.source.path.name):
         changes.notes.append("the float8 weights may have scales in another shard: to be sure, convert the whole set")
@@ -145,10 +149,7 @@ def _scaled(checkpoint: Checkpoint, tie: _Tie) -> RefusedError:
         f"{tie.named[0]} is {tie.info.dtype}, and a cast does not multiply it by its scale, {tie.scale}",
         where=checkpoint.source.path,
         got=str(tie.rule),
-        hint=(
-            "compressed-tensors dequantizes such checkpoints (convert_checkpoint with its FP8BlockDequantizer);"
-            " a dtype without a GLOB casts only the other weights"
-        ),
+        hint="fp32, fp16 and bf16 do; a dtype without a GLOB casts only the other weights",
     )
 
 
@@ -202,7 +203,7 @@ def _cast_storage(
     If not all views get the same dtype, the storage is split: each dtype gets a storage of its own.
     """
     every = views.of_storage[storage]
-    old = every[0].info.dtype
+    old, scaled = every[0].info.dtype, storage.data
     by_dtype: dict[str, list[View]] = {}
     for view in sorted(every, key=lambda view: view in new):  # views without a new dtype keep the storage
         by_dtype.setdefault(new.get(view, old), []).append(view)
@@ -214,8 +215,17 @@ def _cast_storage(
         changes.separated.append(known)
     for dtype in dict.fromkeys(new.values()):
         nbytes = by_dtype[dtype][0].storage.nbytes
+        if isinstance(scaled, Scaled):
+            _count_scaled(scaled, dtype, tensors[dtype], nbytes, changes)
+            continue
         was = nbytes // BY_NAME[dtype].itemsize * BY_NAME[old].itemsize
         changes.count_casts(old, dtype, CastCount(tensors[dtype], was, nbytes))
+
+
+def _count_scaled(scaled: Scaled, dtype: str, tensors: int, nbytes: int, changes: Changes) -> None:
+    """Count quantized weights on one storage whose values are now in `dtype`."""
+    was = sum(span.length for span in scaled.read_from())
+    changes.count_casts(scaled.label, dtype, CastCount(tensors, was, nbytes))
 
 
 class _Chooser:

@@ -59,14 +59,16 @@ def check_model(source: Readable, rule: Rule) -> str | None:
     """
     if not rule.models:
         return None
-    config = config_of(source)
-    content = _json(config) if config else None
+    content = content_of_config(source)
     model = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(model, str):
         return f"no {CONFIG} next to it names its model: the rules {rule.file} are for {', '.join(rule.models)}"
     if model not in rule.models:
         raise RefusedError(
-            f"the rules {rule.file} are for other models", where=config, expected=", ".join(rule.models), got=model
+            f"the rules {rule.file} are for other models",
+            where=config_of(source),
+            expected=", ".join(rule.models),
+            got=model,
         )
     return None
 
@@ -131,6 +133,15 @@ def sizes_in(source: Readable | None, wanted: Iterable[str], sizes: Mapping[str,
             hint="to say it: " + option("sizes", (f"{missing[0]}={Placeholder('N')}",)),
         )
     return {f"${name}": known[name] for name in names}
+
+
+def content_of_config(source: Readable) -> Any:
+    """Return the content of the ``config.json`` beside `source`, or None if there is none here.
+
+    Raises MalformedError if the file is not JSON.
+    """
+    config = config_of(source)
+    return _json(config) if config else None
 
 
 def config_of(source: Readable) -> Path | None:

@@ -21,7 +21,17 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum, combined
 from ckptconv.byteranges.materialise import Pieces
 from ckptconv.byteranges.record_checks import Sums
-from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, ByteRange, Cast, Deferred, OutFile, Overflow, Piece, Progress
+from ckptconv.byteranges.spans import (
+    FILESYSTEM_BLOCK,
+    ByteRange,
+    Cast,
+    Deferred,
+    OutFile,
+    Overflow,
+    Piece,
+    Progress,
+    Scaled,
+)
 from ckptconv.byteranges.threads import Task, Threads
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import OutputError
@@ -188,8 +198,10 @@ def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
 
 
 def _is_for_threads(piece: Piece) -> TypeGuard[Cast]:
-    """Return whether `piece` is a cast of stored bytes, and large enough to be worth a thread's time."""
-    return isinstance(piece, Cast) and bool(piece.of.ranges()) and piece.length >= _WORTH_A_THREAD
+    """Return whether `piece` is a cast of what can be read anywhere, and large enough to be worth a thread's time."""
+    if not isinstance(piece, Cast) or piece.length < _WORTH_A_THREAD:
+        return False
+    return bool(piece.of.ranges()) or isinstance(piece.of, Scaled)
 
 
 class _Block(NamedTuple):
@@ -255,7 +267,7 @@ class CastThreads:
         """Cast `length` bytes at `offset` of what `piece` is made of, and write the result at `at`."""
         buffer = self._buffer(piece)
         data = buffer.room[:length]
-        reading.read_into(piece.of, offset, data)
+        self._pieces.read_into(piece.of, offset, data)
         crc32_read = checksum(data) if piece.checked_range() else 0
         result, overflowed = buffer.cast(length, offset, piece.shown)
         self._out.write(at, result)

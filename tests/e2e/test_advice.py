@@ -227,6 +227,19 @@ def exists(m: str) -> None:
     torch.save({}, "out.pt")
 
 
+def scaled(*others: str) -> dict[str, torch.Tensor]:
+    """A quantized weight, and others without a scale."""
+    codes = {name: torch.ones(3, 3).to(torch.float8_e4m3fn) for name in ("a.weight", *others)}
+    return codes | {"a.weight_scale_inv": torch.ones(1, 1)}
+
+
+def quantized_folder() -> None:
+    Path("src").mkdir()
+    save_file(scaled(), "src/model.safetensors.tmp")
+    Path("src/model.safetensors.tmp").rename("src/model-00001-of-00001.safetensors")
+    Path("src/config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+
+
 LINE = r"(ckptconv \w+ .*)"
 FINDING = r"(?:{}.*\n)\s+(ckptconv convert .*)"
 
@@ -281,6 +294,27 @@ CASES: dict[str, Case] = {
             torch.save({f"m.mlp.experts.{e}.down_proj.weight": torch.ones(2, 3) for e in range(4)}, "b.pt"),
         ),
         "diff {m}.pt b.pt", LINE, "as in B", lambda path: _equal(loads(path).keys(), loads(Path("b.pt")).keys()),
+    ),
+    "a float8 weight without a scale": Case(
+        saved(lambda: scaled("b.weight")), "convert {m}.pt out.pt --dtype bf16", r"leave them out: (--exclude \S+)",
+        "cast", lambda made: _equal(loads(made)["a.weight"].dtype, torch.bfloat16),
+    ),
+    "a scale that does not fit": Case(
+        saved(lambda: scaled("b.weight") | {"b.weight_scale_inv": torch.ones(2, 2)}),
+        "convert {m}.pt out.pt --dtype bf16", r"; (--dtype \S+) for other", "cast",
+        lambda made: _equal(loads(made)["a.weight"].dtype, torch.bfloat16), {"GLOB=D": "a.*=bf16"},
+        made="convert {m}.pt out.pt",
+    ),
+    "a scale that is deflated": Case(
+        lambda m: (
+            torch.save(scaled(), m + ".tmp"),
+            rezip(Path(m + ".tmp"), Path(m + ".pt"), method=zipfile.ZIP_DEFLATED),
+        ),
+        "convert {m}.pt out.pt --dtype bf16", r"convert it first: (.*)", "loads", loads, {"OUT": "first.pt"},
+    ),
+    "a configuration of a quantized model": Case(
+        lambda _: quantized_folder(), "convert src out --dtype bf16", r"of a folder, (--copy-others) writes", "plain",
+        lambda _: _equal(json.loads(Path("out/config.json").read_text()), {}), made="convert src out --dtype bf16 -f",
     ),
     "a join of deflated tensors": Case(
         lambda m: (

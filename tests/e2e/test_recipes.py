@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import pickle
 import re
 import shlex
@@ -342,6 +343,24 @@ def keeps_the_ties() -> None:
     load_model(model, "model.safetensors")
 
 
+def saved_fp8() -> None:
+    """A quantized model in two shards, with a scale in another shard than its weight."""
+    Path("DeepSeek-V3").mkdir()
+    weight = torch.ones(130, 200).to(torch.float8_e4m3fn)
+    for i, part in enumerate([{"a.weight": weight}, {"a.weight_scale_inv": torch.full((2, 2), 0.5)}], 1):
+        save_file(part, f"DeepSeek-V3/model-0000{i}-of-00002.safetensors", {"format": "pt"})
+    ckptconv.write_index("DeepSeek-V3")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "dtype": "float32"}
+    Path("DeepSeek-V3/config.json").write_text(json.dumps(config))
+
+
+def is_real() -> None:
+    config = json.loads(Path("DeepSeek-V3-bf16/config.json").read_text())
+    (file,) = Path("DeepSeek-V3-bf16").glob("*.safetensors")
+    assert config == {"dtype": "bfloat16"}
+    assert torch.equal(load_file(file)["a.weight"], torch.full((130, 200), 0.5, dtype=torch.bfloat16))
+
+
 def is_half() -> None:
     half, mixed = load("half.pt", map_location="cpu"), load("mixed.pt", map_location="cpu")
     net().bfloat16().load_state_dict(half["model"], strict=True)
@@ -587,6 +606,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "Fused weights and stacked experts: split, join and stack them": (saving(fused, None), is_split_and_stacked),
     "The file is far too big": (saving(lambda: {"a": torch.randn(100_000)[:10]}, None), is_small),
     "The weights in half the bytes": (saved_training, is_half),
+    "Real weights from fp8 and fp4": (saved_fp8, is_real),
     "The weights without the optimizer, the EMA, one part of the model": (saved_training, takes_parts),
     "The optimizer of a model that changes": (trained_by_names, goes_on_without_a_head),
     "A model in shards: one file of it, other shards, another device": (in_shards, loads_from_shards),

@@ -1,0 +1,225 @@
+"""Give quantized weights their real values: replace codes and scales by tensors of float32, which the casts then round.
+
+Only weights for which a rule asks for a floating-point dtype of at least 16 bits are replaced. The scales of these
+weights, and the scales of the inputs of their modules, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import count
+from math import prod
+
+from ckptconv.byteranges.spans import ByteRange, Piece, Scaled
+from ckptconv.checkpoint.merging import TensorCalls, drop_effect_order
+from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.quantization import CODES, Quantized, find_quantized, of_other_programs, orphans, read_config
+from ckptconv.checkpoint.state_dicts import StateDict
+from ckptconv.checkpoint.storage_ids import change_id
+from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Storage, TensorInfo, glob_of, piece_of
+from ckptconv.dtypes import BY_NAME
+from ckptconv.edits.changes import Changes, NameChange
+from ckptconv.edits.dtype_rules import DTypeRule
+from ckptconv.edits.regroup_files import content_of_config
+from ckptconv.errors import CollisionError, RefusedError, some
+from ckptconv.errors import count as counted
+from ckptconv.hints import Placeholder, command, option
+from ckptconv.pickles.graph import Call, Value, strings_of
+
+_TARGETS = frozenset({"float64", "float32", "float16", "bfloat16"})
+_MOST = 20  # globs in a hint
+_DONE = "the weights were multiplied by them"
+_UNREAD = "nothing reads them once the weights are not quantized"
+
+
+def dequantize(checkpoint: Checkpoint, rules: Sequence[DTypeRule], changes: Changes) -> bool:
+    """Replace the quantized weights of `checkpoint` that `rules` are for. Return whether there were any.
+
+    Args:
+        checkpoint: The checkpoint, which is changed in place.
+        rules: The rules for dtypes.
+        changes: Takes what changed.
+
+    Raises:
+        RefusedError: A weight has a layout that is not known, or its scales do not fit.
+        CollisionError: There is another tensor with the name that a weight gets.
+    """
+    tensors = {
+        id(found.node): {
+            name: info
+            for name, node in strings_of(found.node).items()
+            if (info := checkpoint.tensor_nodes.get(id(node)))
+        }
+        for found in checkpoint.detected.state_dicts
+    }
+    dtypes = {info.dtype for each in tensors.values() for info in each.values()}
+    if dtypes.isdisjoint(CODES):
+        return False
+    config = read_config(content_of_config(checkpoint.source))
+    weights = _Weights(checkpoint, changes)
+    for found in checkpoint.detected.state_dicts:
+        known = tensors[id(found.node)]
+        quantized = find_quantized(known, config)
+        asked = [each for each in quantized if _is_asked(rules, found.path, each.weight)]
+        if other := of_other_programs(known):
+            n, layout, program = other
+            changes.notes.append(f"{counted(n, 'weight')} of {layout} stay quantized: {program} decodes them")
+        if asked:
+            _refuse_orphans(checkpoint, rules, found, known, quantized)
+            weights.replace(found, known, asked)
+            changes.still_quantized += len(quantized) - len(asked)
+    if changes.still_quantized:
+        changes.notes.append(f"{counted(changes.still_quantized, 'other weight')} of the same model stay quantized")
+    return weights.conclude()
+
+
+def _is_asked(rules: Sequence[DTypeRule], path: str, name: str, *, exactly: bool = False) -> bool:
+    """Return whether the most specific of `rules` for `name`, in the state dict at `path`, is for a real weight."""
+    ranks: dict[int, list[DTypeRule]] = {}
+    paths = (f"{path}/{name}", f"./{path}/{name}") if path != "." else (f"./{name}",)
+    for rule in rules:
+        known = paths if rule.glob and "/" in rule.glob else (name,)
+        rank = 1 if rule.glob is None else 3 if rule.glob in known else 2
+        if rule.glob is None or rank == 3 or any(fnmatchcase(each, rule.glob) for each in known):
+            ranks.setdefault(rank, []).append(rule)
+    best = ranks[max(ranks)] if ranks else []
+    if exactly and max(ranks, default=0) < 3:
+        return False
+    return any(rule.dtype in _TARGETS for rule in best if not any(other.is_within(rule) for other in best))
+
+
+def _refuse_orphans(
+    checkpoint: Checkpoint,
+    rules: Sequence[DTypeRule],
+    found: StateDict,
+    tensors: Mapping[str, TensorInfo],
+    quantized: list[Quantized],
+) -> None:
+    """Raise RefusedError if there is a float8 tensor without a scale, or a scale without a weight, beside others.
+
+    A float8 tensor that a rule names in full is cast as it is.
+    """
+    lone = [name for name in orphans(tensors, quantized) if not _is_asked(rules, found.path, name, exactly=True)]
+    if lone:
+        globs = tuple(glob_of(tensors[name].path, name) for name in lone[:_MOST])
+        raise RefusedError(
+            f"a weight has no scale, or a scale has no weight: {some(lone)}",
+            where=checkpoint.source.path,
+            got=f"{counted(len(quantized), 'weight')} with scales",
+            hint="convert the whole set, if this is a part of it; or leave them out: " + option("exclude", globs),
+        )
+
+
+class _Weights:
+    """Makes tensors of float32 of quantized weights in `checkpoint`."""
+
+    def __init__(self, checkpoint: Checkpoint, changes: Changes) -> None:
+        self.checkpoint, self.changes = checkpoint, changes
+        self._calls = TensorCalls(checkpoint.graph)
+        self._keys = {*checkpoint.storages}
+        self._made: dict[tuple[object, ...], Call] = {}
+
+    def replace(self, found: StateDict, tensors: Mapping[str, TensorInfo], weights: list[Quantized]) -> None:
+        """Put tensors of float32 in the place of the codes of `weights` in `found`, and remove their scales."""
+        new: dict[str, tuple[str, Call]] = {}
+        gone: dict[str, str] = {}
+        for each in weights:
+            self._check(each, tensors)
+            new[each.codes] = each.weight, self._tensor(each, tensors)
+            gone |= dict.fromkeys(each.others, _UNREAD) | dict.fromkeys(each.scales, _DONE)
+        for effect, values in [(effect, [*effect.values]) for effect, i in found.node.pairs() if i == 0]:
+            items: list[Value] = []
+            for key, value in zip(values[::2], values[1::2], strict=True):
+                if isinstance(key, str) and key in new:
+                    items += new[key]
+                elif key not in gone or not isinstance(key, str):
+                    items += (key, value)
+            effect.opcode, effect.values = "SETITEMS", items
+        found.node.effects = [each for each in found.node.effects if each.values or each.opcode != "SETITEMS"]
+        self.changes.left_behind += [
+            LeftBehind(tensors[name].path, tensors[name].nbytes, why) for name, why in gone.items()
+        ]
+        self.changes.names += [
+            NameChange(found.path, codes, weight) for codes, (weight, _) in new.items() if codes != weight
+        ]
+        self.changes.dequantized += len(weights)
+
+    def _check(self, each: Quantized, tensors: Mapping[str, TensorInfo]) -> None:
+        """Raise RefusedError if the values of `each` are not certain, CollisionError if its new name is taken."""
+        where = self.checkpoint.source.path
+        if each.trouble:
+            what, expected, got = each.trouble
+            raise RefusedError(
+                f"{what}, so the values of {each.weight} are not certain",
+                where=where,
+                expected=expected,
+                got=got,
+                hint=(
+                    "a config.json next to the file decides it with its quantization_config; "
+                    + option("dtype", Placeholder("GLOB=D"))
+                    + " for other weights leaves this one as it is"
+                ),
+            )
+        if each.weight != each.codes and each.weight in tensors:
+            raise CollisionError(f"{each.codes} would become {each.weight}, which exists", where=where)
+        if self.checkpoint.byteorder == "big":
+            raise RefusedError("scales in a big-endian file are not read", where=where, got=each.scales[0])
+
+    def _piece(self, name: str, info: TensorInfo, *, one: bool = False) -> Piece:
+        """Return the bytes of the tensor `name`. Raise RefusedError unless they can be read anywhere; `one`: in one."""
+        piece = piece_of(info, "little")
+        if info.conj or info.neg or not piece.ranges() or (one and not isinstance(piece, ByteRange)):
+            raise RefusedError(
+                f"the bytes of {name} are not stored in one piece (deflated, or made of others)",
+                where=self.checkpoint.source.path,
+                hint="convert it first: " + command("convert", self.checkpoint.source.path, Placeholder("OUT")),
+            )
+        return piece
+
+    def _tensor(self, each: Quantized, tensors: Mapping[str, TensorInfo]) -> Call:
+        """Return a tensor of float32 with the values of `each`. Tied weights give the same tensor."""
+        codes, scale, *second = (tensors[name] for name in (each.codes, *each.scales))
+        known = (each.layout, *(info.view for info in (codes, scale, *second)))
+        if known in self._made:
+            return self._made[known]
+        dtype, shape = BY_NAME["float32"], each.shape
+        nbytes = prod(shape) * dtype.itemsize
+        assert codes.storage is not None
+        checked = {
+            id(span): span
+            for info in (codes, scale, *second)
+            if info.storage
+            for span in info.storage.data.with_checksums()
+        }
+        data = Scaled(
+            self._piece(each.codes, codes, one=each.transposed),
+            self._piece(each.scales[0], scale, one=each.transposed),
+            self._piece(each.scales[1], second[0]) if second else None,
+            "fp4" if each.fp4 else codes.dtype,
+            "ldexp" if each.transposed else scale.dtype,
+            second[0].dtype if second else "",
+            each.matrix,
+            each.block,
+            0,
+            nbytes,
+            each.divides,
+            each.transposed,
+            each.layout,
+            tuple(checked.values()),
+        )
+        old = codes.storage
+        key = next(key for n in count(1) if (key := f"{old.key}.{n}") not in self._keys)
+        self._keys.add(key)
+        node = self._made[known] = self._calls.tensor(dtype, shape, key, nbytes)
+        reference = self.checkpoint.graph.references[-1]
+        change_id(reference, tag=old.device)
+        self.checkpoint.references.append(Reference(reference, Storage(key, old.device, nbytes, data)))
+        return node
+
+    def conclude(self) -> bool:
+        """Bring the checkpoint up to date. Return whether a weight was replaced."""
+        if self._made:
+            self.checkpoint.restrict(self.checkpoint.root)
+            drop_effect_order(self.checkpoint)
+        return bool(self._made)

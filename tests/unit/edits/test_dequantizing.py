@@ -1,0 +1,309 @@
+"""``--dtype`` of quantized weights: every layout against a reference in NumPy, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptconv
+from ckptconv.conversion.plan import Report
+from tests.support.archives import flip_bit
+
+np.seterr(all="ignore")
+E4M3 = np.array([float(x) for x in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()], np.float32)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def reference(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Each number of the matrices `codes` times the scale of its block, in float32, rounded once."""
+    rows, columns = codes.shape[-2:]
+    spread = np.repeat(np.repeat(scales, block[0], -2)[..., :rows, :], block[1], -1)[..., :columns]
+    return torch.from_numpy(codes * spread.astype(np.float32)).to(dtype)
+
+
+def pairs(packed: torch.Tensor) -> np.ndarray:
+    """The two numbers of each byte, the one in the low bits first."""
+    data = packed.numpy()
+    return np.stack([E2M1[data & 15], E2M1[data >> 4]], -1).reshape(*data.shape[:-1], -1)
+
+
+def codes(*shape: int) -> torch.Tensor:
+    """Random bytes: with NaN and, of scales, zero."""
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def scales(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random scales with NaN, infinities and zeros."""
+    made = torch.randn(shape)
+    odd = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan])
+    made.view(-1)[::7] = odd[torch.arange(len(made.view(-1)[::7])) % 4]
+    return made.to(dtype)
+
+
+def converted(folder: Path, model: dict[str, torch.Tensor], dtype: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """What is in the output for `model`."""
+    save_file(model, folder / "src.safetensors")
+    ckptconv.convert(folder / "src.safetensors", folder / "dst.safetensors", dtype=dtype, force=True, **options)
+    return load_file(folder / "dst.safetensors")
+
+
+def assert_equal(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Two tensors are equal, zeros have equal signs, and NaN stands where NaN stands."""
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert torch.equal(a.isnan(), b.isnan())
+    kept = ~a.isnan()
+    assert torch.equal(a[kept], b[kept]) and torch.equal(a[kept].signbit(), b[kept].signbit())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(128, 128), (192, 300), (129, 257), (1, 1), (5, 3000), (3, 130, 260), (2049, 1031)])
+def test_blocks(shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path) -> None:
+    """Blocks of 128×128, of which the last can be smaller, in matrices and stacks of matrices."""
+    weight, scale = codes(*shape), scales(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    model = {"a.weight": weight.view(torch.float8_e4m3fn), "a.weight_scale_inv": scale, "a.bias": torch.rand(4)}
+    found = converted(tmp_path, model, dtype)
+    assert sorted(found) == ["a.bias", "a.weight"]
+    assert_equal(found["a.weight"], reference(E4M3[weight.numpy()], scale.numpy(), (128, 128), dtype))
+    assert_equal(found["a.bias"], model["a.bias"].to(dtype))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,), (70, 1), (70,), (1, 90)])
+def test_a_tensor_a_row_or_a_column(shape: tuple[int, ...], kind: torch.dtype, tmp_path: Path) -> None:
+    """One scale is for the tensor, a row or a column; the scale of the inputs goes with it."""
+    weight, scale = codes(70, 90), scales(*shape, dtype=kind)
+    full = scale.float().numpy().reshape(-1, 1) if len(shape) < 2 else scale.float().numpy()
+    block = (70 // full.shape[0], 90 // full.shape[1])
+    model = {
+        "a.weight": weight.view(torch.float8_e4m3fn),
+        "a.weight_scale": scale,
+        "a.input_scale": torch.rand(1),
+    }
+    found = converted(tmp_path, model, "bf16")
+    assert [*found] == ["a.weight"]
+    assert_equal(found["a.weight"], reference(E4M3[weight.numpy()], full, block, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale"])
+def test_powers_of_two(name: str, tmp_path: Path) -> None:
+    """A scale of a byte is an exponent: of blocks of 128×128, or of 32 numbers of a row."""
+    weight, exponents = codes(130, 256), codes(130, 8)
+    power = np.ldexp(np.float32(1), exponents.numpy().astype(int) - 127)
+    model = {"a.weight": weight.view(torch.float8_e4m3fn), f"a.{name}": exponents}
+    found = converted(tmp_path, model, "fp32")["a.weight"]
+    assert_equal(found, reference(E4M3[weight.numpy()], power, (1, 32), torch.float32))
+    model[f"a.{name}"] = exponents[:2, :2].contiguous()
+    found = converted(tmp_path, model, "fp32")["a.weight"]
+    assert_equal(found, reference(E4M3[weight.numpy()], power[:2, :2], (128, 128), torch.float32))
+    model[f"a.{name}"] = exponents[:2, :2].contiguous().view(torch.float8_e8m0fnu)
+    power[exponents.numpy() == 255] = np.nan
+    found = converted(tmp_path, model, "fp32")["a.weight"]
+    assert_equal(found, reference(E4M3[weight.numpy()], power[:2, :2], (128, 128), torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nvfp4(dtype: torch.dtype, tmp_path: Path) -> None:
+    """compressed-tensors divides the scale by the global scale, and ModelOpt multiplies it by the second one."""
+    packed, scale, second = codes(33, 40), codes(33, 5), torch.tensor([3.7])
+    numbers, of_16, float8 = pairs(packed), E4M3[scale.numpy()], scale.view(torch.float8_e4m3fn)
+    model = {
+        "a.weight_packed": packed,
+        "a.weight_scale": scale.view(torch.float8_e4m3fn),
+        "a.weight_global_scale": second,
+    }
+    found = converted(tmp_path, model, dtype)
+    assert [*found] == ["a.weight"]
+    assert_equal(found["a.weight"], reference(numbers, of_16 / second.numpy(), (1, 16), dtype))
+    model = {"a.weight": packed, "a.weight_scale": float8, "a.weight_scale_2": second[0]}
+    found = converted(tmp_path, model, dtype)
+    assert_equal(found["a.weight"], reference(numbers, of_16 * second.numpy(), (1, 16), dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [7, 4096])
+def test_mxfp4(rows: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Powers of two for 32 numbers. The experts of gpt-oss are transposed, in windows that end within a row."""
+    packed, exponents = codes(2, rows, 9, 16), torch.randint(0, 255, (2, rows, 9), dtype=torch.uint8)
+    power = np.ldexp(np.float32(1), exponents.numpy().astype(int) - 127)
+    want = reference(pairs(packed.flatten(2)), power, (1, 32), dtype)
+    found = converted(tmp_path, {"up_blocks": packed, "up_scales": exponents, "up_bias": torch.rand(3)}, dtype)
+    assert sorted(found) == ["up", "up_bias"]
+    assert_equal(found["up"], want.transpose(1, 2))
+    flat = {"a.weight_packed": packed[0].flatten(1).contiguous(), "a.weight_scale": exponents[0].contiguous()}
+    assert_equal(converted(tmp_path, flat, dtype)["a.weight"], want[0])
+
+
+def test_exponents_that_float32_lacks(tmp_path: Path) -> None:
+    """2**128 times half a number is a number, for gpt-oss."""
+    packed = torch.full((1, 1, 1, 16), 0x10, dtype=torch.uint8)
+    found = converted(
+        tmp_path, {"up_blocks": packed, "up_scales": torch.full((1, 1, 1), 255, dtype=torch.uint8)}, "fp32"
+    )
+    assert found["up"].flatten().tolist()[:2] == [0.0, 2.0**127]
+
+
+def quantized() -> dict[str, torch.Tensor]:
+    """A weight in blocks of 128×128, and another one of the same shape."""
+    return {
+        "a.weight": codes(200, 300).view(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.rand(2, 3),
+        "b.weight": codes(200, 300).view(torch.float8_e4m3fn),
+        "b.weight_scale_inv": torch.rand(2, 3),
+        "c.weight": torch.rand(3),
+    }
+
+
+def wanted(model: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The values of a weight of :func:`quantized`."""
+    numbers = E4M3[model[name].view(torch.uint8).numpy()]
+    return reference(numbers, model[f"{name}_scale_inv"].numpy(), (128, 128), torch.bfloat16)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_set_with_its_configuration(copied: bool, tmp_path: Path) -> None:
+    """A scale may be in another shard. The index has no scales, and a copied config.json no quantization."""
+    model, src, dst = quantized(), tmp_path / "src", tmp_path / "dst"
+    src.mkdir()
+    names = [["a.weight", "b.weight_scale_inv"], ["a.weight_scale_inv", "b.weight", "c.weight"]]
+    for i, each in enumerate(names, 1):
+        save_file({name: model[name] for name in each}, src / f"model-0000{i}-of-00002.safetensors", {"format": "pt"})
+    ckptconv.write_index(src)
+    config = {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "torch_dtype": "float32",
+        "é": 1e-06,
+    }
+    (src / "config.json").write_text(json.dumps(config), "utf-8")
+    report = ckptconv.convert(src, dst, dtype="bf16", copy_others=copied)
+    index = json.loads((dst / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == ["a.weight", "b.weight", "c.weight"]
+    assert index["metadata"]["total_size"] == 2 * (2 * 200 * 300 + 3)
+    found = {name: value for file in dst.glob("*.safetensors") for name, value in load_file(file).items()}
+    for name in ("a.weight", "b.weight"):
+        assert_equal(found[name], wanted(model, name))
+    if copied:
+        assert json.loads((dst / "config.json").read_text("utf-8")) == {"torch_dtype": "bfloat16", "é": 1e-06}
+    else:
+        assert any("has quantization_config" in note and "copy_others" in note for note in report.notes)
+
+
+def test_the_report(tmp_path: Path) -> None:
+    """It says what was done, how often, and which tensors went."""
+    save_file(quantized(), tmp_path / "src.safetensors")
+    report: Report = ckptconv.convert(tmp_path / "src.safetensors", tmp_path / "dst.safetensors", dtype="bf16")
+    assert tuple(report.changes.dtypes["fp8 in blocks of 128×128", "bfloat16"]) == (2, 2 * (60000 + 24), 240000)
+    assert {left.path for left in report.left_behind} == {"a.weight_scale_inv", "b.weight_scale_inv"}
+
+
+def test_only_what_a_glob_names(tmp_path: Path) -> None:
+    """Other weights stay quantized, and a note says so."""
+    model = quantized()
+    found = converted(tmp_path, model, "a.*=bf16")
+    assert_equal(found["a.weight"], wanted(model, "a.weight"))
+    assert torch.equal(found["b.weight"].view(torch.uint8), model["b.weight"].view(torch.uint8))
+    assert "b.weight_scale_inv" in found
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".bin"])
+def test_torch_files(suffix: str, tmp_path: Path) -> None:
+    """A file of torch keeps the device and the ties, and its checksums are verified."""
+    model = quantized()
+    model["tied.weight"], model["tied.weight_scale_inv"] = model["a.weight"], model["a.weight_scale_inv"]
+    torch.save(model, tmp_path / f"src{suffix}")
+    ckptconv.convert(tmp_path / f"src{suffix}", tmp_path / f"dst{suffix}", dtype="bf16", verify=True)
+    found = torch.load(tmp_path / f"dst{suffix}")
+    assert_equal(found["a.weight"], wanted(model, "a.weight"))
+    assert found["tied.weight"].data_ptr() == found["a.weight"].data_ptr()
+
+
+def test_a_wrong_checksum(tmp_path: Path) -> None:
+    """A flipped bit in a scale is found, as in every record."""
+    model = {"a.weight": codes(200, 300).view(torch.float8_e4m3fn), "a.weight_scale_inv": torch.rand(2, 3)}
+    torch.save(model, tmp_path / "src.pt")
+    data = (tmp_path / "src.pt").read_bytes()
+    flip_bit(tmp_path / "src.pt", data.index(model["a.weight_scale_inv"].numpy().tobytes()))
+    with pytest.raises(ckptconv.MalformedError, match="checksum"):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors", dtype="bf16")
+
+
+def refused(folder: Path, model: dict[str, torch.Tensor], config: object = None) -> str:
+    """The error for `model` with `config` beside it."""
+    save_file(model, folder / "src.safetensors")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(ckptconv.RefusedError) as caught:
+        ckptconv.convert(folder / "src.safetensors", folder / "no.safetensors", dtype="bf16")
+    assert not (folder / "no.safetensors").exists()
+    return str(caught.value)
+
+
+FP8 = {"quant_method": "fp8"}
+LONE = "a weight has no scale, or a scale has no weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "expected"),
+    [
+        ({"a.weight_scale_inv": torch.rand(2, 2)}, None, r"a.weight_scale_inv does not fit a.weight [200, 300]"),
+        ({"a.weight_scale_inv": torch.rand(3, 2)}, None, r"expected blocks of 128×128"),
+        ({"a.weight_scale_inv": torch.rand(2, 3)}, {**FP8, "weight_block_size": [64, 64]}, "expected blocks of 64×64"),
+        ({"a.weight_scale_inv": None}, None, f"{LONE}: a.weight"),
+        ({"a.weight": None}, None, f"{LONE}: a.weight_scale_inv"),
+        ({"a.weight": torch.rand(200, 300)}, None, f"{LONE}: a.weight_scale_inv"),
+        ({"a.weight_scale": torch.rand(1)}, None, "a.weight has several scales"),
+        ({"a.weight_zero_point": torch.rand(1)}, None, "a.weight has a zero point, a.weight_zero_point"),
+        ({"a.weight_scale_inv": torch.ones(2, 3, dtype=torch.int32)}, None, "a dtype that is no scale's"),
+        ({"a.weight_packed": codes(4, 16), "a.weight_scale": codes(4, 3)}, None, "fit a.weight_packed [4, 32]"),
+    ],
+)  # fmt: skip
+def test_scales_that_lie(changes: dict[str, Any], config: Any, expected: str, tmp_path: Path) -> None:
+    """A scale that is missing, has another shape or dtype, or is of another weight."""
+    model = {name: value for name, value in (quantized() | changes).items() if value is not None}
+    if "a.weight_packed" in changes:
+        del model["a.weight"], model["a.weight_scale_inv"]
+    assert expected in refused(tmp_path, model, config)
+
+
+def test_two_readings(tmp_path: Path) -> None:
+    """A grid that two layouts have is refused without a configuration, and read by the block that this has."""
+    weight = codes(128, 256)
+    model = {"a.weight": weight.view(torch.float8_e4m3fn), "a.weight_scale": scales(1, 2)}
+    found = converted(tmp_path, model, "bf16")["a.weight"]
+    assert_equal(found, reference(E4M3[weight.numpy()], model["a.weight_scale"].numpy(), (128, 128), torch.bfloat16))
+    model = {"a.weight": codes(256, 64).view(torch.float8_e4m3fn), "a.weight_scale": torch.rand(2, 4)}
+    assert "expected blocks of 128×128" in refused(tmp_path, model)
+    config = {"config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": [128, 16]}}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    found = converted(tmp_path, model, "bf16")["a.weight"]
+    numbers = E4M3[model["a.weight"].view(torch.uint8).numpy()]
+    assert_equal(found, reference(numbers, model["a.weight_scale"].numpy(), (128, 16), torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "program"),
+    [("a.qweight", "GPTQ or AWQ", "GPTQModel"), ("a.SCB", "bitsandbytes", "dequantize()")],
+)
+def test_layouts_of_other_programs(name: str, layout: str, program: str, tmp_path: Path) -> None:
+    """They stay as they are, and a note names the program that decodes them."""
+    model = {name: torch.ones(4, 4, dtype=torch.int32), "a.scales": torch.rand(4), "b.weight": torch.rand(4)}
+    save_file(model, tmp_path / "src.safetensors")
+    report = ckptconv.convert(tmp_path / "src.safetensors", tmp_path / "dst.safetensors", dtype="bf16")
+    assert any(layout in note and program in note for note in report.notes)
+    assert load_file(tmp_path / "dst.safetensors")[name].dtype == torch.int32
+
+
+def test_a_mark_of_comfyui(tmp_path: Path) -> None:
+    """The tensor that says that there are scales goes with them."""
+    model = {
+        "model.scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn),
+        "model.a.weight": codes(4, 4).view(torch.float8_e4m3fn),
+        "model.a.scale_weight": torch.tensor(2.0),
+    }
+    found = converted(tmp_path, model, "bf16")
+    assert [*found] == ["model.a.weight"]
