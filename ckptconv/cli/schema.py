@@ -19,9 +19,9 @@ from ckptconv.cli.commands import Command, debug_option
 @click.argument("command", metavar="COMMAND", type=click.Choice(["convert", "diff", "inspect", "verify"]))
 @debug_option
 def schema_command(command: str, **_: Any) -> None:
-    """Print the JSON Schema of the output of COMMAND --json.
+    """Print the JSON Schema of what a command prints with --json.
 
-    COMMAND is convert, diff, inspect or verify. The schema uses draft 2020-12. It describes one object, which is one
-    line of the output.
+    The command is convert, diff, inspect or verify. The schema uses draft 2020-12. It describes one object, which is
+    one line of the output.
     """
     click.echo(files("ckptconv.render").joinpath(f"schemas/{command}.json").read_text("utf-8"), nl=False)

@@ -411,7 +411,7 @@ class _Run:
     def look_up(self, function: Value) -> tuple[str, Maker | None]:
         """Return the name of `function` and the maker of its values, or None if it cannot be called.
 
-        Raises Refused, and AfterUnknown if the unpickler does not accept `function`.
+        Raises Refused, NotKnown for a tensor class of CUDA, and AfterUnknown if the unpickler does not accept `function`.
         """
         if not isinstance(function, Global):
             held = self.objects.held(function)
@@ -422,7 +422,7 @@ class _Run:
         if not self.objects.rules.allow(name):  # the global has its own reason
             raise AfterUnknown
         if name.startswith("torch.cuda.") and name.endswith("Tensor"):
-            raise Refused(f"{name} makes tensors of a GPU, with map_location too")
+            raise NotKnown(f"{name} makes a tensor of a GPU, which only a machine with one can do")
         return name, MAKERS.get(name)
 
     def arguments(self, call: Call) -> Arguments:

@@ -1251,4 +1251,4 @@ def test_flags_are_the_keywords(checkpoint: Path, command: Command) -> None:
     command("undo", checkpoint, other, err="restored")
     assert checkpoint.read_bytes() == other.read_bytes() == before
     command("undo", checkpoint, status=1, err="there is no undo journal")
-    command("convert", checkpoint, "out.pt", "--no-undo", status=2, err="--no-undo goes with --in-place")
+    command("convert", checkpoint, "out.pt", "--no-undo", status=2, err="--no-undo needs --in-place")

@@ -355,14 +355,14 @@ def test_where_it_is_written(command: Command) -> None:
     before = Path("m.pt").read_bytes()
     for words in (("inspect", "m.pt"), ("diff", "m.pt", "m.pt")):
         for file in ("-", "m.pt", "page"):
-            command(*words, "--html", file, status=2, err="is no name of a page (expected a FILE that ends in")
+            command(*words, "--html", file, status=2, err="is not the name of a page (expected a FILE that ends in")
         command(*words, "--open", status=2, err="--open opens the page that --html FILE writes")
         command(*words, "--html", "no/m.html", status=2, err="folder does not exist")
         command(*words, "--html", f"{words[0]}.html", err=f"{words[0]}.html: written")
         failed = 1 if words[0] == "inspect" else 2
         command(*words, "--html", f"{words[0]}.html", status=failed, err="the output exists; --force replaces it")
         command(*words, "--html", f"{words[0]}.html", "-f", err=f"{words[0]}.html: written")
-    command("inspect", "m.pt", "m.pt", "--html", "m.html", status=2, err="a page is of one checkpoint")
+    command("inspect", "m.pt", "m.pt", "--html", "m.html", status=2, err="a page shows one checkpoint, or compares two (got 2)")
     for folder in ("a", "b"):
         Path(folder).mkdir()
         for name in ("1.pt", "2.pt"):

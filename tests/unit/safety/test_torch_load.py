@@ -272,7 +272,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a tensor as a key": (lambda: {ONES: 1, (torch.float32, ONES): 2}, LOADS, ""),
     "a storage": (lambda: {"a": storage(), storage(): 1}, LOADS, ""),
     "a storage made anew": (lambda: Reduced(torch.UntypedStorage, (4,)), NOT_KNOWN, "a storage that is made anew"),
-    "a tensor of a GPU by its class": (lambda: Reduced(torch.cuda.FloatTensor, ()), REFUSED, "a GPU"),
+    "a tensor of a GPU by its class": (lambda: Reduced(torch.cuda.FloatTensor, ()), NOT_KNOWN, "a GPU"),
     "an unknown class": (lambda: zoo.Frozen(1, "b"), REFUSED, "tests.support.zoo.Frozen"),
 }
 
@@ -488,8 +488,8 @@ OLD_OBJECTS: dict[str, tuple[Any, str, str]] = {
     ),
     "on a GPU": (
         Reduced(torch.cuda.FloatTensor, (), (storage_id(torch.FloatStorage, "1", "cuda:0", 4), 0, (2,), (1,))),
-        REFUSED,
-        "makes tensors of a GPU",
+        NOT_KNOWN,
+        "makes a tensor of a GPU",
     ),
     "a state that is none": (
         Reduced(nn.Parameter, (OLD_PARAMETER.reduced[1][0],), (True, False)),
