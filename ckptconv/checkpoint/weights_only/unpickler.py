@@ -411,7 +411,8 @@ class _Run:
     def look_up(self, function: Value) -> tuple[str, Maker | None]:
         """Return the name of `function` and the maker of its values, or None if it cannot be called.
 
-        Raises Refused, NotKnown for a tensor class of CUDA, and AfterUnknown if the unpickler does not accept `function`.
+        Raises Refused, AfterUnknown if the unpickler does not accept `function`,
+        and NotKnown for a tensor class of CUDA.
         """
         if not isinstance(function, Global):
             held = self.objects.held(function)

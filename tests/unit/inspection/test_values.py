@@ -197,7 +197,7 @@ def test_in_a_difference(here: Path, command: Command) -> None:
     rows = {each["path"]: each for each in command.json("diff", "a.pt", "b.pt", "--values", status=1)["differing"]}
     assert [side["mean"] for side in rows["w"]["statistics"]] == [2.0, 5.0]
     assert "statistics" not in command.json("diff", "a.pt", "b.pt", status=1)["differing"][0]
-    command("diff", "a.pt", "b.pt", "--values", "--names-only", status=2, err="--names-only and --values cannot be combined")
+    command("diff", "a.pt", "b.pt", "--values", "--names-only", status=2, err="--names-only and --values cannot")
 
 
 A_AND_B: dict[str, tuple[Any, Any]] = {
@@ -243,7 +243,7 @@ def test_bins_of_a_difference_in_words(here: Path, command: Command) -> None:
     w, bits = command.json("diff", "a.pt", "b.pt", "--histogram", status=1)["differing"]
     assert sum(w["values"]["histogram"]["counts"]) == 3 and "histogram" not in bits["values"]
     assert "histogram" in w["statistics"][0]
-    command("diff", "a.pt", "b.pt", "--histogram", "--names-only", status=2, err="--names-only and --histogram cannot be combined")
+    command("diff", "a.pt", "b.pt", "--histogram", "--names-only", status=2, err="--names-only and --histogram cannot")
     command("diff", "a.pt", "b.pt", "--histogram", "--html", "d.html", status=1)
     page = Path("d.html").read_text("utf-8")
     assert '"title":"|A \\u2212 B|, of elements that differ","bars":[[4.0,' in page

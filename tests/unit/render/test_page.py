@@ -362,12 +362,12 @@ def test_where_it_is_written(command: Command) -> None:
         failed = 1 if words[0] == "inspect" else 2
         command(*words, "--html", f"{words[0]}.html", status=failed, err="the output exists; --force replaces it")
         command(*words, "--html", f"{words[0]}.html", "-f", err=f"{words[0]}.html: written")
-    command("inspect", "m.pt", "m.pt", "--html", "m.html", status=2, err="a page shows one checkpoint, or compares two (got 2)")
+    command("inspect", "m.pt", "m.pt", "--html", "m.html", status=2, err="a page shows one checkpoint, or compares")
     for folder in ("a", "b"):
         Path(folder).mkdir()
         for name in ("1.pt", "2.pt"):
             Path(folder, name).write_bytes(before)
-    command("diff", "a", "b", "--html", "m.html", status=2, err="a page is of one checkpoint, or of two")
+    command("diff", "a", "b", "--html", "m.html", status=2, err="a page shows one checkpoint, or compares two")
     assert Path("m.pt").read_bytes() == before and not Path("m.html").exists()
 
 
