@@ -9,6 +9,7 @@ from ckptconv.conversion.target_names import Found, Kind
 from ckptconv.errors import InputError
 from ckptconv.formats.distributed import zero_names
 from ckptconv.formats.distributed.dcp import looks_like_metadata
+from ckptconv.formats.distributed.megatron import files_in
 from ckptconv.formats.distributed.rank_names import pattern_of
 from ckptconv.formats.foreign.paths import FILE_SUFFIXES
 from ckptconv.formats.sharded.index import sets_in
@@ -75,7 +76,7 @@ def _in_folder(folder: Path, names: list[str]) -> Iterator[Found]:
     names = [name for name in names if not is_own_file(name)]
     chunks = [name for name in names if _CHUNK.fullmatch(name)]
     if ".metadata" in names and (chunks or looks_like_metadata(folder)):
-        chunks.append(".metadata")
+        chunks += [".metadata", *{*files_in(folder, names)}.intersection(names)]
     if chunks:
         parts = sorted(chunks)
         yield Found(folder, "dcp", tuple(folder / name for name in parts))

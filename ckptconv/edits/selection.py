@@ -68,11 +68,18 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
 
 
 def _place_at(checkpoint: Checkpoint, path: str) -> Place:
-    """Return the place at `path`, or at the path that ``inspect`` shows so. Raise NoMatchError if there is none."""
+    """Return the place at `path`, or at the path that ``inspect`` shows so.
+
+    Raises NoMatchError if there is none, and RefusedError if the reader left it out.
+    """
     for shown in (str, printable):
         for place in checkpoint.places:
             if shown(place.path) == path:
                 return place
+    for left in checkpoint.unused:
+        if left.path == path or left.path.startswith(f"{path}/"):
+            what = f"{path} cannot be selected: {left.why}"
+            raise RefusedError(what, where=checkpoint.source.path, got=left.path if left.path != path else None)
     raise _no_place(checkpoint, path)
 
 

@@ -34,6 +34,7 @@ from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, row_major
 from ckptconv.errors import InputError, MalformedError, UnsupportedError, some
 from ckptconv.errors import count as counted
 from ckptconv.formats import torch_zip
+from ckptconv.formats.distributed import megatron
 from ckptconv.formats.distributed.chunk_files import ChunkFiles, in_file
 from ckptconv.formats.distributed.chunks import Chunk, check_cover, is_apart
 from ckptconv.formats.distributed.metadata import ItemPath, Metadata, TensorItem, read_metadata
@@ -109,17 +110,15 @@ def looks_like_metadata(folder: Path) -> bool:
     return first_bytes(folder / METADATA, 1) == b"\x80"
 
 
-def read(
-    folder: SourceFolder,
-    read_file: Callable[[Readable], Checkpoint],  # noqa: ARG001 - its files are parts
-) -> Checkpoint:
+def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
     """Return the checkpoint in `folder`.
 
     Raises MalformedError, UnsupportedError, LimitError, and InputError if a file cannot be read.
     """
     _, names = list_folder(folder.folder)
     if METADATA in names:
-        return _Reader(folder, read_metadata(folder.open(METADATA))).checkpoint()
+        metadata = read_metadata(folder.open(METADATA))
+        return _Reader(folder, metadata, read_file, megatron.files_in(folder.folder, names)).checkpoint()
     if any(map(_OWN_METADATA.fullmatch, names)):
         raise UnsupportedError(
             "each process of the run wrote metadata of its own (use_collectives=False), so nothing says what the"
@@ -140,15 +139,23 @@ class _Reported(InputError):
 
 
 class _Reader:
-    """Puts the items of one folder together."""
+    """Puts the items of one folder together. `read_file` reads one of the files `of_megatron`, if there are any."""
 
-    def __init__(self, folder: SourceFolder, metadata: Metadata) -> None:
+    def __init__(
+        self,
+        folder: SourceFolder,
+        metadata: Metadata,
+        read_file: Callable[[Readable], Checkpoint],
+        of_megatron: list[str],
+    ) -> None:
         self.folder = folder
         self.where = folder.folder / METADATA
-        self.metadata = metadata
+        self.read_file = read_file
+        self.of_megatron = of_megatron
+        self.metadata, self.empty = megatron.nested(metadata, of_megatron) if of_megatron else (metadata, [])
+        metadata = self.metadata
         self.left = {key: place for key, place in metadata.stored.items() if key[0] not in metadata.unread}
         self.gone: set[str] = set()  # files that are not there, or not whole
-        self.empty: list[LeftBehind] = []  # of files, bytes that belong to nothing
         self.merger = Merger(folder)
         self.chunk_files = ChunkFiles()
         self.keys = map(str, count())
@@ -172,6 +179,9 @@ class _Reader:
                 self.report(error)
             if item is None:
                 objects.append(leaf.value)
+        common = nest.root.get("common")
+        if self.of_megatron and isinstance(common, _Leaf):
+            common.value = megatron.common_of(common.value)
         effects = [effect for node in walk(objects) if isinstance(node, Object) for effect in node.effects]
         container = DcpFolder(
             self.folder.open(METADATA), self.metadata, nest.root, {}, [(effect, [*effect.values]) for effect in effects]
@@ -188,6 +198,9 @@ class _Reader:
                 f"{counted(nest.holes, 'place')} in lists with nothing saved for them (an empty dict or list): None"
                 " stands there"
             )
+        if self.of_megatron:
+            value = common.value if isinstance(common, _Leaf) else None
+            checkpoint.notes += megatron.notes_on(self.folder.path, value, self.metadata.items)
         return checkpoint
 
     def report(self, error: InputError) -> None:
@@ -262,6 +275,8 @@ class _Reader:
 
     def object(self, name: str) -> Value:
         """Return the object `name`, which can be anything that ``torch.save`` takes."""
+        if self.of_megatron and name == megatron.COMMON and (name, None) not in self.metadata.stored:
+            return self.merger.take(self.read_file(self.folder.open(name)), in_order=True)
         window = self.window(name, None)
         with _about(name, window):
             part = torch_zip.read_inner(window)

@@ -12,8 +12,13 @@ The file is a plain pickle of these objects (torch 2.15; older versions have few
     MetadataIndex           fqn (NAME), offset (the first index of a tensor's chunk)
     _StorageInfo            relative_path, offset, length, transform_descriptors
 
-Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``. The file is read as a graph, in which only
-these classes are understood. A file that names anything else is refused. An object that has more than this version
+Megatron-Core adds two attributes to Metadata. ``all_local_plans`` contains the plans of the run's processes; it is not
+read. ``mcore_data`` (up to 0.15) names the tensors that are stored in another shape than that of the parameter:
+``{NAME: {"nd_reformulated_orig_global_shape": SHAPE}}``.
+
+Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``, and
+``megatron/core/dist_checkpointing/strategies/torch.py``. The file is read as a graph, in which only these classes are
+understood. A file that names anything else is refused. An object that has more than this version
 knows, as a later torch may write it, is unsupported and not malformed.
 """
 
@@ -55,11 +60,13 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
 _PROPERTIES = (f"{_METADATA}.TensorProperties", f"{_BEFORE_2_3}.TensorProperties")
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_ROOTS = (f"{_METADATA}.Metadata", f"{_MEGATRON}.MCoreMetadata")
 _SIZE = "torch.Size"
 _LAYOUT = "torch.serialization._get_layout"
 _KNOWN = frozenset(
     {
-        f"{_METADATA}.Metadata",
+        *_ROOTS,
         f"{_METADATA}.TensorStorageMetadata",
         f"{_METADATA}.BytesStorageMetadata",
         f"{_METADATA}.ChunkStorageMetadata",
@@ -73,6 +80,12 @@ _KNOWN = frozenset(
         _LAYOUT,
         "builtins.getattr",
         *(f"torch.{name}" for name in BY_NAME),
+        # plans of Megatron-Core
+        f"{_MEGATRON}.MCoreSavePlan",
+        *(
+            f"torch.distributed.checkpoint.planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+        ),
         # a checkpoint's path, in StorageMeta
         *(
             f"{module}.{kind}Path"
@@ -82,6 +95,8 @@ _KNOWN = frozenset(
     }
 )
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+_OF_MEGATRON = {"all_local_plans", "mcore_data"}
+_OTHER_SHAPE = "nd_reformulated_orig_global_shape"
 _VERSION = "1."  # CURRENT_DCP_VERSION is 1.0.0
 _STATE = 5, 6  # the lengths of a TensorProperties' state; the sixth item, strides, came with torch 2.15
 
@@ -114,13 +129,16 @@ class Metadata(NamedTuple):
         items: Every item by its name, None if it is not a tensor.
         paths: The path of each item in nested dicts and lists, by its name, if they were flattened.
         stored: The position of each chunk and each object.
-        unread: The names of items that are not in `items`, because a fault was reported for them.
+        unread: The names of items that are not in `items`, because a fault was reported for them, or because they are
+            left behind.
+        reshaped: The names of tensors of Megatron-Core that are stored in another shape than that of the parameter.
     """
 
     items: dict[str, TensorItem | None]
     paths: dict[str, ItemPath]
     stored: dict[_Key, Stored]
     unread: frozenset[str] = frozenset()
+    reshaped: frozenset[str] = frozenset()
 
 
 def read_metadata(source: Readable) -> Metadata:
@@ -262,8 +280,8 @@ class _Reader:
 
     def metadata(self, root: Value) -> Metadata:
         """Return the content of `root`, the object of the file."""
-        fields = self.object(root, f"{_METADATA}.Metadata")
-        others = sorted(fields.keys() - _FIELDS)
+        fields = self.object(root, *_ROOTS)
+        others = sorted(fields.keys() - _FIELDS - _OF_MEGATRON)
         if others:
             self.refuse("Metadata has fields that this version does not know", got=some(others))
         version = fields.get("version")
@@ -284,7 +302,14 @@ class _Reader:
         stored = self.stored(fields.get("storage_data"))
         self.check_container(items, stored)
         self.check_bytes(stored)
-        return Metadata(items, paths, stored, frozenset(nodes.keys() - items.keys()))
+        mcore_data = fields.get("mcore_data")
+        of_megatron = {} if mcore_data is None else self.mapping(mcore_data, "mcore_data")
+        reshaped = frozenset(
+            name
+            for name, node in of_megatron.items()
+            if isinstance(node, Dict) and next((key == _OTHER_SHAPE for key, _ in node.entries()), False)
+        )
+        return Metadata(items, paths, stored, frozenset(nodes.keys() - items.keys()), reshaped)
 
     def item(self, name: str, node: Value) -> TensorItem | None:
         """Return the tensor that `node` describes, or None if the item `name` is not a tensor."""
@@ -446,9 +471,9 @@ class _Reader:
             self.refuse(f"a {classes[0]} is set up in a way that is not known to this version")
         return node.effects[0].values[0] if node.effects else None
 
-    def object(self, node: Value, cls: str) -> dict[str, Value]:
-        """Return the attributes of `node`, an object of the class `cls`."""
-        state = self.state(node, cls)
+    def object(self, node: Value, cls: str, *others: str) -> dict[str, Value]:
+        """Return the attributes of `node`, an object of the class `cls` or of one of `others`."""
+        state = self.state(node, cls, *others)
         if state is None:
             return {}
         if not isinstance(state, Dict):
