@@ -154,6 +154,7 @@ class _Reader:
         self.of_megatron = of_megatron
         self.metadata, self.empty = megatron.nested(metadata, of_megatron) if of_megatron else (metadata, [])
         metadata = self.metadata
+        self.left_out = len(self.empty)
         self.left = {key: place for key, place in metadata.stored.items() if key[0] not in metadata.unread}
         self.gone: set[str] = set()  # files that are not there, or not whole
         self.merger = Merger(folder)
@@ -200,7 +201,7 @@ class _Reader:
             )
         if self.of_megatron:
             value = common.value if isinstance(common, _Leaf) else None
-            checkpoint.notes += megatron.notes_on(self.folder.path, value, self.metadata.items)
+            checkpoint.notes += megatron.notes_on(self.folder.path, value, self.metadata.items, self.left_out)
         return checkpoint
 
     def report(self, error: InputError) -> None:

@@ -3,8 +3,8 @@
 Layout, in addition to that of :mod:`ckptconv.formats.distributed.dcp`:
 
     metadata.json       {"sharded_backend": "torch_dist", ...}
-    common.pt           a file of torch.save: the values that all processes share (``args``, ``iteration``, ...). In 0.19
-                        they are the item ``common_state/shard_0_1``, a list with one dict
+    common.pt           a file of torch.save with the values that all processes share (``args``, ``iteration``, ...).
+                        In 0.19, the item ``common_state/shard_0_1`` is a list with that dict
 
 The names of items are flat. They get these places:
 
@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ckptconv.checkpoint.tensor_info import LeftBehind
+from ckptconv.errors import count
 from ckptconv.formats.distributed.metadata import ItemPath, Metadata, TensorItem
 from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.hints import Option, Placeholder, command
@@ -106,15 +107,20 @@ def common_of(value: Value) -> Value:
     return elements[0] if len(elements) == 1 else value
 
 
-def notes_on(path: Path, common: Value, names: Collection[str]) -> Iterator[str]:
-    """Yield notes on the folder `path`: what its `common` state says, and what makes other names of `names`."""
+def notes_on(path: Path, common: Value, names: Collection[str], left: int) -> Iterator[str]:
+    """Yield notes on the folder `path` with a `common` state and items with these `names`: what it is, what is next.
+
+    `left` is the number of items that :func:`nested` left out.
+    """
     state = strings_of(common) if isinstance(common, Dict) else {}
     args = _arguments(state.get("args"))
     iteration = state.get("iteration", args.get("iteration"))
-    known = [f"{name} {args[name]}" for name in _SHOWN if isinstance(args.get(name), int)]
+    known = [f"{name} {value}" for name in _SHOWN if isinstance(value := args.get(name), int)]
     about = "written by Megatron-Core"
     about += f", iteration {iteration:,}" if is_count(iteration) else ""
     yield about + (f"; its args: {', '.join(known)}" if known else "")
+    if left:
+        yield f"not read: {count(left, 'item')} of its optimizer, which is not stored by parameter"
     is_known = args.get("swiglu", True) is True and not any(args.get(name) for name in _OTHER_MODELS)
     if not is_known or not any(name.endswith(".self_attention.linear_qkv.weight") for name in names):
         return

@@ -1,0 +1,155 @@
+"""Folders that Megatron-Core writes in one and two processes, judged by torch, transformers and its own logits.
+
+It needs Megatron-Core, which only ``.ci/megatron`` installs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
+import ckptconv
+from tests.support.megatron_runs import CASES, PADDED, TOKENS, VOCAB
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("Megatron-Core is not installed", allow_module_level=True)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+_RUNS = Path(__file__).parents[1] / "support" / "megatron_runs.py"
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of all cases, written by so many processes."""
+    if given := os.environ.get("MEGATRON_RUNS"):
+        return Path(given) / f"runs{request.param}"
+    folder = tmp_path_factory.mktemp(f"megatron{request.param}")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    subprocess.run([sys.executable, *launch, str(_RUNS), str(folder)], env=environment, check=True)
+    return folder
+
+
+def by_torch(folder: Path) -> dict[str, Any]:
+    """What torch loads from the DCP folder `folder`, without Megatron-Core."""
+    state: dict[str, Any] = {}
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
+    dcp.load(state, storage_reader=_Known(folder, metadata), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state
+
+
+class _Known(dcp.FileSystemReader):
+    """A reader of a folder whose metadata is known: Megatron-Core writes none of the paths that torch asks for."""
+
+    def __init__(self, folder: Path, metadata: Any) -> None:
+        super().__init__(folder)
+        self._known = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        return self._known
+
+
+def config_of(case: str) -> Any:
+    """The configuration of the model of transformers for `case`."""
+    own = CASES[case]
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": own.get("num_query_groups", 2), "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64, "head_dim": 8, "tie_word_embeddings": own.get("run", {}).get("tied", False),
+    }  # fmt: skip
+    if case.startswith("llama"):
+        return transformers.LlamaConfig(**common)
+    if case.startswith("qwen3-moe"):
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        return transformers.Qwen3MoeConfig(**common, **experts)
+    return (transformers.Qwen3Config if "qwen3" in case else transformers.Qwen2Config)(**common)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_moments_are_those_of_torch(runs: Path, tmp_path: Path, case: str) -> None:
+    """Every tensor is what ``torch.distributed.checkpoint.load`` gives, and the common state is there."""
+    folder = runs / case / "iter_0001000"
+    ckptconv.convert(folder, tmp_path / "out.pt", loadable_objects=True)
+    found = torch.load(tmp_path / "out.pt", weights_only=False)
+    wanted = by_torch(folder)
+    tensors = {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
+    moments = {
+        f"optimizer.state.{moment}.{name}": tensor
+        for moment, state in found.get("optimizer", {"state": {}})["state"].items()
+        for name, tensor in state.items()
+    }
+    mine = {**found["model"], **moments}
+    assert mine.keys() == tensors.keys() and len(mine) > 8
+    for name, tensor in tensors.items():
+        assert torch.equal(mine[name], tensor) and mine[name].dtype == tensor.dtype, name
+    assert found["common"]["iteration"] == 1000 and len(moments) == (2 * len(found["model"]) if "adam" in case else 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_of_transformers_gives_the_same_logits(runs: Path, tmp_path: Path, case: str) -> None:
+    """The command that ``inspect`` says makes what ``load_state_dict(strict=True)`` takes, in shards too."""
+    folder = runs / case / "iter_0001000"
+    hint = next(note for note in ckptconv.inspect(folder).notes if "names of transformers" in note)
+    rules = "megatron-llama" if "llama" in case else "megatron-qwen-moe" if "moe" in case else "megatron-qwen"
+    groups = CASES[case].get("num_query_groups", 2)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": groups, "vocab_size": VOCAB}
+    assert repr(rules) in hint and all(f"'{name}={value}'" in hint for name, value in sizes.items())
+    out = tmp_path / "hf"
+    ckptconv.convert(folder, out, rules=rules, sizes=sizes, format="safetensors", max_shard_size=8000)
+    weights = {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
+    assert len([*out.glob("*.safetensors")]) > 3
+    config = config_of(case)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if "moe" in case:  # transformers keeps experts stacked in memory
+        ckptconv.convert(out, tmp_path / "stacked.safetensors", rules="qwen2-moe")
+        weights = load_file(tmp_path / "stacked.safetensors")
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, strict=True)
+    wanted = torch.load(runs / case / "logits.pt")[..., :VOCAB]
+    with torch.no_grad():
+        logits = model.eval()(TOKENS.view(1, -1)).logits
+    torch.testing.assert_close(logits, wanted, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "qwen3-moe"])
+def test_back_to_the_names_of_megatron(runs: Path, tmp_path: Path, case: str) -> None:
+    """``--reverse`` gives every weight back but for the rows that padded the vocabulary."""
+    folder = runs / case / "iter_0001000"
+    rules = "megatron-llama" if "llama" in case else "megatron-qwen-moe" if "moe" in case else "megatron-qwen"
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
+    ckptconv.convert(folder, tmp_path / "hf.safetensors", rules=rules, sizes=sizes)
+    ckptconv.convert(tmp_path / "hf.safetensors", tmp_path / "back.pt", rules=rules, sizes=sizes, reverse=True)
+    back = torch.load(tmp_path / "back.pt")
+    ckptconv.convert(folder, tmp_path / "model.pt", select="model")
+    wanted = torch.load(tmp_path / "model.pt")
+    ln = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    if ln in wanted and "moe" in case:  # the name that it has with Transformer Engine
+        wanted["decoder.layers.pre_mlp_layernorm.weight"] = wanted.pop(ln)
+    assert back.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(back[name], tensor[:VOCAB] if tensor.shape[0] == PADDED else tensor), name
+
+
+def test_moments_get_the_names_too(runs: Path, tmp_path: Path) -> None:
+    """The rules apply to each moment of the optimizer, which has the names of the weights."""
+    folder = runs / "llama-adam" / "iter_0001000"
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
+    for part in ("model", "optimizer/state/exp_avg"):
+        ckptconv.convert(
+            folder, tmp_path / "out.safetensors", select=part, rules="megatron-llama", sizes=sizes, force=True
+        )
+        names = load_file(tmp_path / "out.safetensors").keys()
+        assert names == transformers.LlamaForCausalLM(config_of("llama")).state_dict().keys(), part

@@ -1,0 +1,250 @@
+"""Folders of Megatron-Core: a model, an optimizer and a common state, of each version that writes them otherwise."""
+
+from __future__ import annotations
+
+import pickle
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import ckptconv
+from ckptconv.conversion.discovery import find
+from ckptconv.errors import InputError, MalformedError, RefusedError, UnsupportedError
+from tests.support.conversions import converted, refused
+from tests.support.judge import assert_same
+from tests.support.megatron_folders import (
+    ARGS,
+    BUCKET,
+    FFN,
+    GROUPS,
+    HEADS,
+    LAYERS,
+    OBJECT,
+    RESHAPED,
+    SHAPES,
+    VERSIONS,
+    VOCAB,
+    weights,
+    write_megatron,
+)
+from tests.support.reduced import Reduced
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
+
+_SIZES = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "vocab_size": VOCAB}
+
+
+@pytest.fixture(params=VERSIONS)
+def iteration(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder as each version writes it."""
+    return write_megatron(tmp_path / "iter_0001000", request.param)
+
+
+def test_everything_has_a_place(iteration: Path, dst: Path) -> None:
+    """Weights have their own names, and each moment of the optimizer has those names too."""
+    ckptconv.convert(iteration, dst)
+    state = torch.load(dst, weights_only=False)
+    assert_same(state["model"], weights())
+    assert_same(state["optimizer"], {"state": {"exp_avg": {name: each * 2 for name, each in weights().items()}}})
+    assert state["objects"] == {OBJECT: [None]} and list(state) == ["model", "optimizer", "objects", "common"]
+    assert state["common"] == {"args": Namespace(**ARGS), "checkpoint_version": 3.0, "iteration": 1000}
+
+
+def test_verify_reads_all_of_it(iteration: Path) -> None:
+    """Its folder is one checkpoint, whose checksums are right, and whose arguments need code."""
+    verdict = ckptconv.verify(iteration)
+    assert verdict.ok and verdict.checked
+    found = ckptconv.inspect(iteration)
+    assert list(found.globals) == ["argparse.Namespace", "torch.bfloat16"] or "argparse.Namespace" in found.globals
+
+
+def test_what_is_not_by_parameter_is_left_out(iteration: Path, tmp_path: Path) -> None:
+    """Buckets and tensors in another shape are named, and refused only if they are selected."""
+    is_old = (iteration / ".metadata").read_bytes().count(b"nd_reformulated") > 0
+    names = [BUCKET, f"{BUCKET}.group/shard_0_1", *([RESHAPED] if is_old else [])]
+    report = ckptconv.convert(iteration, tmp_path / "out.pt")
+    assert {left.path for left in report.left_behind} == {f"optimizer/{name}" for name in names}
+    assert any(f"not read: {len(names)} items" in note for note in report.notes)
+    for name in names:
+        refused(RefusedError, "cannot be selected", iteration, tmp_path / "no.pt", select=f"optimizer/{name}")
+
+
+def test_selecting_an_optimizer_in_buckets_only(tmp_path: Path) -> None:
+    """The error says why."""
+    src = write_megatron(tmp_path / "src", state={**weights(), BUCKET: torch.zeros(7)})
+    refused(
+        RefusedError,
+        "optimizer cannot be selected: an optimizer in the buckets",
+        src,
+        tmp_path / "a.pt",
+        select="optimizer",
+    )
+    refused(InputError, "nothing stands at optim", src, tmp_path / "a.pt", select="optim")
+    assert converted(src, tmp_path / "w.pt", select="model").keys() == SHAPES.keys()
+
+
+def test_safetensors_takes_the_weights(iteration: Path, tmp_path: Path) -> None:
+    """Objects of the processes and the common state are left behind by name."""
+    report = ckptconv.convert(iteration, tmp_path / "out.safetensors")
+    assert_same(load_file(tmp_path / "out.safetensors"), weights())
+    assert {"objects", "common", "optimizer"} <= {left.path for left in report.left_behind}
+
+
+def names_of_transformers(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights `model` by the names of transformers, with plain slices."""
+    state = {"model.norm.weight": model["decoder.final_layernorm.weight"]}
+    state["model.embed_tokens.weight"] = model["embedding.word_embeddings.weight"][:VOCAB]
+    state["lm_head.weight"] = model["output_layer.weight"][:VOCAB]
+    one = {
+        "self_attn.o_proj": "self_attention.linear_proj.weight", "mlp.down_proj": "mlp.linear_fc2.weight",
+        "input_layernorm": "self_attention.linear_qkv.layer_norm_weight",
+        "post_attention_layernorm": "mlp.linear_fc1.layer_norm_weight",
+    }  # fmt: skip
+    for i in range(LAYERS):
+        at = f"model.layers.{i}"
+        state |= {f"{at}.{new}.weight": model[f"decoder.layers.{old}"][i] for new, old in one.items()}
+        fc1 = model["decoder.layers.mlp.linear_fc1.weight"][i]
+        state |= {f"{at}.mlp.gate_proj.weight": fc1[:FFN], f"{at}.mlp.up_proj.weight": fc1[FFN:]}
+        qkv = model["decoder.layers.self_attention.linear_qkv.weight"][i].unflatten(
+            0, (GROUPS, HEADS // GROUPS + 2, -1)
+        )
+        parts = {"q": qkv[:, :-2], "k": qkv[:, -2], "v": qkv[:, -1]}
+        state |= {f"{at}.self_attn.{n}_proj.weight": part.flatten(0, -2) for n, part in parts.items()}
+    return state
+
+
+def test_the_names_of_transformers(iteration: Path, tmp_path: Path) -> None:
+    """Its folder becomes shards with these names in one command, and goes back, without the rows of padding."""
+    out = tmp_path / "hf"
+    ckptconv.convert(iteration, out, format="safetensors", rules="megatron-llama", sizes=_SIZES, max_shard_size=2000)
+    files = [*out.glob("*.safetensors")]
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    wanted = names_of_transformers(weights())
+    assert len(files) > 1 and found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    back = converted(out, tmp_path / "back.pt", rules="megatron-llama", sizes=_SIZES, reverse=True)
+    cut = {name: tensor[:VOCAB] if name.startswith(("emb", "out")) else tensor for name, tensor in weights().items()}
+    assert back.keys() == cut.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in cut.items())
+
+
+@pytest.mark.parametrize(
+    ("args", "rules"),
+    [
+        ({}, "megatron-llama"),
+        ({"group_query_attention": False}, "num_key_value_heads=4"),
+        ({"vocab_size": None}, "vocab_size=N"),
+        ({"num_query_groups": -1}, "num_key_value_heads=N"),
+        ({"swiglu": False}, None),
+        ({"apply_layernorm_1p": True}, None),
+        ({"attention_output_gate": True}, None),
+    ],
+)
+def test_next_step(tmp_path: Path, args: dict[str, Any], rules: str | None) -> None:
+    """``inspect`` says the command with the sizes of the run, unless the run had what the rules do not know."""
+    src = write_megatron(tmp_path / "src", args=ARGS | args)
+    notes = [note for note in ckptconv.inspect(src).notes if "transformers" in note]
+    assert (rules in notes[0]) if rules else not notes
+
+
+@pytest.mark.parametrize("root", [7, "text", [1], {}])
+@pytest.mark.parametrize("args", [None, [], Reduced(dict, ())])
+def test_a_common_state_of_another_kind(tmp_path: Path, root: Any, args: Any) -> None:
+    """Whatever it contains, the weights are read, and nothing is claimed about the run."""
+    src = write_megatron(tmp_path / "src")
+    torch.save({"args": args, "iteration": "x"} if root == {} else root, src / "common.pt")
+    assert any(note == "written by Megatron-Core" for note in ckptconv.inspect(src).notes)
+    assert converted(src, tmp_path / "out.pt", select="model").keys() == SHAPES.keys()
+
+
+def test_a_common_state_that_runs_code(tmp_path: Path) -> None:
+    """It is found in ``common.pt``, and in the item that 0.19 writes."""
+    import os
+
+    for version in ("0.16", "0.19"):
+        src = write_megatron(tmp_path / version, version, args={"x": Reduced(os.system, ("true",))})
+        verdict = ckptconv.verify(src)
+        assert verdict.findings[0].level == "dangerous" and "common/args" in str(verdict.findings[0])
+        refused(ckptconv.errors.DangerousError, "os.system", src, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "other"])
+def test_a_damaged_common_state(tmp_path: Path, damage: str) -> None:
+    """The error names the file."""
+    src = write_megatron(tmp_path / "src")
+    data = (src / "common.pt").read_bytes()
+    (src / "common.pt").unlink()
+    if damage != "gone":
+        (src / "common.pt").write_bytes(data[:-90] if damage == "cut" else b"hello")
+    refused(InputError, "common.pt", src, tmp_path / "out.pt")
+    assert not ckptconv.verify(src).ok
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "{}", "[" * 100_000, '{"format": "x"}'])
+def test_another_metadata_json(tmp_path: Path, text: str) -> None:
+    """The folder is an ordinary one of DCP then, and other files in it are not part of it."""
+    src = write_megatron(tmp_path / "src")
+    (src / "metadata.json").write_text(text)
+    assert converted(src, tmp_path / "out.pt").keys() > SHAPES.keys()
+
+
+def test_plans_are_not_read_but_known(tmp_path: Path) -> None:
+    """Of ``.metadata``, classes that no version writes are refused, and so are fields that are not known."""
+    src = write_megatron(tmp_path / "src")
+    metadata = pickle.loads((src / ".metadata").read_bytes())
+    metadata.all_local_plans.append(pickle.dumps)
+    (src / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(UnsupportedError, "pickle.dumps", src, tmp_path / "out.pt")
+    metadata.all_local_plans = [[]]
+    metadata.mcore_data = {next(iter(SHAPES)): 3, "x": {"y": 3}}
+    (src / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert converted(src, tmp_path / "out.pt", select="model").keys() == SHAPES.keys()
+    metadata.more = 1
+    (src / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "out.pt").unlink()
+    refused(UnsupportedError, "fields that this version does not know", src, tmp_path / "out.pt")
+    del metadata.more
+    metadata.mcore_data = [1]
+    (src / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(MalformedError, "mcore_data is no dict", src, tmp_path / "out.pt")
+
+
+def test_two_moments_of_one_name(tmp_path: Path) -> None:
+    """Chained optimizers are one here, so their parameters differ."""
+    state = {f"chained_{i}.optimizer.state.exp_avg.w": torch.ones(2) * i for i in (0, 1)}
+    src = write_megatron(tmp_path / "src", state={"w": torch.ones(2), **state})
+    refused(MalformedError, "cannot both stand", src, tmp_path / "out.pt")
+    src = write_megatron(
+        tmp_path / "one", state={"w": torch.ones(2), "chained_1.optimizer.state.exp_avg.w": torch.ones(2)}
+    )
+    assert_same(converted(src, tmp_path / "out.pt", select="optimizer")["state"], {"exp_avg": {"w": torch.ones(2)}})
+
+
+def test_a_folder_of_iterations(tmp_path: Path) -> None:
+    """Each iteration is one checkpoint, of which ``common.pt`` is a part."""
+    for name in ("iter_0001000", "iter_0002000"):
+        write_megatron(tmp_path / "run" / name)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2000")
+    found = {each.path.name: (each.kind, [part.name for part in each.parts]) for each in find(tmp_path / "run")}
+    parts = [".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
+    assert found.pop("latest_checkpointed_iteration.txt")[0] == "other"
+    assert found == {"iter_0001000": ("dcp", parts), "iter_0002000": ("dcp", parts)}
+
+
+def test_no_changes_in_place(iteration: Path) -> None:
+    """The names of its items are not the places that they get here."""
+    with pytest.raises(UnsupportedError, match="called otherwise than their places"):
+        ckptconv.convert(iteration, in_place=True, rename=[("^decoder", "d")], select=None)
+
+
+def test_from_megatron_to_dcp(iteration: Path, tmp_path: Path) -> None:
+    """Any folder of torch.distributed.checkpoint can be made of its weights."""
+    ckptconv.convert(iteration, tmp_path / "out", format="dcp", select="model", ranks=2)
+    state = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights().items())
