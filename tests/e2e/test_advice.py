@@ -46,6 +46,7 @@ from ckptconv.output import in_place as writing
 from tests.support import zoo
 from tests.support.advice import Place, come_by, places
 from tests.support.archives import rezip
+from tests.support.megatron_folders import write_megatron
 from tests.support.paths import ROOT
 from tests.support.rank_runs import save_as_ranks
 from tests.support.zero_folders import TAG, quantized, write_zero
@@ -966,6 +967,10 @@ CASES: dict[str, Case] = {
     ),
     "a part of DCP": Case(
         lambda m: _dcp(m), "inspect {m}/__0_0.distcp", r"make it one file: (.*)", "loads", loads,
+    ),
+    "a folder of Megatron-Core": Case(
+        lambda m: write_megatron(Path(m)), "inspect {m}", r"names of transformers: (ckptconv convert .*)",
+        "safetensors loads it", lambda made: _equal(len(load_file(made)), 21), {"OUT.safetensors": "out.safetensors"},
     ),
     "a file of one rank of ZeRO": Case(
         lambda m: write_zero(Path(m)), f"inspect {{m}}/{TAG}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import import_utils
 
 import ckptconv
@@ -32,6 +33,7 @@ from ckptconv.cli.main import main
 from tests.support import zoo
 from tests.support.command import Command
 from tests.support.hostile_bytes import saved
+from tests.support.megatron_folders import FFN, GROUPS, HEADS, HIDDEN, LAYERS, VOCAB, write_megatron
 from tests.support.paths import ROOT
 from tests.support.rank_runs import save_as_ranks
 from tests.support.writers import distributed, scripted
@@ -311,6 +313,16 @@ def is_fp32() -> None:
     for made in (load_file("model.safetensors"), load("whole.pt")["module"], load("weights.pt")):
         assert all(torch.equal(made[name], tensor) for name, tensor in weights.items())
     assert [*load("numbered.pt")["optimizer"]["state"]] == [*range(len(weights))]
+
+
+def is_llama() -> None:
+    """A model of transformers takes it."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": FFN}
+    config = LlamaConfig(**sizes, num_attention_heads=HEADS, num_key_value_heads=GROUPS)
+    for files in (["model.safetensors"], [*Path("hf").glob("*.safetensors")]):
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        LlamaForCausalLM(config).load_state_dict(found, strict=True)
+    assert load("back.pt")["decoder.layers.mlp.linear_fc1.weight"].shape == (LAYERS, 2 * FFN, HIDDEN)
 
 
 def is_whole() -> None:
@@ -611,6 +623,10 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
     "The optimizer of a model that changes": (trained_by_names, goes_on_without_a_head),
     "A model in shards: one file of it, other shards, another device": (in_shards, loads_from_shards),
     "A folder with .metadata and .distcp files, which torch.load does not read": (in_chunks, is_whole),
+    "A Megatron-Core folder, iter_0001000 with .metadata and metadata.json, for transformers": (
+        lambda: write_megatron(Path("iter_0001000")) and None,
+        is_llama,
+    ),
     "A DeepSpeed ZeRO folder, global_step500 and zero_to_fp32.py, as one file": (
         lambda: write_zero(Path("checkpoint-500")) and None,
         is_fp32,

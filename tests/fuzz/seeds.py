@@ -34,6 +34,7 @@ from tests.fuzz.odd_pickles import BY_HAND, made
 from tests.support import row_pickles
 from tests.support.archives import rezipped
 from tests.support.legacy_files import legacy_file, storage_id
+from tests.support.megatron_folders import VERSIONS, write_megatron
 from tests.support.reduced import Reduced
 from tests.support.writers import distributed, scripted
 from tests.support.zero_folders import TAG, a_run, write_zero
@@ -232,6 +233,10 @@ def _folders_of_dcp() -> Iterator[tuple[str, bytes]]:
             yield what, packed
             if what == "flat":
                 yield "rows", _in_rows(unpack(packed))
+        for version in VERSIONS:
+            small = {"w": torch.ones(2), "optimizer.state.exp_avg.w": torch.ones(2), "w._extra_state/shard_0_1": [1]}
+            folder = write_megatron(Path(name, version), version, small, {"num_layers": 1})
+            yield f"megatron_{version}", pack({path.name: path.read_bytes() for path in sorted(folder.iterdir())})
 
 
 def _in_rows(files: dict[str, bytes]) -> bytes:

@@ -10,6 +10,7 @@ import json
 import pickle
 import sys
 import types
+import warnings
 from argparse import Namespace
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -75,7 +76,9 @@ def write_megatron(
     else:
         about |= {"common_backend": "torch", "common_backend_version": 1}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.save(flat, checkpoint_id=folder, planner=planner, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about there being no other processes
+        dcp.save(flat, checkpoint_id=folder, planner=planner, no_dist=True)
     if version != "0.19":
         torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(about))

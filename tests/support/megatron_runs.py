@@ -123,7 +123,7 @@ def _optimizer(model: Any, sharded: Any) -> Any:
 
 def run(folder: Path, name: str) -> None:
     """Save the model of the case `name` in ``folder/NAME/iter_0001000``, and its logits next to that."""
-    from megatron.core import dist_checkpointing
+    from megatron.core import dist_checkpointing  # type: ignore[import-not-found]
 
     case = CASES[name]
     own = case.get("run", {})
@@ -151,7 +151,7 @@ def run(folder: Path, name: str) -> None:
 
 def main(folder: Path, names: list[str]) -> None:
     """Run the cases `names` in this process, which is one of those of ``torch.distributed.run``."""
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     dist.init_process_group("gloo")
     from megatron.core import parallel_state

@@ -174,7 +174,7 @@ UNSUPPORTED = {
         "system",
     ),
     "a class of others": (lambda m: setattr(m, "planner_data", _Other({})), "_Other"),
-    "a field of others": (_set(lambda m: m, "mcore_data", {}), "mcore_data"),
+    "a field of others": (_set(lambda m: m, "more_data", {}), "more_data"),
     "another version": (_set(lambda m: m, "version", "2.0.0"), "2.0.0"),
     "a transform": (_set(_info, "transform_descriptors", ["zstd"]), "'epoch' was stored through a transform"),
     "properties with a seventh item": (
