@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
-from ckptconv.errors import ArgumentTypeError, printable
+from ckptconv.errors import ArgumentTypeError
 from ckptconv.guesses import PLACES, keyword_for, unneeded
 from ckptconv.light_dataclass import dataclass
+from ckptconv.system import calls
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -242,7 +242,7 @@ def shell(*words: str | os.PathLike[str]) -> str:
     No program in a message may take code or settings from the current folder or from a file's folder, which another
     user may have filled. So messages do not suggest git, and Python is run by :func:`python_command`.
     """
-    return " ".join(quoted(_no_option(word)) for word in words)
+    return " ".join(calls.quoted(_no_option(word)) for word in words)
 
 
 def python_command(*words: str | os.PathLike[str]) -> str:
@@ -280,20 +280,3 @@ def _no_option(word: str | os.PathLike[str]) -> str:
     path = placed(word)
     host = ":" in path.partition("/")[0] and "://" not in path
     return f"./{path}" if path.startswith(("-", "@")) or host else path
-
-
-def quoted(word: str, *, ascii_only: bool = False) -> str:
-    """Return `word` for a shell. Characters that cannot be printed are in the shell's own escapes."""
-    if printable(word) == word and (word.isascii() or not ascii_only):
-        return shlex.quote(word)
-    return f"$'{''.join(_escaped(character, ascii_only=ascii_only) for character in word)}'"
-
-
-def _escaped(character: str, *, ascii_only: bool = False) -> str:
-    """Return `character` as it is written between ``$'`` and ``'`` in a shell."""
-    if printable(character) == character and character not in "\\'" and (character.isascii() or not ascii_only):
-        return character
-    code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is not UTF-8
-        return f"\\x{code - 0xDC00:02x}"
-    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogatepass"))

@@ -15,6 +15,7 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Gather, Inflate, InflateSlice, Piece, Scaled
 from ckptconv.byteranges.threads import Task
 from ckptconv.errors import OutputError
+from ckptconv.system import calls
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.casting import CastBuffer
@@ -145,11 +146,10 @@ class Pieces:
         """Raise OutputError if there is less free space than the files with inflated bytes need."""
         if self.spooled_bytes:
             try:
-                space = os.statvfs(self._spool_folder())
+                free = calls.free_space(self._spool_folder())
             except OSError as error:
                 what = "what is deflated cannot be inflated there"
                 raise self._no_room(what, self.spooled_bytes, error.strerror or error) from error
-            free = space.f_bavail * space.f_frsize
             if free < self.spooled_bytes:
                 raise self._no_room("too little free space for what is deflated", self.spooled_bytes, f"{free:,} bytes")
 
@@ -214,10 +214,5 @@ def _begin_import() -> Task[None]:
 
 def _import_kernels() -> None:
     """Import the modules that need torch. Ctrl-C waits for the end, because it breaks the import of torch."""
-    import signal  # a browser has only a part of it
-
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with calls.interrupts_blocked():
         from ckptconv.byteranges.kernels import casting, gathering, scaling  # noqa: F401
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -15,14 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
-from ckptconv.errors import (
-    InputChangedError,
-    InputError,
-    MissingInputError,
-    RefusedError,
-    UnreadableError,
-    UnsupportedError,
-)
+from ckptconv.errors import InputChangedError, InputError, MissingInputError, RefusedError, UnreadableError
+from ckptconv.system import calls
 
 _R = TypeVar("_R", bound="Readable")
 
@@ -37,16 +31,6 @@ MORE_FILES = "ulimit -n shows how many files may be open, and can raise that lim
 STEP = 1 << 24  # bytes that are read in one call if the system cannot read into a buffer
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
-
-
-def check_system() -> None:
-    """Raise UnsupportedError if Python cannot read and write files by position, as on Windows."""
-    if not hasattr(os, "pread"):
-        raise UnsupportedError(
-            "this system has no reading and writing of files by position, which ckptconv needs",
-            expected="Linux or macOS",
-            hint="on Windows, install and run it in WSL",
-        )
 
 
 class Readable:
@@ -84,7 +68,7 @@ class Readable:
         parts = []
         while length:
             try:
-                part = os.pread(self.fd, length, offset)
+                part = calls.pread(self.fd, length, offset)
             except OSError as error:
                 raise self._unreadable(error, offset) from error
             if not part:
@@ -98,7 +82,7 @@ class Readable:
         """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
         while buffer:
             try:
-                done = _read_into(self.fd, buffer, offset)
+                done = calls.pread_into(self.fd, buffer, offset)
             except OSError as error:
                 raise self._unreadable(error, offset) from error
             if not done:
@@ -197,7 +181,6 @@ class Source(Readable):
 
         Raises InputError if it cannot be read, is not a regular file, or is being changed in place.
         """
-        check_system()
         self.faults = faults
         if not os.fspath(path):  # pathlib takes it for the current folder
             raise InputError("no path given: it is empty")
@@ -206,7 +189,7 @@ class Source(Readable):
             mode = os.stat(self.path).st_mode  # before open: a FIFO waits for a writer, a device may do anything
             if not stat.S_ISREG(mode):
                 raise _no_file(self.path, mode)
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.fd = calls.open_to_read(self.path)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise _too_many(self.path) from error
@@ -237,7 +220,7 @@ class Source(Readable):
         """
         if self._held is None:
             try:
-                self._held = os.pread(self.fd, self.size, 0)
+                self._held = calls.pread(self.fd, self.size, 0)
             except OSError:  # a part of it may still be readable
                 self._held = b""
         held = self._held[offset : offset + length]
@@ -425,15 +408,6 @@ class SourceFolder(Readable):
             source.close()
 
 
-def _read_into(fd: int, buffer: memoryview, offset: int) -> int:
-    """Read bytes at `offset` into `buffer`, and return how many."""
-    if hasattr(os, "preadv"):
-        return os.preadv(fd, [buffer], offset)
-    data = os.pread(fd, min(len(buffer), STEP), offset)  # WebAssembly has no preadv
-    buffer[: len(data)] = data
-    return len(data)
-
-
 def list_local(folder: Path) -> tuple[dict[str, bool], list[str]]:
     """Return the names in `folder`: those of folders, with whether they are links, and the sorted others.
 
@@ -465,28 +439,16 @@ def leave_spare(fd: int) -> bool:
 
     A set can have more shards than the usual limit of 1,024.
     """
-    try:
-        import resource  # only Unix has it
-    except ImportError:
-        return True
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft != hard and fd + _SPARE >= soft:
-        more = 2 * soft + _SPARE
-        with contextlib.suppress(OSError, ValueError):  # then opening the next file fails
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (more if hard == resource.RLIM_INFINITY else min(more, hard), hard)
-            )
-    return hard == resource.RLIM_INFINITY or not hard - _LEAST_SPARE <= fd < hard or hard < _SPARE
+    soft, hard = calls.open_limits()
+    if soft != hard and fd + _SPARE >= soft:
+        calls.raise_open_limit(min(2 * soft + _SPARE, hard))  # or opening the next file fails
+    return not hard - _LEAST_SPARE <= fd < hard or hard < _SPARE
 
 
 def _are_few_left(fd: int) -> bool:
     """Return whether `fd` is near the limit of open files, which has been raised as far as possible."""
-    try:
-        import resource
-    except ImportError:
-        return False
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft != resource.RLIM_INFINITY and fd >= soft - min(_SPARE, soft // 2)
+    soft, _ = calls.open_limits()
+    return fd >= soft - min(_SPARE, soft // 2)
 
 
 def _too_many(path: Path) -> UnreadableError:
@@ -511,10 +473,8 @@ def lock_exclusive(fd: int, where: object) -> None:
     Raises:
         RefusedError: Another process reads or changes it, or the filesystem has no locks.
     """
-    import fcntl
-
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        calls.lock(fd, exclusive=True)
     except BlockingIOError as error:
         raise RefusedError(
             "another process reads or changes the file", where=where, hint="try again when it has ended"
@@ -534,14 +494,10 @@ def lock_shared(fd: int, where: object) -> None:
         UnreadableError: Another process changes it.
     """
     try:
-        import fcntl
-    except ImportError:  # only on Unix, files are changed in place
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        calls.lock(fd, exclusive=False)
     except BlockingIOError as error:
         raise UnreadableError(
             "another process changes the file in place", where=where, hint="try again when it has ended"
         ) from error
-    except OSError:
+    except (OSError, ImportError):
         pass

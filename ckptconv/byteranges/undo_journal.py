@@ -34,6 +34,7 @@ from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
+from ckptconv.system import calls
 
 MAGIC = b"ckptconv undo 1\n"
 HOT, DONE = b"hot ", b"done"
@@ -202,7 +203,7 @@ def state_of(target: Path) -> bytes | None:
         return None
     try:
         with _opened(path) as fd:
-            return DONE if os.pread(fd, 20, 0) == MAGIC + DONE else HOT
+            return DONE if calls.pread(fd, 20, 0) == MAGIC + DONE else HOT
     except FileNotFoundError:
         return None
     except OSError:
@@ -259,7 +260,7 @@ def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = calls.open_to_read(path, follow=False)
     try:
         yield fd
     finally:
@@ -269,7 +270,7 @@ def _opened(path: Path) -> Iterator[int]:
 def read_bytes(fd: int, length: int, offset: int) -> bytes:
     """Return `length` bytes at `offset` of the open file `fd`, or fewer if it ends before. Raises OSError."""
     parts = []
-    while length and (part := os.pread(fd, length, offset)):
+    while length and (part := calls.pread(fd, length, offset)):
         parts.append(part)
         offset += len(part)
         length -= len(part)

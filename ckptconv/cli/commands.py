@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import click
 
-from ckptconv.byteranges.sources import check_system
 from ckptconv.cli.terminal import style_of
 from ckptconv.errors import CkptconvError, UsageError, size
 from ckptconv.guesses import DOWNLOAD, keyword_for
@@ -58,11 +57,6 @@ class Command(click.Command):
             raise wrong_option(self.name or "", typed, commands_of(group, ctx)) from None
         except click.UsageError as error:
             raise self._as_ours(error, typed) from None
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Raise UnsupportedError if the package cannot run on this system."""
-        check_system()
-        return super().invoke(ctx)
 
     def _as_ours(self, error: click.UsageError, typed: list[str]) -> UsageError:
         """Return `error` in one line, with the arguments that the command or the option expects."""

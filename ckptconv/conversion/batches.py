@@ -36,6 +36,7 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.output import files as output_files
 from ckptconv.output.files import DiskWait, FolderSync, Steps
 from ckptconv.pickles.graph import gc_paused
+from ckptconv.system import calls
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -153,12 +154,7 @@ class _Begun:
 
 def _most_at_once() -> int:
     """Return how many files may wait for the disk at once, limited by the number of open files."""
-    try:
-        import resource  # which is of Unix alone
-    except ImportError:
-        return _AT_ONCE
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return _AT_ONCE if hard == resource.RLIM_INFINITY else max(1, min(_AT_ONCE, hard // _OPEN))
+    return int(max(1, min(_AT_ONCE, calls.open_limits()[1] // _OPEN)))
 
 
 def _paths_and_size(task: Task) -> tuple[set[str], int]:

@@ -34,7 +34,7 @@ from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.output.folders import OtherFile, names_in, rest_of
-from ckptconv.stores import first_bytes, list_folder, store_of
+from ckptconv.stores import first_bytes, list_folder, place_below, store_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +191,7 @@ def _plan_part(
     found: Found, source: SourceFolder, target: Path, edits: Edits, output: OutputOptions, opened: ExitStack
 ) -> _Part:
     """Plan the conversion of `found`, a checkpoint in the folder `source`, to its place in the folder `target`."""
-    place = found.path.relative_to(source.folder)
+    place = place_below(found.path, source.folder, target)
     is_folder = found.kind == "shards"
     if not is_folder:
         place = place.with_name(name_in_folder(found, output.format))

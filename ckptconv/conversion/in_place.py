@@ -25,7 +25,6 @@ from ckptconv.byteranges.sources import (
     ComputedSource,
     Source,
     SourceFolder,
-    check_system,
     leave_spare,
     lock_exclusive,
 )
@@ -50,7 +49,16 @@ from ckptconv.edits.apply import apply
 from ckptconv.edits.changes import Changes
 from ckptconv.edits.names import is_wrapped
 from ckptconv.edits.options import Edits
-from ckptconv.errors import InputError, MissingInputError, NoMatchError, OutputError, RefusedError, UsageError, some
+from ckptconv.errors import (
+    InputError,
+    MissingInputError,
+    NoMatchError,
+    OutputError,
+    RefusedError,
+    UnsupportedError,
+    UsageError,
+    some,
+)
 from ckptconv.formats import opening
 from ckptconv.formats.distributed import dcp
 from ckptconv.formats.distributed.metadata import read_metadata
@@ -64,6 +72,7 @@ from ckptconv.output import in_place as writing
 from ckptconv.output.files import as_output_error
 from ckptconv.output.signals import HeldSignals, signals_held, with_note
 from ckptconv.pickles.graph import gc_paused
+from ckptconv.system import calls
 
 #: Edits that move tensor bytes, and options of an output that there is none of.
 _MOVES = (
@@ -297,11 +306,16 @@ def open_locked(path: Path) -> Iterator[int]:
         OutputError: The file cannot be written.
         RefusedError: Another program uses the file.
     """
-    check_system()
+    if not calls.HAS_OWNERS:
+        raise UnsupportedError(
+            "files cannot be changed in place on this system yet",
+            where=path,
+            hint="give an output: " + command("convert", path, Placeholder("OUT")),
+        )
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise InputError("no regular file", where=path)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = calls.open_to_change(path)
     except FileNotFoundError as error:
         raise MissingInputError("no such file", where=path) from error
     except OSError as error:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, Pipe
+from contextlib import suppress
+from multiprocessing.connection import Pipe
 from multiprocessing.spawn import get_executable, get_preparation_data
 from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from typing import Any
@@ -27,6 +25,7 @@ from ckptconv.byteranges.threads import Threads
 from ckptconv.conversion.jobs import JobExecutor, Outcome, Task
 from ckptconv.conversion.worker import in_worker
 from ckptconv.errors import UsageError
+from ckptconv.system import calls
 
 _PATIENCE = 10.0  # seconds that a process has for putting its temporary file away
 #: ``-P``, which Python has from 3.11 on, keeps the current folder off ``sys.path``. 3.13 imports modules before it
@@ -35,7 +34,7 @@ _FLAGS = ["-P"] if sys.version_info >= (3, 11) else []
 #: In these, a path that is relative leads elsewhere once this process has changed its folder, and Python looks there
 #: before it begins the program.
 _PATHS = {"PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONUSERBASE"}
-_PROGRAM = "import sys; sys.path[:] = {path}; from ckptconv.conversion.worker import main; main({fd})"
+_PROGRAM = "import sys; sys.path[:] = {path}; from ckptconv.conversion.worker import main; main({connection})"
 
 
 class _Process:
@@ -43,13 +42,8 @@ class _Process:
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
-        with theirs, _without_interrupts():
-            self.process = subprocess.Popen(
-                _command_line(theirs),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-            )
+        with theirs:
+            self.process = calls.start_worker(_command_line, theirs, _environment())
 
     def end(self) -> int:
         """Wait for the end of the worker, which is idle, and return its exit status."""
@@ -134,7 +128,7 @@ class Processes(JobExecutor):
         """End all processes, and kill those that do not end in time."""
         try:
             for process in self._all:
-                process.process.terminate()
+                calls.end_worker(process.process)
             for process in self._all:
                 with suppress(subprocess.TimeoutExpired):
                     process.process.wait(_PATIENCE)
@@ -143,9 +137,9 @@ class Processes(JobExecutor):
                 process.process.kill()
 
 
-def _command_line(connection: Connection) -> list[str]:
+def _command_line(connection: int) -> list[str]:
     path = [each for each in sys.path if isinstance(each, str)]
-    program = _PROGRAM.format(path=ascii(path), fd=connection.fileno())
+    program = _PROGRAM.format(path=ascii(path), connection=connection)
     return [os.fsdecode(get_executable()), *_args_from_interpreter_flags(), *_FLAGS, "-c", program]
 
 
@@ -168,13 +162,3 @@ def _message(task: Task) -> bytes:
 
 def _not_sent(task: Task, why: object) -> Outcome:
     return Outcome(task.job, error=UsageError(f"it cannot be handed to another process: {why}", where=task.job.src))
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back in this thread, and for good in processes that are started inside."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

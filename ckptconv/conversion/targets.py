@@ -19,7 +19,7 @@ from ckptconv.formats.writers import SUFFIXES, WRITERS, admitted, suffix_of
 from ckptconv.hints import Placeholder, command, option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.stores import is_folder, is_url, locate, store_of
+from ckptconv.stores import is_folder, is_url, locate, place_below, store_of
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ def _of_tree(src: Path, path: Path, asked: Request) -> Listing:
     sets = {each.parts[0].parent for each in found if each.kind == "shards" and each.parts}
     outermost = {folder for folder in sets if not any(above in sets for above in folder.parents)}
     requests = [
-        replace(asked, src=folder, dst=path / folder.relative_to(src), kind="shards", is_folder=True)
+        replace(asked, src=folder, dst=path / place_below(folder, src, path), kind="shards", is_folder=True)
         for folder in outermost
     ]
     other, unentered = [], []
@@ -429,7 +429,7 @@ def _of_tree(src: Path, path: Path, asked: Request) -> Listing:
         elif each.kind == "other" and not asked.output.copy_others:
             other.append(each.path)
         else:
-            folder = asked.dst if each.path == src else path / each.path.parent.relative_to(src)
+            folder = asked.dst if each.path == src else path / place_below(each.path, src, path).parent
             requests.append(replace(_in_folder(each, folder, asked), within=src))
     if all(request.kind == "other" for request in requests):
         raise folder_error(src)

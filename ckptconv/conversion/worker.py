@@ -11,14 +11,16 @@ import sys
 import threading
 import time
 import warnings
-from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 
 from ckptconv.output.signals import handled_by
+from ckptconv.system import calls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from ckptconv.conversion.jobs import Outcome
 
 _TELL = 0.1  # seconds between two messages about the bytes that were written
@@ -49,7 +51,7 @@ class _Worker:
         except (EOFError, OSError):
             self.messages.put(None)
             if self.busy:
-                os.kill(os.getpid(), signal.SIGTERM)
+                calls.end_main_thread()
 
     def serve(self) -> None:
         """Do the tasks. After each, send (bytes written, outcome, why there is no outcome)."""
@@ -82,16 +84,16 @@ class _Worker:
     def end(self, *_: object) -> None:
         """End this process on a signal. A task under way deletes its temporary file first."""
         if self.busy:
-            for number in (signal.SIGTERM, signal.SIGHUP):  # a second one would end the clean-up
-                signal.signal(number, signal.SIG_IGN)
+            for name in calls.ENDING:  # a second one would end the clean-up
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
             raise KeyboardInterrupt
         os._exit(1)
 
 
-def main(fd: int) -> None:
-    """Serve the parent at the other end of the socket `fd`, until it ends. SIGINT is blocked from the start."""
+def main(connection: int) -> None:
+    """Serve the parent at the other end of the `connection`, until it ends. Ctrl-C does not reach this process."""
     global _worker
-    _worker = _Worker(Connection(fd))
+    _worker = _Worker(calls.connected(connection))
     if not sys.warnoptions:  # as the command line has it
         warnings.filterwarnings("ignore", module=r"torch(\.|$)")
     try:

@@ -23,11 +23,12 @@ from ckptconv.edits.changes import CastCount, Changes
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule
 from ckptconv.edits.views import Group, View, Views
 from ckptconv.errors import NoMatchError, RefusedError, UsageError, some
-from ckptconv.hints import option, quoted
+from ckptconv.hints import option
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import Node
 from ckptconv.pickles.paths import Place
+from ckptconv.system import calls
 
 _SHOWN = 3  # paths in a note
 _NO_WEIGHTS = "there are no floating-point weights"
@@ -393,7 +394,7 @@ class _Chooser:
             first, slash, _ = left[0].partition("/")
             glob = f"{glob_of(first, None)}/*" if slash else f"./{first}"
             why = (
-                f"beside the weights; {quoted(f'{glob}={self.bare.dtype}')} would name"
+                f"beside the weights; {calls.quoted(f'{glob}={self.bare.dtype}')} would name"
                 f" {'some' if len(left) > 1 else 'it'}"
             )
             self.changes.not_cast.setdefault(why, []).extend(left)

@@ -21,7 +21,7 @@ from typing import Protocol
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.spans import FILESYSTEM_BLOCK, ByteRange, OutFile
 from ckptconv.byteranges.threads import Task, Threads
-from ckptconv.output import filesystem
+from ckptconv.system import calls, filesystem
 
 WINDOW = 8 << 20  # bytes of one write
 _AT_ONCE = 4  # concurrent writes
@@ -61,13 +61,13 @@ class FileDestination:
         """Write `data` at the offset `at`."""
         view = memoryview(data)
         while view:
-            done = os.pwrite(self.fd, view, at)
+            done = calls.pwrite(self.fd, view, at)
             at += done
             view = view[done:]
 
     def read(self, at: int, length: int) -> bytes:
         """Return at most `length` bytes at the offset `at`."""
-        return os.pread(self.fd, length, at)
+        return calls.pread(self.fd, length, at)
 
     def start_writeback(self, at: int, length: int) -> None:
         """Begin to write these bytes to the disk."""

@@ -20,22 +20,21 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
-from ckptconv.byteranges.sources import Readable, check_system, lock_shared
+from ckptconv.byteranges.sources import Readable, lock_shared
 from ckptconv.byteranges.spans import OutFile, Overflow, Progress
 from ckptconv.byteranges.undo_journal import HOT, journal_path, state_of, target_of
 from ckptconv.errors import CkptconvError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.hints import command, option, shell
 from ckptconv.lazy_regex import regex
-from ckptconv.output import filesystem
 from ckptconv.output.direct_writes import DirectDestination, FileDestination, shares_blocks
 from ckptconv.output.transfer import Transfer
+from ckptconv.system import calls, filesystem
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _TEMPORARY = regex(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
 _OTHER_FOLDER = "choose a folder in which nobody else may write"
-_CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
 class FileSync(NamedTuple):
@@ -44,7 +43,7 @@ class FileSync(NamedTuple):
     fd: int
 
     def __call__(self) -> None:
-        os.fsync(self.fd)
+        calls.sync(self.fd)
 
 
 class FolderSync(NamedTuple):
@@ -53,7 +52,7 @@ class FolderSync(NamedTuple):
     folder: Path
 
     def __call__(self) -> None:
-        sync_folder(self.folder)
+        calls.sync_folder(self.folder)
 
 
 DiskWait: TypeAlias = "FileSync | FolderSync"
@@ -86,15 +85,6 @@ def waited_for(steps: Callable[_P, Steps[_T]]) -> Callable[_P, _T]:
         return run_steps(steps(*args, **kwargs))
 
     return do
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def check_target(path: Path, *, replace: bool) -> None:
@@ -177,6 +167,8 @@ def writing(
                 raise
             overflowed = yield from _filling(fd, temporary.parent, file, source, verify=verify, progress=progress)
             source.check_unchanged()
+            if calls.OPEN_FILES_KEEP_NAMES:
+                source.close()
             with _locked(file.path), _locked(temporary):
                 refuse_interrupted(file.path)  # again: filling the new one took a while
                 check_is_at(temporary, fd, file.path)
@@ -207,10 +199,9 @@ def _new_file(path: Path, file: OutFile) -> Iterator[int]:
 
     Raises OSError, RefusedError.
     """
-    check_system()
     replaces = os.path.isfile(file.path) and not os.path.islink(file.path)
     mode = 0o600 if replaces else (file.mode | stat.S_IWUSR) & 0o777
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    fd = calls.create(path, mode)
     try:
         if replaces:
             filesystem.take_over(fd, file.path)
@@ -229,7 +220,7 @@ def _filling(
     """
     transfer = Transfer(file, folder, compared=verify)
     _drop_from_cache(file.path, source)
-    _reserve(fd, file, beside=transfer.beside)
+    _reserve(fd, folder, file, beside=transfer.beside)
     with transfer, _destination(fd, direct=file.direct) as out:
         transfer.fill(out, progress)
         out.settle()
@@ -309,7 +300,7 @@ def _drop_from_cache(target: Path, source: Readable) -> None:
     """
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
-            fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = calls.open_to_read(target, follow=False)
             try:
                 if not source.is_same_file(os.fstat(fd)):
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -325,7 +316,7 @@ def _locked(path: Path) -> Iterator[None]:
     is being changed.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = calls.open_to_read(path, follow=False)
     except OSError:
         yield
         return
@@ -337,8 +328,8 @@ def _locked(path: Path) -> Iterator[None]:
             os.close(fd)
 
 
-def _reserve(fd: int, file: OutFile, beside: int) -> None:
-    """Reserve the space for `file`, unless blocks will be shared. Raises OutputError if there is too little.
+def _reserve(fd: int, folder: Path, file: OutFile, beside: int) -> None:
+    """Reserve space for `file` in `folder`, unless blocks will be shared. Raises OutputError if there is too little.
 
     `beside`: the number of bytes that are needed in addition while it is written.
     """
@@ -348,18 +339,16 @@ def _reserve(fd: int, file: OutFile, beside: int) -> None:
     try:
         if filesystem.fallocate(fd, file.size):
             needed = beside
-        space = os.fstatvfs(fd)
-        if space.f_bavail * space.f_frsize >= needed:
+        if calls.free_space(folder, fd) >= needed:
             return
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-    raise no_space(os.fstatvfs(fd), file.path, needed)
+    raise no_space(calls.free_space(folder, fd), file.path, needed)
 
 
-def no_space(space: os.statvfs_result, where: Path, needed: int) -> OutputError:
-    """Return the error for a target that needs more bytes than are free."""
-    free = space.f_bavail * space.f_frsize
+def no_space(free: int, where: Path, needed: int) -> OutputError:
+    """Return the error for a target that needs more bytes than the `free` ones."""
     return OutputError("too little free space", where=where, expected=f"{needed:,} bytes", got=f"{free:,} bytes")
 
 
@@ -369,17 +358,12 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
         os.replace(temporary, target)
         return
     try:
-        try:
-            os.link(temporary, target)
-        except OSError as error:
-            if error.errno not in _CANNOT_LINK:
-                raise
-            if not filesystem.rename_if_absent(str(temporary), str(target)):
-                raise RefusedError(
-                    "this filesystem cannot create the output without the risk of replacing one that appears meanwhile",
-                    where=target,
-                    hint=option("force") + " accepts that",
-                ) from error
+        if not calls.publish(temporary, target):
+            raise RefusedError(
+                "this filesystem cannot create the output without the risk of replacing one that appears meanwhile",
+                where=target,
+                hint=option("force") + " accepts that",
+            )
     except FileExistsError as error:
         raise TargetExistsError(
             "the output exists by now", where=target, hint=option("force") + " replaces it"
@@ -399,7 +383,7 @@ def make_folder(folder: Path, like: Path) -> None:
         for path, other in reversed([*missing]):
             with contextlib.suppress(FileExistsError):  # made by another conversion meanwhile
                 os.mkdir(path, folder_mode(other))
-            sync_folder(path.parent)
+            calls.sync_folder(path.parent)
 
 
 def folder_mode(like: Path) -> int:
@@ -413,7 +397,7 @@ def folder_mode(like: Path) -> int:
 def sync_name(path: Path) -> None:
     """Sync the name of the new file or folder at `path`. Raises OutputError, which says that the new one is there."""
     with _in_place_already(path):
-        sync_folder(path.parent)
+        calls.sync_folder(path.parent)
 
 
 @contextlib.contextmanager

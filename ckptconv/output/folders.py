@@ -28,7 +28,6 @@ from ckptconv.byteranges.undo_journal import state_of, target_of
 from ckptconv.errors import CkptconvError, InputChangedError, OutputError, RefusedError, TargetExistsError, some
 from ckptconv.hints import option
 from ckptconv.light_dataclass import dataclass
-from ckptconv.output import filesystem
 from ckptconv.output.direct_writes import shares_blocks
 from ckptconv.output.files import (
     as_output_error,
@@ -40,10 +39,10 @@ from ckptconv.output.files import (
     mode_at,
     no_space,
     refuse_interrupted,
-    sync_folder,
     sync_name,
     temporary_beside,
 )
+from ckptconv.system import calls, filesystem
 
 _ATTEMPTS = 3  # to delete a folder: a signal can end the first
 _APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of rename, if something has the name now
@@ -149,14 +148,16 @@ def write_folder(
                 except FileExistsError:  # another writer's, by the same random name
                     ours = False
                     raise
-                fd = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                fd = calls.open_folder(temporary)
                 opened.callback(os.close, fd)
                 _check_space(temporary, new)
                 _make_folders(temporary, new)
                 overflowed = _fill_all(temporary, new, source, verify=verify, jobs=jobs, progress=progress)
                 for path, _, _ in os.walk(temporary, topdown=False):
-                    sync_folder(Path(path))
+                    calls.sync_folder(path)
                 source.check_unchanged()
+                if calls.OPEN_FILES_KEEP_NAMES:
+                    source.close()
                 check_is_at(temporary, fd, target)
                 _publish(temporary, target, partial(_check_target, new=new, replace=replace))
                 check_is_at(target, fd, target, f"the old folder, if there was one, is now {temporary}")
@@ -252,7 +253,7 @@ def _make_folder(path: Path, place: Path, new: NewFolder) -> None:
     if not old.is_dir():
         os.mkdir(path, folder_mode(new.like / place) if new.like else 0o777)
         return
-    os.mkdir(path, stat.S_IRWXU)
+    os.mkdir(path, stat.S_IRWXU if calls.HAS_OWNERS else 0o777)  # Windows takes 0o700 for a list of one user
     filesystem.take_over(path, old)
     os.chmod(path, folder_mode(path))
 
@@ -263,11 +264,11 @@ def _check_space(temporary: Path, new: NewFolder) -> None:
     The space of each file is reserved when it is written.
     """
     needed = sum(each.size for each in new.entries)
-    space = os.statvfs(temporary)
-    if space.f_bavail * space.f_frsize >= needed:
+    space = calls.free_space(temporary)
+    if space >= needed:
         return
     probe = temporary / "probe"
-    fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = calls.create(probe, 0o600)
     try:
         if not shares_blocks(fd, max(new.files, key=lambda file: file.size)):
             raise no_space(space, temporary.parent, needed)
@@ -339,7 +340,7 @@ def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> No
                 raise
             return
     try:
-        os.rename(temporary, target)
+        calls.rename_folder(temporary, target)
     except OSError as error:
         if error.errno not in _APPEARED:
             raise
@@ -460,7 +461,7 @@ def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress 
         os.symlink(os.readlink(other.source), path)
     elif other.kind == "kept":
         try:
-            os.link(other.source, path, follow_symlinks=False)
+            calls.link_file(other.source, path)
         except OSError:  # the filesystem has no hard links, or the file belongs to another user
             shutil.copy2(other.source, path, follow_symlinks=False)
     else:

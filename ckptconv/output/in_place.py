@@ -17,7 +17,8 @@ from pathlib import Path
 
 from ckptconv.byteranges.undo_journal import MAGIC, SECTOR, Journal, journal_path, read_bytes
 from ckptconv.errors import RefusedError
-from ckptconv.output.files import is_at, sync_folder, temporary_beside
+from ckptconv.output.files import is_at, temporary_beside
+from ckptconv.system import calls
 
 WRITTEN_ANEW = "the file was written anew since it was changed in place: nothing was restored"
 
@@ -30,12 +31,12 @@ def write_journal(target: Path, journal: Journal) -> None:
     """
     path = journal_path(target)
     temporary = temporary_beside(path)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = calls.create(temporary, 0o600)
     try:
         data = memoryview(journal.packed())
         while data:
             data = data[os.write(fd, data) :]
-        os.fsync(fd)
+        calls.sync(fd)
         os.replace(temporary, path)
         if not is_at(path, fd):
             raise OSError(errno.ESTALE, "another process put something else in its place")
@@ -45,7 +46,7 @@ def write_journal(target: Path, journal: Journal) -> None:
         raise
     finally:
         os.close(fd)
-    sync_folder(path.parent)
+    calls.sync_folder(path.parent)
 
 
 def mark_journal(target: Path, state: bytes) -> None:
@@ -53,13 +54,13 @@ def mark_journal(target: Path, state: bytes) -> None:
 
     Raises OSError, also if something else took the journal's place, which is left as it is.
     """
-    fd = os.open(journal_path(target), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = calls.open_to_change(journal_path(target))
     try:
         info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1 or os.pread(fd, len(MAGIC), 0) != MAGIC:
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1 or calls.pread(fd, len(MAGIC), 0) != MAGIC:
             raise OSError(errno.ESTALE, "another file took the place of the undo journal")
-        os.pwrite(fd, state, len(MAGIC))
-        os.fsync(fd)
+        calls.pwrite(fd, state, len(MAGIC))
+        calls.sync(fd)
     finally:
         os.close(fd)
 
@@ -72,7 +73,7 @@ def discard_journals(*targets: Path) -> None:
             os.unlink(path)
             removed.append(path)
     if removed:
-        sync_folder(removed[0].parent)
+        calls.sync_folder(removed[0].parent)
 
 
 def apply(fd: int, journal: Journal) -> int:
@@ -100,7 +101,7 @@ def spoil(fd: int, journal: Journal) -> int:
     """
     size = os.fstat(fd).st_size
     written = sum(_pwrite(fd, bytes([byte]), offset) for offset, byte in journal.poison if offset < size)
-    os.fsync(fd)
+    calls.sync(fd)
     return written
 
 
@@ -113,7 +114,7 @@ def _write(fd: int, parts: Sequence[tuple[int, bytes]], journal: Journal, size: 
         for offset, data in parts:
             block[offset - start : offset - start + len(data)] = data
         _pwrite(fd, bytes(block), start)
-        os.fsync(fd)
+        calls.sync(fd)
         return len(block)
     poison = dict(journal.poison)
     written = spoil(fd, journal)
@@ -123,10 +124,10 @@ def _write(fd: int, parts: Sequence[tuple[int, bytes]], journal: Journal, size: 
         written += _pwrite(fd, _poisoned(data, offset, poison), offset)
     if os.fstat(fd).st_size != size:
         os.ftruncate(fd, size)
-    os.fsync(fd)
+    calls.sync(fd)
     for at, data in held:
         written += _pwrite(fd, data, at)
-    os.fsync(fd)
+    calls.sync(fd)
     return written
 
 
@@ -143,7 +144,7 @@ def _pwrite(fd: int, data: bytes, offset: int) -> int:
     """Write all of `data` at `offset`, and return its length."""
     view = memoryview(data)
     while view:
-        done = os.pwrite(fd, view, offset)
+        done = calls.pwrite(fd, view, offset)
         offset += done
         view = view[done:]
     return len(data)

@@ -5,28 +5,28 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ckptconv.system import calls
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 _Handler: TypeAlias = "Callable[[int, FrameType | None], Any]"
 
-_MOMENT = 0.01  # seconds until an exception that the interpreter dropped is raised again
-
 
 @contextmanager
-def _handling(names: str, handler: _Handler, before: dict[int, _Handler | int]) -> Iterator[None]:
+def _handling(names: Sequence[str], handler: _Handler, before: dict[int, _Handler | int]) -> Iterator[None]:
     """Set `handler` for the signals `names` during this block, except for ignored ones (``nohup``).
 
     Put the handlers that they had into `before`, by their numbers. A handler in C is left, because Python cannot put it
     back.
     """
     with ExitStack() as after:
-        for number in (getattr(signal, name) for name in names.split() if hasattr(signal, name)):
+        for number in (getattr(signal, name) for name in names if hasattr(signal, name)):
             old = signal.getsignal(number)
             if old not in (None, signal.SIG_IGN):
                 before[number] = old
@@ -37,7 +37,7 @@ def _handling(names: str, handler: _Handler, before: dict[int, _Handler | int]) 
 
 @contextmanager
 def handled_by(handler: _Handler) -> Iterator[None]:
-    """Call `handler`, which raises an exception, on SIGTERM and SIGHUP, so that a command ends as on Ctrl-C.
+    """Call `handler`, which raises an exception, on SIGTERM and the like, so that a command ends as on Ctrl-C.
 
     In a callback of an import or in a ``__del__``, the interpreter would print that exception, or Ctrl-C's, and go on:
     it is raised again a moment later.
@@ -53,15 +53,14 @@ def handled_by(handler: _Handler) -> Iterator[None]:
         def raise_it(_: int, frame: FrameType | None) -> None:
             while frame:  # inside this hook the interpreter would drop it too
                 if frame.f_code is raise_later.__code__:
-                    signal.setitimer(signal.ITIMER_REAL, _MOMENT)
+                    calls.call_soon(raise_it)
                     return
                 frame = frame.f_back
             raise error
 
-        signal.signal(signal.SIGALRM, raise_it)
-        signal.setitimer(signal.ITIMER_REAL, _MOMENT)
+        calls.call_soon(raise_it)
 
-    with _handling("SIGTERM SIGHUP", handler, {}):
+    with _handling(calls.ENDING, handler, {}):
         sys.unraisablehook = raise_later
         try:
             yield
@@ -98,7 +97,7 @@ class HeldSignals:
 
 @contextmanager
 def signals_held(done: str) -> Iterator[HeldSignals]:
-    """Hold back SIGINT, SIGTERM and SIGHUP in this block, and deliver them after it.
+    """Hold back SIGINT, SIGTERM and the like in this block, and deliver them after it.
 
     An exception that a handler raises gets a note: the error that ended the block, or `done`, which says what the block
     did. Python calls handlers in the main thread only, so in other threads nothing is held back.
@@ -106,7 +105,7 @@ def signals_held(done: str) -> Iterator[HeldSignals]:
     held = HeldSignals()
     is_main = threading.current_thread() is threading.main_thread()
     try:
-        with _handling("SIGINT SIGTERM SIGHUP" if is_main else "", held.hold, held.handlers):
+        with _handling(("SIGINT", *calls.ENDING) if is_main else (), held.hold, held.handlers):
             yield held
     except Exception as error:
         done = str(error)

@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ckptconv.errors import printable
-from ckptconv.hints import Command, quoted
+from ckptconv.hints import Command
+from ckptconv.system import calls
 
 _INDENT = "  "
 _LABEL = 14  # columns
@@ -231,7 +232,9 @@ def command_lines(style: Style, command: Command) -> Iterator[str]:
     """
     indent = 2 * _INDENT
     line = ""
-    for word in (" ".join(quoted(each, ascii_only=not style.unicode) for each in words) for words in command.words()):
+    for word in (
+        " ".join(calls.quoted(each, ascii_only=not style.unicode) for each in words) for words in command.words()
+    ):
         if style.width is not None and line and cells(indent + line + word) + 3 > style.columns:
             yield indent + style.paint(line, "command") + " \\"
             indent, line = 4 * _INDENT, ""

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, cast
 
 from ckptconv.byteranges.sources import Source, list_local
-from ckptconv.errors import InputError
+from ckptconv.errors import InputError, RefusedError
 from ckptconv.lazy_regex import regex
 from ckptconv.stores.posix import store_of as store_of
+from ckptconv.system.names import stays_inside
 
 _URL = regex(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
-#: Names that are devices on Windows, with any suffix.
-_DEVICE = regex(r"(?:con|prn|aux|nul|conin\$|conout\$|(?:com|lpt)[0-9¹²³])\s*(?:\..*)?", re.IGNORECASE)
-_MOST_NAMES = 1024  # remembered: thousands of tensors are in one file
 
 
 class _Far(Protocol):
@@ -72,6 +69,18 @@ def list_folder(folder: Path) -> tuple[dict[str, bool], list[str]]:
     return cast("_Far", folder).listed() if is_url(folder) else list_local(folder)
 
 
+def place_below(path: Path, folder: Path, target: Path) -> Path:
+    """Return `path` relative to `folder`, as it will be below the folder `target`.
+
+    Raises RefusedError if a store lists a name that leads elsewhere on some system, and `target` is a local folder.
+    """
+    place = path.relative_to(folder)
+    if is_url(path) and not is_url(target) and place.parts and not stays_inside("/".join(place.parts), folders=True):
+        what, hint = "the store lists a name that leads elsewhere on some systems", "convert that file by itself"
+        raise RefusedError(what, where=folder, got=repr("/".join(place.parts)), hint=hint)
+    return place
+
+
 def first_bytes(path: Path, most: int) -> bytes:
     """Return the first bytes of the file at `path`, at most `most`; none if the file cannot be read.
 
@@ -84,24 +93,3 @@ def first_bytes(path: Path, most: int) -> bytes:
             return source.read(0, min(most, source.size))
     except InputError:
         return b""
-
-
-@lru_cache(maxsize=_MOST_NAMES)
-def stays_inside(path: str, *, folders: bool = False) -> bool:
-    """Return whether `path`, which a file contains, leads to a file below that file's own folder on every system.
-
-    A drive (``C:x``), a stream (``x:y``), a device (``NUL``), a backslash, and a name that Windows shortens (one that
-    ends in a dot or a space) lead elsewhere on Windows. Links in the folder are not followed here.
-
-    Args:
-        path: The path, with slashes.
-        folders: Whether the path may contain folders.
-    """
-    names = path.split("/")
-    return (folders or len(names) == 1) and all(
-        name
-        and not name.endswith((".", " "))
-        and not any(c in "\\:" or c < " " for c in name)
-        and not _DEVICE.fullmatch(name)
-        for name in names
-    )

@@ -29,6 +29,7 @@ from ckptconv.errors import (
     InputError,
     MissingInputError,
     OutputError,
+    RefusedError,
     UnreadableError,
     UnsupportedError,
     UsageError,
@@ -53,6 +54,7 @@ from ckptconv.stores.requests import (
     retried,
 )
 from ckptconv.stores.urls import HTTP, Url, parse
+from ckptconv.system import calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -271,17 +273,23 @@ class RemoteStore(Store):
     def others_in(
         self, folder: Path, target: Path, taken: Collection[str], *, deep: bool
     ) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
-        """Return the other files in `folder`, all of which can be copied."""
+        """Return the other files in `folder`, and those whose names cannot be copied."""
         from ckptconv.output.files import is_own_file
         from ckptconv.output.folders import OtherFile
+        from ckptconv.stores import place_below
 
         assert isinstance(folder, FarPath)
-        found = [
-            OtherFile(target / name, folder / name, "file", entry.size, self.open)
-            for name, entry in sorted(folder.below().items())
-            if (deep or "/" not in name) and name not in taken and not is_own_file(name.rpartition("/")[2])
-        ]
-        return found, []
+        found: list[OtherFile] = []
+        left: list[tuple[Path, CkptconvError]] = []
+        for name, entry in sorted(folder.below().items()):
+            if (deep or "/" not in name) and name not in taken and not is_own_file(name.rpartition("/")[2]):
+                try:
+                    place = place_below(folder / name, folder, target)
+                except RefusedError as error:
+                    left.append((folder / name, error))
+                else:
+                    found.append(OtherFile(target / place, folder / name, "file", entry.size, self.open))
+        return found, left
 
 
 class FarSource(Readable):
@@ -472,7 +480,7 @@ class _Delivery:
     def _part(self, i: int, first: int, last: int) -> bytes | None:
         with self._lock:
             if i in self._stored:
-                return os.pread(self._file, last - first, first)
+                return calls.pread(self._file, last - first, first)
             if self._read[i] >= self._needed[i]:
                 return None
             place = self._place[i]
@@ -496,9 +504,9 @@ class _Delivery:
             if self._file < 0:
                 with tempfile.TemporaryFile(dir=self._folder) as file:
                     self._file = os.dup(file.fileno())
-            done = os.pwrite(self._file, data, self._parts[i][0])
+            done = calls.pwrite(self._file, data, self._parts[i][0])
             if done < len(data):  # raises an error that says why
-                os.pwrite(self._file, data[done:], self._parts[i][0] + done)
+                calls.pwrite(self._file, data[done:], self._parts[i][0] + done)
         except OSError as error:
             what = f"what is read twice cannot be kept there: {error.strerror or error}"
             raise OutputError(what, where=self._folder, expected=f"{len(data):,} bytes more") from error
@@ -574,8 +582,7 @@ class _Downloaded(Readable):
         return done
 
     def _check_room(self, length: int) -> None:
-        space = os.fstatvfs(self.fd)
-        free = space.f_bavail * space.f_frsize
+        free = calls.free_space(self._folder, self.fd)
         if length > free:
             what, expected = "too little free space for the download", f"{length:,} bytes for a while"
             raise OutputError(what, where=self._folder, expected=expected, got=f"{free:,} bytes")

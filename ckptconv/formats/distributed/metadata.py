@@ -54,7 +54,7 @@ from ckptconv.pickles.graph import (
     type_of,
 )
 from ckptconv.pickles.parser import parse
-from ckptconv.stores import stays_inside
+from ckptconv.system.names import stays_inside
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"

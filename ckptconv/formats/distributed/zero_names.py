@@ -20,6 +20,7 @@ from typing import NamedTuple
 from ckptconv.errors import InputError
 from ckptconv.lazy_regex import regex
 from ckptconv.stores import first_bytes, list_folder, locate
+from ckptconv.system.names import stays_inside
 
 #: The file of a rank: its rank if it has one, the rank of tensor parallelism, and what is in it.
 _FILE = regex(r"(?:(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_(model|optim)_states\.pt")
@@ -74,13 +75,13 @@ def files_of(folder: Path) -> ZeroFiles | None:
     tag = _LIGHTNING if _LIGHTNING in folders else ""
     if _LATEST in names:
         tag = first_bytes(folder / _LATEST, _TAG).decode(errors="replace").strip()
-    path = PurePosixPath(tag)
-    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in tag:
+    tag = "/".join(PurePosixPath(tag).parts)
+    if not stays_inside(tag, folders=True):
         return None
     try:
-        files = _files(str(path), list_folder(folder / path)[1])
+        files = _files(tag, list_folder(folder / tag)[1])
     except (InputError, ValueError):
-        files = _files(str(path), [])
+        files = _files(tag, [])
     is_run = "zero_to_fp32.py" in names and _LATEST in names and not files.models
     return files if files.optims or files.experts or is_run else None
 

@@ -36,7 +36,8 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Object
-from ckptconv.stores import list_folder, stays_inside
+from ckptconv.stores import list_folder
+from ckptconv.system.names import stays_inside
 
 NAME = "sharded"  # before the name of the format of each shard
 TOTAL_SIZE = "total_size"

@@ -15,8 +15,9 @@ import torch
 
 from ckptconv import convert
 from ckptconv.errors import InputChangedError, InputError, OutputError
-from ckptconv.output import direct_writes, filesystem
+from ckptconv.output import direct_writes
 from ckptconv.output.direct_writes import WINDOW
+from ckptconv.system import filesystem
 from tests.support.command import Command
 
 BYTES = 3 * WINDOW // 2  # of the tensor: one window, and a rest

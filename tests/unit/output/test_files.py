@@ -39,7 +39,7 @@ from ckptconv.errors import (
     UsageError,
 )
 from ckptconv.output import files as output_files
-from ckptconv.output import filesystem
+from ckptconv.system import filesystem
 from tests.support.conversions import Error, converted, refused
 from tests.support.judge import assert_same
 from tests.support.no_files import NO_FILES

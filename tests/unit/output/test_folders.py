@@ -18,9 +18,9 @@ import pytest
 from ckptconv.byteranges.sources import Source
 from ckptconv.byteranges.spans import ByteRange, Literal, OutFile
 from ckptconv.errors import InputChangedError, OutputError, RefusedError, TargetExistsError, UsageError
-from ckptconv.output import filesystem
 from ckptconv.output import folders as output_folders
 from ckptconv.output.folders import NewFolder, write_folder
+from ckptconv.system import filesystem
 from tests.support.conversions import Error
 
 OLD = {"model.safetensors": b"old model", "config.json": b"old config", "inner/old.bin": b"old inner"}

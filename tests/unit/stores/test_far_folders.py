@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -166,6 +167,31 @@ def test_no_link_leads_out_on_the_way_to_a_store(run: Path, tmp_path: Path) -> N
     assert sorted(Path(path).name for path, _ in report.failed) == ["chain.txt", "out.txt"]
     there = {name for name in far_path("memory://chain/out/").below() if name.endswith("txt")}
     assert there == {"model.txt", "tokenizer/words.txt"}
+
+
+@pytest.mark.parametrize("name", ["C:x.pt", "a:b/x.pt", "NUL", "x\\..\\..\\y.pt"])
+def test_a_name_that_leads_elsewhere_on_some_system(name: str, run: Path, tmp_path: Path) -> None:
+    """It becomes no name here. Its file can be read, and converted by itself, and copied to another store."""
+    import fsspec
+
+    folder, data = f"memory://elsewhere-{len(name)}", (run / "last.pt").read_bytes()
+    fsspec.filesystem("memory").pipe({f"/{folder[9:]}/{each}": data for each in (name, "model.bin")})
+    with pytest.raises(ckptconv.RefusedError, match="leads elsewhere on some systems"):
+        ckptconv.jobs_in(f"{folder}/", tmp_path / "all", copy_others=True)
+    assert ckptconv.inspect(f"{folder}/{name}").tensors
+    ckptconv.convert(f"{folder}/{name}", tmp_path / "one.pt")
+    assert len(ckptconv.jobs_in(f"{folder}/", f"{folder}-copy/", copy_others=True)) == 2
+
+
+def test_a_file_beside_a_set_whose_name_leads_elsewhere(run: Path, tmp_path: Path) -> None:
+    """The set is converted, and the file is left and named."""
+    import fsspec
+
+    files = {f"/beside/set/{each.name}": each.read_bytes() for each in (run / "set").iterdir() if each.is_file()}
+    fsspec.filesystem("memory").pipe({**files, "/beside/set/C:evil.txt": b"x"})
+    report = ckptconv.convert("memory://beside/set/", tmp_path / "set", copy_others=True)
+    assert [error.what for _, error in report.failed] == ["the store lists a name that leads elsewhere on some systems"]
+    assert "C:evil.txt" not in os.listdir(tmp_path / "set")
 
 
 def test_of_an_index_its_siblings_come_along(far: str, run: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Owner, permissions and attributes of files, and system calls of Linux that Python's ``os`` lacks.
+"""Owner, permissions and attributes of files, and system calls of Linux and macOS that Python's ``os`` lacks.
 
-Each system call returns whether it was done. On other systems than Linux none is.
+Each system call returns whether it was done. On other systems none is.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import stat
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 from ckptconv.errors import RefusedError
+from ckptconv.system import calls
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h; struct file_clone_range {s64 src_fd; u64 src_offset, src_length, dest_offset}
 _SYNC_FILE_RANGE_WRITE = 2
@@ -27,7 +29,10 @@ _ACCESS_LIST = "system.posix_acl_access"
 #: example, each file of Lustre has its own.
 _KEPT = ("system.", "user.", "security.selinux")
 
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_RENAME_EXCL, _RENAME_SWAP = 4, 2  # the same of macOS: sys/stdio.h
+
+_HAS_LIBC = sys.platform in ("linux", "darwin")
+_libc: Any = ctypes.CDLL(None, use_errno=True) if _HAS_LIBC else None
 
 
 def _done(result: int) -> bool:
@@ -42,31 +47,33 @@ def _done(result: int) -> bool:
 
 def fallocate(fd: int, size: int) -> bool:
     """Reserve `size` bytes. ``os.posix_fallocate`` would write into each block if the filesystem cannot."""
-    if _libc is None:
+    if not hasattr(_libc, "fallocate"):
         return False
     return _done(_libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)))
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
     """Ask the kernel to begin writing these bytes to the disk, so that the fsync at the end has little to wait for."""
-    if _libc is not None:
+    if hasattr(_libc, "sync_file_range"):
         _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
 def rename_if_absent(old: str, new: str) -> bool:
     """Rename `old` to `new`. Raises FileExistsError if `new` exists."""
-    return _rename(old, new, _RENAME_NOREPLACE)
+    return _rename(old, new, _RENAME_NOREPLACE, _RENAME_EXCL)
 
 
 def exchange(a: str, b: str) -> bool:
     """Exchange the names of `a` and `b`, which both exist, in one step."""
-    return _rename(a, b, _RENAME_EXCHANGE)
+    return _rename(a, b, _RENAME_EXCHANGE, _RENAME_SWAP)
 
 
-def _rename(old: str, new: str, flag: int) -> bool:
-    if _libc is None or not hasattr(_libc, "renameat2"):
-        return False
-    return _done(_libc.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag))
+def _rename(old: str, new: str, flag: int, flag_of_macos: int) -> bool:
+    if hasattr(_libc, "renameat2"):
+        return _done(_libc.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag))
+    if hasattr(_libc, "renamex_np"):
+        return _done(_libc.renamex_np(os.fsencode(old), os.fsencode(new), flag_of_macos))
+    return False
 
 
 def share_block(src: int, dst: int, block: int) -> bool:
@@ -90,6 +97,8 @@ def take_over(new: int | Path, old: Path) -> None:
         RefusedError: An attribute, such as an access control list, cannot be kept. `new` is not more open than `old`.
         OSError: A system call fails.
     """
+    if not calls.HAS_OWNERS:  # the folder gives permissions
+        return
     info = os.stat(old)
     mode = _give_away(new, info)
     before, after = _attributes(old), _attributes(new)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptconv.output import filesystem
+from ckptconv.system import filesystem
 
 
 @pytest.fixture

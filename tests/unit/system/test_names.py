@@ -7,7 +7,7 @@ import posixpath
 
 import pytest
 
-from ckptconv.stores import stays_inside
+from ckptconv.system.names import stays_inside
 
 ELSEWHERE = [
     *("", ".", "..", "a\0b", "a\nb", "a\\b", "..\\a", "C:", "C:x.distcp", "C:\\x", "name:stream", "x.pt::$DATA"),

@@ -1,0 +1,232 @@
+"""System calls on Windows. :mod:`ckptconv.system.posix` has the same functions, with their contracts.
+
+Files are opened by CreateFile and not by ``os.open``: others may read, write, rename and delete them meanwhile, as on
+Linux, no byte is translated, and no child process inherits them.
+"""
+
+from __future__ import annotations
+
+import _thread
+import _winapi
+import contextlib
+import errno
+import msvcrt
+import os
+import shutil
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptconv.errors import printable
+from ckptconv.lazy_regex import regex
+from ckptconv.system.seeking import pread as pread
+from ckptconv.system.seeking import pread_into as pread_into
+from ckptconv.system.seeking import pwrite as pwrite
+
+assert sys.platform == "win32"  # mypy reads the rest for that system only
+
+if TYPE_CHECKING:
+    import subprocess
+    from multiprocessing.connection import PipeConnection
+    from pathlib import Path
+
+HAS_OWNERS = False  # the owner of a file is a SID, which `os.stat` does not give
+OPEN_FILES_KEEP_NAMES = True
+SEPARATORS: tuple[str, ...] = ("\\", "/")
+ENDING = ("SIGTERM", "SIGBREAK")
+
+_READ, _WRITE, _ATTRIBUTES = 0x8000_0000, 0x4000_0000, 0x80
+_SHARED = 1 | 2 | 4  # to read, write and delete
+_NEW, _EXISTING = 1, 3
+_NORMAL, _FOLDER, _NO_FOLLOW = 0x80, 0x0200_0000, 0x0020_0000
+_MOST_OPEN = 8192  # of the C library
+_LONGEST = 150  # characters of a path that leave room for the names below it: calls take 259, for folders 247
+_MOMENT = 0.01  # seconds until an exception that the interpreter dropped is raised again
+#: What cmd and PowerShell read alike: as it is, and between double quotes.
+_PLAIN = regex(r"[\w./\\:+=-]+")
+_SAME_IN_QUOTES = regex(r'[^"%$`\x00-\x1f\x7f“”„]+')
+
+
+# Files
+
+
+def _opened(path: str | os.PathLike[str], access: int, how: int, flags: int) -> int:
+    handle = _winapi.CreateFile(os.fspath(path), access, _SHARED, 0, how, flags, 0)
+    try:
+        return msvcrt.open_osfhandle(handle, os.O_NOINHERIT | (0 if access & _WRITE else os.O_RDONLY))
+    except BaseException:
+        _winapi.CloseHandle(handle)
+        raise
+
+
+def open_to_read(path: str | os.PathLike[str], *, follow: bool = True) -> int:
+    """Open the file at `path`. Without `follow`, a link is an error. Raises OSError."""
+    fd = _opened(path, _READ, _EXISTING, _NORMAL if follow else _NORMAL | _NO_FOLLOW)
+    if not follow and os.fstat(fd).st_file_attributes & stat.FILE_ATTRIBUTE_REPARSE_POINT:
+        os.close(fd)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return fd
+
+
+def open_to_change(path: str | os.PathLike[str]) -> int:
+    """Raise OSError: no file is changed in place."""
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
+
+
+def create(path: str | os.PathLike[str], mode: int) -> int:  # noqa: ARG001 - permissions come from the folder
+    """Create the file `path`, for reading and writing. Raises FileExistsError if it exists, OSError."""
+    return _opened(path, _READ | _WRITE, _NEW, _NORMAL)
+
+
+def open_folder(path: str | os.PathLike[str]) -> int:
+    """Open the folder `path`, which is no link. Raises OSError."""
+    return _opened(path, _ATTRIBUTES, _EXISTING, _FOLDER | _NO_FOLLOW)
+
+
+def sync(fd: int) -> None:
+    """Wait until the bytes of the open file `fd` are on the disk. Raises OSError."""
+    os.fsync(fd)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Ask for the names in `folder` to be written to the disk. Not every filesystem does that."""
+    with contextlib.suppress(OSError):
+        fd = _opened(folder, _WRITE, _EXISTING, _FOLDER)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def lock(fd: int, *, exclusive: bool) -> None:
+    """Do nothing: a lock holds off changes in place, and there are none."""
+
+
+def free_space(folder: str | os.PathLike[str], fd: int = -1) -> int:  # noqa: ARG001 - of a filesystem by a path
+    """Return how many bytes can be written in `folder`. Raises OSError."""
+    return shutil.disk_usage(folder).free
+
+
+def open_limits() -> tuple[float, float]:
+    """Return how many files this process may have open, twice."""
+    return _MOST_OPEN, _MOST_OPEN
+
+
+def raise_open_limit(most: float) -> None:
+    """Do nothing: the number is that of the C library."""
+
+
+# Names
+
+
+def publish(temporary: Path, target: Path) -> bool:
+    """Give the file `temporary` the name `target` if that is free. Raises FileExistsError, OSError."""
+    os.rename(temporary, target)  # which never replaces a file here
+    return True
+
+
+def rename_folder(old: Path, new: Path) -> None:
+    """Give the folder `old` the name `new`, where at most an empty folder is. Raises OSError."""
+    with contextlib.suppress(OSError):
+        os.rmdir(new)
+    os.rename(old, new)
+
+
+def link_file(source: Path, path: Path) -> None:
+    """Give the file `source` the second name `path`. Raises OSError."""
+    os.link(source, path)
+
+
+def usable(path: Path) -> Path:
+    """Return `path` in a form that all system calls take: a long path starts with a prefix that lifts their limit."""
+    text = os.path.abspath(path)
+    if len(text) < _LONGEST or text.startswith("\\\\?\\"):
+        return path
+    return type(path)("\\\\?\\UNC" + text[1:] if text.startswith("\\\\") else "\\\\?\\" + text)
+
+
+# Processes and signals
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Do nothing: the processes that are started inside are in groups of their own, which Ctrl-C does not reach."""
+    yield
+
+
+def call_soon(function: Callable[..., Any]) -> None:
+    """Call `function` in the main thread a moment later, as the handler of Ctrl-C."""
+    signal.signal(signal.SIGINT, function)
+    threading.Timer(_MOMENT, _thread.interrupt_main).start()
+
+
+def end_main_thread() -> None:
+    """Have this process's main thread handle SIGTERM."""
+    _thread.interrupt_main(signal.SIGTERM)
+
+
+def start_worker(
+    words: Callable[[int], Sequence[str]], theirs: PipeConnection, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a process that Ctrl-C does not reach, with the connection `theirs`, which alone it inherits."""
+    import subprocess
+
+    handle = theirs.fileno()
+    os.set_handle_inheritable(handle, True)
+    return subprocess.Popen(
+        words(handle),
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        startupinfo=subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle]}),
+        creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
+    )
+
+
+def end_worker(process: subprocess.Popen[bytes]) -> None:
+    """Ask the worker `process` to delete its temporary file and end, or end it if there is no console."""
+    try:
+        process.send_signal(signal.CTRL_BREAK_EVENT)
+    except OSError:
+        process.terminate()
+
+
+def connected(number: int) -> PipeConnection:
+    """Return the connection with this handle, which :func:`start_worker` has passed to this process."""
+    from multiprocessing.connection import PipeConnection
+
+    return PipeConnection(number)
+
+
+def is_closed_pipe(error: OSError) -> bool:
+    """Return whether `error`, of writing, says that nobody reads the pipe any more."""
+    return isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL
+
+
+# Commands that are printed
+
+
+def quoted(word: str, *, ascii_only: bool = False) -> str:
+    """Return `word` for cmd and PowerShell alike, or for PowerShell if they have no common form.
+
+    Characters that cannot be printed, or that are not in ASCII with `ascii_only`, are in PowerShell's escapes.
+    """
+    shown = printable(word) == word and (word.isascii() or not ascii_only)
+    if shown and _PLAIN.fullmatch(word):
+        return word
+    if word.endswith("\\"):  # which would escape the quote after it
+        word = word[:-1] + "/"
+    if shown and _SAME_IN_QUOTES.fullmatch(word):
+        return f'"{word}"'
+    if shown:
+        return "'" + "".join(c * 2 if c in "'‘’‚‛" else c for c in word) + "'"
+    return '"' + "".join(_escaped(character, ascii_only=ascii_only) for character in word) + '"'
+
+
+def _escaped(character: str, *, ascii_only: bool) -> str:
+    """Return `character` as it is written between double quotes in PowerShell."""
+    if printable(character) != character or (ascii_only and not character.isascii()):
+        return f"`u{{{ord(character):x}}}"
+    return f"`{character}" if character in '"$`“”„' else character
