@@ -278,5 +278,5 @@ def _no_option(word: str | os.PathLike[str]) -> str:
     if isinstance(word, str):
         return word
     path = placed(word)
-    host = ":" in path.partition("/")[0] and "://" not in path
+    host = ":" in path.partition("/")[0] and "://" not in path and not os.path.splitdrive(path)[0]
     return f"./{path}" if path.startswith(("-", "@")) or host else path

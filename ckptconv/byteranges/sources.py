@@ -404,7 +404,7 @@ class SourceFolder(Readable):
 
     def close(self) -> None:
         """Close the files."""
-        for source in self._open.values():
+        for source in (*self._open.values(), *self.parts):
             source.close()
 
 

@@ -26,6 +26,7 @@ from ckptconv.cli.terminal import show_error
 from ckptconv.errors import CkptconvError, UsageError
 from ckptconv.output.signals import handled_by
 from ckptconv.pickles.graph import gc_paused
+from ckptconv.system import calls
 
 _EXAMPLES = """\b
 Examples:
@@ -79,10 +80,11 @@ def _run(args: list[str] | None) -> int:
             raise
         click.echo("ckptconv: interrupted", err=True)
         return 130
-    except (_ClosedPipeError, BrokenPipeError):
-        _forget_output()
-        return 141  # as cat ends: 128 and the number of SIGPIPE
+    except _ClosedPipeError:
+        return _forget_output()
     except OSError as error:
+        if calls.is_closed_pipe(error):
+            return _forget_output()
         try:
             sys.stdout.flush()  # which fails again where the disk behind it is full
         except OSError:
@@ -98,9 +100,13 @@ def _run(args: list[str] | None) -> int:
         return failed
 
 
-def _forget_output() -> None:
-    """Discard what is not written yet. The interpreter would complain when it flushes."""
+def _forget_output() -> int:
+    """Discard what is not written yet, and return the exit status for a pipe that nobody reads.
+
+    The interpreter would complain when it flushes.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141  # as cat ends: 128 and the number of SIGPIPE
 
 
 class _Unfailing(io.FileIO):
@@ -113,7 +119,7 @@ class _Unfailing(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if isinstance(error, BrokenPipeError) and not self.is_broken:
+            if calls.is_closed_pipe(error) and not self.is_broken:
                 self.is_broken = True
                 raise
             return memoryview(data).nbytes
@@ -153,8 +159,10 @@ class _ClosedPipeError(Exception):
 def _names_closed_pipes() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:
-        raise _ClosedPipeError from None
+    except OSError as error:
+        if calls.is_closed_pipe(error):
+            raise _ClosedPipeError from None
+        raise
 
 
 class _Group(click.Group):

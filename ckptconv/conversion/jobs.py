@@ -83,7 +83,7 @@ class Job:
 def job_of(request: Request, edits: Mapping[str, Any]) -> Job:
     """Return the job that does `request`, which was made from the keywords `edits`."""
     src = request.src if is_url(request.src) else str(request.src)  # a URL shows only a part of what it contains
-    dst = f"{request.dst}".rstrip("/") + os.sep if request.is_folder else str(request.dst)
+    dst = f"{request.dst}".rstrip("/") + "/" if request.is_folder else str(request.dst)
     return Job(src, dst, edits, request)
 
 

@@ -20,6 +20,7 @@ from ckptconv.hints import Placeholder, command, option
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.stores import is_folder, is_url, locate, place_below, store_of
+from ckptconv.system import calls
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def format_of(path: Path, format: str | None) -> str | None:
 
 def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
     """Return `dst` as a path. Raise an error if no output can have it, and UsageError if `format` is unknown."""
-    path = dst if isinstance(dst, Path) else Path(dst)
+    path = calls.usable(dst if isinstance(dst, Path) else Path(dst))
     if not os.fspath(dst):
         raise UsageError("no output given: its path is empty")
     if "\0" in os.fspath(path):
@@ -167,7 +168,7 @@ def _refuse_odd_suffix(path: Path, format: str | None, sources: Iterable[Path]) 
 
 def _is_folder(dst: str | os.PathLike[str]) -> bool:
     """Return whether `dst` is a folder or ends in a slash."""
-    return os.path.isdir(dst) or os.fspath(dst).endswith(os.sep)
+    return os.path.isdir(locate(dst)) or os.fspath(dst).endswith(calls.SEPARATORS)
 
 
 # Several requests
@@ -460,7 +461,7 @@ def _refuse_inside(path: Path, folder: Path) -> None:
 
 def _is_inside(path: Path, folder: Path) -> bool:
     """Return whether `path`, which need not exist, is below `folder` after all links are followed."""
-    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+    return any(_is_same(each, folder) for each in Path(os.path.realpath(path)).parents)
 
 
 def _refuse_among_parts(listing: Listing) -> None:
@@ -487,7 +488,11 @@ def _refuse_among_parts(listing: Listing) -> None:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    return os.path.realpath(path) == os.path.realpath(other)
+    """Return whether both paths lead to one place. The case of letters may make no difference."""
+    try:
+        return os.path.samefile(path, other)
+    except OSError:  # one does not exist
+        return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _refuse_one_name(requests: Sequence[Request]) -> None:
@@ -507,14 +512,25 @@ def _refuse_one_name(requests: Sequence[Request]) -> None:
 def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
     """Raise RefusedError if two of `targets`, which are pairs of an output and its input, have the same output."""
     origin: dict[Path, Path] = {}
+    spelled: dict[str, Path] = {}  # by the text without the case of its letters
     for path, src in targets:
-        if path in origin:
+        other = spelled.setdefault(os.fspath(path).casefold(), path)
+        if path in origin or (other != path and _ignores_case(path)):
             raise RefusedError(
-                f"{origin[path]} and {src} would both become it",
+                f"{origin[other]} and {src} would both become it",
                 where=path,
                 hint="convert them to folders of their own",
             )
         origin[path] = src
+
+
+def _ignores_case(path: Path) -> bool:
+    """Return whether the case of letters makes no difference in the folder of `path`, which need not exist."""
+    for folder in Path(os.path.abspath(path)).parents:
+        other = folder.name.swapcase()
+        if other != folder.name and os.path.lexists(folder):
+            return os.path.lexists(folder.with_name(other)) and _is_same(folder, folder.with_name(other))
+    return False
 
 
 def through_link(src: Path, dst: Path) -> tuple[Path, tuple[str, ...]]:

@@ -243,7 +243,7 @@ def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress:
 def is_at(path: Path, fd: int) -> bool:
     """Return whether the open file or folder `fd` is at `path`, without following a link."""
     try:
-        return os.path.samestat(os.lstat(path), os.fstat(fd))
+        return calls.is_same_file(os.lstat(path), os.fstat(fd))
     except FileNotFoundError:
         return False
 
@@ -316,8 +316,10 @@ def _locked(path: Path) -> Iterator[None]:
     is being changed.
     """
     try:
-        fd = calls.open_to_read(path, follow=False)
+        fd = -1 if calls.OPEN_FILES_KEEP_NAMES else calls.open_to_read(path, follow=False)
     except OSError:
+        fd = -1
+    if fd < 0:
         yield
         return
     try:

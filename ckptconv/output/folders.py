@@ -154,7 +154,7 @@ def write_folder(
                 _make_folders(temporary, new)
                 overflowed = _fill_all(temporary, new, source, verify=verify, jobs=jobs, progress=progress)
                 for path, _, _ in os.walk(temporary, topdown=False):
-                    calls.sync_folder(path)
+                    calls.sync_folder(Path(path))
                 source.check_unchanged()
                 if calls.OPEN_FILES_KEEP_NAMES:
                     source.close()

@@ -16,6 +16,7 @@ from ckptconv.byteranges.sources import Source, list_local
 from ckptconv.errors import InputError, RefusedError
 from ckptconv.lazy_regex import regex
 from ckptconv.stores.posix import store_of as store_of
+from ckptconv.system import calls
 from ckptconv.system.names import stays_inside
 
 _URL = regex(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
@@ -39,6 +40,7 @@ def is_url(given: object) -> bool:
     if not isinstance(given, (str, os.PathLike)):
         return False
     text = os.fsdecode(given)
+    text = text if isinstance(given, str) else text.replace(os.sep, "/")  # which pathlib turns around on Windows
     return bool(_URL.match(text)) and ("://" in text or not os.path.lexists(text))
 
 
@@ -48,7 +50,7 @@ def locate(given: str | os.PathLike[str]) -> Path:
     Raises UsageError if a URL is malformed.
     """
     if not is_url(given):
-        return Path(os.fsdecode(given))
+        return calls.usable(Path(os.fsdecode(given)))
     from ckptconv.stores.remote import far_path
     from ckptconv.stores.urls import local_path
 

@@ -112,7 +112,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
     def url(self) -> Url:
         """The URL of this path."""
         if self._url is None:
-            self._url = parse(super().__str__())
+            self._url = parse(self._text())
         return self._url
 
     @property
@@ -130,8 +130,12 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
             raise UsageError(what, where=self, hint="pip install 'ckptconv[remote]'") from error
         return store
 
+    def _text(self) -> str:
+        text: str = super().__str__()
+        return text.replace(os.sep, "/")
+
     def __str__(self) -> str:
-        text = _ONE_SLASH.sub(r"\1://", super().__str__(), count=1)
+        text = _ONE_SLASH.sub(r"\1://", self._text(), count=1)
         return f"{text}/" if self._url and self._url.says_folder else text
 
     def __fspath__(self) -> str:
@@ -245,7 +249,8 @@ def far_path(given: str | os.PathLike[str] | Url) -> FarPath:
     """Return the path of the URL `given`, with its secrets."""
     if isinstance(given, FarPath):
         return given
-    url = given if isinstance(given, Url) else parse(os.fsdecode(given))
+    text = given if isinstance(given, (str, Url)) else os.fsdecode(given).replace(os.sep, "/")
+    url = text if isinstance(text, Url) else parse(text)
     path = FarPath(replace(url, path=unquote(url.path)).shown if url.is_http else url.shown)
     path._url = url
     return path

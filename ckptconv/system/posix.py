@@ -137,6 +137,11 @@ def raise_open_limit(most: float) -> None:
 # Names
 
 
+def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
+    """Return whether both are of one file or folder."""
+    return os.path.samestat(a, b)
+
+
 def publish(temporary: Path, target: Path) -> bool:
     """Give the file `temporary` the name `target` if that is free. The first name may stay.
 

@@ -122,6 +122,11 @@ def raise_open_limit(most: float) -> None:
 # Names
 
 
+def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
+    """Return whether both are of one file or folder. Wine has no device for an open file that was renamed."""
+    return a.st_ino == b.st_ino and (a.st_dev == b.st_dev or not a.st_dev or not b.st_dev)
+
+
 def publish(temporary: Path, target: Path) -> bool:
     """Give the file `temporary` the name `target` if that is free. Raises FileExistsError, OSError."""
     os.rename(temporary, target)  # which never replaces a file here
@@ -202,7 +207,8 @@ def connected(number: int) -> PipeConnection:
 
 def is_closed_pipe(error: OSError) -> bool:
     """Return whether `error`, of writing, says that nobody reads the pipe any more."""
-    return isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL
+    is_of_stream = error.errno == errno.EINVAL and error.winerror is None and error.filename is None
+    return isinstance(error, BrokenPipeError) or is_of_stream
 
 
 # Commands that are printed

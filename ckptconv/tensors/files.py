@@ -32,6 +32,7 @@ from ckptconv.hints import for_python
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.stores import is_url, locate, store_of
 from ckptconv.stores.memory import FileObjectDestination, Input, Output, is_file_object, path_of
+from ckptconv.system import calls
 
 if TYPE_CHECKING:
     import torch
@@ -279,7 +280,7 @@ def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:
         name = path_of(path)
         return name, find_target(Path(), name.name, output.format)[1]
     text = os.fsdecode(path)
-    if os.path.isdir(text) or text.endswith(os.sep):
+    if os.path.isdir(text) or text.endswith(calls.SEPARATORS):
         raise UsageError("the output is a folder", where=text, expected="the path of a file")
     target, format_ = find_target(Path(), locate(path) if is_url(path) else text, output.format)
     store_of(target, writing=True).check_target(target, replace=output.force)

@@ -45,17 +45,13 @@ STEPS = {
 }
 PROGRAM = "import sys\n{change}from ckptconv.cli.main import main\nsys.exit(main())\n"
 #: The journal is not synced before the file changes.
-NO_JOURNAL_SYNC = """import os
-from ckptconv.output import in_place
-class NoSync:
-    def __getattr__(self, name):
-        return (lambda fd: None) if name == 'fsync' else getattr(os, name)
-def write_journal(*args, write=in_place.write_journal):
-    in_place.os = NoSync()
+NO_JOURNAL_SYNC = """from ckptconv.output import in_place
+def write_journal(*args, write=in_place.write_journal, sync=in_place.calls.sync):
+    in_place.calls.sync = lambda fd: None
     try: write(*args)
-    finally: in_place.os = os
+    finally: in_place.calls.sync = sync
 in_place.write_journal = write_journal
-in_place.sync_folder = lambda folder: None
+in_place.calls.sync_folder = lambda folder: None
 """
 #: No byte makes readers refuse what is half written.
 NO_POISON = """from ckptconv.conversion import in_place

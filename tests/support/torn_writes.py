@@ -26,27 +26,29 @@ from ckptconv.byteranges.undo_journal import SECTOR
 Operation = tuple[Any, ...]
 
 
-def operations_of(module: Any, function: Callable[[int], object], path: Path) -> list[Operation]:
-    """What `function` of `module`, which calls `module.os`, does to the file at `path`, which it is given open."""
+def operations_of(function: Callable[[int], object], path: Path) -> list[Operation]:
+    """What `function` does to the file at `path`, which it is given open."""
     done: list[Operation] = []
+    real = SimpleNamespace(pwrite=os.pwrite, ftruncate=os.ftruncate, fsync=os.fsync)
 
     def pwrite(fd: int, data: bytes, offset: int) -> int:
         done.append(("write", offset, bytes(data)))
-        return os.pwrite(fd, data, offset)
+        written: int = real.pwrite(fd, data, offset)
+        return written
 
     def ftruncate(fd: int, size: int) -> None:
         done.append(("size", size))
-        os.ftruncate(fd, size)
+        real.ftruncate(fd, size)
 
     def fsync(fd: int) -> None:
         done.append(("sync",))
-        os.fsync(fd)
+        real.fsync(fd)
 
-    recording = SimpleNamespace(pwrite=pwrite, ftruncate=ftruncate, fsync=fsync, pread=os.pread, fstat=os.fstat)
     fd = os.open(path, os.O_RDWR)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "os", recording)
+            for call in (pwrite, ftruncate, fsync):
+                patch.setattr(os, call.__name__, call)
             function(fd)
     finally:
         os.close(fd)

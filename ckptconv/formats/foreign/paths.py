@@ -373,7 +373,7 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
         )
         instead = "write to a file, then pass it on with cat" if is_output else "save it to a file first"
         return UsageError(what, where=text, expected="a path; ./- is a file called -", hint=instead)
-    if drive := _DRIVE.match(text):
+    if (drive := _DRIVE.match(text)) and not Path(text).drive:
         here = f"/mnt/{drive[1].lower()}/" + text[drive.end() :].replace("\\", "/").lstrip("/")
         what = "a Windows path, which this system does not understand"
         return UsageError(what, where=text, hint="under WSL, use " + shell(Path(here)))

@@ -241,7 +241,7 @@ assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 #: What ``inspect`` of a small file imports: more would be felt in each call.
 _NEEDED = {
     "": "byteranges checkpoint cli conversion dtypes edits errors formats guesses hints inspection lazy_regex"
-    " light_dataclass limits output pickles render result safety stores",
+    " light_dataclass limits output pickles render result safety stores system",
     "byteranges": "checksums fault_sink reading sources spans undo_journal",
     "checkpoint": "dangerous_calls dangerous_globals describe index legacy_python model"
     " pickled_modules rebuild_functions safe_globals state_dicts storage_ids "
@@ -262,6 +262,7 @@ _NEEDED = {
     "render": "facts json_views listing result summary table text tree values",
     "safety": "nested_pickles scan torch_load",
     "stores": "base memory posix",
+    "system": "names posix",
 }
 #: Modules of Python that take long to import.
 _HEAVY = {"bz2", "ctypes", "difflib", "gzip", "hashlib", "lzma", "random", "shutil", "tarfile", "tempfile", "textwrap"}

@@ -115,7 +115,7 @@ def test_no_torn_state_is_taken_for_whole(
     assert state == DONE
     function = writing.restore if back else writing.apply
     checkpoint.write_bytes(new if back else old)
-    operations = operations_of(writing, lambda fd: function(fd, journal), checkpoint)
+    operations = operations_of(lambda fd: function(fd, journal), checkpoint)
     assert checkpoint.read_bytes() == (old if back else new)
     torn = set(torn_states(new if back else old, operations, random.Random(1), 8)) - {old, new}
     assert torn or journal.fits_a_sector
@@ -143,7 +143,7 @@ def test_without_the_poison_torn_states_load(tmp_path: Path) -> None:
     journal, _ = read_journal(path, os.getuid())
     bare = Journal(journal.inode, journal.old_size, journal.new_size, journal.patches, ())
     path.write_bytes(old)
-    operations = operations_of(writing, lambda fd: writing.apply(fd, bare), path)
+    operations = operations_of(lambda fd: writing.apply(fd, bare), path)
     loaded = 0
     for content in set(torn_states(old, operations, random.Random(1), 8)) - {old, new}:
         path.write_bytes(content)
@@ -895,7 +895,7 @@ def test_an_index_that_becomes_shorter_or_longer(sharded: Path, prefix: str, *, 
     journal, _ = read_journal(index, os.getuid())
     function = writing.restore if back else writing.apply
     index.write_bytes(new if back else old)
-    operations = operations_of(writing, lambda fd: function(fd, journal), index)
+    operations = operations_of(lambda fd: function(fd, journal), index)
     for content in set(torn_states(new if back else old, operations, random.Random(1), 20)) - {old, new}:
         index.write_bytes(content)
         assert not loads(index)

@@ -120,7 +120,7 @@ def test_no_torn_state_is_taken_for_whole(tmp_path: Path, back: bool) -> None:
     assert state == DONE
     path.write_bytes(new if back else old)
     function = writing.restore if back else writing.apply
-    operations = operations_of(writing, lambda fd: function(fd, journal), path)
+    operations = operations_of(lambda fd: function(fd, journal), path)
     torn = set(torn_states(new if back else old, operations, random.Random(1), 8)) - {old, new}
     assert torn
     writing.mark_journal(path, HOT)

@@ -163,14 +163,14 @@ def test_a_temporary_that_somebody_exchanges(old: Path, source: Source, monkeypa
     """Whoever may write in the folder above can do that. The old folder stays, and theirs, which may be anything, is
     not deleted.
     """
-    sync = output_folders.sync_folder
+    sync = output_folders.calls.sync_folder
 
     def sync_and_swap(path: Path) -> None:
         sync(path)
         if not old.with_name("moved away").exists() and path.parent == old.parent:
             swapped(path)
 
-    monkeypatch.setattr(output_folders, "sync_folder", sync_and_swap)
+    monkeypatch.setattr(output_folders.calls, "sync_folder", sync_and_swap)
     with pytest.raises(OutputError, match="replaced the output"):
         convert_to(old, source)
     assert tree(old) == OLD
@@ -372,14 +372,14 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(
     target: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where another was faster, its folder stays."""
-    real = output_folders.sync_folder
+    real = output_folders.calls.sync_folder
 
     def late(folder: Path) -> None:
         if not target.exists():
             fill(target, {"theirs": b"theirs"})
         real(folder)
 
-    monkeypatch.setattr(output_folders, "sync_folder", late)
+    monkeypatch.setattr(output_folders.calls, "sync_folder", late)
     failure(TargetExistsError, None, target, source, replace=False)
     assert_alone(target, {"theirs": b"theirs"})
 
