@@ -77,7 +77,9 @@ if hasattr(os, "pread"):
         return len(data)
 
 else:
-    pass
+    from ckptconv.system.seeking import pread as pread
+    from ckptconv.system.seeking import pread_into as pread_into
+    from ckptconv.system.seeking import pwrite as pwrite
 
 
 def sync(fd: int) -> None:
