@@ -243,7 +243,8 @@ def _legacy_reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> It
     for each in checkpoint.references:
         if storage_id(each.node).dtype is UNTYPED:
             yield Reason("refused", "torch cannot read a storage without a dtype from this format", is_spelling=True)
-    yield from reasons(checkpoint.graph, Contents(blobs=blobs, are_there=False), rules)
+    contents = Contents(checkpoint.index.storage_of, blobs, are_there=False)
+    yield from reasons(checkpoint.graph, contents, rules)
 
 
 def _safetensors_reasons(checkpoint: Checkpoint, rules: Rules) -> Iterator[Reason]:

@@ -309,7 +309,7 @@ def _coordinates(args: Arguments) -> TensorValue:
     if tuple(shape[len(shape) - dense :]) != values.shape[1:]:
         raise Refused(f"its values have the shape {values.shape}, which its size is not")
     if _checks_indices(args):
-        numbers, nnz = _index_numbers(args, indices), indices.shape[1]
+        numbers, nnz = _index_numbers(args, indices, in_place=indices.dtype == "int64"), indices.shape[1]
         rows = [numbers[i : i + nnz] for i in range(0, len(numbers), nnz)] if nnz else []
         _check_range(rows, shape)
         if is_coalesced and any(a >= b for a, b in pairwise(zip(*rows, strict=True))):
@@ -322,11 +322,15 @@ def _checks_indices(args: Arguments) -> bool:
     return args.objects.rules.since(2, 14) or not args.objects.rules.since(2, 8)
 
 
-def _index_numbers(args: Arguments, indices: TensorValue) -> list[int]:
-    """Return the elements of `indices`. Raise NotKnown if they cannot be read here."""
+def _index_numbers(args: Arguments, indices: TensorValue, *, in_place: bool) -> list[int]:
+    """Return the elements of `indices`. Raise NotKnown if they cannot be read here.
+
+    torch compares them with the size when all storages are filled. `in_place` says that the sparse tensor uses
+    `indices` and no copy of them that was made before.
+    """
     if indices.dtype not in ("int64", "int32"):
         raise NotKnown(f"indices of {indices.dtype}")
-    return args.objects.numbers(indices)
+    return args.objects.numbers(indices, at_end=in_place)
 
 
 def _check_range(rows: Iterable[Sequence[int]], shape: Sequence[int]) -> None:
@@ -356,7 +360,7 @@ def _check_compressed(args: Arguments, layout: str, parts: Sequence[TensorValue]
         raise Refused(f"its values have the shape {values.shape}, which its size is not")
     if compressed.dtype != plain.dtype:
         raise Refused(f"its indices are {compressed.dtype} and {plain.dtype}")
-    starts, indices = (_index_numbers(args, part) for part in (compressed, plain))
+    starts, indices = (_index_numbers(args, part, in_place=True) for part in (compressed, plain))
     for i in range(prod(batches)):
         own, row = starts[i * (lines + 1) :][: lines + 1], indices[i * nnz :][:nnz]
         _check_range([row], [places])
