@@ -22,17 +22,13 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 RANKS = 4
 #: Whether this torch can write the folders "own" and "hf"; older ones cannot.
 HAS_OWN = "use_collectives" in inspect.signature(dcp.save).parameters
 _HuggingFace: Any = getattr(dcp, "HuggingFaceStorageWriter", None)
 HAS_HF = _HuggingFace is not None and "save_distributed" in inspect.signature(_HuggingFace).parameters
-#: Each process has the whole tensor already, which torch 2.6 cannot be told.
-_HERE: dict[str, Any] = (
-    {"src_data_rank": None} if "src_data_rank" in inspect.signature(distribute_tensor).parameters else {}
-)
 _GENERATOR = torch.Generator().manual_seed(7)
 
 
@@ -91,9 +87,15 @@ OTHERS: dict[str, Any] = {
 }
 
 
+def _spread(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """`whole`, which every process has, spread over `mesh` without a message."""
+    replicated = DTensor.from_local(whole.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=placements)
+
+
 def rows(mesh: DeviceMesh) -> dict[str, Any]:
     """A checkpoint as FSDP leaves it: tensors by rows, an optimizer, and what is no tensor."""
-    spread = {name: distribute_tensor(whole.clone(), mesh, [Shard(0)], **_HERE) for name, whole in ROWS.items()}
+    spread = {name: _spread(whole, mesh, (Shard(0),)) for name, whole in ROWS.items()}
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(RANKS)])
     old = sharded_tensor.zeros(spec, 6, 2)
     for shard in old.local_shards():
@@ -110,9 +112,7 @@ def rows(mesh: DeviceMesh) -> dict[str, Any]:
 
 def over_mesh(mesh: DeviceMesh) -> dict[str, DTensor]:
     """Tensors spread over both dimensions of `mesh`."""
-    return {
-        name: distribute_tensor(whole.clone(), mesh, placements, **_HERE) for name, (whole, placements) in MESH.items()
-    }
+    return {name: _spread(whole, mesh, placements) for name, (whole, placements) in MESH.items()}
 
 
 def run(rank: int, folder: Path) -> None:

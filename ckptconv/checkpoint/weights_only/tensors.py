@@ -422,16 +422,18 @@ def _sparse_shape(args: Arguments, i: int) -> list[int]:
 def _nested(args: Arguments) -> TensorValue:
     """Return the nested tensor of ``(buffer, sizes, strides, offsets)``.
 
-    Every part that the last three describe must be inside the storage of the buffer.
+    Every part that the last three describe must be inside the storage of the buffer. torch before 2.8 does not check
+    that, and no version compares an offset with 0.
     """
     args.check_count(4)
+    wrong = Refused if args.objects.rules.since(2, 8) else NotKnown
     buffer = args.tensor(0, "buffer")
     if buffer.kind != "strided" or buffer.device != "cpu" or not buffer.is_plain or buffer.storage is None:
         raise NotKnown("a nested tensor whose buffer is no plain tensor")
     if len(buffer.shape) != 1:
         raise Refused(f"its buffer has {len(buffer.shape)} dimensions")
     sizes, strides, offsets = (
-        _nested_part(args, i, what) for i, what in ((1, "sizes"), (2, "strides"), (3, "offsets"))
+        _nested_part(args, i, what, wrong) for i, what in ((1, "sizes"), (2, "strides"), (3, "offsets"))
     )
     if len(sizes.shape) != 2 or sizes.shape != strides.shape:
         raise Refused(f"its sizes have the shape {sizes.shape}, and its strides {strides.shape}")
@@ -439,17 +441,24 @@ def _nested(args: Arguments) -> TensorValue:
         raise Refused(f"it has {sizes.shape[0]} parts, and offsets of the shape {offsets.shape}")
     n, (shapes, steps, starts) = sizes.shape[1], map(args.objects.numbers, (sizes, strides, offsets))
     for i, start in enumerate(starts):
-        _view(buffer.storage, start, shapes[n * i : n * i + n], steps[n * i : n * i + n], buffer.dtype)
+        if start < 0:
+            raise NotKnown(f"a part of a nested tensor begins at {start}")
+        try:
+            _view(buffer.storage, start, shapes[n * i : n * i + n], steps[n * i : n * i + n], buffer.dtype)
+        except Refused as error:
+            raise wrong(str(error)) from None
     return TensorValue(buffer.dtype, (), kind="nested")
 
 
-def _nested_part(args: Arguments, i: int, what: str) -> TensorValue:
-    """Return argument `i`, a strided int64 tensor on the CPU. `what` names it in messages."""
+def _nested_part(args: Arguments, i: int, what: str, wrong: type[Refused | NotKnown]) -> TensorValue:
+    """Return argument `i`, a strided int64 tensor on the CPU. `what` names it in messages. Raise `wrong` for another
+    dtype.
+    """
     held = args.tensor(i, what)
     if held.kind != "strided" or held.device != "cpu":
         raise NotKnown(f"{what} of a nested tensor that are no plain tensor")
     if held.dtype != "int64":
-        raise Refused(f"its {what} are {held.dtype} and not int64")
+        raise wrong(f"its {what} are {held.dtype} and not int64")
     return held
 
 
