@@ -419,7 +419,9 @@ def test_another_byte_order(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         torch.save(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), tmp_path / "x.pt")
     check(big_endian(tmp_path / "x.pt", tmp_path / "y.pt", {"0": 4, "1": 8, "2": 8, "3": 8}), LOADS)
-    check(rezip(tmp_path / "x.pt", tmp_path / "y.pt", {"byteorder": b"big"}), REFUSED)
+    check(
+        rezip(tmp_path / "x.pt", tmp_path / "y.pt", {"byteorder": b"big"}), REFUSED if VERSION >= (2, 8) else NOT_KNOWN
+    )
 
 
 def test_a_file_without_bytes(tmp_path: Path) -> None:
@@ -486,7 +488,7 @@ def test_names_of_files(tmp_path: Path) -> None:
     for name, expected in (("y.safetensors", LOADS if by_name else REFUSED), ("y.bin", REFUSED)):
         (tmp_path / name).write_bytes(save_safetensors({"a": torch.ones(2)}))
         check(tmp_path / name, expected)
-    assert not inspect(tmp_path / "y.bin").loads_here and inspect(tmp_path / "y.safetensors").loads_here
+    assert inspect(tmp_path / "y.safetensors").loads_here and not (by_name and inspect(tmp_path / "y.bin").loads_here)
 
 
 def test_plain_pickles_and_programs(tmp_path: Path) -> None:
