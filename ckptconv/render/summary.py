@@ -285,7 +285,9 @@ def _part(part: Part, summary: Summary) -> str:
         optimizer = next((_optimizer(each) for each in summary.optimizers if each.path == part.path), "")
         return f"{where}{count(part.tensors, 'tensor')}, {size(part.nbytes)}{listed and ': '}{listed}{optimizer}"
     what = f"{count(state_dict.names, 'name')}, {count(state_dict.parameters, 'parameter')}, {size(part.nbytes)}"
-    return f"{where}{what}{_prefix(state_dict.prefixes, state_dict.names)}"
+    layouts = [f"{n:,} as {layout}" for layout, n in state_dict.quantized.items()]
+    quantized = f"; quantized: {', '.join(layouts)}" if layouts else ""
+    return f"{where}{what}{quantized}{_prefix(state_dict.prefixes, state_dict.names)}"
 
 
 def _optimizer(optimizer: OptimizerSummary) -> str:
