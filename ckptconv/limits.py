@@ -90,6 +90,8 @@ class Limits:
     pickle_inflate_ratio: int = 100
     #: Bytes of all code of a TorchScript archive: a model of 10,000 layers has a few megabytes.
     script_bytes: int = 64 * MIB
+    #: Bytes of the JSON of a torch.export program: one of 100,000 nodes has some 50 megabytes.
+    program_bytes: int = 128 * MIB
     #: The bound of the safetensors library.
     safetensors_header: int = 100_000_000
     #: A tensor in a header takes 3 brackets and 8 quotation marks. More than a million tensors have are refused before

@@ -31,6 +31,7 @@ from ckptconv.edits.devices import user_devices
 from ckptconv.edits.names import prefixes_of
 from ckptconv.errors import InputError
 from ckptconv.formats import opening
+from ckptconv.formats.exported import is_exported
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import SUPERSEDED
 from ckptconv.hints import Placeholder, command, for_python
@@ -429,7 +430,7 @@ def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Sum
         stored_nbytes=sum(storage.nbytes for storage in checkpoint.storages.values()),
         storages=len(checkpoint.storages),
         dtypes=_shares((info.dtype, 1, info.nbytes) for info in untied),
-        devices=_devices(checkpoint, untied) if has_pickle else {},
+        devices=_devices(checkpoint, untied) if has_pickle or is_exported(checkpoint) else {},
         state_dicts=tuple(_state_dict(found, checkpoint) for found in detected.state_dicts),
         modules=tuple(_module(found, checkpoint) for found in detected.modules),
         ties=_ties(tensors),
@@ -438,7 +439,7 @@ def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Sum
         ),
         rng_states=tuple(info.path for info in detected.rng_states),
         optimizers=tuple(_optimizers(checkpoint)) if detected.optimizer_nodes else (),
-        weights_only=loading.loads or not has_pickle,
+        weights_only=loading.loads or (not has_pickle and not is_exported(checkpoint)),
         obstacles=dict(refusals),
         torch_load=_torch_load(loading, checkpoint, host, every=every),
         safety=level_of(checkpoint, concerned, loading),
@@ -510,7 +511,7 @@ def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
             shape=info.shape,
             stride=info.stride,
             offset=info.offset,
-            device=None if checkpoint.is_state_dict else info.device,
+            device=None if checkpoint.is_state_dict and not is_exported(checkpoint) else info.device,
             nbytes=info.nbytes,
             storage_nbytes=info.storage.nbytes if info.storage else None,
             requires_grad=info.requires_grad,

@@ -305,6 +305,7 @@ ELSEWHERE = {
     "path_characters": "test_limits.py::test_paths_cost_what_they_say",
     "path_characters_each": "test_limits.py::test_paths_cost_what_they_say",
     "script_words": "formats/test_torchscript.py::test_code_that_says_too_much_is_refused",
+    "program_bytes": "formats/test_exported.py::test_a_program_that_is_too_large",
     "script_bytes": "formats/test_torchscript.py::test_a_bomb_of_code_is_refused_before_it_is_inflated",
     "list_holes": "test_limits.py::test_bounds_of_distributed_metadata",
     "metadata_state": "test_limits.py::test_bounds_of_distributed_metadata",
