@@ -250,6 +250,19 @@ def test_what_belongs_to_a_weight(tmp_path: Path) -> None:
     assert regrouped(tmp_path, state, rule, scales)["a.k.weight_scale_inv"].tolist() == [[2], [3]]
     with pytest.raises(RefusedError, match=r"not cut where the blocks of a\.qkv\.weight_scale_inv end"):
         regrouped(tmp_path, state, "**.qkv.weight = **.q.weight[200], **.k.weight[312]", scales)
+    # 192 rows with two scales: blocks of 128, not of 96; 64 rows with one scale: blocks of 64 or 128
+    odd = {"a.qkv.weight": fp8[:192], "a.qkv.weight_scale_inv": numbered(2, 1)}
+    halves = ("a.qkv.weight = a.q.weight:1, a.k.weight:1", "a.qkv.weight_scale_inv = a.q.scales:1, a.k.scales:1")
+    with pytest.raises(RefusedError, match="not cut where the blocks"):
+        regrouped(tmp_path, odd, *halves)
+    for rows, ok in ((64, False), (128, True), (96, False)):
+        parts = {f"{n}.weight{s}": numbered(1, 1) if s else fp8[:rows] for n in "qk" for s in ("", "_scale_inv")}
+        joins = ("q.weight, k.weight = w", "q.weight_scale_inv, k.weight_scale_inv = w_scale_inv")
+        if ok:
+            assert regrouped(tmp_path, parts, *joins)["w_scale_inv"].shape == (2, 1)
+        else:
+            with pytest.raises(RefusedError, match="not cut where the blocks"):
+                regrouped(tmp_path, parts, *joins)
     quantized = {"e.0.gate_proj_blocks": numbered(2), "e.0.gate_proj_scales": numbered(2)}
     with pytest.raises(RefusedError, match="gate_proj_scales belongs to"):
         regrouped(tmp_path, quantized, "e.{n}.gate_proj_blocks = e.gate_proj_blocks")
@@ -311,6 +324,10 @@ def test_shards(tmp_path: Path, moe: State) -> None:
     assert torch.load(tmp_path / "one.pt").keys() == expected.keys()
     with pytest.raises(RefusedError, match="a part is missing"):
         ckptconv.convert(folder / "model-00001-of-00002.safetensors", tmp_path / "x.safetensors", regroup=MIXTRAL[0])
+    save_file({f"e.{i}.w": numbered(2) for i in range(3)}, one := tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(RefusedError, match="parts to stack can be in another one"):  # e.3.w, and nobody knows
+        ckptconv.convert(one, tmp_path / "x.safetensors", regroup="e.{i}.w = e.w")
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["in.pt", "in.safetensors"])
