@@ -329,6 +329,8 @@ ELSEWHERE = {
     "inflated_to_prove": "safety/test_torch_load.py::test_bounds",
     "config_bytes": "test_limits.py::test_a_configuration",
     "regrouped": "edits/test_regroup.py::test_a_tensor_without_bytes_makes_no_million_names",
+    "rule_length": "edits/test_regroup.py::test_rules_cost_no_more_than_a_bound",
+    "rule_steps": "edits/test_regroup.py::test_rules_cost_no_more_than_a_bound",
     "rules_bytes": "edits/test_regroup.py::test_files_that_are_no_rules",
     "folder_names": "formats/foreign/test_folders.py::test_a_bounded_number_of_names_is_looked_at",
     "findings": "inspection/test_verification.py::test_lines_beyond_the_limit_are_counted",

@@ -489,12 +489,28 @@ def test_a_tensor_without_bytes_makes_no_million_names(tmp_path: Path) -> None:
         regrouped(tmp_path, {"x": torch.empty(LIMITS.regrouped + 1, 0)}, "x = y.{e}")
 
 
+def test_rules_cost_no_more_than_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their length, their number times that of the names, and the tensors that they make."""
+    state = {f"x.{i}": numbered(1) for i in range(100)}
+    parts = ", ".join(f"y{i}.{{n}}:1" for i in range(999))
+    with pytest.raises(UsageError, match=r"the rule is too long \(expected at most 10,000 characters\)"):
+        regrouped(tmp_path, state, f"x.{{n}} = {parts}")
+    set_limits(monkeypatch, dataclasses.replace(LIMITS, rule_length=100_000, regrouped=9_990))
+    with pytest.raises(LimitError, match="too many tensors"):
+        regrouped(tmp_path, state, f"x.{{n}} = {parts}")
+    set_limits(monkeypatch, dataclasses.replace(LIMITS, rule_steps=299))
+    with pytest.raises(LimitError, match="too many rules for so many names"):
+        regrouped(tmp_path, state, "x.{n} = y.{n}", "y.{n} = z.{n}", "z.{n} = x.{n}")
+
+
 def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is missing, too large, no text, or not a rule in each line; sizes that are no sizes."""
     state = {"w": numbered(4)}
     rules, sizes = tmp_path / "my.rules", tmp_path / "my.json"
     with pytest.raises(CkptconvError, match="no such file"):
         regrouped(tmp_path, state, rules=str(rules))
+    with pytest.raises(UsageError, match="no rules are called xxx"):
+        regrouped(tmp_path, state, rules="x" * 5_000)
     rules.write_text("w = a:1, b:1\n\nw = a =\n")
     with pytest.raises(UsageError, match=r"my\.rules, line 3: w = a =: a rule has one ="):
         regrouped(tmp_path, state, rules=str(rules))
