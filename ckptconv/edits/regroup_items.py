@@ -146,7 +146,8 @@ def apply_rules(
         RefusedError, CollisionError, LimitError: Tensors do not fit a rule, or something would be broken that belongs
             to them.
     """
-    notes = [f"the rule is left out, because it is only for one direction: {rule}" for rule in rules if rule.is_forward]
+    left_out = [str(rule) for rule in rules if rule.is_forward]
+    notes = [f"rules that have no reverse are left out: {some(left_out)}"] if left_out else []
     rules = [rule for rule in rules if not rule.is_forward]
     matched: set[str | Rule] = set()
     steps = sum(len(rule.read) for rule in rules) * sum(len(items.values) for items in dicts)

@@ -297,7 +297,7 @@ def test_files_of_rules(tmp_path: Path) -> None:
     same(regrouped(tmp_path, {"a": state["w"][:2], "b": state["w"][2:]}, rules=rules.as_posix(), reverse=True), state)
     report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "back.pt", rules=str(rules), reverse=True)
     assert [note for note in report.notes if "x = y[1], -" in note] == [
-        "the rule is left out, because it is only for one direction: x = y[1], -"
+        "rules that have no reverse are left out: x = y[1], -"
     ]
     with pytest.raises(NoMatchError, match=r"no rule of .*my\.rules matches a name"):
         regrouped(tmp_path, {"other": numbered(1)}, rules=str(rules))
