@@ -236,7 +236,7 @@ def require_torch(what: str, where: object = None) -> None:
     except ImportError:  # a finder of another package raised it
         pass
     raise MissingTorchError(
-        f"torch is needed for {what}, and is not installed", where=where, hint="pip install 'ckptconv[torch]'"
+        f"torch is needed for {what}, and is not installed", where=where, hint='pip install "ckptconv[torch]"'
     )
 
 

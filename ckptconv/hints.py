@@ -242,7 +242,7 @@ def shell(*words: str | os.PathLike[str]) -> str:
     No program in a message may take code or settings from the current folder or from a file's folder, which another
     user may have filled. So messages do not suggest git, and Python is run by :func:`python_command`.
     """
-    return " ".join(calls.quoted(_no_option(word)) for word in words)
+    return calls.command_line([_no_option(word) for word in words])
 
 
 def python_command(*words: str | os.PathLike[str]) -> str:
@@ -256,12 +256,15 @@ def python_command(*words: str | os.PathLike[str]) -> str:
 def saved_by_torch(expression: str, *modules: str) -> str:
     """Return a command that saves the value of the Python `expression`, which needs `modules` in addition to torch."""
     program = f'import {", ".join((*modules, "torch"))}; torch.save({expression}, "out.pt")'
-    return python_command("-c", program)
+    return python_command("-c", program.replace('"', calls.QUOTE))
 
 
 def literal(path: str | os.PathLike[str]) -> str:
-    """Return `path` as a Python literal in double quotes, so that a shell command can be in single quotes."""
-    return json.dumps(os.fspath(path), ensure_ascii=False)
+    """Return `path` as a Python literal in the quotes that a word of a shell command can contain."""
+    text = json.dumps(os.fspath(path), ensure_ascii=False)
+    if calls.QUOTE == '"':
+        return text
+    return "'" + text[1:-1].replace("'", "\\x27").replace('\\"', "\\x22") + "'"
 
 
 def placed(word: str | os.PathLike[str]) -> str:

@@ -419,7 +419,7 @@ def list_local(folder: Path) -> tuple[dict[str, bool], list[str]]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if _is_folder(entry):
-                    folders[entry.name] = entry.is_symlink()
+                    folders[entry.name] = entry.is_symlink() or calls.is_junction(entry.stat(follow_symlinks=False))
                 else:
                     files.append(entry.name)
     except OSError as error:

@@ -74,7 +74,7 @@ class WriteOptions(SaveOptions, total=False):
         int | str | None,
         Flag(
             "Write shards of at most SIZE (5GB, 500MB) and their index to the folder DST, as on the Hugging Face Hub."
-            " Needs huggingface_hub: pip install 'ckptconv[hub]'.",
+            ' Needs huggingface_hub: pip install "ckptconv[hub]".',
             "Write shards of at most this size (bytes, or ``'5GB'``) and their index to a folder.",
             "SIZE",
         ),

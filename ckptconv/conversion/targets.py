@@ -151,7 +151,7 @@ def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
     path = calls.usable(dst if isinstance(dst, Path) else Path(dst))
     if not os.fspath(dst):
         raise UsageError("no output given: its path is empty")
-    if "\0" in os.fspath(path):
+    if "\0" in os.fspath(path) or not calls.can_be_name(path.name or "x"):
         raise UsageError("no such path can exist", where=path)
     if not getattr(dst, "can_write", False) and (error := no_path_error(dst, is_output=True)):
         raise error

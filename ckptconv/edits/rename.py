@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from ckptconv.hints import option
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Dict, Effect, Object, Value, strings_of
+from ckptconv.system import calls
 
 _KEEP = "to keep a part of each name, put ( ) around it in the pattern and write '\\1' in the replacement"
 _SHOWN = 5  # names or prefixes in an error
@@ -393,7 +393,7 @@ def _alarm() -> Iterator[None]:
     import signal
     import threading
 
-    is_possible = sys.platform not in ("win32", "emscripten") and threading.current_thread() is threading.main_thread()
+    is_possible = calls.HAS_TIMER and threading.current_thread() is threading.main_thread()
     if not is_possible or signal.getitimer(signal.ITIMER_VIRTUAL)[0] or signal.getsignal(signal.SIGVTALRM):
         yield
         return

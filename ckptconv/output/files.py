@@ -13,7 +13,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import wraps
 from itertools import takewhile, zip_longest
@@ -134,7 +134,7 @@ def mode_at(path: Path) -> int | None:
         if path.parent.is_dir():
             return None
         raise UsageError(
-            "the output's folder does not exist", where=path.parent, hint=shell("mkdir", "-p", path.parent)
+            "the output's folder does not exist", where=path.parent, hint=shell(*calls.MAKE_FOLDERS, path.parent)
         ) from None
     except OSError as error:
         raise OutputError(f"cannot be written: {error.strerror}", where=path) from error
@@ -167,8 +167,7 @@ def writing(
                 raise
             overflowed = yield from _filling(fd, temporary.parent, file, source, verify=verify, progress=progress)
             source.check_unchanged()
-            if calls.OPEN_FILES_KEEP_NAMES:
-                source.close()
+            let_go(source, [file.path])
             with _locked(file.path), _locked(temporary):
                 refuse_interrupted(file.path)  # again: filling the new one took a while
                 check_is_at(temporary, fd, file.path)
@@ -252,6 +251,15 @@ def check_is_at(path: Path, fd: int, where: object, hint: str = _OTHER_FOLDER) -
     """Raise OutputError about `where` unless the open file or folder `fd` is at `path`."""
     if not is_at(path, fd):
         raise OutputError("another process replaced the output while it was written", where=where, hint=hint)
+
+
+def let_go(source: Readable, paths: Iterable[Path]) -> None:
+    """Close `source` if it is one of the files at `paths`, which will be replaced, and the system needs that."""
+    for path in paths if calls.OPEN_FILES_KEEP_NAMES else ():
+        with contextlib.suppress(OSError):
+            if source.is_same_file(os.stat(path)):
+                source.close()
+                return
 
 
 def _destination(fd: int, *, direct: bool) -> AbstractContextManager[FileDestination]:

@@ -36,6 +36,7 @@ from ckptconv.output.files import (
     folder_mode,
     is_at,
     is_own_file,
+    let_go,
     mode_at,
     no_space,
     refuse_interrupted,
@@ -156,8 +157,7 @@ def write_folder(
                 for path, _, _ in os.walk(temporary, topdown=False):
                     calls.sync_folder(Path(path))
                 source.check_unchanged()
-                if calls.OPEN_FILES_KEEP_NAMES:
-                    source.close()
+                let_go(source, map(target.joinpath, names_in(target) if target.is_dir() else ()))
                 check_is_at(temporary, fd, target)
                 _publish(temporary, target, partial(_check_target, new=new, replace=replace))
                 check_is_at(target, fd, target, f"the old folder, if there was one, is now {temporary}")
@@ -410,7 +410,7 @@ def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFil
     `target` is the same folder, perhaps under another name.
     """
     return [
-        OtherFile(target / name, folder / name, "folder" if stat.S_ISDIR(status.st_mode) else "kept", 0)
+        OtherFile(target / name, folder / name, "folder" if _is_real_folder(status) else "kept", 0)
         for name, status in _entries(folder, deep=True, journals=True)
         if os.path.join(os.path.dirname(name), target_of(os.path.basename(name)) or os.path.basename(name)) not in taken
     ]
@@ -430,9 +430,15 @@ def _entries(folder: Path, *, deep: bool, journals: bool = False) -> Iterator[tu
                 if is_own_file(entry.name) and not (journals and target_of(entry.name)):
                     continue
                 name = os.path.join(below, entry.name)
-                yield name, entry.stat(follow_symlinks=False)
-                if deep and entry.is_dir(follow_symlinks=False):
+                status = entry.stat(follow_symlinks=False)
+                yield name, status
+                if deep and _is_real_folder(status):
                     waiting.append(name)
+
+
+def _is_real_folder(status: os.stat_result) -> bool:
+    """Return whether `status` is of a folder that leads nowhere else."""
+    return stat.S_ISDIR(status.st_mode) and not calls.is_junction(status)
 
 
 def _kind(folder: Path, name: str, status: os.stat_result) -> str:
@@ -443,7 +449,7 @@ def _kind(folder: Path, name: str, status: os.stat_result) -> str:
     """
     if stat.S_ISREG(status.st_mode):
         return "file"
-    if stat.S_ISDIR(status.st_mode):
+    if _is_real_folder(status):
         return "folder"
     if stat.S_ISLNK(status.st_mode):
         place = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(folder / name)))

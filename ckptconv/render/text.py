@@ -227,16 +227,19 @@ def fact(
 def command_lines(style: Style, command: Command) -> Iterator[str]:
     """Yield the lines of `command`, as it is typed.
 
-    If it is wider than the terminal, all lines but the last end in a backslash, so it can still be pasted. A flag and
-    its value stay in one line, and a word that is wider than the terminal is not broken.
+    If it is wider than the terminal, all lines but the last end in a backslash, so it can still be pasted; shells that
+    do not read that get one line. A flag and its value stay in one line, and a word that is wider than the terminal is
+    not broken.
     """
     indent = 2 * _INDENT
     line = ""
-    for word in (
-        " ".join(calls.quoted(each, ascii_only=not style.unicode) for each in words) for words in command.words()
-    ):
+    typed = [calls.command_line(words, ascii_only=not style.unicode) for words in command.words()]
+    if not calls.CONTINUED:
+        every = [each for words in command.words() for each in words]
+        typed = [calls.command_line(every, ascii_only=not style.unicode)]
+    for word in typed:
         if style.width is not None and line and cells(indent + line + word) + 3 > style.columns:
-            yield indent + style.paint(line, "command") + " \\"
+            yield indent + style.paint(line, "command") + calls.CONTINUED
             indent, line = 4 * _INDENT, ""
         line = f"{line} {word}" if line else word
     yield indent + style.paint(line, "command")

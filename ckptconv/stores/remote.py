@@ -127,7 +127,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
             store: RemoteStore = importlib.import_module(f"ckptconv.stores.{module}").STORE
         except ImportError as error:
             what = f"{'writing' if writing else 'reading'} it needs {_PACKAGES[module]}, which is not installed"
-            raise UsageError(what, where=self, hint="pip install 'ckptconv[remote]'") from error
+            raise UsageError(what, where=self, hint='pip install "ckptconv[remote]"') from error
         return store
 
     def _text(self) -> str:

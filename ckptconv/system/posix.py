@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
+#: Whether the main thread can be interrupted when the process has used so much time.
+HAS_TIMER = sys.platform != "emscripten"
 #: Whether a file can be changed in place. That needs the owner of a journal.
 HAS_OWNERS = True
 #: Whether files that are open keep their names, and the folders above them.
@@ -139,6 +141,16 @@ def raise_open_limit(most: float) -> None:
 # Names
 
 
+def is_junction(status: os.stat_result) -> bool:  # noqa: ARG001 - Windows has these
+    """Return whether `status` is of a folder that leads to another one and is no symbolic link."""
+    return False
+
+
+def can_be_name(name: str) -> bool:  # noqa: ARG001 - every name can be
+    """Return whether a file can be called `name`."""
+    return True
+
+
 def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
     """Return whether both are of one file or folder."""
     return os.path.samestat(a, b)
@@ -234,6 +246,18 @@ def is_closed_pipe(error: OSError) -> bool:
 
 
 # Commands that are printed
+
+#: The quote of Python literals in a word of a command.
+QUOTE = '"'
+#: What ends a line of a command that goes on in the next line.
+CONTINUED = " \\"
+MAKE_FOLDERS = ("mkdir", "-p")
+RENAME = "mv"
+
+
+def command_line(words: Sequence[str], *, ascii_only: bool = False) -> str:
+    """Return a command of `words`, as it is typed."""
+    return " ".join(quoted(word, ascii_only=ascii_only) for word in words)
 
 
 def quoted(word: str, *, ascii_only: bool = False) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.errors import printable
 from ckptconv.lazy_regex import regex
+from ckptconv.system.names import stays_inside
 from ckptconv.system.seeking import pread as pread
 from ckptconv.system.seeking import pread_into as pread_into
 from ckptconv.system.seeking import pwrite as pwrite
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import PipeConnection
     from pathlib import Path
 
+HAS_TIMER = False
 HAS_OWNERS = False  # the owner of a file is a SID, which `os.stat` does not give
 OPEN_FILES_KEEP_NAMES = True
 SEPARATORS: tuple[str, ...] = ("\\", "/")
@@ -47,7 +49,7 @@ _LONGEST = 150  # characters of a path that leave room for the names below it: c
 _MOMENT = 0.01  # seconds until an exception that the interpreter dropped is raised again
 #: What cmd and PowerShell read alike: as it is, and between double quotes.
 _PLAIN = regex(r"[\w./\\:+=-]+")
-_SAME_IN_QUOTES = regex(r'[^"%$`\x00-\x1f\x7f“”„]+')
+_SAME_IN_QUOTES = regex(r'[^"%$`\x00-\x1f\x7f“”„]*')
 
 
 # Files
@@ -120,6 +122,16 @@ def raise_open_limit(most: float) -> None:
 
 
 # Names
+
+
+def is_junction(status: os.stat_result) -> bool:
+    """Return whether `status` is of a folder that leads to another one. Every user may make such a folder."""
+    return status.st_reparse_tag == stat.IO_REPARSE_TAG_MOUNT_POINT
+
+
+def can_be_name(name: str) -> bool:
+    """Return whether a file can be called `name`: it is no stream and no device."""
+    return stays_inside(name)
 
 
 def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
@@ -213,11 +225,24 @@ def is_closed_pipe(error: OSError) -> bool:
 
 # Commands that are printed
 
+QUOTE = "'"
+CONTINUED = ""
+MAKE_FOLDERS = ("mkdir",)
+RENAME = "move"
+
+
+def command_line(words: Sequence[str], *, ascii_only: bool = False) -> str:
+    """Return a command of `words`, as it is typed. If only PowerShell can take it, the text says so."""
+    typed = [quoted(word, ascii_only=ascii_only) for word in words]
+    needs_powershell = any("`" in word or "%" in word for word in typed)
+    return "in PowerShell: " * needs_powershell + " ".join(typed)
+
 
 def quoted(word: str, *, ascii_only: bool = False) -> str:
     """Return `word` for cmd and PowerShell alike, or for PowerShell if they have no common form.
 
-    Characters that cannot be printed, or that are not in ASCII with `ascii_only`, are in PowerShell's escapes.
+    In the latter, some characters are in its escapes: those that cannot be printed, too, and with `ascii_only` all
+    outside of ASCII.
     """
     shown = printable(word) == word and (word.isascii() or not ascii_only)
     if shown and _PLAIN.fullmatch(word):
@@ -226,13 +251,14 @@ def quoted(word: str, *, ascii_only: bool = False) -> str:
         word = word[:-1] + "/"
     if shown and _SAME_IN_QUOTES.fullmatch(word):
         return f'"{word}"'
-    if shown:
-        return "'" + "".join(c * 2 if c in "'‘’‚‛" else c for c in word) + "'"
     return '"' + "".join(_escaped(character, ascii_only=ascii_only) for character in word) + '"'
 
 
 def _escaped(character: str, *, ascii_only: bool) -> str:
-    """Return `character` as it is written between double quotes in PowerShell."""
-    if printable(character) != character or (ascii_only and not character.isascii()):
+    """Return `character` as it is written between double quotes in PowerShell.
+
+    It never ends the quotes, not even in cmd, where the word would be another and what follows would run.
+    """
+    if character == '"' or printable(character) != character or (ascii_only and not character.isascii()):
         return f"`u{{{ord(character):x}}}"
-    return f"`{character}" if character in '"$`“”„' else character
+    return f"`{character}" if character in "$`“”„" else character

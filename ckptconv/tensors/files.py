@@ -176,7 +176,7 @@ def load(
     loadable: bool = False,
     download: bool = False,
 ) -> Any:
-    """Load a checkpoint as real tensors. Needs torch: ``pip install 'ckptconv[torch]'``.
+    """Load a checkpoint as real tensors. Needs torch: ``pip install "ckptconv[torch]"``.
 
     From any container, it returns what ``torch.load(path, map_location, weights_only=True)`` would. Nothing in the
     file is executed. If the file needs unknown classes, use `state_dict` or `select` to load a part without them.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.support import zoo
-from tests.support.writers import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")
 
@@ -33,7 +33,7 @@ def here(here: Path) -> None:
     zoo.save({"w": torch.ones(4), "v": torch.zeros(2)}, here / "a.pt", ("cuda:0",))
     torch.save({"w": torch.ones(4) + 1}, "other.pt")
     torch.save({"w": torch.arange(4.0).reshape(2, 2).t()}, "views.pt")
-    distributed({"w": torch.ones(4)}, Path("dcp"))
+    dcp.save({"w": torch.ones(4)}, checkpoint_id="dcp", no_dist=True)
 
 
 def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -82,7 +82,7 @@ def test_what_computes_is_refused_when_it_is_planned(typed: str, what: str) -> N
     before = sorted(os.listdir())
     done = run(MAIN, *typed.split())
     assert done.returncode == (2 if typed.startswith("diff") else 1) and done.stdout == ""
-    assert f"torch is needed for {what}, and is not installed; pip install 'ckptconv[torch]'\n" in done.stderr
+    assert f'torch is needed for {what}, and is not installed; pip install "ckptconv[torch]"\n' in done.stderr
     assert done.stderr.count("\n") == 1 and sorted(os.listdir()) == before
 
 
@@ -96,7 +96,7 @@ def test_functions_that_have_tensors(call: str) -> None:
         f"{MISSING}\nimport ckptconv\ntry:\n    ckptconv.{call}\n"
         "except ckptconv.CkptconvError as error:\n    assert isinstance(error, ImportError); print(error)"
     )
-    assert done.stdout.endswith(", and is not installed; pip install 'ckptconv[torch]'\n"), done.stderr
+    assert done.stdout.endswith(', and is not installed; pip install "ckptconv[torch]"\n'), done.stderr
     assert not Path("b.pt").exists()
 
 

@@ -81,7 +81,7 @@ def test_what_needs_torch(words: str, environment: Path, tmp_path: Path) -> None
     before = sorted(tmp_path.iterdir())
     done = run(environment, tmp_path, *words.split())
     assert done.returncode == (2 if words.startswith("diff") else 1) and done.stdout == ""
-    assert "pip install 'ckptconv[torch]'" in done.stderr and "Traceback" not in done.stderr
+    assert 'pip install "ckptconv[torch]"' in done.stderr and "Traceback" not in done.stderr
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -113,7 +113,7 @@ def test_all_else_is_the_same_with_and_without_torch(environment: Path, tmp_path
     differing = {key for key in with_torch if with_torch[key] != without[key]}
     assert len(with_torch) > 400 and len(differing) < len(with_torch) / 5
     for key in differing:
-        named = re.search(r"pip install 'ckptconv\[(torch|hub)\]'", without[key]["stderr"])
+        named = re.search(r'pip install "ckptconv\[(torch|hub)\]"', without[key]["stderr"])
         assert named, (key, with_torch[key], without[key])
         assert without[key]["exit"] in (1, 2, 3) and without[key]["written"] == {}, (key, without[key])
 

@@ -23,6 +23,7 @@ from ckptconv.formats.foreign.zips_and_pickles import displaced
 from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.hints import literal, saved_by_torch, shell
 from ckptconv.limits import LIMITS
+from ckptconv.system import calls
 
 _HEAD = 4096
 _BLOCK = 512  # of a tar archive
@@ -184,7 +185,7 @@ def _index(file: _File, content: Any) -> _Answer | None:
     what = f"the index of a checkpoint in {count(len({*shards.values()}), 'shard')}"
     if not file.source.is_stored:
         return f"{what}: the tensors are in files beside it", "give the path of the index"
-    rename = shell("mv", file.path, file.path.with_name("model.index.json"))
+    rename = shell(calls.RENAME, file.path, file.path.with_name("model.index.json"))
     return f"{what}, but its name does not end in .json", f"rename it: {rename}"
 
 

@@ -355,7 +355,7 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
     except ImportError as error:
         raise UsageError(
             option("max_shard_size", None) + " needs huggingface_hub, which plans the shards",
-            hint="pip install 'ckptconv[hub]'",
+            hint='pip install "ckptconv[hub]"',
         ) from error
     literal = stem.replace("{", "{{").replace("}", "}}")
     split = split_state_dict_into_shards_factory(

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from ckptconv.byteranges.sources import Source
+from ckptconv.byteranges.sources import Source, list_local
 from ckptconv.byteranges.spans import ByteRange, Literal, OutFile
 from ckptconv.errors import InputChangedError, OutputError, RefusedError, TargetExistsError, UsageError
 from ckptconv.output import folders as output_folders
@@ -463,3 +463,19 @@ def test_ctrl_c_while_the_old_folder_is_deleted(old: Path, source: Source, monke
     with pytest.raises(KeyboardInterrupt):
         convert_to(old, source)
     assert_alone(old, files_for(old, source)[1])
+
+
+def test_a_junction_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows every user can make a folder that leads elsewhere. Nothing in it is copied, and it is named."""
+    for name in ("src/junction", "src/folder"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "secret.txt").write_text("x")
+    junction = os.lstat(tmp_path / "src" / "junction").st_ino
+    monkeypatch.setattr(output_folders.calls, "is_junction", lambda status: status.st_ino == junction)
+    found, left = output_folders.others_in(tmp_path / "src", tmp_path / "dst", (), deep=True, has_links=True)
+    assert [(each.path.relative_to(tmp_path / "dst").as_posix(), each.kind) for each in found] == [
+        ("folder", "folder"),
+        ("folder/secret.txt", "file"),
+    ]
+    assert [path.name for path, _ in left] == ["junction"]
+    assert list_local(tmp_path / "src") == ({"folder": False, "junction": True}, [])

@@ -360,7 +360,7 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setitem(sys.modules, name, None)
     for url, package in (("https://h/a.pt", "urllib3"), ("hf://me/m/a.pt", "urllib3"), ("s3://b/a.pt", "botocore")):
-        with pytest.raises(UsageError, match=rf"needs {package}.*pip install 'ckptconv\[remote\]'"):
+        with pytest.raises(UsageError, match=rf'needs {package}.*pip install "ckptconv\[remote\]"'):
             ckptconv.inspect(url)
 
 

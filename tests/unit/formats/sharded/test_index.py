@@ -417,7 +417,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UsageError, match="huggingface_hub") as caught:
         deal({"a": Weight(5, 1)}, "1KB", "model", ".bin")
-    assert caught.value.hint == "pip install 'ckptconv[hub]'"
+    assert caught.value.hint == 'pip install "ckptconv[hub]"'
 
 
 def test_planning_needs_no_torch() -> None:
