@@ -47,6 +47,10 @@ class Limits:
     regrouped: int = 200_000
     #: Bytes of a file of such rules, or of sizes for them.
     rules_bytes: int = MIB
+    #: Characters of one rule. Each part of a split is made for each name that matches.
+    rule_length: int = 10_000
+    #: Names on the sides of rules that are read, times names of tensors: 90,000 names and 100 rules are fewer.
+    rule_steps: int = 50_000_000
     #: Seconds of processor time for matching all names with a regular expression: 60,000 names take 0.1.
     match_seconds: int = 10
     #: Steps in which the parameters of an optimizer are compared with the weights: a model has some thousand of each.
@@ -90,6 +94,8 @@ class Limits:
     pickle_inflate_ratio: int = 100
     #: Bytes of all code of a TorchScript archive: a model of 10,000 layers has a few megabytes.
     script_bytes: int = 64 * MIB
+    #: Bytes of the JSON of a torch.export program: one of 100,000 nodes has some 50 megabytes.
+    program_bytes: int = 128 * MIB
     #: The bound of the safetensors library.
     safetensors_header: int = 100_000_000
     #: A tensor in a header takes 3 brackets and 8 quotation marks. More than a million tensors have are refused before

@@ -21,7 +21,7 @@ from ckptconv.edits.devices import Devices
 from ckptconv.edits.options import Edits
 from ckptconv.edits.retag import tags_of, unmatched_rules
 from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError, require_torch, some
-from ckptconv.formats import opening, torchscript
+from ckptconv.formats import exported, opening, torchscript
 from ckptconv.formats.layout import Layout, check_growth
 from ckptconv.formats.sharded import index as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
@@ -228,6 +228,7 @@ def make_plan(
     writer = WRITERS[output.format or DEFAULT.word]
     is_loadable = (edits.loadable or edits.loadable_objects) and writer.objects
     _check_writer(writer, path, copy_tied=output.copy_tied, loadable=is_loadable, is_folder=is_folder)
+    exported.refuse(checkpoint, path, devices=bool(edits.devices))
     torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
     notes = _about_edits(checkpoint, edits, writer)
     edits = _edits_for(writer, edits, in_shards=is_folder and output.max_shard_size is not None)

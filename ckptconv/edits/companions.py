@@ -17,6 +17,8 @@ from ckptconv.lazy_regex import regex
 #: Words in the last segment of a name that only quantization state has.
 _STATE = regex(r"(?i).*(scale|zero_?point|q?zeros|g_idx|absmax|amax|quant|scb|_shape|codebook).*")
 _WEIGHTS = ("weight", "qweight")
+#: What a block of elements with one scale can have along a dimension.
+_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def check_companions(
@@ -52,7 +54,7 @@ def check_companions(
                 expected=f"a rule for each of them in {path}",
             )
         for other in taken.state_of(name):
-            if not _is_cut_alike(group.geometry, group_of[other].geometry):
+            if not _is_cut_alike(group.geometry, group_of[other].geometry, is_split=bool(group.rule.whole_is_read)):
                 raise RefusedError(
                     f"{name} is not cut where the blocks of {other} end",
                     where=where,
@@ -126,8 +128,11 @@ class _Beside:
                 yield bias
 
 
-def _is_cut_alike(of: Geometry, state: Geometry) -> bool:
-    """Return whether a tensor is cut where the blocks of its scales, or other state, are cut."""
+def _is_cut_alike(of: Geometry, state: Geometry, *, is_split: bool) -> bool:
+    """Return whether a tensor is cut where the blocks of its scales, or other state, are cut.
+
+    The size of a block follows from the sizes of the tensors that are read. If it can be several, all must fit.
+    """
     if (of.part_dim, len(of.stack), of.groups, of.named) != (
         state.part_dim,
         len(state.stack),
@@ -136,14 +141,10 @@ def _is_cut_alike(of: Geometry, state: Geometry) -> bool:
     ) or len(of.sizes) != len(state.sizes):
         return False
     pairs = [*zip(of.sizes, state.sizes, strict=True)]
-    if not pairs:
-        return True
-    block = next((-(-size // blocks) for size, blocks in pairs if blocks), 0)
-    last_size, last_blocks = pairs.pop()
-    exact = all(size == blocks * block for size, blocks in pairs)
-    if of.groups > 1:
-        return exact and last_size == last_blocks * block
-    return exact and (last_blocks - 1) * block < last_size <= last_blocks * block
+    known = [(sum(of.sizes), sum(state.sizes))] if is_split else pairs
+    blocks = [block for block in _BLOCKS if all(-(-size // block) == number for size, number in known)]
+    cut = pairs if of.groups > 1 else pairs[:-1]  # the last block can be smaller
+    return not pairs or (bool(blocks) and all(size == number * block for size, number in cut for block in blocks))
 
 
 def _sizes(geometry: Geometry) -> str:

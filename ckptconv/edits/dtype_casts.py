@@ -40,7 +40,8 @@ _WEIGHTS, _GLOB, _EXACT = 1, 2, 3  # how specific a rule is
 _PACKED = ("int8", "uint8", "int32", "float4_e2m1fn_x2")
 #: Names that only scales have. Their weight may be in another shard.
 _SCALE = regex(r".*(weight_scale(_inv|_2)?|_scale_inv|scale_weight)")
-_SHARD = regex(r".*-\d{5}-of-\d{5}\..*")
+#: The name of a shard of a set.
+SHARD = regex(r".*-\d{5}-of-\d{5}\..*")
 
 
 @dataclass(eq=False)
@@ -137,7 +138,7 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
         if isinstance(storage.data, Scaled):  # float32 was asked for
             _count_scaled(storage.data, "float32", 1, storage.nbytes, changes)
     from_float8 = any(old.startswith("float8") for old, _ in changes.dtypes)
-    if from_float8 and _SHARD.fullmatch(checkpoint.source.path.name):
+    if from_float8 and SHARD.fullmatch(checkpoint.source.path.name):
         changes.notes.append("the float8 weights may have scales in another shard: to be sure, convert the whole set")
     if not (changes.dtypes or changes.not_cast):
         why = "all that was to be cast has its dtype already" if any(tie.rule for tie in ties) else _NO_WEIGHTS

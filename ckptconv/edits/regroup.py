@@ -23,6 +23,7 @@ from ckptconv.checkpoint.storage_ids import changed_id, storage_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Storage, TensorInfo, row_major
 from ckptconv.dtypes import get_dtype
 from ckptconv.edits.changes import Changes, NameChange, Regrouping
+from ckptconv.edits.dtype_casts import SHARD
 from ckptconv.edits.options import Edits
 from ckptconv.edits.regroup_files import check_model
 from ckptconv.edits.regroup_items import Items, Maker, Step, apply_rules
@@ -145,6 +146,10 @@ class Tensors(Maker[Value]):
 
     def made(self, group: Group, values: Sequence[Value], like: Value) -> list[Call]:
         """Return the new tensors of `group`. Raise RefusedError if they cannot be made."""
+        path = self.checkpoint.source.path
+        if group.rule.stacked and not group.rule.whole_is_read and SHARD.fullmatch(path.name):
+            what = "this is one shard of several, and parts to stack can be in another one"
+            raise RefusedError(f"{group.rule}: {what}", where=path, hint="convert the whole set")
         made = self.regrouped(group, values, like)
         infos = (self._infos[id(value)] for value in values)
         self.taken.update((info.view, name) for info, name in zip(infos, group.old, strict=True))

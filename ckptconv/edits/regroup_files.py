@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ def read_rules(files: object, rules: object, *, reverse: bool) -> tuple[Rule, ..
     found: list[Rule] = []
     for file in strings("rules", files):  # type: ignore[arg-type]
         shipped = shipped_rules() if "/" not in file and "." not in file else {}
-        if shipped and file not in shipped and not Path(file).exists():
+        if shipped and file not in shipped and not os.path.exists(file):
             raise UsageError(f"no rules are called {file}", expected=f"a file, or one of {', '.join(shipped)}")
         text = shipped[file] if file in shipped else _text(Path(file))
         found += parse_rules(text.splitlines(), file)

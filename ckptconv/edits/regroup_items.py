@@ -11,8 +11,9 @@ from ckptconv.edits.companions import check_companions
 from ckptconv.edits.regroup_files import sizes_in
 from ckptconv.edits.regroup_plan import Group, Planner
 from ckptconv.edits.regroup_rules import Rule
-from ckptconv.errors import NoMatchError, RefusedError, some
+from ckptconv.errors import LimitError, NoMatchError, RefusedError, some
 from ckptconv.hints import option
+from ckptconv.limits import LIMITS
 
 _T = TypeVar("_T")
 #: What a rule did to a state dict: a group of tensors, or new names by the old ones.
@@ -145,9 +146,15 @@ def apply_rules(
         RefusedError, CollisionError, LimitError: Tensors do not fit a rule, or something would be broken that belongs
             to them.
     """
-    notes = [f"the rule is left out, because it is only for one direction: {rule}" for rule in rules if rule.is_forward]
+    left_out = [str(rule) for rule in rules if rule.is_forward]
+    notes = [f"rules that have no reverse are left out: {some(left_out)}"] if left_out else []
     rules = [rule for rule in rules if not rule.is_forward]
     matched: set[str | Rule] = set()
+    steps = sum(len(rule.read) for rule in rules) * sum(len(items.values) for items in dicts)
+    if steps > LIMITS.rule_steps:
+        raise LimitError(
+            "too many rules for so many names", where=maker.where, expected=f"at most {LIMITS.rule_steps:,}"
+        )
     for rule in rules:
         patterns = [item.pattern for item in rule.read if item.pattern]
         if not any(pattern.match(name) for items in dicts for name in items.values for pattern in patterns):

@@ -182,6 +182,8 @@ class Planner:
             index = tuple(match.numbers.pop(each) for each in self.rule.stacked) if not self.rule.whole_is_read else ()
             key = (tuple(sorted(match.numbers.items())), match.wild)
             families.setdefault(key, _Family(match.numbers, match.wild, {})).members[number, index] = name
+            if self.rule.whole_is_read:
+                self._check_number(len(families) * len(self.rule.named))
         planned.groups = [self._group(family) for family in families.values()]
         self._check_names(planned, values.keys())
         return planned
@@ -224,13 +226,7 @@ class Planner:
             geometry = self._joined(family)
         self._check_stack(geometry, next(iter(family.members.values())))
         self._made += prod(geometry.stack) * geometry.named if rule.whole_is_read else 1
-        if self._made > LIMITS.regrouped:
-            raise LimitError(
-                f"{rule}: too many tensors would be made",
-                where=self.where,
-                expected=f"at most {LIMITS.regrouped:,}",
-                got=f"{self._made:,}",
-            )
+        self._check_number(self._made)
 
         def names(patterns: tuple[Pattern, ...]) -> tuple[str, ...]:
             every = (
@@ -250,6 +246,12 @@ class Planner:
         sides = (of_whole, names(rule.named)), ((f"{of_whole[0]} {[*geometry.shape]}",), shown)
         (old, new), texts = sides if rule.whole_is_read else (sides[0][::-1], sides[1][::-1])
         return Group(rule, old, new, geometry, texts)
+
+    def _check_number(self, made: int) -> None:
+        """Raise LimitError if `made` tensors are too many."""
+        if made > LIMITS.regrouped:
+            what = f"{self.rule}: too many tensors would be made"
+            raise LimitError(what, where=self.where, expected=f"at most {LIMITS.regrouped:,}", got=f"{made:,}")
 
     def _joined(self, family: _Family) -> Geometry:
         """Return the geometry of a join. Raise RefusedError if a part is missing or does not fit."""

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeAlias
 from ckptconv.errors import UsageError, some
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
+from ckptconv.limits import LIMITS
 
 _MEANS_SOMETHING = frozenset("=,:[]@{}*\\$/>")
 _SYMBOLS = regex(r"(?s)\\.|.")
@@ -342,6 +343,8 @@ def parse_rule(text: str, where: str | None = None, file: str | None = None) -> 
     Raises:
         UsageError: It is not a rule.
     """
+    if len(text) > LIMITS.rule_length:
+        _fail(where or text[:99], "the rule is too long", expected=f"at most {LIMITS.rule_length:,} characters")
     where = f"{where}: {text}" if where else text
     rest = text.strip()
     is_forward = rest.startswith(_FORWARD)

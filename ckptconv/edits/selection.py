@@ -12,12 +12,13 @@ from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.merging import drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PARTS, PickledModule, detached
+from ckptconv.checkpoint.rebuild_functions import ints_of
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.tensor_info import LeftBehind, left_behind_at, matches
 from ckptconv.edits.options import Edits
 from ckptconv.errors import NoMatchError, RefusedError, count, printable
 from ckptconv.guesses import close_matches
-from ckptconv.hints import Option, command, joined, option
+from ckptconv.hints import Option, command, command_in, joined, option
 from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Object, Set, Tuple, Value, set_items, strings_of
 from ckptconv.pickles.paths import Place, item_segments, key_segment
 
@@ -53,6 +54,7 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
             paths = {name: place.path for name, place in found.places.items()}
             left += _take_module(checkpoint, found)
         else:
+            _refuse_partitioned(checkpoint, found)
             left += _take(checkpoint, next(place for place in checkpoint.places if place.node is found.node))
     if edits.drop:
         unwanted = [place for path in edits.drop for place in _places_at(checkpoint, path, before)]
@@ -147,6 +149,27 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
         where=checkpoint.source.path,
         hint="for the first: " + option("select", found[0].path),
     )
+
+
+def _refuse_partitioned(checkpoint: Checkpoint, found: StateDict) -> None:
+    """Raise RefusedError if `found` has weights without elements in place of those that stage 3 of DeepSpeed ZeRO
+    divides among all ranks.
+    """
+    root = checkpoint.root.node
+    groups = strings_of(root).get("param_shapes") if isinstance(root, Dict) else None
+    shapes: dict[Value, Value] = {}
+    for group in groups.elements() if isinstance(groups, List) else ():
+        shapes.update(group.entries() if isinstance(group, (Dict, Call)) else ())
+    for name, value in found.items() if shapes else ():
+        info = checkpoint.tensor_nodes.get(id(value))
+        if info and 0 in info.shape and name in shapes and ints_of(shapes[name]) != info.shape:
+            raise RefusedError(
+                f"{name!r} in {found.path} has no elements, which are in the files of all ranks of DeepSpeed ZeRO",
+                where=checkpoint.source.path,
+                expected=f"shape {ints_of(shapes[name])}",
+                got=info.shape,
+                hint=next(filter(command_in, checkpoint.notes), None),  # of the reader, which knows the folder
+            )
 
 
 def _nameless(checkpoint: Checkpoint) -> str | None:

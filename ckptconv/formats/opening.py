@@ -19,6 +19,7 @@ from ckptconv.errors import InputError, MissingInputError, UnsupportedError, pri
 from ckptconv.formats import torch_zip
 from ckptconv.formats.distributed.rank_names import about_one, is_pattern
 from ckptconv.formats.foreign.paths import about_part, distributed_part_error, folder_error, name_like
+from ckptconv.formats.foreign.zips_and_pickles import ExportedError
 from ckptconv.formats.sharded.index import is_index, is_index_file
 from ckptconv.formats.two_readings import refuse_two_readings
 from ckptconv.formats.writers import WRITERS
@@ -294,7 +295,12 @@ def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
     if part:
         raise part
     if format_:
-        checkpoint = format_.read(source)
+        try:
+            checkpoint = format_.read(source)
+        except ExportedError as unread:
+            from ckptconv.formats import exported
+
+            return exported.read(source, UnsupportedError(unread.what, where=unread.where, hint=unread.hint))
         with source.faults:
             if torch_zip.is_program(checkpoint):
                 from ckptconv.formats import torchscript

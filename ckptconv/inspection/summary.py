@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
@@ -15,6 +15,7 @@ from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule
+from ckptconv.checkpoint.quantization import CODES, Quantized, find_quantized, read_config
 from ckptconv.checkpoint.state_dicts import IS_AVERAGE, StateDict
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.checkpoint.torch_versions import (
@@ -28,7 +29,9 @@ from ckptconv.checkpoint.torch_versions import (
 from ckptconv.checkpoint.weights_only.objects import Answer
 from ckptconv.edits.devices import user_devices
 from ckptconv.edits.names import prefixes_of
+from ckptconv.errors import InputError
 from ckptconv.formats import opening
+from ckptconv.formats.exported import is_exported
 from ckptconv.formats.opening import open_input
 from ckptconv.formats.torch_zip import SUPERSEDED
 from ckptconv.hints import Placeholder, command, for_python
@@ -37,7 +40,20 @@ from ckptconv.inspection.diagnosis.findings import Advice
 from ckptconv.inspection.diagnosis.host import Host, this_host
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Call, Dict, FrozenSet, Global, List, Node, Set, Tuple, Value, gc_paused, is_global
+from ckptconv.pickles.graph import (
+    Call,
+    Dict,
+    FrozenSet,
+    Global,
+    List,
+    Node,
+    Set,
+    Tuple,
+    Value,
+    gc_paused,
+    is_global,
+    strings_of,
+)
 from ckptconv.pickles.paths import Place
 from ckptconv.result import Result
 from ckptconv.safety.scan import Concern, Level, concerns, level_of
@@ -63,7 +79,12 @@ class Share:
 
 @dataclass(frozen=True)
 class StateDictSummary:
-    """A state dict: its path, its size, and how many of its names start with each first segment."""
+    """A state dict: its path, its size, and how many of its names start with each first segment.
+
+    Attributes:
+        quantized: The number of quantized weights of each layout. In ``parameters`` they count with the elements that
+            they have once they are not quantized, and their scales do not count.
+    """
 
     path: str
     tensors: int
@@ -71,6 +92,7 @@ class StateDictSummary:
     nbytes: int
     prefixes: dict[str, int]
     names: int
+    quantized: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -408,7 +430,7 @@ def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Sum
         stored_nbytes=sum(storage.nbytes for storage in checkpoint.storages.values()),
         storages=len(checkpoint.storages),
         dtypes=_shares((info.dtype, 1, info.nbytes) for info in untied),
-        devices=_devices(checkpoint, untied) if has_pickle else {},
+        devices=_devices(checkpoint, untied) if has_pickle or is_exported(checkpoint) else {},
         state_dicts=tuple(_state_dict(found, checkpoint) for found in detected.state_dicts),
         modules=tuple(_module(found, checkpoint) for found in detected.modules),
         ties=_ties(tensors),
@@ -417,7 +439,7 @@ def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Sum
         ),
         rng_states=tuple(info.path for info in detected.rng_states),
         optimizers=tuple(_optimizers(checkpoint)) if detected.optimizer_nodes else (),
-        weights_only=loading.loads or not has_pickle,
+        weights_only=loading.loads or (not has_pickle and not is_exported(checkpoint)),
         obstacles=dict(refusals),
         torch_load=_torch_load(loading, checkpoint, host, every=every),
         safety=level_of(checkpoint, concerned, loading),
@@ -489,7 +511,7 @@ def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
             shape=info.shape,
             stride=info.stride,
             offset=info.offset,
-            device=None if checkpoint.is_state_dict else info.device,
+            device=None if checkpoint.is_state_dict and not is_exported(checkpoint) else info.device,
             nbytes=info.nbytes,
             storage_nbytes=info.storage.nbytes if info.storage else None,
             requires_grad=info.requires_grad,
@@ -584,6 +606,13 @@ def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSumma
     infos = [info for _, value in state_dict.items() if (info := tensors.get(id(value)))]
     parameters, nbytes = _sizes(infos, checkpoint)
     names = state_dict.names()
+    known = _quantized(state_dict, checkpoint) if any(info.dtype in CODES for info in infos) else []
+    if known:
+        stored = {name for each in known for name in (each.codes, *each.scales)}
+        others = [
+            tensors[id(value)] for name, value in state_dict.items() if name not in stored and id(value) in tensors
+        ]
+        parameters = _sizes(others, checkpoint)[0] + sum(prod(each.shape) for each in known)
     return StateDictSummary(
         path=state_dict.path,
         tensors=len(infos),
@@ -591,7 +620,21 @@ def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSumma
         nbytes=nbytes,
         prefixes=dict(prefixes_of(names).most_common()),
         names=len(names),
+        quantized=dict(Counter(each.layout for each in known)),
     )
+
+
+def _quantized(state_dict: StateDict, checkpoint: Checkpoint) -> list[Quantized]:
+    """Return the quantized weights of a state dict whose layout is known."""
+    from ckptconv.edits.regroup_files import content_of_config  # lazily, for start-up
+
+    try:
+        config = read_config(content_of_config(checkpoint.source))
+    except InputError:  # a configuration that is not JSON: convert refuses it
+        config = None
+    infos = checkpoint.tensor_nodes
+    tensors = {name: infos[id(node)] for name, node in strings_of(state_dict.node).items() if id(node) in infos}
+    return [each for each in find_quantized(tensors, config) if not each.trouble]
 
 
 def _module(module: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:

@@ -243,7 +243,7 @@ def _devices(summary: Summary, style: Style) -> Iterator[str]:
     """Yield the devices in the file, and that a format without a pickle stores none."""
     if summary.devices:
         yield from fact(style, "devices", _shares(summary.devices), paint=partial(_accelerators, style))
-    if summary.protocol is None:
+    elif summary.protocol is None:
         yield from fact(style, "devices", "none stored: whoever loads it says where to")
 
 
@@ -285,7 +285,9 @@ def _part(part: Part, summary: Summary) -> str:
         optimizer = next((_optimizer(each) for each in summary.optimizers if each.path == part.path), "")
         return f"{where}{count(part.tensors, 'tensor')}, {size(part.nbytes)}{listed and ': '}{listed}{optimizer}"
     what = f"{count(state_dict.names, 'name')}, {count(state_dict.parameters, 'parameter')}, {size(part.nbytes)}"
-    return f"{where}{what}{_prefix(state_dict.prefixes, state_dict.names)}"
+    layouts = [f"{n:,} as {layout}" for layout, n in state_dict.quantized.items()]
+    quantized = f"; quantized: {', '.join(layouts)}" if layouts else ""
+    return f"{where}{what}{quantized}{_prefix(state_dict.prefixes, state_dict.names)}"
 
 
 def _optimizer(optimizer: OptimizerSummary) -> str:
@@ -380,6 +382,8 @@ def _safety(summary: Summary, style: Style) -> Iterator[str]:
     inside = [f"{each.name} at {each.path}" for each in summary.concerns if each.inside]
     if inside:
         yield from fact(style, "pickles in it", first_of(inside, _SHOWN))
+    if summary.safety == "needs code":
+        return
     if summary.protocol is None:
         yield from fact(style, "needs code", "no: the format holds none")
     elif summary.weights_only and not summary.loads_here:  # otherwise a finding says what is refused

@@ -22,6 +22,7 @@ from ckptconv.checkpoint.weights_only.objects import Answer, Contents, Reason
 from ckptconv.checkpoint.weights_only.unpickler import reasons
 from ckptconv.dtypes import BY_NAME, UNTYPED
 from ckptconv.errors import InputError, MalformedError
+from ckptconv.formats.exported import REFUSED, is_exported
 from ckptconv.formats.sharded.index import ShardedContainer
 from ckptconv.formats.torch_files import LegacyFile
 from ckptconv.formats.torch_zip import CONSTANTS, record_bytes
@@ -114,6 +115,9 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[
     is_named_safetensors = checkpoint.source.path.name.endswith(".safetensors") and rules.since(2, 13)
     if is_named_safetensors and checkpoint.format != _SAFETENSORS:
         yield Reason("refused", "torch.load takes a file of this name for safetensors, and it is none")
+    if is_exported(checkpoint):
+        yield Reason("refused", REFUSED)
+        return
     if checkpoint.script_classes is not None:
         yield Reason("refused", "it is a TorchScript archive, which torch.jit.load loads and torch.load does not")
         return
@@ -243,7 +247,8 @@ def _legacy_reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> It
     for each in checkpoint.references:
         if storage_id(each.node).dtype is UNTYPED:
             yield Reason("refused", "torch cannot read a storage without a dtype from this format", is_spelling=True)
-    yield from reasons(checkpoint.graph, Contents(blobs=blobs, are_there=False), rules)
+    contents = Contents(checkpoint.index.storage_of, blobs, are_there=False)
+    yield from reasons(checkpoint.graph, contents, rules)
 
 
 def _safetensors_reasons(checkpoint: Checkpoint, rules: Rules) -> Iterator[Reason]:

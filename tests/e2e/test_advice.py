@@ -30,7 +30,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed.checkpoint
 import torch.distributed.tensor  # DTensors are loaded here
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -49,6 +48,7 @@ from tests.support.archives import rezip
 from tests.support.megatron_folders import write_megatron
 from tests.support.paths import ROOT
 from tests.support.rank_runs import save_as_ranks
+from tests.support.writers import distributed as dcp_folder
 from tests.support.zero_folders import TAG, quantized, write_zero
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("here")]
@@ -1128,7 +1128,7 @@ def _folder(m: str) -> None:
 
 
 def _dcp(m: str) -> None:
-    torch.distributed.checkpoint.save({"w": torch.ones(3), "epoch": 1}, checkpoint_id=m, no_dist=True)
+    dcp_folder({"w": torch.ones(3), "epoch": 1}, Path(m))
 
 
 def _ranks(m: str, name: str = "model", epoch: int = 0) -> None:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.export.pt2_archive._package import package_pt2
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import import_utils
 
@@ -770,7 +771,8 @@ def torch_bytes(elements: int = 0) -> bytes:
 
 def exported() -> bytes:
     file = io.BytesIO()
-    torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.zeros(1, 3),)), file)
+    program = torch.export.export(nn.Linear(3, 2), (torch.zeros(1, 3),))
+    package_pt2(file, exported_programs={"model": program, "other": program})
     return file.getvalue()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from tests.support import zoo
+from tests.support.writers import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")
 
@@ -33,7 +33,7 @@ def here(here: Path) -> None:
     zoo.save({"w": torch.ones(4), "v": torch.zeros(2)}, here / "a.pt", ("cuda:0",))
     torch.save({"w": torch.ones(4) + 1}, "other.pt")
     torch.save({"w": torch.arange(4.0).reshape(2, 2).t()}, "views.pt")
-    dcp.save({"w": torch.ones(4)}, checkpoint_id="dcp", no_dist=True)
+    distributed({"w": torch.ones(4)}, Path("dcp"))
 
 
 def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:

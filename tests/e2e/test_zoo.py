@@ -20,7 +20,6 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.serialization import config
 
 import ckptconv
 from ckptconv import dtypes
@@ -42,6 +41,17 @@ pytestmark = [
     pytest.mark.untraced,
 ]
 
+
+def calculated_offsets() -> Any:
+    """A context in which torch computes where storages are, and asks the archive for none; not in torch 2.6."""
+    if VERSION < (2, 7):
+        return nullcontext()
+    from torch.utils.serialization import config
+
+    return config.patch({"load.calculate_storage_offsets": True})
+
+
+VERSION = torch_facts.version()
 Rule = Callable[[str, bool], str]
 #: What is asked for, and which tag that makes of a tag (True: of a generator's state).
 EDITS: dict[str, tuple[Any, Rule]] = {
@@ -125,7 +135,7 @@ def test_every_way_of_loading_agrees(name: str, tmp_path: Path) -> None:
     plain = torch.load(dst, weights_only=False)
     assert_same(torch.load(src, map_location="cpu", weights_only=False), plain)
     assert_same(plain, torch.load(dst, weights_only=False, mmap=True))
-    with config.patch({"load.calculate_storage_offsets": True}):
+    with calculated_offsets():
         assert_same(plain, torch.load(dst, weights_only=False, mmap=True))
         assert_same(plain, torch.load(dst, weights_only=False))
     assert_same(*(outcome(lambda p=p: torch.load(p, map_location="meta", weights_only=False)) for p in (src, dst)))
@@ -154,7 +164,9 @@ def test_safe_loader(name: str, tmp_path: Path) -> None:
         if taken:
             assert_same(torch.load(src, map_location="cpu", weights_only=False), torch.load(dst, weights_only=True))
             assert record(dst)[:2] == b"\x80\x02"  # of others it warns
-    assert taken or name not in SAFE
+    assert (
+        taken or name not in SAFE or (name == "nested" and VERSION >= (2, 15)) or (name == "meta" and VERSION < (2, 7))
+    )
 
 
 #: So that the test above cannot become empty.
@@ -408,7 +420,7 @@ def test_zipped_again_by_another_tool(name: str, method: int, tmp_path: Path) ->
     assert all(offset % 64 == 0 for key, offset in data_offsets(dst).items() if key.startswith("data/"))
     wanted, tags = load_with(src, EDITS["one"][1], False)
     ways = [tags_of(dst), tags_of(dst, mmap=True)]
-    with config.patch({"load.calculate_storage_offsets": True}):
+    with calculated_offsets():
         ways += [tags_of(dst), tags_of(dst, mmap=True)]
     for found, found_tags in ways:
         assert_same(wanted, found)

@@ -142,6 +142,9 @@ def _zips() -> Iterator[tuple[str, bytes]]:
     yield "big_endian", archive([replace(r, data=b"big") if r.name.endswith(b"byteorder") else r for r in records])
     yield "zipfile", rezipped(state, method=zipfile.ZIP_DEFLATED)
     yield "script", scripted(nn.Linear(1, 1))
+    program = io.BytesIO()
+    torch.export.save(torch.export.export(nn.Linear(1, 1), (torch.zeros(1, 1),)), program)
+    yield "program", program.getvalue()
 
 
 def _legacies() -> Iterator[tuple[str, bytes]]:
@@ -189,6 +192,9 @@ def _safetensors() -> Iterator[tuple[str, bytes]]:
             {"b": "a"},
         ),
     )
+    codes = torch.arange(64, dtype=torch.uint8).view(4, 16)
+    yield "fp8", save({"a.weight": codes.view(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1, 1)})
+    yield "mxfp4", save({"a_blocks": codes.view(2, 2, 1, 16), "a_scales": codes[0, :4].reshape(2, 2, 1).clone()})
     yield "tied", save({"a": torch.ones(2)}, {"format": "pt", "b": "a"})
     yield "scalar", save({"a": torch.tensor(1.0), "b": torch.ones(0, 3)})
     info = json.dumps({"a": {"saved_offsets": [0, 0]}})

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import ckptconv
 from ckptconv.conversion.in_place import open_locked
@@ -21,6 +20,7 @@ from tests.support import fake_s3
 from tests.support.command import Command
 from tests.support.conversions import saved_in_each_format
 from tests.support.http_server import Exchange, serving
+from tests.support.writers import distributed
 
 pytest.importorskip("urllib3", reason="the extra remote is not installed")
 
@@ -90,7 +90,7 @@ def test_in_a_store(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest
         url = store.put("dcp/.metadata", b"").removesuffix("dcp/.metadata") + name
         if name == "dcp/":
             state = {"a": torch.arange(40_000.0), "b": torch.ones(9)}
-            dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+            distributed(state, tmp_path / "dcp")
             for each in (tmp_path / "dcp").iterdir():
                 store.put(f"dcp/{each.name}", each.read_bytes())
         answered, honest, whole = 0, 10**9, fake_s3._Handler._answer

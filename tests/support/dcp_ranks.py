@@ -6,6 +6,7 @@ The processes are forks of one that has imported torch: four imports would take 
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
@@ -19,11 +20,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 RANKS = 4
+#: Whether this torch can write the folders "own" and "hf"; older ones cannot.
+HAS_OWN = "use_collectives" in inspect.signature(dcp.save).parameters
+_HuggingFace: Any = getattr(dcp, "HuggingFaceStorageWriter", None)
+HAS_HF = _HuggingFace is not None and "save_distributed" in inspect.signature(_HuggingFace).parameters
 _GENERATOR = torch.Generator().manual_seed(7)
 
 
@@ -82,11 +87,15 @@ OTHERS: dict[str, Any] = {
 }
 
 
+def _spread(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """`whole`, which every process has, spread over `mesh` without a message."""
+    replicated = DTensor.from_local(whole.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=placements)
+
+
 def rows(mesh: DeviceMesh) -> dict[str, Any]:
     """A checkpoint as FSDP leaves it: tensors by rows, an optimizer, and what is no tensor."""
-    spread = {
-        name: distribute_tensor(whole.clone(), mesh, [Shard(0)], src_data_rank=None) for name, whole in ROWS.items()
-    }
+    spread = {name: _spread(whole, mesh, (Shard(0),)) for name, whole in ROWS.items()}
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(RANKS)])
     old = sharded_tensor.zeros(spec, 6, 2)
     for shard in old.local_shards():
@@ -103,10 +112,7 @@ def rows(mesh: DeviceMesh) -> dict[str, Any]:
 
 def over_mesh(mesh: DeviceMesh) -> dict[str, DTensor]:
     """Tensors spread over both dimensions of `mesh`."""
-    return {
-        name: distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
-        for name, (whole, placements) in MESH.items()
-    }
+    return {name: _spread(whole, mesh, placements) for name, (whole, placements) in MESH.items()}
 
 
 def run(rank: int, folder: Path) -> None:
@@ -120,10 +126,12 @@ def run(rank: int, folder: Path) -> None:
     dcp.save(over_mesh(square), checkpoint_id=folder / "mesh")
     dcp.save(over_mesh(square), storage_writer=FileSystemWriter(folder / "files", single_file_per_rank=False))
     dcp.save(rows(line), storage_writer=FileSystemWriter(folder / "threads", thread_count=2))
-    dcp.save(rows(line)["state_dict"], checkpoint_id=folder / "own", use_collectives=False)
+    if HAS_OWN:
+        dcp.save(rows(line)["state_dict"], checkpoint_id=folder / "own", use_collectives=False)
     in_order = {**over_mesh(square), **rows(line)["state_dict"]}
     plain = {name: in_order[name] for name in in_order if name not in OUT_OF_ORDER}
-    dcp.save(plain, storage_writer=HuggingFaceStorageWriter(str(folder / "hf"), save_distributed=True))
+    if HAS_HF:
+        dcp.save(plain, storage_writer=_HuggingFace(str(folder / "hf"), save_distributed=True))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import warnings
 from pathlib import Path
@@ -10,7 +11,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-__all__ = ["distributed", "scripted", "sharded"]
+__all__ = ["ALONE", "distributed", "scripted", "sharded"]
+
+
+#: What says to torch.distributed.checkpoint that there is one process. torch 2.6 finds that out.
+ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
 
 
 def scripted(module: torch.nn.Module) -> bytes:
@@ -26,7 +31,7 @@ def distributed(state: dict[str, Any], folder: Path) -> Path:
     """What one process saves of `state` with torch.distributed.checkpoint: `folder`, which must not exist."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no process group
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        dcp.save(state, checkpoint_id=folder, **ALONE)
     return folder
 
 

@@ -376,12 +376,13 @@ class Objects:
         for at in range(0, text.length, _WINDOW):
             yield blobs.read(text.offset + at, min(_WINDOW, text.length - at))
 
-    def numbers(self, tensor: TensorValue) -> list[int]:
+    def numbers(self, tensor: TensorValue, *, at_end: bool = False) -> list[int]:
         """Return the elements of `tensor`, which has int64 or int32, in row-major order.
 
-        Raises NotKnown if they cannot be read, or if too many bytes have been read in this way.
+        `at_end` says that torch reads them when all storages are filled, and not at this step. Raises NotKnown if they
+        cannot be read, or if too many bytes have been read in this way.
         """
-        if not self.contents.are_there:
+        if not (self.contents.are_there or at_end):
             raise NotKnown("it needs the values of a tensor before they are there")
         storage = self.contents.storages.get(id(tensor.storage.node)) if tensor.storage else None
         data = storage and storage.data

@@ -309,7 +309,7 @@ def _coordinates(args: Arguments) -> TensorValue:
     if tuple(shape[len(shape) - dense :]) != values.shape[1:]:
         raise Refused(f"its values have the shape {values.shape}, which its size is not")
     if _checks_indices(args):
-        numbers, nnz = _index_numbers(args, indices), indices.shape[1]
+        numbers, nnz = _index_numbers(args, indices, in_place=indices.dtype == "int64"), indices.shape[1]
         rows = [numbers[i : i + nnz] for i in range(0, len(numbers), nnz)] if nnz else []
         _check_range(rows, shape)
         if is_coalesced and any(a >= b for a, b in pairwise(zip(*rows, strict=True))):
@@ -322,11 +322,15 @@ def _checks_indices(args: Arguments) -> bool:
     return args.objects.rules.since(2, 14) or not args.objects.rules.since(2, 8)
 
 
-def _index_numbers(args: Arguments, indices: TensorValue) -> list[int]:
-    """Return the elements of `indices`. Raise NotKnown if they cannot be read here."""
+def _index_numbers(args: Arguments, indices: TensorValue, *, in_place: bool) -> list[int]:
+    """Return the elements of `indices`. Raise NotKnown if they cannot be read here.
+
+    torch compares them with the size when all storages are filled. `in_place` says that the sparse tensor uses
+    `indices` and no copy of them that was made before.
+    """
     if indices.dtype not in ("int64", "int32"):
         raise NotKnown(f"indices of {indices.dtype}")
-    return args.objects.numbers(indices)
+    return args.objects.numbers(indices, at_end=in_place)
 
 
 def _check_range(rows: Iterable[Sequence[int]], shape: Sequence[int]) -> None:
@@ -356,7 +360,7 @@ def _check_compressed(args: Arguments, layout: str, parts: Sequence[TensorValue]
         raise Refused(f"its values have the shape {values.shape}, which its size is not")
     if compressed.dtype != plain.dtype:
         raise Refused(f"its indices are {compressed.dtype} and {plain.dtype}")
-    starts, indices = (_index_numbers(args, part) for part in (compressed, plain))
+    starts, indices = (_index_numbers(args, part, in_place=True) for part in (compressed, plain))
     for i in range(prod(batches)):
         own, row = starts[i * (lines + 1) :][: lines + 1], indices[i * nnz :][:nnz]
         _check_range([row], [places])
@@ -418,16 +422,18 @@ def _sparse_shape(args: Arguments, i: int) -> list[int]:
 def _nested(args: Arguments) -> TensorValue:
     """Return the nested tensor of ``(buffer, sizes, strides, offsets)``.
 
-    Every part that the last three describe must be inside the storage of the buffer.
+    Every part that the last three describe must be inside the storage of the buffer. torch before 2.8 does not check
+    that, and no version compares an offset with 0.
     """
     args.check_count(4)
+    wrong = Refused if args.objects.rules.since(2, 8) else NotKnown
     buffer = args.tensor(0, "buffer")
     if buffer.kind != "strided" or buffer.device != "cpu" or not buffer.is_plain or buffer.storage is None:
         raise NotKnown("a nested tensor whose buffer is no plain tensor")
     if len(buffer.shape) != 1:
         raise Refused(f"its buffer has {len(buffer.shape)} dimensions")
     sizes, strides, offsets = (
-        _nested_part(args, i, what) for i, what in ((1, "sizes"), (2, "strides"), (3, "offsets"))
+        _nested_part(args, i, what, wrong) for i, what in ((1, "sizes"), (2, "strides"), (3, "offsets"))
     )
     if len(sizes.shape) != 2 or sizes.shape != strides.shape:
         raise Refused(f"its sizes have the shape {sizes.shape}, and its strides {strides.shape}")
@@ -435,17 +441,24 @@ def _nested(args: Arguments) -> TensorValue:
         raise Refused(f"it has {sizes.shape[0]} parts, and offsets of the shape {offsets.shape}")
     n, (shapes, steps, starts) = sizes.shape[1], map(args.objects.numbers, (sizes, strides, offsets))
     for i, start in enumerate(starts):
-        _view(buffer.storage, start, shapes[n * i : n * i + n], steps[n * i : n * i + n], buffer.dtype)
+        if start < 0:
+            raise NotKnown(f"a part of a nested tensor begins at {start}")
+        try:
+            _view(buffer.storage, start, shapes[n * i : n * i + n], steps[n * i : n * i + n], buffer.dtype)
+        except Refused as error:
+            raise wrong(str(error)) from None
     return TensorValue(buffer.dtype, (), kind="nested")
 
 
-def _nested_part(args: Arguments, i: int, what: str) -> TensorValue:
-    """Return argument `i`, a strided int64 tensor on the CPU. `what` names it in messages."""
+def _nested_part(args: Arguments, i: int, what: str, wrong: type[Refused | NotKnown]) -> TensorValue:
+    """Return argument `i`, a strided int64 tensor on the CPU. `what` names it in messages. Raise `wrong` for another
+    dtype.
+    """
     held = args.tensor(i, what)
     if held.kind != "strided" or held.device != "cpu":
         raise NotKnown(f"{what} of a nested tensor that are no plain tensor")
     if held.dtype != "int64":
-        raise Refused(f"its {what} are {held.dtype} and not int64")
+        raise wrong(f"its {what} are {held.dtype} and not int64")
     return held
 
 

@@ -57,6 +57,10 @@ _METHOD = regex(re.escape(LOCAL) + rb"(?s:.{4}(..))")  # in a local header: two 
 _FOLLOWING = 4096  # bytes after data.pkl, in which a few small records and the first storage start
 
 
+class ExportedError(UnsupportedError):
+    """A program of torch.export, whose weights :mod:`ckptconv.formats.exported` may read."""
+
+
 def refuse_foreign_zips(source: Readable, names: list[str]) -> None:
     """Raise the error that says what a zip archive of `names` is, unless it is a checkpoint of torch."""
     # torch looks for names below the folder at the root, without regard to case.
@@ -100,7 +104,7 @@ def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> list[
         ),
         (
             not below.isdisjoint(("archive_format", _PROGRAM)) or _PROGRAM in names,
-            UnsupportedError(
+            ExportedError(
                 "a .pt2 archive (torch.export), which holds a program and not only weights",
                 hint=f"{TRUSTED}, save its weights alone: "
                 + saved_by_torch(f"torch.export.load({literal(path)}).state_dict"),

@@ -21,6 +21,7 @@ from ckptconv.edits.options import Edits, split_edits
 from ckptconv.edits.selection import named_tensors, select
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, count, some
 from ckptconv.formats import opening
+from ckptconv.formats.exported import is_exported
 from ckptconv.formats.opening import open_input
 from ckptconv.hints import Option, Placeholder, command, command_line, for_python, option
 from ckptconv.inspection.comparison.differences import (
@@ -564,6 +565,8 @@ def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ..
 
 def _why_weights_alone(checkpoint: Checkpoint) -> str | None:
     """Return why only tensors with names are compared if `checkpoint` is one side, or None if more is compared."""
+    if is_exported(checkpoint):
+        return f"of a {checkpoint.format} the weights are compared"
     if checkpoint.is_state_dict:
         return f"{checkpoint.format} holds nothing else"
     if checkpoint.script_classes is not None:

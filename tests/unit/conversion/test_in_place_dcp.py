@@ -20,7 +20,7 @@ from ckptconv.output import in_place as writing
 from tests.support.conversions import refused_in_place
 from tests.support.judge import assert_same
 from tests.support.torn_writes import operations_of, torn_states
-from tests.support.writers import distributed
+from tests.support.writers import ALONE, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")  # torch's, about there being no others
 
@@ -60,7 +60,7 @@ def test_names(tmp_path: Path, edits: dict[str, Any], undone: str) -> None:
     assert ckptconv.diff(folder, tmp_path / "converted.pt").same and ckptconv.verify(folder).ok
     names = list(by_torch(folder, tmp_path)["model"])
     target = {"model": {name: torch.zeros(2, 3) for name in names}}
-    dcp_of_torch.load(target, checkpoint_id=folder, no_dist=True)
+    dcp_of_torch.load(target, checkpoint_id=folder, **ALONE)
     assert_same(list(target["model"].values()), list(STATE["model"].values()))
     ckptconv.undo(folder if undone == "folder" else folder / ".metadata")
     assert contents(folder) == before

@@ -307,3 +307,13 @@ def test_a_mark_of_comfyui(tmp_path: Path) -> None:
     }
     found = converted(tmp_path, model, "bf16")
     assert [*found] == ["model.a.weight"]
+
+
+def test_inspect_shows_layouts(tmp_path: Path) -> None:
+    """The layout and the logical number of parameters, without the scales."""
+    model = quantized() | {"d.weight_packed": codes(4, 32), "d.weight_scale": codes(4, 2)}
+    save_file(model, tmp_path / "src.safetensors")
+    (state_dict,) = ckptconv.inspect(tmp_path / "src.safetensors").state_dicts
+    assert state_dict.quantized == {"fp8 in blocks of 128×128": 2, "MXFP4": 1}
+    assert state_dict.parameters == 2 * 200 * 300 + 3 + 4 * 64
+    assert "quantized: 2 as fp8 in blocks of 128×128, 1 as MXFP4" in str(ckptconv.inspect(tmp_path / "src.safetensors"))

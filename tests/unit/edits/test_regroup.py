@@ -250,6 +250,19 @@ def test_what_belongs_to_a_weight(tmp_path: Path) -> None:
     assert regrouped(tmp_path, state, rule, scales)["a.k.weight_scale_inv"].tolist() == [[2], [3]]
     with pytest.raises(RefusedError, match=r"not cut where the blocks of a\.qkv\.weight_scale_inv end"):
         regrouped(tmp_path, state, "**.qkv.weight = **.q.weight[200], **.k.weight[312]", scales)
+    # 192 rows with two scales: blocks of 128, not of 96; 64 rows with one scale: blocks of 64 or 128
+    odd = {"a.qkv.weight": fp8[:192], "a.qkv.weight_scale_inv": numbered(2, 1)}
+    halves = ("a.qkv.weight = a.q.weight:1, a.k.weight:1", "a.qkv.weight_scale_inv = a.q.scales:1, a.k.scales:1")
+    with pytest.raises(RefusedError, match="not cut where the blocks"):
+        regrouped(tmp_path, odd, *halves)
+    for rows, ok in ((64, False), (128, True), (96, False)):
+        parts = {f"{n}.weight{s}": numbered(1, 1) if s else fp8[:rows] for n in "qk" for s in ("", "_scale_inv")}
+        joins = ("q.weight, k.weight = w", "q.weight_scale_inv, k.weight_scale_inv = w_scale_inv")
+        if ok:
+            assert regrouped(tmp_path, parts, *joins)["w_scale_inv"].shape == (2, 1)
+        else:
+            with pytest.raises(RefusedError, match="not cut where the blocks"):
+                regrouped(tmp_path, parts, *joins)
     quantized = {"e.0.gate_proj_blocks": numbered(2), "e.0.gate_proj_scales": numbered(2)}
     with pytest.raises(RefusedError, match="gate_proj_scales belongs to"):
         regrouped(tmp_path, quantized, "e.{n}.gate_proj_blocks = e.gate_proj_blocks")
@@ -284,7 +297,7 @@ def test_files_of_rules(tmp_path: Path) -> None:
     same(regrouped(tmp_path, {"a": state["w"][:2], "b": state["w"][2:]}, rules=rules.as_posix(), reverse=True), state)
     report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "back.pt", rules=str(rules), reverse=True)
     assert [note for note in report.notes if "x = y[1], -" in note] == [
-        "the rule is left out, because it is only for one direction: x = y[1], -"
+        "rules that have no reverse are left out: x = y[1], -"
     ]
     with pytest.raises(NoMatchError, match=r"no rule of .*my\.rules matches a name"):
         regrouped(tmp_path, {"other": numbered(1)}, rules=str(rules))
@@ -311,6 +324,10 @@ def test_shards(tmp_path: Path, moe: State) -> None:
     assert torch.load(tmp_path / "one.pt").keys() == expected.keys()
     with pytest.raises(RefusedError, match="a part is missing"):
         ckptconv.convert(folder / "model-00001-of-00002.safetensors", tmp_path / "x.safetensors", regroup=MIXTRAL[0])
+    save_file({f"e.{i}.w": numbered(2) for i in range(3)}, one := tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(RefusedError, match="parts to stack can be in another one"):  # e.3.w, and nobody knows
+        ckptconv.convert(one, tmp_path / "x.safetensors", regroup="e.{i}.w = e.w")
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["in.pt", "in.safetensors"])
@@ -472,12 +489,28 @@ def test_a_tensor_without_bytes_makes_no_million_names(tmp_path: Path) -> None:
         regrouped(tmp_path, {"x": torch.empty(LIMITS.regrouped + 1, 0)}, "x = y.{e}")
 
 
+def test_rules_cost_no_more_than_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their length, their number times that of the names, and the tensors that they make."""
+    state = {f"x.{i}": numbered(1) for i in range(100)}
+    parts = ", ".join(f"y{i}.{{n}}:1" for i in range(999))
+    with pytest.raises(UsageError, match=r"the rule is too long \(expected at most 10,000 characters\)"):
+        regrouped(tmp_path, state, f"x.{{n}} = {parts}")
+    set_limits(monkeypatch, dataclasses.replace(LIMITS, rule_length=100_000, regrouped=9_990))
+    with pytest.raises(LimitError, match="too many tensors"):
+        regrouped(tmp_path, state, f"x.{{n}} = {parts}")
+    set_limits(monkeypatch, dataclasses.replace(LIMITS, rule_steps=299))
+    with pytest.raises(LimitError, match="too many rules for so many names"):
+        regrouped(tmp_path, state, "x.{n} = y.{n}", "y.{n} = z.{n}", "z.{n} = x.{n}")
+
+
 def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is missing, too large, no text, or not a rule in each line; sizes that are no sizes."""
     state = {"w": numbered(4)}
     rules, sizes = tmp_path / "my.rules", tmp_path / "my.json"
     with pytest.raises(CkptconvError, match="no such file"):
         regrouped(tmp_path, state, rules=str(rules))
+    with pytest.raises(UsageError, match="no rules are called xxx"):
+        regrouped(tmp_path, state, rules="x" * 5_000)
     rules.write_text("w = a:1, b:1\n\nw = a =\n")
     with pytest.raises(UsageError, match=r"my\.rules, line 3: w = a =: a rule has one ="):
         regrouped(tmp_path, state, rules=str(rules))

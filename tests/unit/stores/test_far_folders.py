@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import ckptconv
 from ckptconv.errors import (
@@ -33,6 +32,7 @@ from tests.support.command import Command
 from tests.support.fake_s3 import running_fake
 from tests.support.http_server import Exchange, FileServer, serving
 from tests.support.rank_runs import save_as_ranks
+from tests.support.writers import distributed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*single process"),  # torch's, about there being no others
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(STATE, run / "last.pt")
     torch.save(STATE, run / "deep" / "er" / "first.pt")
     ckptconv.convert(run / "last.pt", run / "set", format="safetensors", max_shard_size="400KB", force=True)
-    dcp.save(STATE, checkpoint_id=run / "epoch=9.ckpt", no_dist=True)
+    distributed(STATE, run / "epoch=9.ckpt")
     save_as_ranks(STATE, run / "ranks")
     (run / "config.json").write_text("{}")
     (run / "deep" / "notes.txt").write_text("of a batch")

@@ -109,6 +109,17 @@ def test_what_is_left_behind(tmp_path: Path, command: Command) -> None:
     assert "1 other file left: rng_state_0.pth" in shown
 
 
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors"])
+def test_weights_without_elements_are_no_state_dict(out: str, tmp_path: Path, command: Command) -> None:
+    """The weights in a file of stage 3 are elsewhere; a file of stage 2 has them."""
+    for stage, name in ((3, "zero_pp_rank_0_mp_rank_00_model_states.pt"), (2, "mp_rank_00_model_states.pt")):
+        folder = write_zero(tmp_path / str(stage), stage=stage)
+        ran = command("convert", folder / TAG / name, tmp_path / out, "--state-dict", status=1 if stage == 3 else 0)
+        assert ("has no elements, which are in the files of all ranks of DeepSpeed ZeRO" in ran.err) == (stage == 3)
+        assert ("ckptconv convert" in ran.err) == (stage == 3)
+        assert (tmp_path / out).exists() == (stage == 2)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_of_torch(stage: int, tmp_path: Path) -> None:
     """With numbers, in the order of the run's groups, ``load_state_dict`` takes it, and each parameter counts alone."""

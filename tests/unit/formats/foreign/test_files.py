@@ -28,6 +28,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_bytes
+from torch.export.pt2_archive._package import package_pt2
 
 import ckptconv
 from ckptconv.cli.main import main
@@ -379,7 +380,8 @@ def assert_out_is(folder: Path, expected: dict[str, Any]) -> None:
 def test_the_command_for_pt2_works(tmp_path: Path) -> None:
     """The weights of what torch.export wrote."""
     linear = torch.nn.Linear(3, 2)
-    torch.export.save(torch.export.export(linear, (torch.zeros(1, 3),)), tmp_path / "m.pt2")
+    program = torch.export.export(linear, (torch.zeros(1, 3),))
+    package_pt2(tmp_path / "m.pt2", exported_programs={"model": program, "other": program})
     follow(tmp_path / "m.pt2", "a .pt2 archive")
     assert_out_is(tmp_path, linear.state_dict())
 
@@ -388,7 +390,8 @@ def test_the_command_for_pt2_works(tmp_path: Path) -> None:
 def test_the_command_for_pt2_can_run_code(tmp_path: Path) -> None:
     """torch.export.load runs a pickle in the archive, which is why the command is for files of people one trusts."""
     linear = torch.nn.Linear(3, 2)
-    torch.export.save(torch.export.export(linear, (torch.zeros(1, 3),)), tmp_path / "good.pt2")
+    program = torch.export.export(linear, (torch.zeros(1, 3),))
+    package_pt2(tmp_path / "good.pt2", exported_programs={"model": program, "other": program})
     torch.save({"x": Reduced(exec, (f"open({str(tmp_path / 'ran')!r}, 'w').close()",))}, tmp_path / "x.pt")
     with zipfile.ZipFile(tmp_path / "good.pt2") as good, zipfile.ZipFile(tmp_path / "m.pt2", "w") as bad:
         for name in good.namelist():

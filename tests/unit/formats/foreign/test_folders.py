@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from ckptconv import inspect
 from ckptconv.cli.main import main
@@ -29,6 +28,7 @@ from ckptconv.limits import Limits
 from tests.support.conversions import read
 from tests.support.hostile_bytes import saved
 from tests.support.paths import fill
+from tests.support.writers import distributed
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
@@ -232,7 +232,7 @@ def test_a_link_to_itself_is_a_name_like_others(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_command_for_a_distributed_checkpoint_works(folder: Path) -> None:
     """It becomes one file."""
-    dcp.save({"w": torch.arange(5.0)}, checkpoint_id=folder, no_dist=True)
+    distributed({"w": torch.arange(5.0)}, folder)
     run(error_of(folder, "torch.distributed.checkpoint"), folder.parent)
     assert list(read(folder.parent / "out.pt").tensors) == ["w"]
 
@@ -240,7 +240,7 @@ def test_the_command_for_a_distributed_checkpoint_works(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_parts_of_a_distributed_checkpoint_get_the_folders_command(folder: Path) -> None:
     """As torch writes them; alone, a file is what its content says."""
-    dcp.save({"w": torch.arange(5.0)}, checkpoint_id=folder, no_dist=True)
+    distributed({"w": torch.arange(5.0)}, folder)
     expected = words_of(error_of(folder))
     parts = sorted(os.listdir(folder))
     assert parts == [".metadata", "__0_0.distcp"]

@@ -1,0 +1,302 @@
+"""Programs of torch.export (``.pt2``): read for their weights, and for what the program contains. They are not written.
+
+Layout, in one folder of a zip archive (torch 2.9 and newer):
+
+    archive_format                       pt2
+    byteorder                            little or big
+    models/MODEL.json                    the program: the graph, its signature, the version of its schema
+    data/weights/MODEL_weights_config.json
+                                         {"config": {NAME: {"path_name": "weight_0", "use_pickle": false,
+                                                            "tensor_meta": {dtype, sizes, strides, storage_offset,
+                                                                            device, layout}}}}
+    data/weights/weight_0                the bytes of a storage
+    data/constants/MODEL_constants_config.json, data/constants/tensor_0
+                                         the same for constants; custom_obj_N and opaque_obj_N are pickles
+    data/sample_inputs/MODEL.pt          a file of torch.save
+
+torch 2.8 has ``data/weights/MODEL.pt``, a file of torch.save, in place of the configuration and the storages. Archives
+of torch before 2.8 have no folder, and are not read.
+
+Nothing of a program is run. Source: ``torch/export/pt2_archive/_package.py`` and ``torch/_export/serde/schema.py`` of
+torch 2.13.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptconv.byteranges.sources import Readable, SliceSource
+from ckptconv.byteranges.spans import ByteRange, Inflate
+from ckptconv.checkpoint.merging import TensorCalls, empty_graph
+from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
+from ckptconv.checkpoint.storage_ids import change_id
+from ckptconv.checkpoint.tensor_info import LeftBehind
+from ckptconv.dtypes import BY_NAME
+from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError, count, some
+from ckptconv.formats.safetensors_header import check_nesting
+from ckptconv.formats.torch_zip import read_inner, record_bytes
+from ckptconv.formats.zip_archive import STORED, Archive, Member, read_archive
+from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
+from ckptconv.limits import LIMITS
+from ckptconv.pickles.graph import Call, Object, Tuple, Value, is_count, set_items
+
+NAME = "torch.export program"
+#: How torch.load answers.
+REFUSED = "it is a program of torch.export, which torch.export.load loads and torch.load does not"
+_WEIGHTS = "data/weights/"
+_MODEL = regex(r"models/([^/]+)\.json")
+#: Records that other readers of torch look for.
+_OTHERS = {"data.pkl", "constants.pkl", "attributes.pkl"}
+_STRIDED = 7
+_DTYPES = (
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
+    "complex128", "bool", "bfloat16",
+)  # from 1 on  # fmt: skip
+_LATER = (
+    "uint16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "uint32",
+    "uint64",
+)  # from 28 on  # fmt: skip
+_SCALARS = dict(enumerate(_DTYPES, 1)) | dict(enumerate(_LATER, 28))
+_SHOWN = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The archive of a program."""
+
+    archive: Archive
+
+
+def is_exported(checkpoint: Checkpoint) -> bool:
+    """Return whether `checkpoint` has the weights of a program of torch.export."""
+    return isinstance(checkpoint.container, Program)
+
+
+def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
+    """Return the weights in the program `source` as a state dict, with notes about the program.
+
+    Raises:
+        UnsupportedError: `unread`, if the archive has another layout.
+        MalformedError, LimitError: The archive or its JSON is damaged.
+    """
+
+    def is_known(names: list[str]) -> None:
+        below = [name.partition("/")[2].casefold() for name in names]
+        models = sum(bool(_MODEL.fullmatch(name)) for name in below)
+        if models != 1 or "archive_format" not in below or not _OTHERS.isdisjoint(below):
+            raise unread
+
+    archive = read_archive(source, is_known, lambda name: name.startswith(_WEIGHTS))
+    names = archive.names()
+    models = [match[1] for name in names if (match := _MODEL.fullmatch(name))]
+    if len(models) != 1 or "archive_format" not in names:  # a reader that collects faults leaves out bad names
+        raise unread
+    config = f"{_WEIGHTS}{models[0]}_weights_config.json"
+    source.faults.unread(archive.unread(source))
+    if config in names:
+        checkpoint = _weights(source, archive, config)
+    elif (saved := names.get(f"{_WEIGHTS}{models[0]}.pt")) and saved.method == STORED:
+        checkpoint = read_inner(SliceSource(source, saved.data_start(source), saved.size))
+        checkpoint.source, checkpoint.blobs = source, checkpoint.blobs or checkpoint.source
+    else:
+        raise unread
+    checkpoint.format, checkpoint.container, checkpoint.is_state_dict = NAME, Program(archive), True
+    checkpoint.notes += _notes(source, archive, models[0])
+    checkpoint.notes += _sample_inputs(source, names, models[0], checkpoint)
+    checkpoint.unused += _left_behind(names, config)
+    return checkpoint
+
+
+def refuse(checkpoint: Checkpoint, path: Path, *, devices: bool) -> None:
+    """Raise RefusedError if `checkpoint` is a program and more than its weights would have to be written to `path`.
+
+    `devices` is whether devices are to be changed.
+    """
+    if not is_exported(checkpoint):
+        return
+    where = checkpoint.source.path
+    if path.suffix == ".pt2":
+        raise RefusedError(
+            "a program of torch.export is not written, only its weights",
+            where=where,
+            hint="name an output that ends in .safetensors",
+        )
+    if devices:
+        raise RefusedError(
+            "the devices of a program of torch.export are in its graph, which is not changed",
+            where=where,
+            hint="torch.export.passes.move_to_device_pass changes a program that torch.export.load has loaded",
+        )
+
+
+# The weights
+
+
+def _weights(source: Readable, archive: Archive, config: str) -> Checkpoint:
+    """Return the tensors that the record `config` describes, as a dict. Raises MalformedError, LimitError."""
+    names, where = archive.names(), f"{source.path}: {config}"
+    graph = empty_graph()
+    calls = TensorCalls(graph)
+    folder = config.rpartition("/")[0]
+    items: list[Value] = []
+    for name, entry in _entries(source, archive, config).items():
+        try:
+            items += (name, _tensor(calls, entry, names, folder))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            got = f"{type(error).__name__}: {error}"
+            source.faults.found(MalformedError(f"the entry of {name!r} is not valid", where=where, got=got))
+    assert isinstance(graph.root, Object)
+    set_items(graph.root, items)
+
+    def record(key: str) -> ByteRange | Inflate | None:
+        member = names.get(f"{folder}/{key}")
+        return member.data(source, checked=archive.is_checked(member)) if member else None
+
+    checkpoint = checkpoint_of(NAME, source, graph, Program(archive), record, where)
+    order = _small(source, archive, "byteorder")
+    checkpoint.byteorder, checkpoint.is_byteorder_said = "big" if order == b"big" else "little", order is not None
+    return checkpoint
+
+
+def _entries(source: Readable, archive: Archive, config: str) -> dict[str, Any]:
+    """Return the entries in the record `config` by name. Raises MalformedError, LimitError."""
+    parsed = _json(source, archive, config)
+    entries = parsed.get("config") if isinstance(parsed, dict) else None
+    if not isinstance(entries, dict):
+        raise MalformedError("the record has no entries", where=f"{source.path}: {config}", expected='{"config": {…}}')
+    return entries
+
+
+def _tensor(calls: TensorCalls, entry: Any, names: Mapping[str, Member], folder: str) -> Call:
+    """Return a call that makes the tensor that `entry` describes.
+
+    Raises KeyError, TypeError, ValueError or AttributeError if it does not describe one.
+    """
+    meta, key = entry["tensor_meta"], entry["path_name"]
+    if entry["use_pickle"] is not False:
+        raise ValueError(f"{key} is a pickle")
+    if meta["layout"] != _STRIDED:
+        raise ValueError(f"layout {meta['layout']}")
+    dtype = BY_NAME[_SCALARS[meta["dtype"]]]
+    size, stride = ([each["as_int"] for each in meta[which]] for which in ("sizes", "strides"))
+    offset = meta["storage_offset"]["as_int"]
+    if not all(map(is_count, [*size, *stride, offset])):
+        raise ValueError("a size is not a number")
+    nbytes = names[f"{folder}/{key}"].size
+    node = calls.tensor(dtype, (nbytes // dtype.itemsize,), key, nbytes)
+    assert isinstance(node.args, Tuple)
+    node.args.items[1:4] = offset, Tuple([*size]), Tuple([*stride])
+    reference = node.args.items[0]
+    change_id(reference, tag=_device(meta["device"]))  # type: ignore[arg-type]
+    return node
+
+
+def _device(device: Any) -> str:
+    """Return the tag of a device in the JSON of a program. Raises KeyError, TypeError, ValueError."""
+    kind, index = device["type"], device["index"]
+    if not isinstance(kind, str) or not kind.isidentifier() or not (index is None or is_count(index)):
+        raise ValueError(f"a device {kind!r}")
+    return kind if index is None else f"{kind}:{index}"
+
+
+# The program
+
+
+def _notes(source: Readable, archive: Archive, model: str) -> Iterator[str]:
+    """Yield notes about the program `model`: its version and devices, its constants and its sample inputs."""
+    program = _json(source, archive, f"models/{model}.json")
+    try:
+        graph, version = program["graph_module"]["graph"], program["schema_version"]
+        devices = Counter(_devices(program))
+        inputs = [spec for spec in program["graph_module"]["signature"]["input_specs"] if "user_input" in spec]
+        about = f"schema {version['major']}.{version['minor']}, {count(len(graph['nodes']), 'node')}"
+        yield f"a program ({about}, {count(len(inputs), 'input')}) with code, which is not read as a checkpoint"
+        listed = [f"{device} ×{n:,}" for device, n in devices.most_common()]
+        yield f"devices in the program: {some(listed, _SHOWN) or 'none'}"
+    except (KeyError, TypeError, ValueError) as error:
+        where, got = f"{source.path}: models/{model}.json", f"{type(error).__name__}: {error}"
+        source.faults.found(MalformedError("this is not the JSON of a program", where=where, got=got))
+    config = f"data/constants/{model}_constants_config.json"
+    if config in archive.names() and (entries := _entries(source, archive, config)):
+        texts = [f"{name} ({_about(entry)})" for name, entry in entries.items()]
+        yield f"{count(len(texts), 'constant')}, not in the state dict: {some(texts, _SHOWN)}"
+
+
+def _sample_inputs(source: Readable, names: Mapping[str, Member], model: str, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a note about the sample inputs, which are added to `checkpoint`, so that they are searched for dangers."""
+    name = f"data/sample_inputs/{model}.pt"
+    saved = names.get(name)
+    if saved and saved.method == STORED:
+        try:
+            inner = read_inner(SliceSource(source, saved.data_start(source), saved.size))
+        except InputError as error:  # it may contain objects of any class, and is not converted
+            yield f"sample inputs that are not read: {error.what}"
+            return
+        checkpoint.beside[name] = inner
+        shown = [f"{info.dtype} {[*info.shape]} on {info.device}" for info in inner.tensors.values()]
+        yield f"sample inputs: {some(shown, _SHOWN) or 'no tensor'}"
+
+
+def _about(entry: Any) -> str:
+    """Return the dtype, shape and device of a constant, or that it is an object."""
+    try:
+        meta = entry["tensor_meta"]
+        size = [each["as_int"] for each in meta["sizes"]]
+        return f"{_SCALARS[meta['dtype']]} {size} on {_device(meta['device'])}"
+    except (KeyError, TypeError, ValueError):
+        return "an object"
+
+
+def _devices(program: Any) -> Iterator[str]:
+    """Yield each device that the JSON of a program contains, as an object with a type and an index."""
+    todo = [program]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, list):
+            todo += value
+        elif isinstance(value, dict):
+            if value.keys() == {"type", "index"}:
+                yield _device(value)
+            else:
+                todo += value.values()
+
+
+def _left_behind(names: Mapping[str, Member], config: str) -> Iterator[LeftBehind]:
+    """Yield what a copy of the weights does not contain, one entry for each folder."""
+    sizes: Counter[str] = Counter()
+    for name, member in names.items():
+        if name.startswith(("models/", "data/", "extra/")) and not name.startswith(_WEIGHTS) and name != config:
+            sizes["/".join(name.split("/")[: 2 if name.startswith("data/") else 1])] += member.size
+    for name, size in sizes.items():
+        yield LeftBehind(name, size, "it belongs to the program")
+
+
+def _small(source: Readable, archive: Archive, name: str) -> bytes | None:
+    """Return a record of a few bytes, or None."""
+    member = archive.names().get(name)
+    if member is None or member.size > LIMITS.note_bytes:
+        return None
+    return record_bytes(source, member, f"{source.path}: {name}", checked=archive.is_checked(member))
+
+
+def _json(source: Readable, archive: Archive, name: str) -> Any:
+    """Return the content of the JSON record `name`. Raises MalformedError, LimitError."""
+    member, where = archive.names()[name], f"{source.path}: {name}"
+    if member.size > LIMITS.program_bytes:
+        raise LimitError(
+            "the JSON of a program is too large",
+            where=where,
+            expected=f"at most {LIMITS.program_bytes:,} bytes",
+            got=f"{member.size:,}",
+        )
+    data = record_bytes(source, member, where, checked=archive.is_checked(member))
+    try:
+        check_nesting(data)
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError("the record is not JSON", where=where, got=str(error) or "nested too deeply") from None

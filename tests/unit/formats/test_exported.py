@@ -1,0 +1,213 @@
+"""Programs of torch.export: their weights are those that torch.export.load gives, and what lies is a typed error."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ckptconv
+from ckptconv.formats import exported
+from ckptconv.inspection.verification import verify
+from ckptconv.limits import LIMITS
+from tests.support.reduced import Reduced
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Convolutions(nn.Module):
+    """Parameters, buffers, a view, tied weights, and constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+        self.turned = nn.Parameter(torch.rand(4, 5).half().t())
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.constant = torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.a(self.norm(self.conv(x)).mean((2, 3)))) * self.mask
+        return x + self.constant.sum() + self.turned.float().sum() + torch.ones(2)
+
+
+class Attention(nn.Module):
+    """A layer of a transformer, with a dynamic batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def saved(path: Path, model: nn.Module, x: torch.Tensor, dynamic: Any = None) -> torch.export.ExportedProgram:
+    """The program of `model`, which is saved to `path`."""
+    program = torch.export.export(model.eval(), (x,), dynamic_shapes=dynamic)
+    torch.export.save(program, path)
+    return program
+
+
+def linear(path: Path) -> None:
+    saved(path, nn.Linear(3, 2), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("kind", ["convolutions", "attention"])
+def test_the_weights_are_those_that_torch_loads(kind: str, tmp_path: Path) -> None:
+    """Names, values, shapes and ties, in both formats."""
+    if kind == "convolutions":
+        saved(tmp_path / "m.pt2", Convolutions(), torch.rand(1, 1, 5, 5))
+    else:
+        saved(tmp_path / "m.pt2", Attention(), torch.rand(2, 3, 8), ({0: torch.export.Dim("batch")},))
+    want = torch.export.load(tmp_path / "m.pt2").state_dict
+    ckptconv.convert(tmp_path / "m.pt2", tmp_path / "w.pt")
+    ckptconv.convert(tmp_path / "m.pt2", tmp_path / "w.safetensors", copy_tied=True)
+    for found in (torch.load(tmp_path / "w.pt"), load_file(tmp_path / "w.safetensors")):
+        assert found.keys() == want.keys()
+        for name, value in want.items():
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value)
+    assert torch.load(tmp_path / "w.pt").keys() == want.keys()
+    assert verify(tmp_path / "m.pt2").ok
+
+
+def test_inspect_shows_the_program(tmp_path: Path) -> None:
+    """Devices, constants, sample inputs; that torch.load does not load it, and that it has code."""
+    saved(tmp_path / "m.pt2", Convolutions(), torch.rand(1, 1, 5, 5))
+    summary = ckptconv.inspect(tmp_path / "m.pt2")
+    assert (summary.format, summary.safety, summary.weights_only) == ("torch.export program", "needs code", False)
+    assert summary.torch_load.answer == "refused" and set(summary.devices) == {"cpu"}
+    said = "\n".join(summary.notes)
+    assert "2 constants, not in the state dict: " in said and "mask (float32 [2] on cpu)" in said
+    assert "sample inputs: float32 [1, 1, 5, 5] on cpu" in said and "devices in the program: cpu ×" in said
+    with pytest.raises(RuntimeError):
+        torch.load(tmp_path / "m.pt2", weights_only=True)
+
+
+def test_older_archives(tmp_path: Path) -> None:
+    """torch 2.8 saved the state dict with torch.save."""
+    linear(tmp_path / "m.pt2")
+    state = {"a": torch.rand(3)}
+    torch.save(state, tmp_path / "s.pt")
+
+    def older(name: str, data: bytes) -> tuple[str, bytes] | None:
+        if name.endswith("_weights_config.json"):
+            return name.replace("_weights_config.json", ".pt"), (tmp_path / "s.pt").read_bytes()
+        return None if "/weight_" in name else (name, data)
+
+    changed(tmp_path / "m.pt2", tmp_path / "old.pt2", older)
+    ckptconv.convert(tmp_path / "old.pt2", tmp_path / "w.safetensors")
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], state["a"])
+
+
+def test_the_program_is_not_written(tmp_path: Path) -> None:
+    """Neither to a .pt2, nor for another device, nor in place."""
+    linear(tmp_path / "m.pt2")
+    for options in ({"dst": "x.pt2"}, {"dst": "x.pt", "map_location": "cuda"}):
+        with pytest.raises(ckptconv.RefusedError, match=r"program of torch\.export"):
+            ckptconv.convert(tmp_path / "m.pt2", tmp_path / options.pop("dst"), **options)
+    with pytest.raises(ckptconv.UnsupportedError, match="cannot be changed in place"):
+        ckptconv.convert(tmp_path / "m.pt2", in_place=True, map_location="cuda")
+
+
+def changed(src: Path, dst: Path, change: Callable[[str, bytes], tuple[str, bytes] | None]) -> Path:
+    """Write the archive `src` to `dst`, each record as `change` returns it."""
+    with zipfile.ZipFile(src) as old, zipfile.ZipFile(dst, "w") as new:
+        for name in old.namelist():
+            if each := change(name, old.read(name)):
+                new.writestr(*each)
+    return dst
+
+
+def lie(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of an entry."""
+
+    def change(entry: dict[str, Any]) -> None:
+        place = entry if key in entry else entry["tensor_meta"]
+        place[key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lie("path_name", "weight_9"),
+        lie("path_name", "../../models/model.json"),
+        lie("use_pickle", True),
+        lie("dtype", 99),
+        lie("dtype", [6]),
+        lie("sizes", [{"as_int": 9}, {"as_int": 9}]),
+        lie("sizes", [{"as_int": -1}]),
+        lie("sizes", [{"as_int": 2**70}]),
+        lie("strides", [{"as_int": 1}]),
+        lie("storage_offset", {"as_int": 100}),
+        lie("layout", 1),
+        lie("device", {"type": "x" + chr(10), "index": 0}),
+        lie("device", None),
+        lie("tensor_meta", 3),
+    ],
+)
+def test_entries_that_lie(change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    """Each is malformed, for inspect and verify."""
+    linear(tmp_path / "m.pt2")
+
+    def lying(name: str, data: bytes) -> tuple[str, bytes]:
+        if name.endswith("weights_config.json"):
+            parsed = json.loads(data)
+            change(parsed["config"]["weight"])
+            data = json.dumps(parsed).encode()
+        return name, data
+
+    changed(tmp_path / "m.pt2", tmp_path / "bad.pt2", lying)
+    with pytest.raises((ckptconv.MalformedError, ckptconv.LimitError)):
+        ckptconv.inspect(tmp_path / "bad.pt2")
+    assert not verify(tmp_path / "bad.pt2").ok
+
+
+@pytest.mark.parametrize("record", ["models/model.json", "data/weights/model_weights_config.json"])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"[" * 100_000, b'{"config": []}', b"\xff", b'{"graph_module": 1}'])
+def test_records_that_are_not_json(record: str, text: bytes, tmp_path: Path) -> None:
+    """Each is malformed."""
+    linear(tmp_path / "m.pt2")
+    changed(tmp_path / "m.pt2", tmp_path / "bad.pt2", lambda name, data: (name, text if record in name else data))
+    with pytest.raises(ckptconv.MalformedError):
+        ckptconv.inspect(tmp_path / "bad.pt2")
+
+
+def test_a_dangerous_sample_input(tmp_path: Path) -> None:
+    """torch.export.load would run it, so it is found."""
+    linear(tmp_path / "m.pt2")
+    torch.save({"x": Reduced(exec, ("1",))}, tmp_path / "x.pt")
+    data = (tmp_path / "x.pt").read_bytes()
+    changed(tmp_path / "m.pt2", tmp_path / "bad.pt2", lambda name, old: (name, data if "sample_in" in name else old))
+    summary = ckptconv.inspect(tmp_path / "bad.pt2")
+    assert summary.safety == "dangerous" and summary.dangerous
+
+
+def test_a_program_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON is not parsed without a bound."""
+    linear(tmp_path / "m.pt2")
+    monkeypatch.setattr(exported, "LIMITS", replace(LIMITS, program_bytes=1000))
+    with pytest.raises(ckptconv.LimitError, match="the JSON of a program is too large"):
+        ckptconv.inspect(tmp_path / "m.pt2")
+
+
+def test_another_reader(tmp_path: Path) -> None:
+    """An archive with records of torch.save or TorchScript too is refused."""
+    linear(tmp_path / "m.pt2")
+    for name in ("data.pkl", "Constants.pkl", "models/other.json"):
+        changed(tmp_path / "m.pt2", tmp_path / "two.pt2", lambda each, data: (each, data))
+        with zipfile.ZipFile(tmp_path / "two.pt2", "a") as archive:
+            archive.writestr(f"m/{name}", b"N.")
+        with pytest.raises(ckptconv.UnsupportedError):
+            ckptconv.inspect(tmp_path / "two.pt2")
