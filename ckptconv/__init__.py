@@ -146,6 +146,16 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
+def _function_without_torch(name: str, error: MissingTorchError) -> object:
+    """Return a function `name` that raises `error`, so that ``help(ckptconv)`` and ``import *`` work without torch."""
+
+    def missing(*_: object, **__: object) -> object:
+        raise error
+
+    missing.__name__, missing.__doc__ = name, str(error)
+    return missing
+
+
 if not TYPE_CHECKING:  # so that a type checker reports a name that does not exist
 
     def __getattr__(name: str) -> object:
@@ -155,8 +165,11 @@ if not TYPE_CHECKING:  # so that a type checker reports a name that does not exi
         from importlib import import_module
 
         if _HOME_OF[name] in ("tensors.moving", "tensors.regrouping"):
-            require_torch(f"ckptconv.{name}")
-            import_module(f"{__name__}.byteranges.kernels")  # raises MissingTorchError if torch is broken
+            try:
+                require_torch(f"ckptconv.{name}")
+                import_module(f"{__name__}.byteranges.kernels")  # raises MissingTorchError if torch is broken
+            except MissingTorchError as error:
+                return _function_without_torch(name, error)
         globals()[name] = found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
         return found
 

@@ -100,6 +100,16 @@ def test_functions_that_have_tensors(call: str) -> None:
     assert not Path("b.pt").exists()
 
 
+def test_names_are_there_without_torch() -> None:
+    """``help`` shows the package and ``import *`` imports it. A function that needs torch raises when it is called."""
+    done = run(
+        f"{MISSING}\nimport ckptconv, pydoc\nfrom ckptconv import *\n"
+        "assert 'torch is needed for ckptconv.remap' in pydoc.plain(pydoc.render_doc(ckptconv))\n"
+        "try:\n    remap({}, 'cpu')\nexcept MissingTorchError as error:\n    print(error)"
+    )
+    assert done.stdout.endswith("pip install 'ckptconv[torch]'\n"), done.stderr
+
+
 #: Python in which torch is installed, and its import fails.
 BROKEN = """
 import sys, importlib.machinery

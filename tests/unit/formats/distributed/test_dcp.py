@@ -116,6 +116,16 @@ def test_what_torch_2_15_writes(tmp_path: Path, dst: Path, monkeypatch: pytest.M
     assert verdict.checked and not verdict.ok
 
 
+@pytest.mark.skipif(not hasattr(dcp_of_torch, "CheckpointableTensor"), reason="this torch has no such tensors")
+def test_a_tensor_that_is_several_shards(tmp_path: Path, dst: Path) -> None:
+    """Since torch 2.15 a plain tensor can say which parts of it are which parts of a whole."""
+    local: Any = torch.arange(48.0).view(8, 6)
+    local.global_shape, local.global_offsets = (6, 6), ((0, 0), (4, 0))
+    local.local_offsets, local.local_sizes = ((0, 0), (5, 0)), ((4, 6), (2, 6))
+    folder = saved(tmp_path / "dcp", {"w": local})
+    assert torch.equal(converted(folder, dst)["w"], torch.cat([local[:4], local[5:7]]))
+
+
 def test_values_are_those_of_the_run(ranks: Path, dst: Path) -> None:
     """Tensors are what they were before they were spread: by rows, unevenly, over two
     dimensions, out of order; and objects are kept.
