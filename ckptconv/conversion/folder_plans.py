@@ -122,9 +122,8 @@ def _plan_folder(source: SourceFolder, target: Path, edits: Edits, output: Outpu
     )
     configs, others, about = _plain_configs(done, others)
     plan = replace(plan, files=(*plan.files, *configs))
-    notes += about
     new = [file.path for file in plan.files] + [other.path for other in others]
-    notes += [*_about_config(folder, plan), *_about_old(target, new, may_go)]
+    notes += [*about, *_about_config(folder, plan), *_about_old(target, new, may_go)]
     return replace(
         plan,
         others=tuple(others),

@@ -32,7 +32,7 @@ def apply(
     like: Checkpoint | None = None,
     model: Checkpoint | None = None,
 ) -> Changes:
-    """Edit the graph of a checkpoint, in place.
+    """Edit the graph of a checkpoint, in place, and return the changes.
 
     Args:
         checkpoint: The checkpoint. After an error it may be half edited, and must not be used.
@@ -40,9 +40,6 @@ def apply(
         is_emitted: Whether the graph will be written as a pickle. It is not for safetensors, nor for a comparison.
         like: The checkpoint that ``edits.like`` names.
         model: The checkpoint that ``edits.model`` names.
-
-    Returns:
-        The changes.
 
     Raises:
         UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or not for this checkpoint.
