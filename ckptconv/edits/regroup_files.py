@@ -12,7 +12,7 @@ from typing import Any
 from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.edits.names import strings
 from ckptconv.edits.regroup_rules import Rule, parse_rule, parse_rules
-from ckptconv.errors import MalformedError, MissingInputError, RefusedError, UsageError, some
+from ckptconv.errors import MalformedError, RefusedError, UsageError, some
 from ckptconv.hints import Placeholder, option
 from ckptconv.limits import LIMITS
 
@@ -26,7 +26,7 @@ def read_rules(files: object, rules: object, *, reverse: bool) -> tuple[Rule, ..
 
     Raises:
         UsageError: A rule makes no sense, or cannot be reversed.
-        MissingInputError, MalformedError: A file cannot be read.
+        InputError, MalformedError: A file cannot be read.
     """
     found: list[Rule] = []
     for file in strings("rules", files):  # type: ignore[arg-type]
@@ -161,19 +161,11 @@ def _json(path: Path) -> Any:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a small file. Raise MissingInputError or MalformedError if it cannot be read."""
-    try:
-        if not path.is_file():
-            raise MissingInputError("no such file", where=path)
-        with path.open("rb") as file:
-            data = file.read(LIMITS.rules_bytes + 1)
-    except OSError as error:
-        if isinstance(error, MissingInputError):
-            raise
-        raise MalformedError(f"cannot be read: {error.strerror}", where=path) from error
-    if len(data) > LIMITS.rules_bytes:
-        raise MalformedError("the file is too large", where=path, expected=f"at most {LIMITS.rules_bytes:,} bytes")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise MalformedError("the file is not text in UTF-8", where=path) from None
+    """Return the text of a small file. Raise InputError or MalformedError if it cannot be read."""
+    with Source(path) as source:
+        if source.size > LIMITS.rules_bytes:
+            raise MalformedError("the file is too large", where=path, expected=f"at most {LIMITS.rules_bytes:,} bytes")
+        try:
+            return source.read(0, source.size).decode()
+        except UnicodeDecodeError:
+            raise MalformedError("the file is not text in UTF-8", where=path) from None

@@ -256,36 +256,29 @@ class Planner:
     def _joined(self, family: _Family) -> Geometry:
         """Return the geometry of a join. Raise RefusedError if a part is missing or does not fit."""
         rule, members, tensors = self.rule, family.members, self._tensors
-        stack = tuple(1 + max(index[i] for _, index in members) for i in range(len(rule.stacked)))
-        gap = False
-        for i, length in enumerate(stack):  # a number can be huge, so nothing counts up to it
-            known = {index[i] for _, index in members}
-            if len(known) < length:
-                gap = True
-                stack = (*stack[:i], next(k for k in range(length) if k not in known) + 1, *stack[i + 1 :])
-        if gap or len(members) < len(rule.named) * prod(stack):
-            of_stack = ((n, index) for index in product(*map(range, stack)) for n in range(len(rule.named)))
-            n, index = next(each for each in of_stack if each not in members)
+        # a number can be huge, so nothing counts up to it; if one is left out, the first that is missing is among these
+        stack = tuple(len({index[i] for _, index in members}) for i in range(len(rule.stacked)))
+        every = ((n, index) for index in product(*map(range, stack)) for n in range(len(rule.named)))
+        missing = next((each for each in every if each not in members), None)
+        if missing:
+            n, index = missing
             numbers = {**family.numbers, **dict(zip(rule.stacked, index, strict=True))}
             self._fail(
                 f"a part is missing: {rule.named[n].fill(numbers, family.wild)}",
                 got=some([*members.values()]),
                 hint="if it is in another shard, convert the whole set",
             )
-        first = tensors[members[0, (0,) * len(stack)]]
+        one = members[0, (0,) * len(stack)]
+        first = tensors[one]
         shapes: list[_Shape] = [()] * len(rule.named)
         for (n, index), name in sorted(members.items()):
             tensor = tensors[name]
             if tensor.dtype != first.dtype:
-                self._fail(
-                    f"the parts differ in dtype: {members[0, (0,) * len(stack)]} and {name}",
-                    got=f"{first.dtype} and {tensor.dtype}",
-                )
+                self._fail(f"the parts differ in dtype: {one} and {name}", got=f"{first.dtype} and {tensor.dtype}")
             if not any(index):
                 shapes[n] = tuple(tensor.shape)
             elif tuple(tensor.shape) != shapes[n]:
                 self._fail(f"the parts that are stacked differ in shape: {name}", shapes[n], tuple(tensor.shape))
-        one = members[0, (0,) * len(stack)]
         if len(shapes) == 1:
             return Geometry((*stack, *shapes[0]), stack, None, 1, (), 1)
         rank = len(stack) + len(shapes[0])
@@ -297,7 +290,7 @@ class Planner:
                 name = members[n, (0,) * len(stack)]
                 self._fail(f"the parts differ in another dimension than {dim}: {one} and {name}", shapes[0], shape)
         sizes = tuple(shape[d] for shape in shapes)
-        groups = self._groups(sum(sizes), sizes, members[0, (0,) * len(stack)])
+        groups = self._groups(sum(sizes), sizes, one)
         whole = (*stack, *shapes[0][:d], sum(sizes), *shapes[0][d + 1 :])
         wanted = self._sizes(sum(sizes), one)
         if wanted and wanted != sizes:

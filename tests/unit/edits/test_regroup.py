@@ -507,7 +507,7 @@ def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A file that is missing, too large, no text, or not a rule in each line; sizes that are no sizes."""
     state = {"w": numbered(4)}
     rules, sizes = tmp_path / "my.rules", tmp_path / "my.json"
-    with pytest.raises(CkptconvError, match="no such file"):
+    with pytest.raises(CkptconvError, match="No such file"):
         regrouped(tmp_path, state, rules=str(rules))
     with pytest.raises(UsageError, match="no rules are called xxx"):
         regrouped(tmp_path, state, rules="x" * 5_000)
