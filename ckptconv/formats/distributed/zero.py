@@ -18,9 +18,10 @@ The result is the dict of model states without the keys that describe the parts:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import NamedTuple, NoReturn
 
 from ckptconv.byteranges.sources import Readable, SourceFolder
@@ -234,9 +235,6 @@ class _Model(_Fields):
         self.module = self.mapping("module", self.root["module"])
         groups = self.elements("param_shapes", self.root["param_shapes"])
         self.shapes_of = [self.shapes("param_shapes", group) for group in groups]
-        names = [name for group in self.shapes_of for name in group]
-        if len({*names}) != len(names):
-            self.fail("a name stands in two groups of param_shapes")
         frozen = self.root.get("frozen_param_shapes")
         self.frozen = {} if frozen is None else self.shapes("frozen_param_shapes", frozen)
         self.fragments: dict[str, Value] = {}
@@ -245,6 +243,10 @@ class _Model(_Fields):
         shared = self.root.get("shared_params")
         pairs = self.items("shared_params", shared) if isinstance(shared, (Dict, Call)) else {}
         self.shared = {name: holder for name, holder in pairs.items() if isinstance(holder, str)}
+        names = [*chain(*self.shapes_of, self.frozen, self.shared)]
+        if len({*names}) != len(names):
+            twice = Counter(names).most_common(1)[0][0]
+            self.fail("a name is twice in param_shapes, frozen_param_shapes and shared_params", twice)
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -355,6 +357,7 @@ class _Reader:
         self.merger = Merger(folder)
         self.keys = map(str, count())
         self.is_lightning = _LIGHTNING in self.model.root
+        self.without: set[Value] = set()  # names of weights without elements that are in no file
 
     def checkpoint(self) -> Checkpoint:
         """Return the whole checkpoint."""
@@ -475,6 +478,13 @@ class _Reader:
         nbytes = sum(storage.nbytes for storage in left.values() if storage)
         model_file = self.files.path(self.files.models[0][1])
         replaced = [LeftBehind(f"{model_file}/module", nbytes, "the weights are taken from the optimizer, in fp32")]
+        buffers = model.root.get("buffer_names")
+        kept = {*buffers.elements()} if isinstance(buffers, List) else set()
+        for name, value in saved.items() if self.first.stage == 3 else ():
+            info = nodes.get(id(value))
+            if info and 0 in info.shape and name not in kept and name not in weights:
+                self.without.add(name)
+                replaced.append(LeftBehind(f"{model_file}/module/{name}", 0, "no file has the elements of the weight"))
         if "loss_scaler" in self.first.fields:
             optim_file = self.files.path(self.files.optims[0][1])
             why = "it is an object of DeepSpeed, which no other program loads"
@@ -488,9 +498,7 @@ class _Reader:
 
     def module(self, weights: dict[str, Value]) -> Object:
         """Return the mapping ``module`` with `weights` in it."""
-        module, nodes = self.model.module, self.model.checkpoint.tensor_nodes
-        buffers = self.model.root.get("buffer_names")
-        kept = {*buffers.elements()} if isinstance(buffers, List) else set()
+        module = self.model.module
         effects: list[Effect] = []
         done: set[Value] = set()
         for effect in module.effects:
@@ -499,11 +507,10 @@ class _Reader:
                 continue
             values: list[Value] = []
             for name, value in zip(effect.values[::2], effect.values[1::2], strict=True):
-                info = nodes.get(id(value))
+                if name in self.without:
+                    continue
                 if isinstance(name, str) and name in weights:
                     value = _in_place_of(value, weights[name])
-                elif self.first.stage == 3 and info and 0 in info.shape and name not in kept:
-                    continue  # a weight without elements, in place of one that no file has
                 done.add(name)
                 values += [self.name_of(name), value]
             if values:

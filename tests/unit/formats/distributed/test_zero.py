@@ -109,6 +109,18 @@ def test_what_is_left_behind(tmp_path: Path, command: Command) -> None:
     assert "1 other file left: rng_state_0.pth" in shown
 
 
+def test_a_weight_that_no_file_has_is_named(tmp_path: Path) -> None:
+    """One that is trained, but not by the optimizer: stage 3 saves it without elements."""
+    folder = write_zero(
+        tmp_path / "run", stage=3, change=lambda f: [each["module"].update(lost=torch.empty(0)) for each in f.models]
+    )
+    report = ckptconv.convert(folder, tmp_path / "out.pt")
+    assert [part.path for part in report.left_behind if "no file has" in part.why] == [
+        f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt/module/lost"
+    ]
+    assert "lost" not in torch.load(tmp_path / "out.pt")["module"]
+
+
 @pytest.mark.parametrize("out", ["out.pt", "out.safetensors"])
 def test_weights_without_elements_are_no_state_dict(out: str, tmp_path: Path, command: Command) -> None:
     """The weights in a file of stage 3 are elsewhere; a file of stage 2 has them."""
@@ -317,6 +329,15 @@ def _lies() -> dict[str, tuple[int, Callable[[Files], object], str]]:
             "disagree",
         ),
         "a shape in another order": (2, lambda f: shapes(f).update({"up.weight": size([5, 7])}), "other shapes"),
+        "a tie of two parameters": (2, lambda f: f.models[0]["shared_params"].update(scale="up.bias"), "twice in"),
+        "a frozen parameter that is trained": (
+            3,
+            lambda f: [
+                each.update(frozen_param_shapes={"scale": size([1])}, frozen_param_fragments={"scale": torch.ones(1)})
+                for each in f.models
+            ],
+            r"twice in .*scale",
+        ),
         "shapes of one rank": (3, lambda f: shapes(f, 1).update(scale=size([2])), "different runs"),
         "a shape that is none": (2, lambda f: shapes(f).update(scale="x"), "not a new name and a shape"),
         "no groups": (2, lambda f: f.models[0]["param_shapes"].clear(), "disagree"),
