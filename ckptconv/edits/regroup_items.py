@@ -146,7 +146,9 @@ def apply_rules(
         RefusedError, CollisionError, LimitError: Tensors do not fit a rule, or something would be broken that belongs
             to them.
     """
-    left_out = [str(rule) for rule in rules if rule.is_forward]
+    # a file can have many rules for other forms of what it makes; only one that cuts something off loses something
+    losing = (rule for rule in rules if rule.file is None or rule.made[-1].pattern is None)
+    left_out = [str(rule) for rule in losing if rule.is_forward]
     notes = [f"rules that have no reverse are left out: {some(left_out)}"] if left_out else []
     rules = [rule for rule in rules if not rule.is_forward]
     matched: set[str | Rule] = set()
