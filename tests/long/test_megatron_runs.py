@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckptconv
+from tests.support.megatron_folders import by_torch
 from tests.support.megatron_runs import CASES, PADDED, TOKENS, VOCAB
 
 if importlib.util.find_spec("megatron") is None:
@@ -40,26 +38,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     subprocess.run([sys.executable, *launch, str(_RUNS), str(folder)], env=environment, check=True)
     return folder
-
-
-def by_torch(folder: Path) -> dict[str, Any]:
-    """What torch loads from the DCP folder `folder`, without Megatron-Core."""
-    state: dict[str, Any] = {}
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
-    _load_state_dict(state, storage_reader=_Known(folder, metadata), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return state
-
-
-class _Known(dcp.FileSystemReader):
-    """A reader of a folder whose metadata is known: Megatron-Core writes none of the paths that torch asks for."""
-
-    def __init__(self, folder: Path, metadata: Any) -> None:
-        super().__init__(folder)
-        self._known = metadata
-
-    def read_metadata(self, *_: Any, **__: Any) -> Any:
-        return self._known
 
 
 def config_of(case: str) -> Any:

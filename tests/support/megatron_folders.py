@@ -19,9 +19,14 @@ from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 VERSIONS = ("0.14", "0.15", "0.16", "0.19")
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
@@ -87,6 +92,27 @@ def write_megatron(
     with mock.patch.dict(sys.modules, {name: types.ModuleType(name) for name in above} | {_STRATEGIES: _strategies()}):
         (folder / ".metadata").write_bytes(pickle.dumps(_with_plans(metadata, flat, version)))
     return folder
+
+
+def by_torch(folder: Path) -> dict[str, Any]:
+    """What torch loads from the DCP folder `folder`, without Megatron-Core."""
+    state: dict[str, Any] = {}
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
+    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    _load_state_dict(state, storage_reader=_Known(folder, metadata), planner=planner, no_dist=True)
+    return state
+
+
+class _Known(dcp.FileSystemReader):
+    """A reader of a folder whose metadata is known: Megatron-Core writes none of the paths that torch asks for."""
+
+    def __init__(self, folder: Path, metadata: Any) -> None:
+        super().__init__(folder)
+        self._known = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        return self._known
 
 
 def _strategies() -> Any:

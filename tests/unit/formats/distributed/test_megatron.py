@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from argparse import Namespace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 import ckptconv
 from ckptconv.conversion.discovery import find
-from ckptconv.errors import InputError, MalformedError, NoMatchError, RefusedError, UnsupportedError
+from ckptconv.errors import CkptconvError, InputError, MalformedError, NoMatchError, RefusedError, UnsupportedError
 from tests.support.conversions import converted, refused
 from tests.support.judge import assert_same
 from tests.support.megatron_folders import (
@@ -29,6 +30,7 @@ from tests.support.megatron_folders import (
     SHAPES,
     VERSIONS,
     VOCAB,
+    by_torch,
     weights,
     write_megatron,
 )
@@ -248,3 +250,28 @@ def test_from_megatron_to_dcp(iteration: Path, tmp_path: Path) -> None:
     state = {name: torch.empty(shape) for name, shape in SHAPES.items()}
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in weights().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mutants_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    """``.metadata`` with a few bytes changed: what is read here and by torch is the same."""
+    src = write_megatron(tmp_path / "src", "0.16", weights())
+    right, random, read = (src / ".metadata").read_bytes(), Random(5), 0
+    for _ in range(80):
+        data = bytearray(right)
+        for _ in range(random.randint(1, 2)):
+            at = random.randrange(len(data))
+            data[at] = (data[at] + random.choice((1, -1, 8))) % 256
+        (src / ".metadata").write_bytes(data)
+        try:
+            found = converted(src, tmp_path / "out.pt", select="model")
+        except CkptconvError:
+            continue
+        try:
+            wanted = by_torch(src)  # it names nothing but classes of torch, or it would have been refused
+        except (Exception, SystemExit):  # in the plans, which are not read here
+            continue
+        read += 1
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert read > 5
