@@ -115,13 +115,13 @@ def notes_on(path: Path, common: Value, names: Collection[str], left: int) -> It
     state = strings_of(common) if isinstance(common, Dict) else {}
     args = _arguments(state.get("args"))
     iteration = state.get("iteration", args.get("iteration"))
-    known = [f"{name} {value}" for name in _SHOWN if isinstance(value := args.get(name), int)]
+    known = [f"{name} {value}" for name in _SHOWN if isinstance(value := args.get(name), bool) or is_count(value)]
     about = "written by Megatron-Core"
     about += f", iteration {iteration:,}" if is_count(iteration) else ""
     yield about + (f"; its args: {', '.join(known)}" if known else "")
     if left:
         yield f"not read: {count(left, 'item')} of its optimizer, which is not stored by parameter"
-    is_known = args.get("swiglu", True) is True and not any(args.get(name) for name in _OTHER_MODELS)
+    is_known = args.get("swiglu") is True and not any(args.get(name) for name in _OTHER_MODELS)
     if not is_known or not any(name.endswith(".self_attention.linear_qkv.weight") for name in names):
         return
     heads = args.get("num_attention_heads")

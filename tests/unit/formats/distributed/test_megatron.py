@@ -142,6 +142,8 @@ def test_the_names_of_transformers(iteration: Path, tmp_path: Path) -> None:
         ({"group_query_attention": False}, "num_key_value_heads=4"),
         ({"vocab_size": None}, "vocab_size=N"),
         ({"num_query_groups": -1}, "num_key_value_heads=N"),
+        ({"num_attention_heads": 10**5000}, "num_attention_heads=N"),
+        ({"swiglu": None}, None),
         ({"swiglu": False}, None),
         ({"apply_layernorm_1p": True}, None),
         ({"attention_output_gate": True}, None),
