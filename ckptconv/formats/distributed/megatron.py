@@ -40,6 +40,7 @@ _FILE = "metadata.json"
 _COMMON_ITEM = "common_state/shard_0_1"
 _STATE = regex(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _BUCKETS = regex(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..*")
+_QKV = regex(r"decoder\.layers\.(?:[0-9]+\.)?self_attention\.linear_qkv\.weight")
 #: The arguments of the run that notes show.
 _SHOWN = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
@@ -122,7 +123,7 @@ def notes_on(path: Path, common: Value, names: Collection[str], left: int) -> It
     if left:
         yield f"not read: {count(left, 'item')} of its optimizer, which is not stored by parameter"
     is_known = args.get("swiglu") is True and not any(args.get(name) for name in _OTHER_MODELS)
-    if not is_known or not any(name.endswith(".self_attention.linear_qkv.weight") for name in names):
+    if not is_known or not any(map(_QKV.fullmatch, names)):
         return
     heads = args.get("num_attention_heads")
     groups = {True: args.get("num_query_groups"), False: heads}.get(args.get("group_query_attention") is True)

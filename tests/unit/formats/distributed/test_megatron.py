@@ -135,6 +135,22 @@ def test_the_names_of_transformers(iteration: Path, tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in cut.items())
 
 
+def test_edits_in_one_command(tmp_path: Path) -> None:
+    """A part of a larger model, under other names, in shards with the names of transformers."""
+    state = {f"language_model.{name}": tensor for name, tensor in weights().items()}
+    src = write_megatron(tmp_path / "src", state={**state, "vision_model.w": torch.ones(3), OBJECT: [None]})
+    assert not any("transformers" in note for note in ckptconv.inspect(src).notes)
+    edits: dict[str, Any] = {"select": "model", "exclude": "vision_model.*", "strip_prefix": "language_model."}
+    more: dict[str, Any] = {"rename": [("^output_layer", "lm_head")], "add_prefix": "net.", "format": "safetensors"}
+    out = tmp_path / "hf"
+    ckptconv.convert(src, out, **edits, **more, rules="megatron-llama", sizes=_SIZES, max_shard_size=2000)
+    found = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    wanted = {f"net.{name}": tensor for name, tensor in names_of_transformers(weights()).items()}
+    wanted["net.lm_head.weight"] = weights()["output_layer.weight"]  # which the rules did not see
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 @pytest.mark.parametrize(
     ("args", "rules"),
     [
