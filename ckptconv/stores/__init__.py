@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from ckptconv.byteranges.sources import Source, list_local
 from ckptconv.errors import InputError, RefusedError
@@ -19,17 +19,10 @@ from ckptconv.stores.posix import store_of as store_of
 from ckptconv.system import calls
 from ckptconv.system.names import stays_inside
 
+if TYPE_CHECKING:
+    from ckptconv.stores.remote import FarPath
+
 _URL = regex(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
-
-
-class _Far(Protocol):
-    """The methods of a remote path."""
-
-    def first_bytes(self, most: int) -> bytes:
-        """Return what :func:`first_bytes` returns."""
-
-    def listed(self) -> tuple[dict[str, bool], list[str]]:
-        """Return what :func:`list_folder` returns."""
 
 
 def is_url(given: object) -> bool:
@@ -68,7 +61,7 @@ def list_folder(folder: Path) -> tuple[dict[str, bool], list[str]]:
 
     Raises InputError if the folder cannot be listed.
     """
-    return cast("_Far", folder).listed() if is_url(folder) else list_local(folder)
+    return cast("FarPath", folder).listed() if is_url(folder) else list_local(folder)
 
 
 def place_below(path: Path, folder: Path, target: Path) -> Path:
@@ -89,7 +82,7 @@ def first_bytes(path: Path, most: int) -> bytes:
     Raises InputError if a remote file is there but its bytes do not arrive.
     """
     if is_url(path):
-        return cast("_Far", path).first_bytes(most)
+        return cast("FarPath", path).first_bytes(most)
     try:
         with Source(path) as source:
             return source.read(0, min(most, source.size))

@@ -32,7 +32,7 @@ from ckptconv.errors import (
 from ckptconv.stores.base import NO_OLD_SET, OldSet
 from ckptconv.stores.remote import far_path
 from ckptconv.stores.requests import Answer, Entry, Transient, Version
-from ckptconv.stores.uploads import WritableStore, digest, hint_if_replaced, read_back, refuse_existing
+from ckptconv.stores.uploads import WritableStore, digest, hint_if_replaced, read_back
 from ckptconv.stores.urls import Secrets, Url
 
 
@@ -229,18 +229,15 @@ class FsspecStore(WritableStore):
             at.files.invalidate_cache()
             return at.files.info(at.path)
 
-    def about_upload(self, files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
-        """Return notes on what writing `files` takes, and on what is not guaranteed."""
-        back = f"the output is read back ({size(sum(file.size for file in files))}) when everybody can see it"
-        return (
+    def cost_of(self, files: Sequence[OutFile], *, verify: bool) -> tuple[int, list[str]]:
+        """Return the bytes that are made here first and read back, and notes on what is not guaranteed."""
+        nbytes = sum(file.size for file in files)
+        notes = [
             "written to a temporary file here first, and then sent; fsspec does not say what happens when two write to"
             " one place, and of its filesystems only those in memory and of local folders are tested",
-            *([back] if verify else []),
-        )
-
-    def work_of(self, files: Sequence[OutFile], *, verify: bool) -> int:
-        """Return the number of bytes that are made here first, and read back."""
-        return sum(file.size for file in files) * (1 + verify)
+        ]
+        notes += [f"the output is read back ({size(nbytes)}) when everybody can see it"] if verify else []
+        return nbytes * (1 + verify), notes
 
     def upload(
         self,
@@ -263,7 +260,7 @@ class FsspecStore(WritableStore):
 
         def refuse() -> None:
             for file in files:
-                refuse_existing(file.path, self.has_object, replace=replace)
+                self.check_target(file.path, replace=replace)
 
         refuse()
         at = Location(far_path(files[0].path).url, files[0].path)

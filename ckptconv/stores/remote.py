@@ -15,7 +15,6 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from urllib.parse import unquote
 from ckptconv.byteranges.fault_sink import RAISED, FaultSink
 from ckptconv.byteranges.sources import Readable, SourceFolder
 from ckptconv.byteranges.spans import Meter
+from ckptconv.byteranges.threads import Task, Threads
 from ckptconv.errors import (
     CkptconvError,
     InputError,
@@ -44,10 +44,9 @@ from ckptconv.stores.requests import (
     Extents,
     Range,
     Requests,
-    Task,
     Transient,
     Transport,
-    Workers,
+    answer_of,
     enlarged,
     in_parts,
     merged,
@@ -318,9 +317,9 @@ class FarSource(Readable):
         self._known = Extents(POLICY.held)
         self._deliveries: list[_Delivery] = []
         self.requests = Requests(path.find_store().transport(path.url, path), path)
-        self._workers = Workers()
+        self._threads = Threads(POLICY.concurrency, "ckptconv-far")
         try:
-            head = self._ask((0, POLICY.window)).wait()
+            head = self.answer(self.ask((0, POLICY.window)), 0)
         except BaseException:
             self.close()
             raise
@@ -359,14 +358,16 @@ class FarSource(Readable):
         """Return the bytes of `ranges` with their offsets, and remember them."""
         with self._lock:
             ranges = [gap for each in ranges for gap in self._known.missing(*each)]
-        tasks = [(each[0], self._ask(each)) for each in ranges]
-        parts = [(start, task.wait()) for start, task in tasks]
+        tasks = [(each[0], self.ask(each)) for each in ranges]
+        parts = [(start, self.answer(task, start)) for start, task in tasks]
         with self._lock:
             for start, data in parts:
                 self._known.put(start, data)
         return parts
 
-    def _ask(self, wanted: Range) -> Task:
+    def ask(self, wanted: Range) -> Task[bytes]:
+        """Have a thread request the range `wanted`."""
+
         def get() -> bytes:
             try:
                 return self.requests.get(*wanted)
@@ -374,7 +375,11 @@ class FarSource(Readable):
                 self.faults.unreachable(error)
                 raise
 
-        return self._workers.submit(get, f"{self.path} at byte {wanted[0]}")
+        return self._threads.submit(get)
+
+    def answer(self, task: Task[bytes], start: int) -> bytes:
+        """Return the answer to the request `task` for the bytes from `start` on. Raises InputError."""
+        return answer_of(task, f"{self.path} at byte {start}")
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Request `ranges`, which are read next, all at once."""
@@ -392,7 +397,7 @@ class FarSource(Readable):
                 ranges = [each for each in ranges if not delivery.has(*each)]
         self._deliveries = [each for each in self._deliveries if each.is_kept or not each.is_done]
         if ranges:
-            self._deliveries.append(_Delivery(self._ask, ranges, keep))
+            self._deliveries.append(_Delivery(self, ranges, keep))
 
     def spares(self, offset: int, length: int, what: str) -> bool:
         """Return whether to skip these bytes, which only `what` needs: with `skims`, if they would cost a request."""
@@ -414,7 +419,7 @@ class FarSource(Readable):
     def close(self) -> None:
         """Close all connections, and forget all bytes."""
         self.requests.close()
-        self._workers.close()
+        self._threads.shutdown(wait=False)
         for delivery in self._deliveries:
             delivery.close()
         self._deliveries = []
@@ -428,8 +433,8 @@ def _cut(parts: list[tuple[int, bytes]], start: int, stop: int) -> bytes:
 class _Delivery:
     """Ranges that are requested in the order in which they will be read, some of them ahead of the reader."""
 
-    def __init__(self, ask: Callable[[Range], Task], ranges: list[Range], keep: Path | None) -> None:
-        self._ask = ask
+    def __init__(self, source: FarSource, ranges: list[Range], keep: Path | None) -> None:
+        self._source = source
         self._parts = in_parts(merged(ranges, POLICY.gap), POLICY.part)
         self._starts = [start for start, _ in self._parts]
         self._order = [*dict.fromkeys(i for each in ranges for i in self._among(*each))]
@@ -438,7 +443,7 @@ class _Delivery:
             for i in self._among(start, stop):
                 self._needed[i] += min(stop, self._parts[i][1]) - max(start, self._parts[i][0])
         self._place = {part: place for place, part in enumerate(self._order)}
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, Task[bytes]] = {}
         self._read: Counter[int] = Counter()  # bytes of each part that have been read
         self._lock = threading.Lock()
         self._folder, self._file, self._stored = keep, -1, set[int]()
@@ -491,10 +496,10 @@ class _Delivery:
             place = self._place[i]
             for ahead in self._order[place : place + POLICY.concurrency]:
                 if ahead not in self._tasks and not self._read[ahead] and ahead not in self._stored:
-                    self._tasks[ahead] = self._ask(self._parts[ahead])
+                    self._tasks[ahead] = self._source.ask(self._parts[ahead])
             task = self._tasks[i]
-        data = task.wait()
         at = self._starts[i]
+        data = self._source.answer(task, at)
         with self._lock:
             self._read[i] += last - first
             if self._folder is not None and i not in self._stored:
@@ -654,15 +659,17 @@ class FarFolder(SourceFolder):
             except MissingInputError:
                 return None
 
-        with ThreadPoolExecutor(POLICY.concurrency) as pool:
-            tasks = [(name, pool.submit(opened, name)) for name in unknown if name not in absent]
-        found = {name: task.result() for name, task in tasks if task.exception() is None}
+        with Threads(POLICY.concurrency, "ckptconv-far") as threads:
+            tasks = [(name, threads.submit(opened, name)) for name in unknown if name not in absent]
+            for _, task in tasks:
+                task.wait()
+        found = {name: task.result() for name, task in tasks if task.error is None}
         for name, source in found.items():
             if source:
                 self._open[name] = source
                 self.add(source)
         for name, task in tasks:
-            if isinstance(task.exception(), UnsupportedError):
+            if isinstance(task.error, UnsupportedError):
                 self.open(name)  # a download, in this thread so that Ctrl-C ends it
             else:
                 task.result()  # raises the error

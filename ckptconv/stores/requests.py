@@ -9,12 +9,10 @@ import threading
 import time
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as NotDone
 from functools import partial
-from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeVar
 
+from ckptconv.byteranges.threads import Cancelled, Task
 from ckptconv.errors import InputChangedError, LimitError, TransferError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
@@ -317,75 +315,13 @@ def received(chunks: Iterator[bytes], length: int | None, deadline: float, most:
 _GRACE = 2.0  # seconds in which a request that notices the deadline itself says more than we can
 
 
-class Task(Future[bytes]):
-    """A request that is waiting, running or answered."""
-
-    def __init__(self, ask: Callable[[], bytes], where: object) -> None:
-        super().__init__()
-        self._ask, self._where = ask, where
-        self._started: float | None = None
-
-    def run(self) -> None:
-        """Do the request, and keep its result or its error."""
-        if not self.set_running_or_notify_cancel():
-            return
-        self._started = time.monotonic()
-        try:
-            self.set_result(self._ask())
-        except BaseException as error:  # for the thread that waits
-            self.set_exception(error)
-
-    def wait(self) -> bytes:
-        """Return the answer. Raises the error of the request, and TransferError after the deadline."""
-        most = POLICY.deadline + _GRACE
-        while True:
-            try:
-                return self.result(timeout=min(1.0, most))
-            except NotDone:
-                if self.done():  # just now
-                    return self.result()
-                if self._started is not None and time.monotonic() - self._started > most:
-                    what = f"no answer within {POLICY.deadline:g} s"
-                    raise TransferError(what, where=self._where, hint="try again later") from None
-            except CancelledError:
-                raise TransferError("the file was closed while it was read", where=self._where) from None
-
-
-class Workers:
-    """Threads for requests, at most ``POLICY.concurrency``.
-
-    They are daemons, so that a server which never answers does not keep the process alive.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: SimpleQueue[Task | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads = self._left = 0
-        self._is_closed = False
-
-    def submit(self, ask: Callable[[], bytes], where: object) -> Task:
-        """Let a thread call `ask`. Raises TransferError after :meth:`close`."""
-        task = Task(ask, where)
-        with self._lock:
-            if self._is_closed:
-                raise TransferError("the file was closed while it was read", where=where)
-            self._left += 1
-            is_new = self._threads < min(self._left, POLICY.concurrency)
-            self._threads += is_new
-        self._waiting.put(task)
-        if is_new:
-            threading.Thread(target=self._run, name="ckptconv-far", daemon=True).start()
-        return task
-
-    def _run(self) -> None:
-        while task := self._waiting.get():
-            task.run()
-            with self._lock:
-                self._left -= 1
-
-    def close(self) -> None:
-        """End each thread when it has nothing to do."""
-        with self._lock:
-            self._is_closed = True
-            for _ in range(self._threads):
-                self._waiting.put(None)
+def answer_of(task: Task[_T], where: object) -> _T:
+    """Return the result of `task`, a request for `where`. Raises its error, and TransferError after the deadline."""
+    most = POLICY.deadline + _GRACE
+    while not task.wait(min(1.0, most)):
+        if task.started is not None and time.monotonic() - task.started > most:
+            raise TransferError(f"no answer within {POLICY.deadline:g} s", where=where, hint="try again later")
+    try:
+        return task.result()
+    except Cancelled:
+        raise TransferError("the file was closed while it was read", where=where) from None

@@ -13,11 +13,9 @@ import base64
 import contextlib
 import functools
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace as changed
 from functools import partial
 from itertools import count as count_from
@@ -42,6 +40,7 @@ from ckptconv.byteranges import reading
 from ckptconv.byteranges.record_checks import Sums
 from ckptconv.byteranges.sources import Readable, Source
 from ckptconv.byteranges.spans import ByteRange, ByteSource, OutFile, Overflow, Progress
+from ckptconv.byteranges.threads import Threads
 from ckptconv.errors import (
     CkptconvError,
     InputChangedError,
@@ -104,7 +103,7 @@ def is_transient(error: Exception) -> bool:
     """Return whether `error` of botocore may not occur again."""
     if not isinstance(error, ClientError):
         return isinstance(error, (HTTPClientError, IncompleteReadError)) and not isinstance(error, SSLError)
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    status = _status(error)
     return str(error.response.get("Error", {}).get("Code", "")) in _AGAIN or status >= 500 or status == 429
 
 
@@ -189,7 +188,7 @@ class S3Transport:
     def _refused(self, error: ClientError, start: int) -> Exception:
         """Return what an `error` of the store means for a range at `start`."""
         code = str(error.response.get("Error", {}).get("Code", ""))
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        status = _status(error)
         got = f"{status} {code}".strip()
         if code in _MISSING:
             return MissingInputError("cannot be read: the store has no such object", where=self._where, got=got)
@@ -300,22 +299,19 @@ class _Upload:
 
         Its answer is waited for even then, so that the upload can be aborted.
         """
-        began: Future[str] = Future()
 
         def begin() -> None:
-            try:
-                self._id = self._target.begin()
-                began.set_result(self._id)
-            except BaseException as error:  # for the thread that waits
-                began.set_exception(error)
+            self._id = self._target.begin()
 
+        threads = Threads(1, "ckptconv-s3")
+        task = threads.submit(begin)
         try:
-            threading.Thread(target=begin, daemon=True).start()
-            began.result()
+            task.result()
         except (KeyboardInterrupt, SystemExit):
-            with contextlib.suppress(Exception):  # what was interrupted matters more
-                began.result(POLICY.deadline)
+            task.wait(POLICY.deadline)
             raise
+        finally:
+            threads.shutdown(wait=False)
 
     def appear(self, condition: dict[str, str]) -> None:
         """Make the object visible if the `condition` holds."""
@@ -423,19 +419,14 @@ class _Object:
         """Send or copy `parts`, several at once. Return the ETag of each, and what is needed to verify it."""
         largest = max((part.length for part in parts if not part.copied), default=1)
         threads = max(1, min(POLICY.concurrency, _HELD // largest))
-        done: dict[int, tuple[str, Sent]] = {}
-        with self._as_output_error(), ThreadPoolExecutor(threads) as pool:
-            tasks = {pool.submit(self._part, part, upload, n): (n, part) for n, part in enumerate(parts, 1)}
-            try:
-                for task in as_completed(tasks):
-                    number, part = tasks[task]
-                    done[number] = task.result()
-                    if progress:
-                        progress(part.length)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return [done[number] for number in sorted(done)]
+        done = []
+        with self._as_output_error(), Threads(threads, "ckptconv-s3") as pool:
+            tasks = [pool.submit(self._part, part, upload, n) for n, part in enumerate(parts, 1)]
+            for task, part in zip(tasks, parts, strict=True):
+                done.append(task.result())
+                if progress:
+                    progress(part.length)
+        return done
 
     def _part(self, part: Part, upload: str, number: int) -> tuple[str, Sent]:
         more = {"UploadId": upload, "PartNumber": number}
@@ -561,11 +552,12 @@ class S3Store(WritableStore):
         """Return the ETag of the object at `path`, or None if there is no object. Raises OutputError."""
         return _Object(path).etag()
 
-    def about_upload(self, files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
-        """Return notes on requests, bytes sent and bytes copied, and with `verify` on what is read back."""
+    def cost_of(self, files: Sequence[OutFile], *, verify: bool) -> tuple[int, list[str]]:
+        """Return the bytes, and notes on requests, bytes sent and bytes copied, and on what is read back."""
         streamed = [file for file in files if is_streamed(file)]
         notes = []
-        if made := sum(file.size for file in files if not is_streamed(file)):
+        back = sum(file.size for file in files)
+        if made := back - sum(file.size for file in streamed):
             notes.append(f"what is computed ({size(made)}) is written to a temporary file here first, and then sent")
         parts = [part for file in streamed for part in parts_of(file, _is_copied)]
         inside, through = (sum(part.length for part in parts if part.copied is kind) for kind in (True, False))
@@ -575,7 +567,6 @@ class S3Store(WritableStore):
                 f"{count(requests, 'request')}: {size(through)} sent from here, {size(inside)} copied within S3"
             )
         if verify:
-            back = sum(file.size for file in files)
             requests = sum(-(-nbytes // POLICY.part) for nbytes in (*(file.size for file in files), inside)) + len(
                 files
             )
@@ -588,11 +579,7 @@ class S3Store(WritableStore):
             notes.append("S3 copies no access list, tags or encryption key: the output gets its bucket's defaults")
             if not verify and (sums := sum(len(file.sums) for file in streamed)):
                 notes.append(f"the checksums of {count(sums, 'record')} are not compared: their bytes stay in S3")
-        return tuple(notes)
-
-    def work_of(self, files: Sequence[OutFile], *, verify: bool) -> int:
-        """Return the number of bytes made here first, sent or copied, and read back."""
-        return sum(file.size * (1 + (not is_streamed(file)) + verify) for file in files)
+        return back * (1 + verify) + made, notes
 
     def upload(
         self,

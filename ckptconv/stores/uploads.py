@@ -156,12 +156,6 @@ def _differs(where: str, expected: int | None = None, got: int | None = None) ->
     return OutputError("what was written reads back differently", where=where, expected=said[0], got=said[1])
 
 
-def refuse_existing(path: Path, exists: Callable[[Path], bool], *, replace: bool) -> None:
-    """Raise TargetExistsError if a file `exists` at `path`, unless it may be replaced."""
-    if not replace and exists(path):
-        raise TargetExistsError("the output exists", where=path, hint=hint_to_replace())
-
-
 def old_set(new: NewFolder, *, replace: bool) -> OldSet:
     """Return the old set in the remote folder that `new` goes to: its shards and indexes that no new file replaces.
 
@@ -205,12 +199,11 @@ class WritableStore(RemoteStore):
         """
         raise NotImplementedError
 
-    def about_upload(self, files: Sequence[OutFile], *, verify: bool) -> tuple[str, ...]:
-        """Return notes on what writing `files` costs, and on what it does not guarantee."""
-        raise NotImplementedError
+    def cost_of(self, files: Sequence[OutFile], *, verify: bool) -> tuple[int, list[str]]:
+        """Return the bytes of writing `files`, and notes on what it takes and does not guarantee.
 
-    def work_of(self, files: Sequence[OutFile], *, verify: bool) -> int:
-        """Return the length of a progress bar: bytes made here first, sent or copied, and read back."""
+        The bytes are those that are made here first, sent or copied, and with `verify` read back.
+        """
         raise NotImplementedError
 
     def upload(
@@ -227,7 +220,7 @@ class WritableStore(RemoteStore):
 
         The last of several files is the index, which appears last. The files of the `old` set that are deleted first
         are deleted before any new file appears. With `verify` all are read back. `progress` is called with as many
-        bytes in all as :meth:`work_of` says.
+        bytes in all as :meth:`cost_of` says.
 
         Raises OutputError, TargetExistsError, and what reading raises.
         """
@@ -244,7 +237,8 @@ class WritableStore(RemoteStore):
 
     def check_target(self, path: Path, *, replace: bool) -> None:
         """Raise TargetExistsError if there is a file at `path`, unless it may be replaced."""
-        refuse_existing(path, self.has_object, replace=replace)
+        if not replace and self.has_object(path):
+            raise TargetExistsError("the output exists", where=path, hint=hint_to_replace())
 
     def scratch(self, path: Path) -> Path:  # noqa: ARG002 - remote folders have no temporary files
         """Return the folder for temporary files."""
@@ -257,9 +251,9 @@ class WritableStore(RemoteStore):
         if others := [other for other in new.others if other.kind != "folder"]:
             nbytes = size(sum(other.size for other in others))
             notes.append(f"{count(len(others), 'other file')} ({nbytes}) copied first, one after another")
-        work = sum(other.size for other in new.others) * (1 + verify) + self.work_of(new.files, verify=verify)
-        notes += self.about_upload(new.files, verify=verify) + old.about
-        return Placement(tuple(new.files), work, tuple(notes), old)
+        work, about = self.cost_of(new.files, verify=verify)
+        work += sum(other.size for other in new.others) * (1 + verify)
+        return Placement(tuple(new.files), work, (*notes, *about, *old.about), old)
 
     def writing(
         self,

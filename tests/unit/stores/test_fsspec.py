@@ -138,7 +138,7 @@ def test_a_fault_leaves_nothing(store: Any, tmp_path: Path, monkeypatch: pytest.
         if next(numbers) >= 2:
             raise OSError("the line is cut")
 
-    monkeypatch.setattr("ckptconv.stores.fsspec.refuse_existing", lambda *_, **__: None)
+    monkeypatch.setattr("ckptconv.stores.fsspec.FsspecStore.check_target", lambda *_, **__: None)
     monkeypatch.setattr("ckptconv.byteranges.sources.Source.check_unchanged", fail)
     with pytest.raises(OutputError, match="the line is cut"):
         ckptconv.convert(tmp_path / "a.pt", f"{url}/set/", max_shard_size="300KB", format="safetensors")
