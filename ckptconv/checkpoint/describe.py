@@ -19,6 +19,7 @@ from ckptconv.pickles.graph import (
     Value,
     args_of,
     is_global,
+    latin_1_text,
     members_of,
 )
 
@@ -66,7 +67,7 @@ def _short_call(node: Call) -> str:
     device = torch_device(node)
     if device is not None:
         return f"torch.device({device!r})"
-    first, codec = [*args_of(node)[:2], None, None][:2]
+    first, text = next(iter(args_of(node)), None), latin_1_text(node)
     if (
         is_global(node.callable, "torch.Size")
         and isinstance(first, Tuple)
@@ -74,9 +75,8 @@ def _short_call(node: Call) -> str:
         and is_flat(first)
     ):
         return f"torch.Size({describe(first)})"
-    is_bytes = is_global(node.callable, "_codecs.encode") and codec in ("latin1", "latin-1")  # as protocol 2 has them
-    if is_bytes and not node.effects and isinstance(first, str):
-        return _cut(repr(first[:_LONGEST].encode("latin-1", "replace")))
+    if isinstance(text, str):
+        return _cut(repr(text[:_LONGEST].encode("latin-1", "replace")))
     return f"object of {node.callable}" if isinstance(node.callable, Global) else "object"
 
 

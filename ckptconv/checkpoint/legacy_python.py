@@ -5,13 +5,22 @@
     ``torch.cuda.FloatTensor()`` and its state   ``_rebuild_tensor(storage, offset, size, stride)``, without CUDA
     ``Parameter(tensor, ...)`` and its state     ``_rebuild_parameter(tensor, requires_grad, hooks)``
 
+The texts and bytes of all protocols are read here too.
+
 Source: ``Tensor.__setstate__`` in ``torch/_tensor.py`` of torch 2.13, which still accepts the old states.
 """
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+from ckptconv.byteranges.reading import Latin1Text, Step, no_bytes
+from ckptconv.byteranges.sources import BytesSource, Readable
+from ckptconv.byteranges.spans import ByteRange
 from ckptconv.lazy_regex import regex
 from ckptconv.pickles.graph import (
+    Blob,
+    ByteArray,
     Call,
     Effect,
     Global,
@@ -23,10 +32,13 @@ from ckptconv.pickles.graph import (
     Value,
     args_of,
     is_global,
+    latin_1_text,
     walk,
 )
 from ckptconv.pickles.machine import CODES
 
+#: A source, an offset and a length.
+Span: TypeAlias = "tuple[Readable, int, int]"
 _PYTHON_2 = frozenset(CODES[name][0] for name in ("STRING", "BINSTRING", "SHORT_BINSTRING"))
 _TENSOR_CLASS = regex(r"torch\.(?:cuda\.)?[A-Z][A-Za-z0-9]*Tensor")
 _PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")
@@ -37,6 +49,42 @@ def text_of(value: Value) -> str | None:
     if isinstance(value, Py2String):
         return value.text
     return value if isinstance(value, str) else None
+
+
+def bytes_of(value: Value) -> bytes | None:
+    """Return the bytes object `value`, as any protocol writes it. None if it is not one, or stays in the file."""
+    if isinstance(value, (Py2String, ByteArray)):
+        return value.data
+    if isinstance(text := latin_1_text(value), str):
+        try:
+            return text.encode("latin-1")
+        except UnicodeEncodeError:
+            return None
+    if isinstance(value, Call) and is_global(value.callable, "__builtin__.bytes", "builtins.bytes"):
+        return None if args_of(value) or value.effects else b""
+    return value if isinstance(value, bytes) else None
+
+
+def bytes_in(value: Value, blobs: Readable, where: str = "", last: Step | None = None) -> Span | None:
+    """Return where the bytes of the bytes object `value` are, or None if it is not one.
+
+    Args:
+        value: A value of the graph.
+        blobs: The source in which the graph's long byte strings are ranges.
+        where: The place of `value` for errors.
+        last: See :class:`~ckptconv.byteranges.reading.Latin1Text`.
+
+    Raises MalformedError if a text that represents bytes has other characters than those of Latin-1.
+    """
+    if isinstance(value, Blob):
+        return None if value.kind == "str" else (blobs, value.offset, value.length)
+    text, data = latin_1_text(value), bytes_of(value)
+    if isinstance(text, Blob) and text.kind == "str":
+        whole = Latin1Text(ByteRange(blobs, text.offset, text.length), where, last)
+        return whole, 0, whole.size
+    if isinstance(text, str) and data is None:
+        raise no_bytes(where)
+    return None if data is None else (BytesSource(data, blobs.path), 0, len(data))
 
 
 def modernize(graph: Graph) -> None:

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from ckptconv.byteranges.fault_sink import PickleSequence
-from ckptconv.byteranges.reading import Latin1Text, Step, no_bytes
+from ckptconv.byteranges.reading import Step
 from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.dangerous_calls import dangerous_globals
 from ckptconv.checkpoint.index import leaf_of
-from ckptconv.checkpoint.legacy_python import modernize
+from ckptconv.checkpoint.legacy_python import Span, bytes_in, modernize
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.storage_ids import new_id, storage_id
 from ckptconv.checkpoint.tensor_info import Reference, Storage
@@ -62,7 +62,6 @@ from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.emitter import emit
 from ckptconv.pickles.graph import (
     Blob,
-    ByteArray,
     Call,
     Global,
     Graph,
@@ -74,6 +73,7 @@ from ckptconv.pickles.graph import (
     Value,
     args_of,
     is_global,
+    latin_1_text,
     replace_nodes,
     walk,
 )
@@ -84,7 +84,6 @@ NAME = WRITERS["pickle"].name
 _LEGACY = b"\x80\x02" + MAGIC_BYTES + b"."  # the magic number, as every version of torch pickles it in protocol 2
 _LEGACY_TEXT = _LEGACY.decode("latin-1").encode()  # as a text that represents bytes
 _OLD_START = regex(rb"\([dl]p[01]\n|[}\]]q[\0\1]|\(?c[\w.]+\n\w+\n(?:p[01]\n|q[\0\1])?[\]()]|\(i[\w.]+\n\w+\n")
-_LATIN_1 = ("latin1", "latin-1")
 #: The formats of :mod:`struct` for the numbers of storages that are lists.
 _NUMBERS = {
     "DoubleStorage": "d",
@@ -249,7 +248,8 @@ class _Reader:
         args = args_of(call)
         if call.kind != "REDUCE" or call.effects or len(args) != 1:
             self.refuse(key, "something else is done to it than torch does")
-        file, start, end = self.bytes_of(args[0], key)
+        file, start, length = self.bytes_of(args[0], key)
+        end = start + length
         head = file.read(start, min(len(_LEGACY), end - start))
         graph, spans = (
             self.zipped(file, start, end, key) if torch_zip.looks_like(head) else self.legacy(file, start, end, key)
@@ -289,27 +289,15 @@ class _Reader:
             spans[name] = replace(storage.data, source=file, offset=start + storage.data.offset)
         return inner.graph, spans
 
-    def bytes_of(self, value: Value, key: str) -> tuple[Readable, int, int]:
-        """Return the bytes that `value` represents: a file, a start and an end."""
+    def bytes_of(self, value: Value, key: str) -> Span:
+        """Return the bytes that `value` represents."""
         self.use(value, key)
-        if isinstance(value, Call) and is_global(value.callable, "_codecs.encode") and not value.effects:
-            text, encoding = (*args_of(value), None, None)[:2]
+        if (text := latin_1_text(value)) is not None:
             self.use(text, key)
-            if encoding in _LATIN_1 and isinstance(text, Blob):
-                decoded = Latin1Text(ByteRange(self.source, text.offset, text.length), self.where(key), self.decoded)
-                return decoded, 0, decoded.size
-            if encoding in _LATIN_1 and isinstance(text, str):
-                try:
-                    value = text.encode("latin-1")
-                except UnicodeEncodeError:
-                    raise no_bytes(self.where(key)) from None
-        if isinstance(value, Blob) and value.kind != "str":
-            return self.source, value.offset, value.offset + value.length
-        if isinstance(value, (Py2String, ByteArray)):
-            value = value.data
-        if not isinstance(value, bytes):
+        found = bytes_in(value, self.source, self.where(key), self.decoded)
+        if found is None:
             self.refuse(key, "what it is loaded from is no bytes")
-        return BytesSource(value, self.source.path), 0, len(value)
+        return found
 
     def use(self, value: Value, key: str) -> None:
         """Refuse one `value` for two storages: torch never writes that, and it could make a small file large."""

@@ -105,11 +105,74 @@ def read_header(source: Readable) -> Header:
     return _Reader(source).header()
 
 
-class _Reader:
-    """A reader of one header, which reports its faults."""
+class StrictJson:
+    """A reader of JSON that refuses what two parsers could read differently, and what takes too much memory.
+
+    Attributes:
+        title: What is read, for messages.
+        word: The same after its file is named.
+    """
+
+    title = word = "the index"
 
     def __init__(self, source: Readable) -> None:
         self.source = source
+
+    def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
+        """Raise the error for damaged JSON."""
+        raise NotImplementedError
+
+    def json(self, raw: bytes, *, commas: int) -> Any:
+        """Return the value of the JSON `raw`. `commas` are allowed, and as many for each bracket as a shape has."""
+        brackets, quotes = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
+        many = raw.count(b",") > commas + LIMITS.rank * brackets
+        if many or brackets > LIMITS.header_brackets or quotes > LIMITS.header_quotes:
+            what = f"{self.title} describes more than a million tensors could need"
+            raise LimitError(what, where=self.source.path)
+        try:
+            text = raw.decode()
+            check_nesting(raw)
+            return json.loads(
+                text,
+                object_pairs_hook=self.object,
+                parse_int=self.integer,
+                parse_float=self.number,
+                parse_constant=self.number,
+            )
+        except UnicodeDecodeError as error:
+            self.fail(f"{self.word} is not UTF-8", got=f"byte {error.start}")
+        except json.JSONDecodeError as error:
+            self.fail(f"{self.word} is no JSON: {error.msg}", got=f"character {error.pos}")
+        except RecursionError:
+            raise LimitError(f"{self.title} is nested too deeply", where=self.source.path) from None
+
+    def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return a JSON object. Raise an error if a key occurs twice or is not valid text."""
+        if len(result := dict(pairs)) != len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)
+            self.fail(f"a key stands in {self.word} twice", got=repr(twice[0][0]))
+        for key in result:
+            self.check_text(key)
+        return result
+
+    def check_text(self, text: str) -> None:
+        """Raise an error if `text` contains half of a surrogate pair."""
+        if not is_text(text):
+            self.fail("half of a surrogate pair is no text", got=repr(text))
+
+    def integer(self, digits: str) -> int:
+        """Return an integer, or raise an error."""
+        raise NotImplementedError
+
+    def number(self, digits: str) -> Any:
+        """Return a number with a fraction or an exponent, an infinity or NaN, or raise an error."""
+        raise NotImplementedError
+
+
+class _Reader(StrictJson):
+    """A reader of one header, which reports its faults."""
+
+    title, word = "the header", "it"
 
     def error(
         self, what: str, *, expected: object = None, got: object = None, hint: str | None = None
@@ -162,48 +225,11 @@ class _Reader:
         start = raw.lstrip(_SPACES)[:1]
         if start != b"{":
             self.fail("it is no JSON object", expected="{", got=start or "nothing")
-        brackets, quotes, commas = raw.count(b"[") + raw.count(b"{"), raw.count(b'"'), raw.count(b",")
-        if (
-            brackets > LIMITS.header_brackets
-            or quotes > LIMITS.header_quotes
-            or commas > LIMITS.header_commas + LIMITS.rank * brackets
-        ):
-            raise LimitError("the header describes more than a million tensors could need", where=self.source.path)
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError as error:
-            self.fail("it is not UTF-8", got=f"byte {error.start}")
-        try:
-            check_nesting(raw)
-            top = json.loads(
-                text,
-                object_pairs_hook=self.object,
-                parse_int=self.count,
-                parse_float=self.number,
-                parse_constant=self.number,
-            )
-        except json.JSONDecodeError as error:
-            self.fail(f"it is no JSON: {error.msg}", got=f"character {error.pos}")
-        except RecursionError:
-            raise LimitError("the header is nested too deeply", where=self.source.path) from None
+        top = self.json(raw, commas=LIMITS.header_commas)
         assert isinstance(top, dict)
         return top
 
-    def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return a JSON object. Raise an error if a key occurs twice or is not valid text."""
-        if len(result := dict(pairs)) != len(pairs):
-            twice = Counter(key for key, _ in pairs).most_common(1)
-            self.fail("a key stands in it twice", got=repr(twice[0][0]))
-        for key in result:
-            self.check_text(key)
-        return result
-
-    def check_text(self, text: str) -> None:
-        """Raise an error if `text` contains half of a surrogate pair."""
-        if not is_text(text):
-            self.fail("half of a surrogate pair is no text", got=repr(text))
-
-    def count(self, digits: str) -> int:
+    def integer(self, digits: str) -> int:
         """Return a number without a sign, below 2^64."""
         if digits[0] == "-" or len(digits) > 20 or int(digits) >= LIMITS.header_number:
             self.fail("a number is negative or too large", expected="0 to 2^64 - 1", got=digits)

@@ -8,24 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ckptconv.byteranges.reading import Latin1Text
-from ckptconv.byteranges.sources import BytesSource, Readable, SliceSource
+from ckptconv.byteranges.sources import Readable, SliceSource
 from ckptconv.byteranges.spans import ByteRange
+from ckptconv.checkpoint.legacy_python import bytes_in
 from ckptconv.errors import MalformedError
 from ckptconv.formats import torch_zip
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import (
-    Blob,
-    ByteArray,
-    Call,
-    Global,
-    Graph,
-    PersistentId,
-    Py2String,
-    Value,
-    args_of,
-    is_global,
-)
+from ckptconv.pickles.graph import Global, Graph, PersistentId
 from ckptconv.pickles.paths import Place
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -78,9 +67,13 @@ def files_in(places: Iterable[Place], blobs: Readable) -> Iterator[tuple[Place, 
         blobs: The source in which the graph's long byte strings are ranges.
     """
     for place in places:
-        file = _opened(place.node, blobs)
-        if file is None:
+        try:
+            span = bytes_in(place.node, blobs)
+        except MalformedError:
             continue
+        if span is None:
+            continue
+        file = SliceSource(*span)
         head = file.read(0, min(_HEAD, file.size))
         if torch_zip.looks_like(head):
             length = min(_DIRECTORY, file.size)
@@ -89,21 +82,3 @@ def files_in(places: Iterable[Place], blobs: Readable) -> Iterator[tuple[Place, 
             is_file = looks_like_legacy(head)
         if is_file:
             yield place, file
-
-
-def _opened(value: Value, blobs: Readable) -> Readable | None:
-    """Return the byte string `value` as a source, or None if it is something else."""
-    if isinstance(value, Call) and is_global(value.callable, "_codecs.encode"):
-        text, codec = (*args_of(value), None, None)[:2]
-        if codec not in ("latin1", "latin-1"):
-            return None
-        try:
-            if isinstance(text, Blob) and text.kind == "str":
-                return Latin1Text(ByteRange(blobs, text.offset, text.length))
-            return BytesSource(text.encode("latin-1"), blobs.path) if isinstance(text, str) else None
-        except (MalformedError, UnicodeError):
-            return None
-    if isinstance(value, Blob):
-        return None if value.kind == "str" else SliceSource(blobs, value.offset, value.length)
-    data = value.data if isinstance(value, (ByteArray, Py2String)) else value
-    return BytesSource(data, blobs.path) if isinstance(data, bytes) else None

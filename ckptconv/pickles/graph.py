@@ -392,6 +392,17 @@ def args_of(call: Call) -> list[Value]:
     return call.args.items if isinstance(call.args, Tuple) else []
 
 
+def latin_1_text(node: Value) -> Value:
+    """Return the text that `node` encodes as Latin-1, which is how protocol 2 writes bytes, or None.
+
+    Protocol 2 has no opcode for bytes, and torch's safe loader accepts this call instead.
+    """
+    if not isinstance(node, Call) or not is_global(node.callable, "_codecs.encode") or node.effects:
+        return None
+    text, codec = args_of(node) if len(args_of(node)) == 2 else (None, None)
+    return text if codec in ("latin1", "latin-1") else None
+
+
 def members_of(node: Value, most: int | None = None) -> list[Value] | None:
     """Return the members of a sequence or set, or None if `node` is neither.
 

@@ -46,9 +46,8 @@ from ckptconv.pickles.graph import (
     Set,
     Tuple,
     Value,
-    args_of,
     children,
-    is_global,
+    latin_1_text,
     walk,
 )
 from ckptconv.pickles.rows import RowCall
@@ -377,18 +376,9 @@ def _literal(key: Value) -> str | None:
 
 
 def _encoded_bytes(call: Call) -> Value:
-    """Return the bytes that `call` stands for, or `call` if it does not stand for bytes.
-
-    Protocol 2 has no opcode for bytes, and torch's safe loader accepts this call instead.
-    """
-    text, encoding = args_of(call) if len(args_of(call)) == 2 else (None, None)
-    if (
-        is_global(call.callable, "_codecs.encode")
-        and isinstance(text, str)
-        and len(text) <= _LONGEST_LITERAL
-        and encoding == "latin1"
-        and not call.effects
-    ):
+    """Return the bytes that `call` stands for, or `call` if it does not stand for bytes."""
+    text = latin_1_text(call)
+    if isinstance(text, str) and len(text) <= _LONGEST_LITERAL:
         with suppress(UnicodeEncodeError):
             return text.encode("latin-1")
     return call

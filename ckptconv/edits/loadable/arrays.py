@@ -15,12 +15,12 @@ from math import prod
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Cast, Data
 from ckptconv.checkpoint.describe import describe
-from ckptconv.checkpoint.legacy_python import text_of
+from ckptconv.checkpoint.legacy_python import bytes_of, text_of
 from ckptconv.checkpoint.merging import TensorCalls
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import Reference, Storage, row_major
 from ckptconv.dtypes import BY_NAME
-from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, count_of, data_of, list_of, pickled
+from ckptconv.edits.loadable.pickled import NotPlain, Pickled, count_of, data_of, list_of, pickled
 from ckptconv.errors import LimitError
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass

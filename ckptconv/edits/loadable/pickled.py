@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from ckptconv.byteranges.reading import Latin1Text
-from ckptconv.byteranges.sources import BytesSource, Readable
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange
-from ckptconv.checkpoint.legacy_python import text_of
+from ckptconv.checkpoint.legacy_python import bytes_in, text_of
 from ckptconv.errors import MalformedError
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import (
     AT_ONCE,
-    Blob,
-    ByteArray,
     Call,
     Dict,
     Effect,
     Global,
     List,
-    Py2String,
     Tuple,
     Value,
     args_of,
@@ -113,44 +109,15 @@ def count_of(value: Value, most: int = LIMITS.elements) -> int:
     return value
 
 
-def bytes_of(value: Value) -> bytes | None:
-    """Return the bytes object `value`, as any protocol writes it. None if it is not one, or stays in the file."""
-    if isinstance(value, Call):
-        if is_global(value.callable, "__builtin__.bytes", "builtins.bytes") and not (args_of(value) or value.effects):
-            return b""
-        text = _encoded(value)
-        try:
-            return text.encode("latin-1") if isinstance(text, str) else None
-        except UnicodeEncodeError:
-            return None
-    if isinstance(value, (Py2String, ByteArray)):
-        return value.data
-    return value if isinstance(value, bytes) else None
-
-
-def _encoded(call: Call) -> Value:
-    """Return the text that `call` encodes as Latin-1, which is how protocol 2 writes bytes, or None."""
-    args = args_of(call)
-    if is_global(call.callable, "_codecs.encode") and len(args) == 2 and not call.effects:
-        return args[0] if text_of(args[1]) in ("latin1", "latin-1") else None
-    return None
-
-
 def data_of(value: Value, blobs: Readable) -> ByteRange:
     """Return the range with the bytes of the bytes object `value`. Raise NotPlain if it is not one.
 
-    `blobs` is the source that contains its long texts.
+    `blobs` is the source of long byte strings.
     """
-    data = bytes_of(value)
-    if data is not None:
-        return ByteRange(BytesSource(data, blobs.path), 0, len(data))
-    text = _encoded(value) if isinstance(value, Call) else None
-    if isinstance(value, Blob) and value.kind != "str":
-        return ByteRange(blobs, value.offset, value.length)
-    if isinstance(text, Blob) and text.kind == "str":
-        try:
-            whole = Latin1Text(ByteRange(blobs, text.offset, text.length))
-        except MalformedError:
-            raise NotPlain("its bytes are not said as bytes") from None
-        return ByteRange(whole, 0, whole.size)
-    raise NotPlain("its bytes are not there")
+    try:
+        found = bytes_in(value, blobs)
+    except MalformedError:
+        raise NotPlain("its bytes are not said as bytes") from None
+    if found is None:
+        raise NotPlain("its bytes are not there")
+    return ByteRange(*found)

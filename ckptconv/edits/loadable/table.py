@@ -13,8 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
 
+from ckptconv.checkpoint.legacy_python import bytes_of
 from ckptconv.edits.loadable.arrays import FROM_BUFFER, RECONSTRUCT, SCALAR, numpy_dtype, scalar
-from ckptconv.edits.loadable.pickled import NotPlain, Pickled, bytes_of, list_of, pickled, texts_of
+from ckptconv.edits.loadable.pickled import NotPlain, Pickled, list_of, pickled, texts_of
 from ckptconv.light_dataclass import dataclass
 from ckptconv.pickles.graph import AT_ONCE, Call, Dict, Effect, List, Node, Set, Value, members_of, set_items
 

@@ -22,11 +22,18 @@ from ckptconv.formats.foreign.paths import CHECKPOINT_SUFFIXES, FETCH_LFS, LFS
 from ckptconv.formats.foreign.zips_and_pickles import displaced
 from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.hints import literal, saved_by_torch, shell
+from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.system import calls
 
 _HEAD = 4096
 _BLOCK = 512  # of a tar archive
+
+
+#: The start of a map in msgpack whose first key is text: https://github.com/msgpack/msgpack/blob/master/spec.md
+_MSGPACK_MAP = regex(rb"(?:[\x81-\x8f]|\xde..|\xdf.{4})[\xa1-\xbf\xd9\xda]", re.DOTALL)
+#: An extension of msgpack: its length, flax's type 1 (array), 2 (complex) or 3 (scalar), and the start of its value.
+_FLAX_VALUE = regex(rb"(?:[\xd4-\xd8]|\xc7.|\xc8..|\xc9.{4})(?:[\x01\x03]\x93|\x02\x92)", re.DOTALL)
 
 
 class _File(NamedTuple):
@@ -268,48 +275,7 @@ def _compressed(file: _File) -> _Answer | None:
 
 def _is_flax(head: bytes) -> bool:
     """Return whether `head` starts a msgpack map whose keys are text, and one of flax's own types of value is in it."""
-    if not head or not (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF)):
-        return False
-    key = 1 + {0xDE: 2, 0xDF: 4}.get(head[0], 0)
-    if not 0xA1 <= head[key : key + 1].ljust(1, b"\0")[0] <= 0xBF and head[key : key + 1] not in (b"\xd9", b"\xda"):
-        return False
-    at = 0
-    while at < len(head):
-        code = head[at]
-        if 0xC7 <= code <= 0xC9 or 0xD4 <= code <= 0xD8:  # an extension: its type, then its value
-            at += 1 + {0xC7: 1, 0xC8: 2, 0xC9: 4}.get(code, 0)
-            # An ndarray (1) and a numpy scalar (3) are [shape, dtype, bytes]; a complex number (2) is two floats.
-            return head[at : at + 2] in (b"\x01\x93", b"\x02\x92", b"\x03\x93")
-        step = _msgpack_step(head, at, code)
-        if step is None:
-            return False
-        at += step
-    return False
-
-
-#: The bytes that numbers and heads of arrays and maps take, by msgpack's codes
-#: (https://github.com/msgpack/msgpack/blob/master/spec.md).
-_MSGPACK_FIXED = {
-    0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5,
-    0xD3: 9, 0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5,
-}  # a table  # fmt: skip
-#: The width of the length of texts and bytes, by their codes.
-_MSGPACK_LONG = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-
-
-def _msgpack_step(head: bytes, at: int, code: int) -> int | None:
-    """Return the number of bytes of the value with `code` at `at`, or None if there is no such code.
-
-    The members of an array or map are not counted.
-    """
-    if code <= 0x9F or code >= 0xE0:  # small numbers, heads of small maps and arrays
-        return 1
-    if code <= 0xBF:
-        return 1 + code - 0xA0
-    width = _MSGPACK_LONG.get(code)
-    if width is None:
-        return _MSGPACK_FIXED.get(code)
-    return 1 + width + int.from_bytes(head[at + 1 : at + 1 + width], "big")
+    return bool(_MSGPACK_MAP.match(head) and _FLAX_VALUE.search(head))
 
 
 def _is_onnx(file: _File) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +29,7 @@ from ckptconv.byteranges.sources import Readable, Source, SourceFolder
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, count, some
-from ckptconv.formats.safetensors_header import check_nesting, is_text
+from ckptconv.formats.safetensors_header import StrictJson, check_nesting
 from ckptconv.formats.writers import WRITERS, HubName, split_suffix
 from ckptconv.hints import shell
 from ckptconv.lazy_regex import regex
@@ -335,11 +335,8 @@ def read_index(source: Readable) -> Index:
     return _Reader(source).index()
 
 
-class _Reader:
+class _Reader(StrictJson):
     """A reader of one index."""
-
-    def __init__(self, source: Readable) -> None:
-        self.source = source
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
         """Raise MalformedError."""
@@ -386,35 +383,14 @@ class _Reader:
                 expected=f"at most {LIMITS.safetensors_header:,} bytes",
                 got=f"{size:,}",
             )
-        raw = self.source.read(0, size)
-        brackets, quotes = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
-        if brackets > LIMITS.header_brackets or max(quotes, raw.count(b",")) > LIMITS.header_quotes:
-            raise LimitError("the index describes more than a million tensors could need", where=self.source.path)
-        try:
-            check_nesting(raw)
-            return json.loads(
-                raw.decode(),
-                object_pairs_hook=self.object,
-                parse_int=self.integer,
-                parse_float=self.number,
-                parse_constant=lambda word: self.fail("the index is no JSON", got=word),
-            )
-        except UnicodeDecodeError as error:
-            self.fail("the index is not UTF-8", got=f"byte {error.start}")
-        except json.JSONDecodeError as error:
-            self.fail(f"the index is no JSON: {error.msg}", got=f"character {error.pos}")
-        except RecursionError:
-            raise LimitError("the index is nested too deeply", where=self.source.path) from None
+        return self.json(self.source.read(0, size), commas=LIMITS.header_quotes)
 
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Return a JSON object. Raise MalformedError if a key occurs twice or a text is not valid."""
-        if len(result := dict(pairs)) != len(pairs):
-            twice = Counter(key for key, _ in pairs).most_common(1)
-            self.fail("a key stands twice in the index", got=repr(twice[0][0]))
-        for text in (text for pair in pairs for text in pair if isinstance(text, str)):
-            if not is_text(text):
-                self.fail("half of a surrogate pair in the index is no text", got=repr(text))
-        return result
+        for _, text in pairs:
+            if isinstance(text, str):
+                self.check_text(text)
+        return super().object(pairs)
 
     def integer(self, digits: str) -> int:
         """Return an integer. Raise MalformedError if it is too long."""
@@ -428,7 +404,7 @@ class _Reader:
         """Return a number with a fraction: some tools counted bits, and wrote ``13476835328.0``."""
         value = float(digits)
         if not math.isfinite(value):
-            self.fail("a number in the index is too large", got=digits)
+            self.fail("a number in the index is no JSON, or too large", got=digits)
         return value
 
 
