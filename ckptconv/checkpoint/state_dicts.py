@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from ckptconv.checkpoint.index import Index
 from ckptconv.checkpoint.pickled_modules import PickledModule, read_modules
@@ -148,7 +149,7 @@ def detect(
         scripts: The classes of modules of a TorchScript archive.
     """
     detected = Detected(index.root.path, read_modules(index, scripts), [], [], set(), [])
-    rng = _RngStates(index)
+    rng = _rng_rules(index)
     closed = {id(module.place.node) for module in detected.modules}  # nodes that contain no further state dict
     inside: set[int] = set()  # places in closed nodes
     first: set[int] = set()
@@ -176,13 +177,20 @@ def detect(
             if names := _names_in_optimizer(keys):
                 detected.optimizers.append(NamedOptimizer(place.path, names))
         elif metadata is not None or _looks_like_state_dict(node, index):
-            if metadata is not None or not rng.are_all_tensors_of(node):
+            tensors = index.tensor_nodes.keys() & {id(value) for _, value in node.entries()}
+            if metadata is not None or not rng.are_states(tensors):
                 detected.state_dicts.append(StateDict(place.path, node, metadata))
         else:
             continue
         closed.add(id(node))
         inside.add(id(place))
-    detected.rng_states.extend(rng.outside({id(each.node) for each in detected.state_dicts}))
+    state_dicts = {id(each.node) for each in detected.state_dicts}
+
+    def is_in_state_dict(place: Place) -> bool:
+        return any(id(above.node) in state_dicts for above in [*place.upwards()][1:])
+
+    states = (place for place in rng.places if rng.is_state(place, is_in_state_dict))
+    detected.rng_states.extend(index.tensor_nodes[id(place.node)] for place in states)
     return detected
 
 
@@ -228,63 +236,69 @@ def _names_in_optimizer(keys: dict[str, Value]) -> list[tuple[Effect, int]]:
 # States of random generators
 
 
-class _RngStates:
-    """The tensors of `index` that could be RNG states, and how sure that is without knowing its state dicts."""
+class RngRules:
+    """The rules that say which of some tensors are states of random generators.
 
-    def __init__(self, index: Index) -> None:
-        self._tensor_nodes = index.tensor_nodes
-        self._candidates = _rng_candidates(index)
-        self._possible = {id(place.node) for place in self._candidates}
-        self._certain: set[int] = set()
-        self._hinted: set[int] = set()
-        for place in self._candidates:
-            if self._tensor_nodes[id(place.node)].nbytes == CPU_RNG_BYTES or any(
-                isinstance(above.node, Call) and is_global(above.node.callable, "torch._C.Generator")
-                for above in place.upwards()
-            ):
-                self._certain.add(id(place.node))
-            if any(has_rng_word(above.key) for above in place.upwards()):
-                self._hinted.add(id(place.node))
-        self._rng_mappings: dict[int, bool] = {}  # whether a mapping has a certain state, or python's and numpy's
+    They are for the nodes of a graph and for objects in memory.
 
-    def outside(self, state_dicts: Container[int]) -> list[TensorInfo]:
-        """Return the RNG states. `state_dicts` are the ids of the state dicts' nodes."""
-        return [self._tensor_nodes[id(place.node)] for place in self._candidates if self._is_rng(place, state_dicts)]
+    Attributes:
+        places: The places of the tensors that can be states, by their form.
+        certain: The ids of those whose size, or what they are in, proves it.
+        hinted: The ids of those with a word for a generator in their path.
+    """
 
-    def are_all_tensors_of(self, node: Object) -> bool:
-        """Return whether all tensors in the mapping `node` are RNG states."""
-        values = [id(value) for _, value in node.entries()]
-        tensors = self._tensor_nodes.keys() & values
-        return tensors <= (self._certain | self._hinted if tensors.isdisjoint(self._certain) else self._possible)
+    def __init__(
+        self, places: list[Any], is_certain: Callable[[Any], bool], items: Callable[[Any], Mapping[Any, Any] | None]
+    ) -> None:
+        """Take `places`, which have a node, a key and a parent. `items` returns the items of a mapping, else None."""
+        self.places = places
+        self._possible = {id(place.node) for place in places}
+        self.certain = {id(place.node) for place in places if is_certain(place)}
+        self.hinted = {
+            id(place.node)
+            for place in places
+            if any(not _RNG_WORDS.isdisjoint(_words(above.key)) for above in place.upwards())
+        }
+        self._items = items
+        self._mappings: dict[int, bool] = {}  # whether a mapping has a certain state, or python's and numpy's
 
-    def _is_rng(self, place: Place, state_dicts: Container[int]) -> bool:
-        if id(place.node) in self._certain:
+    def are_states(self, tensors: set[int]) -> bool:
+        """Return whether all of `tensors`, given by their ids, may be states."""
+        return tensors <= (self.certain | self.hinted if tensors.isdisjoint(self.certain) else self._possible)
+
+    def is_state(self, place: Any, is_in_state_dict: Callable[[Any], bool]) -> bool:
+        """Return whether the tensor at `place` is a state, by its size, its keys or its neighbours."""
+        if id(place.node) in self.certain:
             return True
-        if any(id(above.node) in state_dicts for above in [*place.upwards()][1:]):
+        if is_in_state_dict(place):
             return False
-        if id(place.node) in self._hinted:
+        if id(place.node) in self.hinted:
             return True
-        item = next(
-            above for above in place.upwards() if not (above.parent and isinstance(above.parent.node, (List, Tuple)))
-        )
+        sequences = (List, Tuple, list, tuple)
+        item = next(each for each in place.upwards() if not (each.parent and isinstance(each.parent.node, sequences)))
         mapping = item.parent and item.parent.node
-        if not isinstance(mapping, (Dict, Call)) or not has_device_word(item.key):
+        if _DEVICE_WORDS.isdisjoint(_words(item.key)):
             return False
-        if id(mapping) not in self._rng_mappings:  # it can have any number of tensors
-            values = strings_of(mapping)
-            has_certain = any(id(value) in self._certain for value in values.values())
-            self._rng_mappings[id(mapping)] = has_certain or {"python", "numpy"} <= values.keys()
-        return self._rng_mappings[id(mapping)]
+        if id(mapping) not in self._mappings:  # it can have any number of tensors
+            items = self._items(mapping) or {}
+            has_certain = any(id(value) in self.certain for value in items.values())
+            self._mappings[id(mapping)] = has_certain or {"python", "numpy"} <= items.keys()
+        return self._mappings[id(mapping)]
 
 
-def has_rng_word(key: object) -> bool:
-    """Return whether `key` is a text with a word for a generator in it."""
-    return not _RNG_WORDS.isdisjoint(_words(key))
+def _rng_rules(index: Index) -> RngRules:
+    """Return the rules for the tensors of `index`."""
 
+    def is_certain(place: Place) -> bool:
+        return index.tensor_nodes[id(place.node)].nbytes == CPU_RNG_BYTES or any(
+            isinstance(above.node, Call) and is_global(above.node.callable, "torch._C.Generator")
+            for above in place.upwards()
+        )
 
-def has_device_word(key: object) -> bool:
-    """Return whether `key` is a text with the word of a device, or torch's name, in it."""
-    return not _DEVICE_WORDS.isdisjoint(_words(key))
+    def items(node: Value) -> dict[str, Value] | None:
+        return strings_of(node) if isinstance(node, (Dict, Call)) else None
+
+    return RngRules(_rng_candidates(index), is_certain, items)
 
 
 def _words(key: object) -> list[str]:

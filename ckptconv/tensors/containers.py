@@ -29,12 +29,12 @@ _LEAVES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)  # always leave
 class Slot:
     """The first position of `node`.
 
-    `above` is the slot of the object that contains it, or None for the root. `key` is its key if it is a value of a
+    `parent` is the slot of the object that contains it, or None for the root. `key` is its key if it is a value of a
     dict, and otherwise None.
     """
 
     node: Any
-    above: Slot | None
+    parent: Slot | None
     key: object = None
 
     def upwards(self) -> Iterator[Slot]:
@@ -42,7 +42,7 @@ class Slot:
         at: Slot | None = self
         while at is not None:
             yield at
-            at = at.above
+            at = at.parent
 
 
 class Contents:

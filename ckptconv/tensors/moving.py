@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckptconv.checkpoint.state_dicts import CPU_RNG_BYTES, has_device_word, has_rng_word
+from ckptconv.checkpoint.state_dicts import CPU_RNG_BYTES, RngRules
 from ckptconv.edits.devices import Devices, MapLocation, Target, to_devices
 from ckptconv.errors import DeviceUnavailable
 from ckptconv.hints import for_python, option
@@ -424,8 +425,12 @@ def rng_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool]) ->
     `alone` returns whether nothing else uses the storage of a tensor. That holds for each state.
     """
     possible = [place for place in places if _is_bytes(place.node) and alone(place.node)]
-    judge = _Judge(possible)
-    return [place.node for place in possible if judge.is_state(place)]
+    rules = RngRules(
+        possible,
+        lambda place: place.node.numel() == CPU_RNG_BYTES,
+        lambda node: node if isinstance(node, dict) else None,
+    )
+    return [place.node for place in possible if rules.is_state(place, partial(_is_in_state_dict, rules))]
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
@@ -440,48 +445,20 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
     )
 
 
-class _Judge:
-    """The rules, for the tensors that can be states by their form."""
+def _is_in_state_dict(rules: RngRules, place: Slot) -> bool:
+    """Return whether one of the dictionaries around `place` is a state dict.
 
-    def __init__(self, possible: list[Slot]) -> None:
-        self.possible = {id(place.node) for place in possible}
-        self.certain = {id(place.node) for place in possible if place.node.numel() == CPU_RNG_BYTES}
-        self.hinted = {id(place.node) for place in possible if any(has_rng_word(a.key) for a in place.upwards())}
-
-    def is_state(self, place: Slot) -> bool:
-        """Return whether the tensor at `place` is a state, by its size, its keys or its neighbours."""
-        if id(place.node) in self.certain:
+    The dictionaries in an optimizer's state are not state dicts.
+    """
+    for node in [above.node for above in place.upwards() if isinstance(above.node, dict)][::-1]:
+        if isinstance(getattr(node, "_metadata", None), Mapping):
             return True
-        around = [above.node for above in place.upwards()][1:]
-        if self.is_in_state_dict([node for node in reversed(around) if isinstance(node, dict)]):
+        if {"state", "param_groups"} <= node.keys():
             return False
-        if id(place.node) in self.hinted:
+        tensors = {id(value) for value in node.values() if isinstance(value, torch.Tensor)}
+        if tensors and all(map(_may_be_in_state_dict, node.keys(), node.values())) and not rules.are_states(tensors):
             return True
-        item = next(each for each in place.upwards() if not (each.above and isinstance(each.above.node, (list, tuple))))
-        nearest = item.above and item.above.node
-        if not isinstance(nearest, dict) or not has_device_word(item.key):
-            return False
-        return any(id(value) in self.certain for value in nearest.values()) or {"python", "numpy"} <= nearest.keys()
-
-    def is_in_state_dict(self, dicts: list[dict[Any, Any]]) -> bool:
-        """Return whether one of `dicts` is a state dict.
-
-        `dicts` are the dictionaries around a tensor, the outermost first. The dictionaries in an optimizer's state are
-        not state dicts.
-        """
-        for node in dicts:
-            if isinstance(getattr(node, "_metadata", None), Mapping):
-                return True
-            if {"state", "param_groups"} <= node.keys():
-                return False
-            tensors = {id(value) for value in node.values() if isinstance(value, torch.Tensor)}
-            if tensors and all(map(_may_be_in_state_dict, node.keys(), node.values())) and not self.are_states(tensors):
-                return True
-        return False
-
-    def are_states(self, tensors: set[int]) -> bool:
-        """Return whether all of `tensors`, given by their ids, may be states."""
-        return tensors <= (self.certain | self.hinted if tensors.isdisjoint(self.certain) else self.possible)
+    return False
 
 
 def _may_be_in_state_dict(key: object, value: object) -> bool:
