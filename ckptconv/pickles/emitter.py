@@ -53,9 +53,7 @@ _BINPUT, _BINGET, _BININT1 = (
     [CODES[name] + bytes([n]) for n in range(256)] for name in ("BINPUT", "BINGET", "BININT1")
 )
 _LONG_BINPUT, _LONG_BINGET, _BINUNICODE = CODES["LONG_BINPUT"], CODES["LONG_BINGET"], CODES["BINUNICODE"]
-_BINPERSID, _REDUCE = CODES["BINPERSID"], CODES["REDUCE"]
 _with_number = struct.Struct("<cI").pack
-_FEW = 64  # parts of a node that is written without steps: a tensor has about twenty
 
 
 def emit(graph: Graph, *, loadable: bool, short: bool = False, splice: bool = False) -> list[bytes | Blob]:
@@ -174,6 +172,11 @@ class _Plain(_Writer):
 
     def pickle(self) -> list[bytes | Blob]:
         """Return the pieces of the pickle."""
+        self.run()
+        return self.finish()
+
+    def run(self) -> None:
+        """Do all planned steps, and those that they plan."""
         todo = self.todo
         while todo:
             step = todo.pop()
@@ -188,7 +191,6 @@ class _Plain(_Writer):
                     self.leave_items(step)
             elif not self.atom(step):
                 self.start(step)
-        return self.finish()
 
     def row(self, call: RowCall) -> bool:
         """Write `call` at once, if it is an unchanged row and the memo contains all that it reads.
@@ -239,7 +241,8 @@ class _Plain(_Writer):
         pieces.memo = self.memo
         key = b"key".decode()  # a new object, which is not in the memo
         reference = PersistentId(Tuple([form.word, form.cls, key, tag, form.numel]))
-        pieces.write(Call("REDUCE", form.functions[0], form.arguments(reference, None)))
+        pieces.todo = [Call("REDUCE", form.functions[0], form.arguments(reference, None))]
+        pieces.run()
         first, *parts = pieces.parts
         assert isinstance(first, bytes)
         start = first[: -4 - len(key) - len(_LONG_BINPUT)]
@@ -269,9 +272,7 @@ class _Plain(_Writer):
         """
         if id(node) in self.open:
             raise _OutOfOrder
-        if self.is_simple(node):
-            self.write(node)
-        elif isinstance(node, (List, Dict)) or (isinstance(node, Set) and not (self.loadable and node.effects)):
+        if isinstance(node, (List, Dict)) or (isinstance(node, Set) and not (self.loadable and node.effects)):
             self.out += _EMPTY[type(node)]
             self.put(node)
             if node.effects:
@@ -279,49 +280,6 @@ class _Plain(_Writer):
         else:
             self.open.add(id(node))
             self.todo += _construction(node)[::-1]
-
-    def is_simple(self, node: Value) -> bool:
-        """Return whether `node` can be written without steps, as most tensors can.
-
-        It can be if it and its parts that are not in the memo are only calls, persistent ids, tuples and atoms, without
-        effects, and if there are at most _FEW parts. The limit exists because this may be asked again for each part.
-        """
-        memo, left = self.memo, _FEW
-        todo = [node]
-        while todo:
-            node = todo.pop()
-            if type(node) is RowCall and node.row:
-                continue
-            if not isinstance(node, (Tuple, PersistentId)) and not (
-                isinstance(node, Call) and node.kind == "REDUCE" and not node.effects
-            ):
-                return False
-            parts = _parts(node)
-            left -= len(parts)
-            if left < 0:
-                return False
-            todo += [part for part in parts if type(part) not in _ATOMS and id(part) not in memo]
-        return True
-
-    def write(self, node: Value) -> None:
-        """Write `node`, for which :meth:`is_simple` is true, in the same bytes as its steps would."""
-        memo = self.memo
-        parts = _parts(node)
-        if len(parts) > 3:
-            self.out += _MARK
-        for part in parts:
-            if (slot := memo.get(id(part))) is not None:
-                self.get(slot)
-            elif (write := _ATOMS.get(type(part))) is not None:
-                write(self, part)
-            elif type(part) is not RowCall or not self.row(part):
-                self.write(part)
-        if isinstance(node, (PersistentId, Call)):
-            self.done(_REDUCE if isinstance(node, Call) else _BINPERSID, node.order, node)
-        else:
-            self.out += _TUPLE[min(len(parts), 4)]
-            if parts:
-                self.put(node)
 
     def effects(self, target: Object) -> None:
         """Plan the effects on `target`, which was just written."""
@@ -485,13 +443,6 @@ class _ShortReplayed(_Short, _Replayed):
 
 
 _EMPTY: dict[type, bytes] = {List: CODES["EMPTY_LIST"], Dict: CODES["EMPTY_DICT"], Set: CODES["EMPTY_SET"]}
-
-
-def _parts(node: Value) -> list[Value]:
-    """Return the parts of a tuple, a persistent id or a REDUCE. A node of another kind has none."""
-    if isinstance(node, Tuple):
-        return node.items
-    return [node.callable, node.args] if isinstance(node, Call) else [node.id] if isinstance(node, PersistentId) else []
 
 
 def _construction(node: Value) -> list[_Step]:
