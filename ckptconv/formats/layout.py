@@ -153,8 +153,7 @@ def pickle_pieces(
     from ckptconv.pickles.emitter import emit  # lazily, for start-up
 
     graph = graph or checkpoint.graph
-    splice = not short and not checkpoint.source.is_far  # splicing reads the source again
-    parts = emit(graph, loadable=can_be_made_loadable(graph), short=short, splice=splice)
+    parts = emit(graph, loadable=can_be_made_loadable(graph), short=short)
     return [Literal(part) if isinstance(part, bytes) else blob_bytes(checkpoint, part) for part in parts]
 
 
