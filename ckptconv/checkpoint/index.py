@@ -41,21 +41,10 @@ class Index:
         self._references = references
         self._where = where
         self._faults = faults
-        self._before: Index | None = None  # an index whose tensors are still right
 
-    def replace(self, old: Index, *, same_tensors: bool, same_places: bool = False) -> None:
-        """Take the place of `old`, the index before an edit, which must compute nothing more.
-
-        Args:
-            old: The index before the edit.
-            same_tensors: Whether the calls that made tensors still make the same ones.
-            same_places: Whether all places are the same.
-        """
-        if same_places and "_found" in vars(old) and not any(map(_says_device, old.tensor_nodes.values())):
-            self._found = old._found
-        elif same_tensors:
-            self._before = old if "_found" in vars(old) else old._before
-        old._graph = old._before = None
+    def end(self) -> None:
+        """Compute nothing more, because the graph is edited."""
+        self._graph = None
 
     @property
     def graph(self) -> Graph:
@@ -108,14 +97,11 @@ class Index:
 
     @cached_property
     def _found(self) -> tuple[list[Place], dict[str, TensorInfo], dict[int, TensorInfo]]:
-        before = self._before.tensor_nodes if self._before else {}
-        known = {node: info for node, info in before.items() if not _says_device(info)}
-        reader = TensorReader(self.storage_of, self._where, self._faults, known)
+        reader = TensorReader(self.storage_of, self._where, self._faults)
         places = []
         for place in find_places(self.root, leaf_of(reader.nodes), self._where, self.graph.opcodes):
             places.append(place)
             reader.visit(place)
-        self._before = None
         return places, reader.tensors, reader.nodes
 
     @property
@@ -167,11 +153,6 @@ class Index:
         for place in find_places(self.root, leaf, self._where, self.graph.opcodes):
             if id(place.node) not in opened:
                 yield place
-
-
-def _says_device(info: TensorInfo) -> bool:
-    """Return whether the call that makes the tensor names its device, which an edit may have changed."""
-    return info.storage is None or info.own_device is not None
 
 
 def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:

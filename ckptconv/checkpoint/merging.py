@@ -187,7 +187,7 @@ class Merger:
         self._parts.append(part)
         for reference in part.references:
             reference.node.id = changed_id(reference.node, key=prefix + reference.storage.key)
-        part.changed(same_tensors=True)
+        part.changed()
         self.records.update((prefix + key, storage.data) for key, storage in part.storages.items())
         if part.graph.opcodes:
             if not in_order:

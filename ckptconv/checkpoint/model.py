@@ -86,24 +86,17 @@ class Checkpoint:
         self.root = Place(None, "", self.graph.root, 0)
         self.index = Index(self.graph, self.root, self.references, str(self.source.path))
 
-    def changed(self, *, same_tensors: bool = False, same_places: bool = False) -> None:
-        """Forget what is derived from the graph, after an edit.
-
-        Args:
-            same_tensors: No call that makes a tensor changed, so no tensor has to be read again.
-            same_places: Only the content of persistent ids changed, so all places are the same too.
-        """
-        if not same_places:
-            self.root = replace(self.root, node=self.graph.root)
-        old = self.index
+    def changed(self) -> None:
+        """Forget what is derived from the graph, after an edit."""
+        self.root = replace(self.root, node=self.graph.root)
+        self.index.end()
         self.index = Index(self.graph, self.root, self.references, str(self.source.path))
-        self.index.replace(old, same_tensors=same_tensors, same_places=same_places)
         self._detected = None
 
     def renamed(self) -> None:
         """Forget what is derived from the names of tensors, after an edit."""
         self.before_renaming, counts = self.index, self.index.tensor_counts
-        self.changed(same_tensors=True)
+        self.changed()
         self.index.tensor_counts = counts
 
     def restrict(self, root: Place) -> None:
@@ -116,7 +109,7 @@ class Checkpoint:
         graph.calls = [node for node in graph.calls if id(node) in reached]
         graph.references = [node for node in graph.references if id(node) in reached]
         self.references = [each for each in self.references if id(each.node) in reached]
-        self.changed(same_tensors=True)
+        self.changed()
         self.index.nodes = nodes
 
     def warn(self, text: str) -> None:
@@ -139,7 +132,7 @@ class Checkpoint:
         """Let paths begin at the checkpoint itself, not at the root of the source that it is a part of."""
         if self.root.parent:
             self.root = Place(None, "", self.graph.root, 0)
-            self.changed(same_tensors=True)
+            self.changed()
 
     @property
     def detected(self) -> Detected:

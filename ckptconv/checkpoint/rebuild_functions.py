@@ -178,20 +178,12 @@ class TensorReader:
         storages: The storages, by the id of the node that refers to them.
         where: Name of the checkpoint in errors.
         faults: The sink for tensors that are not valid.
-        known: Tensors that need not be read, by the id of their node.
     """
 
-    def __init__(
-        self,
-        storages: Mapping[int, Storage],
-        where: str,
-        faults: FaultSink = RAISED,
-        known: Mapping[int, TensorInfo] | None = None,
-    ) -> None:
+    def __init__(self, storages: Mapping[int, Storage], where: str, faults: FaultSink = RAISED) -> None:
         self.storages = storages
         self.where = where
         self.faults = faults
-        self.known = known or {}
         self.nodes: dict[int, TensorInfo] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.same: dict[tuple[object, ...], str] = {}
@@ -207,7 +199,7 @@ class TensorReader:
         node = place.node
         if not isinstance(node, Call):
             return
-        known = self.nodes.get(id(node)) or (self.known.get(id(node)) if self.known else None)
+        known = self.nodes.get(id(node))
         info = TensorInfo(*_facts_of(known)) if known else self.of_row(node)  # faster than replace()
         if info is None or node.effects:
             function = self.rebuilder(node)

@@ -49,7 +49,7 @@ def make_like(checkpoint: Checkpoint, other: Checkpoint, changes: Changes, *, in
         theirs_of = theirs.names_of(like)
         wanted = [[theirs_of[key] for key in group.params] for group in like.groups]
         _order_optimizer(ours, optimizer, name_of, wanted, changes)
-    checkpoint.changed(same_tensors=True)
+    checkpoint.changed()
     drop_effect_order(checkpoint)
 
 

@@ -196,7 +196,7 @@ class Followers:
         if renumber:
             kept = [[key for key in group.params if key not in gone] for group in optimizer.groups]
             rewrite(optimizer, kept, optimizer.names, is_named=optimizer.is_named)
-            self.checkpoint.changed(same_tensors=True)
+            self.checkpoint.changed()
         self.change_of(optimizer, changes).left_out += len(gone)
 
     def key_by(self, form: str, changes: Changes) -> None:
@@ -215,7 +215,7 @@ class Followers:
             change = self.change_of(optimizer, changes)
             change.keyed_by, change.names_from = form, "itself" if is_renumbered else change.names_from
         if others:
-            self.checkpoint.changed(same_tensors=True)
+            self.checkpoint.changed()
         else:
             changes.notes.append(
                 "no optimizer is keyed otherwise, so " + option("optimizer", form) + " changed nothing"

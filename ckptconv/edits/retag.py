@@ -53,7 +53,7 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
         if new != argument.device:
             _set_device(argument, tags.setdefault(new, new))
             changes.count_devices(argument.device, new, 1, 0)
-    checkpoint.changed(same_tensors=True, same_places=not arguments)
+    checkpoint.changed()
     changes.notes += unmatched_rules(checkpoint, devices, seen_tags)
     if devices.to and not changes.devices:
         reason = "nothing goes there" if seen_tags else "there are no tensors"

@@ -139,7 +139,7 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
     keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
     for reference in checkpoint.references:
         change_id(reference.node, key=keys[reference.storage.key])
-    checkpoint.changed(same_tensors=True, same_places=True)
+    checkpoint.changed()
     return keys
 
 
@@ -170,7 +170,7 @@ def say_for_older_loaders(checkpoint: Checkpoint) -> None:
     for node in checkpoint.graph.globals:
         if node.module == "torch.tensor":
             node.module = "torch._tensor"
-    checkpoint.changed(same_tensors=True)
+    checkpoint.changed()
 
 
 def torch_layout(

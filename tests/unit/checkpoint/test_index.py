@@ -134,21 +134,6 @@ def test_an_outdated_index_computes_nothing_more(tmp_path: Path) -> None:
     assert checkpoint.index.nodes
 
 
-def test_tensors_are_not_read_again_where_no_call_has_changed(tmp_path: Path) -> None:
-    """They are copies, with the paths that they have now."""
-    torch.save({"model": {"module.w": torch.ones(2), "module.b": torch.ones(3)}}, tmp_path / "src.pt")
-    checkpoint = read(tmp_path / "src.pt")
-    (w, b), shape = checkpoint.tensors.values(), (4, 5)
-    w.shape = b.shape = shape  # by which what was read before is known
-    checkpoint.changed(same_tensors=True)
-    checkpoint.changed(same_tensors=True)
-    assert [info.shape for info in checkpoint.tensors.values()] == [shape, shape]
-    assert all(new is not old for new, old in zip(checkpoint.tensors.values(), (w, b), strict=True))
-    checkpoint.changed()
-    checkpoint.changed(same_tensors=True)
-    assert [info.shape for info in checkpoint.tensors.values()] == [(2,), (3,)]
-
-
 # How often the graph is walked
 
 
