@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -65,9 +66,9 @@ def _pattern(old: str, new: str) -> tuple[str, str]:
     The last segments are compared first: of ``module.module.w → module.w`` the first one went.
     """
     a, b = old.split("."), new.split(".")
-    tail = _common(reversed(a), reversed(b))
+    tail = len(commonprefix([a[::-1], b[::-1]]))  # noqa: RUF071 - of words, not of paths
     a, b = a[: len(a) - tail], b[: len(b) - tail]
-    head = _common(a, b)
+    head = len(commonprefix([a, b]))  # noqa: RUF071 - of words
     was, becomes = _words_apart(".".join(a[head:]), ".".join(b[head:]))
     before, after = ["*"] * bool(head), ["*"] * bool(tail)
     return ".".join([*before, *filter(None, [was]), *after]), ".".join([*before, *filter(None, [becomes]), *after])
@@ -83,43 +84,14 @@ def _words_apart(old: str, new: str) -> tuple[str, str]:
     return _starred(was, ((i, n) for i, _, n in runs)), _starred(becomes, ((j, n) for _, j, n in runs))
 
 
-def _common(a: Iterable[str], b: Iterable[str]) -> int:
-    """Return how many of the first words of `a` and `b` are the same."""
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
-
-
 @lru_cache(maxsize=1024)
 def _kept(a: _Words, b: _Words) -> Sequence[tuple[int, int, int]]:
-    """Return the longest common subsequence of `a` and `b` as runs of (index in `a`, index in `b`, length).
+    """Return the runs that `a` and `b` share as (index in `a`, index in `b`, length), or none if they are too long."""
+    from difflib import SequenceMatcher  # slow to import
 
-    It is empty if the table for it would be too large.
-    """
     if len(a) * len(b) > _LARGEST_TABLE:
         return []
-    most = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]  # from here to the end
-    for i in reversed(range(len(a))):
-        for j in reversed(range(len(b))):
-            most[i][j] = most[i + 1][j + 1] + 1 if a[i] == b[j] else max(most[i + 1][j], most[i][j + 1])
-    runs: list[tuple[int, int, int]] = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        if a[i] == b[j]:
-            x, y, n = runs[-1] if runs else (0, 0, 0)
-            if n and (x + n, y + n) == (i, j):
-                runs[-1] = x, y, n + 1
-            else:
-                runs.append((i, j, 1))
-            i, j = i + 1, j + 1
-        elif most[i + 1][j] >= most[i][j + 1]:
-            i += 1
-        else:
-            j += 1
-    return runs
+    return SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
 
 
 def _starred(words: list[str], runs: Iterable[tuple[int, int]]) -> str:
