@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptconv.byteranges.kernels.summing import as_complex, as_real, exponents_of, is_number
+from ckptconv.byteranges.kernels.summing import as_complex, as_real, as_whole, exponents_of, is_number
 from ckptconv.dtypes import get_dtype
 
 _LOW = 0xFFFFFFFF
@@ -128,25 +128,10 @@ class Comparer:
         apart = (a - b).abs_()
         most = float(apart.max())
         if isfinite(most):  # nearly always: then nothing is NaN, and a difference of 0 means equal
-            return self._finite(apart, b.abs(), most) if most else None
+            return self._far(apart, b.abs(), most) if most else None
         unequal = (a != b) & ~(a.isnan() & b.isnan())
         finite = unequal & a.isfinite() & b.isfinite()
         return self._with_others(unequal, apart[finite], b[finite].abs())
-
-    def _finite(self, apart: torch.Tensor, size: torch.Tensor, most: float | int) -> _Far:
-        """Return the facts about finite numbers, some of which differ.
-
-        Args:
-            apart: The differences.
-            size: The magnitudes in `b`.
-            most: The largest difference.
-        """
-        outside = (
-            int((apart > self._atol + self._rtol * size).sum()) if self._rtol or self._atol else apart.count_nonzero()
-        )
-        self._count(apart)
-        relative = apart.div_(size).nan_to_num_(nan=0.0, posinf=inf)  # 0 / 0 is no difference
-        return _Far(int(outside), most, float(relative.max()))
 
     def _count(self, apart: torch.Tensor) -> None:
         """Count the exponents of the differences `apart` that are not 0. Infinity counts as the largest number."""
@@ -163,10 +148,10 @@ class Comparer:
     def _whole(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
         """Compare integers. Numbers of 64 bits differ by up to 65 bits: they are compared in halves."""
         if _is_modest(a) and _is_modest(b):
-            numbers = _as_whole(b)
-            apart = (_as_whole(a) - numbers).abs_()
+            numbers = as_whole(b)
+            apart = (as_whole(a) - numbers).abs_()
             most = int(apart.max())
-            return self._finite(apart.double(), numbers.abs().double(), most) if most else None
+            return self._far(apart.double(), numbers.abs().double(), most) if most else None
         (high_a, low_a), (high_b, low_b) = _halves(a), _halves(b)
         unequal = (high_a != high_b) | (low_a != low_b)
         if not unequal.any():
@@ -180,27 +165,30 @@ class Comparer:
         upper = high.max()
         largest = (int(upper) << 32) + int(low[high == upper].max())
         size = high_b[unequal].double() * 2.0**32 + low_b[unequal].double()
-        far = self._far(high.double() * 2.0**32 + low.double(), size.abs_())
-        return far._replace(largest=largest)
+        return self._far(high.double() * 2.0**32 + low.double(), size.abs_(), largest)
 
     def _with_others(self, unequal: torch.Tensor, apart: torch.Tensor, size: torch.Tensor) -> _Far | None:
         """Return the facts about the `unequal` numbers, or None if there are none.
 
-        Those that are finite on both sides have the differences `apart`, and the magnitudes `size` in `b`.
+        `apart` and `size` are the differences and the magnitudes in `b` of the finite ones.
         """
         others = int(unequal.sum()) - apart.numel()
-        far = self._far(apart, size) if apart.numel() else _Far(0, 0.0, 0.0)
+        far = self._far(apart, size, float(apart.max())) if apart.numel() else _Far(0, 0.0, 0.0)
         return far._replace(outside=far.outside + others, not_finite=others) if unequal.any() else None
 
-    def _far(self, apart: torch.Tensor, size: torch.Tensor) -> _Far:
-        """Return the facts about finite numbers with the differences `apart` and the magnitudes `size` in `b`."""
-        outside = apart.numel()
+    def _far(self, apart: torch.Tensor, size: torch.Tensor, most: float | int) -> _Far:
+        """Return the facts about finite numbers, some of which differ.
+
+        `apart` are the absolute differences, at most `most`, and `size` the magnitudes in `b`.
+        """
+        outside = int(apart.count_nonzero())
         if self._rtol or self._atol:
             within = apart.isfinite() & (apart <= self._atol + self._rtol * size)
-            outside -= int(within.sum())
+            outside = apart.numel() - int(within.sum())
         self._count(apart)
-        relative = (apart / size).nan_to_num_(nan=inf, posinf=inf)
-        return _Far(outside, float(apart.max()), float(relative.max()))
+        nan = 0.0 if isfinite(most) else inf  # 0 / 0 is no difference; with infinite differences there are no zeros
+        relative = apart.div_(size).nan_to_num_(nan=nan, posinf=inf)
+        return _Far(outside, most, float(relative.max()))
 
 
 def _is_modest(numbers: torch.Tensor) -> bool:
@@ -211,15 +199,9 @@ def _is_modest(numbers: torch.Tensor) -> bool:
     return int(high) < _MODEST and int(low) > (-1 if numbers.dtype == torch.uint64 else -_MODEST)
 
 
-def _as_whole(numbers: torch.Tensor) -> torch.Tensor:
-    if numbers.dtype == torch.uint64:
-        return numbers.view(torch.int64)
-    return (numbers.view(torch.uint8) != 0 if numbers.dtype == torch.bool else numbers).to(torch.int64)
-
-
 def _halves(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the upper 32 bits of the integers `numbers`, with the sign, and the lower 32 bits."""
     unsigned = numbers.dtype == torch.uint64
-    words = numbers.view(torch.int64) if unsigned else _as_whole(numbers)
+    words = as_whole(numbers)
     high = words >> 32
     return (high & _LOW if unsigned else high), words & _LOW

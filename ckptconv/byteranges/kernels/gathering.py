@@ -24,13 +24,18 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the numb
 
 def gather(view: Gather, storage: ByteRange) -> Iterator[memoryview]:
     """Yield the elements of `view` on `storage` in row-major order, up to 16 MiB at a time, in the same buffer."""
-    itemsize = view.itemsize
-    room = memoryview(bytearray(min(view.length, _BLOCK)))
     tiles = Tiles()
-    for region in halved(view.shape, _BLOCK // itemsize):
-        out = room[: prod(region[1]) * itemsize]
-        tiles.fill(torch.frombuffer(out, dtype=WORDS[itemsize]).view(region[1]), view, storage, region)
+    for out, block, region in _blocks(view.shape, view.itemsize):
+        tiles.fill(block, view, storage, region)
         yield out
+
+
+def _blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[memoryview, torch.Tensor, Region]]:
+    """Yield the regions of `shape` to fill, with the same memory for each of them: as bytes, and as a tensor."""
+    room = memoryview(bytearray(min(prod(shape) * itemsize, _BLOCK)))
+    for region in halved(shape, _BLOCK // itemsize):
+        out = room[: prod(region[1]) * itemsize]
+        yield out, torch.frombuffer(out, dtype=WORDS[itemsize]).view(region[1]), region
 
 
 class Tiles:
@@ -45,11 +50,8 @@ class Tiles:
             need = _packed(sizes, view.stride, view.itemsize)
             if len(self._room) < need:
                 self._room = memoryview(bytearray(need))
-            inside = tuple(
-                slice(start - first, start - first + size)
-                for start, size, first in zip(starts, sizes, region[0], strict=True)
-            )
-            block[inside].copy_(_read_tile(view, storage, (starts, sizes), self._room))
+            tile = _read_tile(view, storage, (starts, sizes), self._room)
+            block[_slices((starts, sizes), region[0])].copy_(tile)
 
 
 def halved(shape: tuple[int, ...], most: int) -> Iterator[Region]:
@@ -133,11 +135,8 @@ def _read_tile(view: Gather, storage: ByteRange, tile: Region, scratch: memoryvi
 
 def assemble(piece: Assemble) -> Iterator[memoryview]:
     """Yield the elements of `piece` in row-major order, up to 16 MiB at a time, in the same buffer."""
-    room = memoryview(bytearray(min(piece.length, _BLOCK)))
     tiles = Tiles()
-    for region in halved(piece.shape, _BLOCK // piece.itemsize):
-        out = room[: prod(region[1]) * piece.itemsize]
-        block = torch.frombuffer(out, dtype=WORDS[piece.itemsize]).view(region[1])
+    for out, block, region in _blocks(piece.shape, piece.itemsize):
         for placement in piece.placements:
             shared = _shared(region, placement)
             if shared:

@@ -43,8 +43,15 @@ def is_number(name: str) -> bool:
 def as_real(numbers: torch.Tensor) -> torch.Tensor:
     """Return the real `numbers` as float64."""
     if numbers.dtype == torch.bool:
-        return (numbers.view(torch.uint8) != 0).double()
+        return as_whole(numbers).double()
     return (numbers.float() if numbers.dtype.itemsize == 1 else numbers).double()
+
+
+def as_whole(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the integers or truth values `numbers` as int64, in which the upper half of uint64 is negative."""
+    if numbers.dtype == torch.uint64:
+        return numbers.view(torch.int64)
+    return (numbers.view(torch.uint8) != 0 if numbers.dtype == torch.bool else numbers).to(torch.int64)
 
 
 def as_complex(numbers: torch.Tensor) -> torch.Tensor:
@@ -194,9 +201,9 @@ def _extremes(numbers: torch.Tensor) -> tuple[float | int, float | int]:
     if numbers.is_floating_point():
         low, high = numbers.aminmax()
         return float(low) + 0.0, float(high) + 0.0  # -0.0 is 0.0
-    if numbers.dtype == torch.uint64:  # torch cannot compare it: as int64, the upper half is negative
-        turned = numbers.view(torch.int64) ^ torch.iinfo(torch.int64).min
-        low, high = turned.aminmax()
+    words = as_whole(numbers)
+    if numbers.dtype == torch.uint64:  # torch cannot compare it
+        low, high = (words ^ torch.iinfo(torch.int64).min).aminmax()
         return int(low) + (1 << 63), int(high) + (1 << 63)
-    low, high = (numbers.view(torch.uint8) != 0 if numbers.dtype == torch.bool else numbers).to(torch.int64).aminmax()
+    low, high = words.aminmax()
     return int(low), int(high)
