@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import ckptconv
 from ckptconv.errors import CkptconvError, CollisionError, LimitError, NoMatchError, RefusedError, UsageError
 from ckptconv.limits import LIMITS
+from tests.support.http_server import serving
 from tests.unit.test_limits import set_limits
 
 State = dict[str, torch.Tensor]
@@ -351,6 +352,17 @@ def test_a_split_in_place(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="moves tensor bytes"):
         ckptconv.convert(path, regroup="qkv.weight @1 = q:1, k:1", in_place=True)
     assert path.read_bytes() == old
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_far_files(tmp_path: Path, moe: State, suffix: str) -> None:
+    """Are read by ranges: stacks, joins, and a cut along another dimension."""
+    state = {**moe, "qkv": numbered(4, 6)}
+    save_file(state, tmp_path / "in.safetensors") if suffix == "safetensors" else torch.save(state, tmp_path / "in.pt")
+    with serving({f"in.{suffix}": (tmp_path / f"in.{suffix}").read_bytes()}) as server:
+        ckptconv.convert(server.url(f"in.{suffix}"), tmp_path / "out.pt", regroup=(*MIXTRAL, "qkv @1 = q[4], k[2]"))
+    q, k = state["qkv"].split([4, 2], 1)
+    same(torch.load(tmp_path / "out.pt"), {**stacked(moe), "q": q, "k": k})
 
 
 def test_damage_is_seen(tmp_path: Path) -> None:
