@@ -243,6 +243,17 @@ torch.save(checkpoint, sys.argv[1])
 """
 
 
+MAKE_FP8 = """
+import sys, torch
+from safetensors.torch import save_file
+weights = {}
+for i in range(max(1, int(sys.argv[2]) >> 25)):
+    codes = torch.randint(0, 127, (8192, 4096), dtype=torch.uint8)
+    weights |= {f"l{i}.weight": codes.view(torch.float8_e4m3fn), f"l{i}.weight_scale_inv": torch.rand(64, 32)}
+save_file(weights, sys.argv[1])
+"""
+
+
 def make(path: Path, size: int, code: str = MAKE) -> Path:
     """A state dict of `size` bytes, saved by DataParallel on cuda:0, as far as the file can tell."""
     subprocess.run(python(code, path, size), check=True)

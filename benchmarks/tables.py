@@ -205,6 +205,20 @@ def cast(bench: Bench, size: int) -> None:
     dst.unlink()
 
 
+def quantized(bench: Bench, size: int) -> None:
+    """`size` bytes of fp8 in blocks of 128×128 as bfloat16, beside copying what is read and what is written."""
+    src, dst = make(bench.folder / "fp8.safetensors", size, programs.MAKE_FP8), bench.folder / "bf16.safetensors"
+    unit = "`cp` of the input and of as much as the output + `sync`"
+    commands = {
+        "`ckptconv convert --dtype bf16`": ckptconv("convert", "-q", "--force", src, dst, "--dtype", "bf16"),
+        unit: ["sh", "-c", 'cp "$1" "$2"; cat "$1" "$1" > "$2.out"; sync', "sh", str(src), str(dst)],
+        "`import torch`": python("import torch;" + programs.PEAK),
+    }
+    bench.table(f"{size / GIB:g} GiB: fp8 in blocks → bfloat16", commands, unit)
+    for path in (src, dst, Path(f"{dst}.out")):
+        path.unlink()
+
+
 def gather(bench: Bench, size: int) -> None:
     """`size` bytes that do not lie in the order of their tensors: transposed weights, and
     thousands of columns that share storages.
@@ -471,6 +485,7 @@ TABLES: dict[str, tuple[Callable[[Bench, int], None], float, float | None]] = {
     "from_safetensors": (from_safetensors, 1, None), "legacy": (legacy, 1, None), "shards": (shards, 1, None),
     "distributed": (distributed, 1, 0.4), "ranks": (ranks, 4, None), "to_distributed": (to_distributed, 2, 1.1),
     "zero_2": (zero_2, 2, 1.2), "zero_3": (zero_3, 2, 1.2), "cast": (cast, 1, 0.6),
+    "quantized": (quantized, 1, 1.5),
     "gather": (gather, 0.5, None), "diff": (diff, 1, None), "diff_quiet": (diff_quiet, 1, None),
     "verify": (verify, 1, None), "start": (start, 1, 2), "inspect": (inspect, 1, None), "batch": (batch, 1, 1.5),
     "many": (many, 1, 0.2), "parameters": (parameters, 1, 0.3), "training": (training, 1, 0.3),
