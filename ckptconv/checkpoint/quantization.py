@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field
+from itertools import islice
 from math import prod
 from typing import Any
 
+from ckptconv.checkpoint.rebuild_functions import FROM_TYPE, PARAMETER
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
+from ckptconv.pickles.graph import Call, Global, List, Object, Tuple, Value, args_of, is_count
 
 _FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
 _FP4 = frozenset({"uint8", "float4_e2m1fn_x2"})
@@ -30,6 +33,8 @@ _FP4 = frozenset({"uint8", "float4_e2m1fn_x2"})
 CODES = _FLOAT8 | _FP4 | {"int8", "int32"}
 _NUMBERS = frozenset({"float32", "bfloat16", "float16"})
 _EXPONENTS = frozenset({"uint8", "float8_e8m0fnu"})
+_MOST = 20  # attributes of a tensor of torchao, and sizes of its block
+_LONGEST = 60  # characters of a name
 _USUAL = ((128, 128),)
 _MX = (1, 32)
 #: Scales of inputs, which nothing reads once the weight of their module is not quantized.
@@ -154,6 +159,25 @@ def of_other_programs(tensors: Mapping[str, TensorInfo]) -> tuple[int, str, str]
         if n := sum(bool(pattern.fullmatch(name)) for name in tensors):
             return n, layout, program
     return None
+
+
+def torchao_layout(node: Value) -> str | None:
+    """Return the class of torchao that `node` makes a tensor of, with its block, or None if it makes another one.
+
+    The call is ``_rebuild_from_type_v2(function, class, arguments, state)``; parameters wrap it.
+    """
+    while isinstance(node, Call) and str(node.callable) in PARAMETER and args_of(node):
+        node = args_of(node)[0]
+    args = args_of(node) if isinstance(node, Call) and str(node.callable) in FROM_TYPE else []
+    cls = args[1] if len(args) > 3 else None
+    if not isinstance(cls, Global) or cls.module.partition(".")[0] != "torchao":
+        return None
+    state = args[3].items[0] if isinstance(args[3], Tuple) and args[3].items else args[3]
+    entries = islice(state.entries(), _MOST) if isinstance(state, Object) else ()  # many tensors can share it
+    block = next((value for key, value in entries if key == "block_size"), None)
+    sizes = block.items if isinstance(block, Tuple) else block.elements() if isinstance(block, List) else [block]
+    shown = "×".join(str(size) for size in islice(sizes, _MOST) if is_count(size))
+    return f"{cls.name[:_LONGEST]} of torchao" + (f" in blocks of {shown}" if shown else "")
 
 
 def _names(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], marks: tuple[str, ...]) -> Quantized | None:

@@ -18,6 +18,7 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Literal, Piece
 from ckptconv.checkpoint.merging import TensorCalls, empty_graph
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
+from ckptconv.checkpoint.quantization import torchao_layout
 from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, left_behind_at, piece_of
 from ckptconv.dtypes import BY_NAME, BY_WORD, get_dtype
 from ckptconv.errors import RefusedError, count
@@ -40,6 +41,10 @@ _PART = "one process's part of it"
 _MERGE = (
     "save it whole in the run that has all parts (tensor.full_tensor(), or full_state_dict=True), "
     "or with torch.distributed.checkpoint, and merge the folder with its dcp_to_torch_save"
+)
+_FLATTEN = (
+    "torchao itself makes names and tensors of it for save_file: flatten_tensor_state_dict(state_dict) of "
+    "torchao.prototype.safetensors.safetensors_support, which returns the metadata too"
 )
 _REAL = {"float64", "float32", "float16", "bfloat16"}
 _COMPLEX = {"complex64"}
@@ -206,6 +211,8 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
         error = cannot_hold(checkpoint, NAME, troubles)
         if any(trouble == _PART for _, trouble in troubles):
             error.hint = joined(about_one(checkpoint.source.path) or _MERGE, error.hint)
+        if any(torchao_layout(place.node) for place, _ in troubles):
+            error.hint = joined(_FLATTEN, error.hint)
         raise error
     others += index.attribute_places(place.node for place in tensors)
     kept = [info.storage for info in taken.values()]
@@ -231,7 +238,7 @@ def _trouble(place: Place, info: TensorInfo) -> str | None:
     if info.kind == "partial":
         return _PART
     if info.kind != "strided" or info.storage is None:
-        return info.kind
+        return torchao_layout(place.node) or info.kind
     if dtype.word is None:
         return info.dtype
     if info.dtype == _PACKED and not info.shape:

@@ -15,7 +15,7 @@ from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule
-from ckptconv.checkpoint.quantization import CODES, Quantized, find_quantized, read_config
+from ckptconv.checkpoint.quantization import CODES, Quantized, find_quantized, read_config, torchao_layout
 from ckptconv.checkpoint.state_dicts import IS_AVERAGE, StateDict
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.checkpoint.torch_versions import (
@@ -613,6 +613,8 @@ def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSumma
             tensors[id(value)] for name, value in state_dict.items() if name not in stored and id(value) in tensors
         ]
         parameters = _sizes(others, checkpoint)[0] + sum(prod(each.shape) for each in known)
+    wrappers = [value for _, value in state_dict.items() if (i := tensors.get(id(value))) and i.kind == "wrapper"]
+    subclasses = [layout for value in wrappers if (layout := torchao_layout(value))]
     return StateDictSummary(
         path=state_dict.path,
         tensors=len(infos),
@@ -620,7 +622,7 @@ def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSumma
         nbytes=nbytes,
         prefixes=dict(prefixes_of(names).most_common()),
         names=len(names),
-        quantized=dict(Counter(each.layout for each in known)),
+        quantized=dict(Counter([each.layout for each in known] + subclasses)),
     )
 
 

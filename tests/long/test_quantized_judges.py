@@ -1,7 +1,7 @@
 """Quantized weights against the libraries that define the layouts: compressed-tensors and transformers.
 
 ``CKPTCONV_JUDGES`` is a folder with compressed-tensors: ``pip install --no-deps --target FOLDER
-compressed-tensors==0.20.0 psutil loguru``. Without it, its tests are skipped.
+compressed-tensors==0.20.0 psutil loguru``, as ``.ci/quantized`` does. Without it, its tests are skipped.
 """
 
 from __future__ import annotations

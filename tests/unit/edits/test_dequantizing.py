@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import ckptconv
 from ckptconv.conversion.plan import Report
@@ -317,3 +320,33 @@ def test_inspect_shows_layouts(tmp_path: Path) -> None:
     assert state_dict.quantized == {"fp8 in blocks of 128×128": 2, "MXFP4": 1}
     assert state_dict.parameters == 2 * 200 * 300 + 3 + 4 * 64
     assert "quantized: 2 as fp8 in blocks of 128×128, 1 as MXFP4" in str(ckptconv.inspect(tmp_path / "src.safetensors"))
+
+
+def test_a_tensor_of_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown as what it is, counts with its logical shape, and the error names the call that makes safetensors."""
+    module = types.ModuleType("torchao.quantization")
+
+    class Int8Tensor(torch.Tensor):
+        """A tensor around others, as torchao's are."""
+
+        @staticmethod
+        def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            made = torch.Tensor._make_wrapper_subclass(cls, (4, 8), dtype=torch.bfloat16)
+            made.qdata, made.scale, made.block_size = qdata, scale, [1, 8]
+            return made
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0]  # detach
+
+    Int8Tensor.__module__, Int8Tensor.__qualname__ = "torchao.quantization", "Int8Tensor"
+    module.Int8Tensor = Int8Tensor
+    for name, each in (("torchao", types.ModuleType("torchao")), ("torchao.quantization", module)):
+        monkeypatch.setitem(sys.modules, name, each)
+    weight = nn.Parameter(Int8Tensor(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1)), requires_grad=False)
+    torch.save({"a.weight": weight, "a.bias": torch.ones(4)}, tmp_path / "src.pt")
+    (state_dict,) = ckptconv.inspect(tmp_path / "src.pt").state_dicts
+    assert state_dict.quantized == {"Int8Tensor of torchao in blocks of 1×8": 1}
+    assert state_dict.parameters == 4 * 8 + 4
+    with pytest.raises(ckptconv.RefusedError, match=r"Int8Tensor of torchao.*flatten_tensor_state_dict"):
+        ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
