@@ -6,15 +6,26 @@ weights, and the scales of the inputs of their modules, are left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import count
 from math import prod
 
+from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import ByteRange, Piece, Scaled
 from ckptconv.checkpoint.merging import TensorCalls, drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.quantization import CODES, Quantized, find_quantized, of_other_programs, orphans, read_config
+from ckptconv.checkpoint.quantization import (
+    CODES,
+    QuantizationConfig,
+    Quantized,
+    find_quantized,
+    of_other_programs,
+    orphans,
+    read_config,
+)
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Storage, TensorInfo, glob_of, piece_of
@@ -22,7 +33,7 @@ from ckptconv.dtypes import BY_NAME
 from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.edits.dtype_rules import DTypeRule
 from ckptconv.edits.regroup_files import content_of_config
-from ckptconv.errors import CollisionError, RefusedError, some
+from ckptconv.errors import CollisionError, InputError, RefusedError, some
 from ckptconv.errors import count as counted
 from ckptconv.hints import Placeholder, command, option
 from ckptconv.pickles.graph import Call, Value, strings_of
@@ -72,6 +83,31 @@ def dequantize(checkpoint: Checkpoint, rules: Sequence[DTypeRule], changes: Chan
     if changes.still_quantized:
         changes.notes.append(f"{counted(changes.still_quantized, 'other weight')} of the same model stay quantized")
     return weights.conclude()
+
+
+def show_values(checkpoint: Checkpoint, wanted: Collection[str]) -> Counter[str]:
+    """Replace the quantized weights of `checkpoint` with names in `wanted`, as far as their values are certain.
+
+    Return how many of each layout were replaced.
+    """
+    config, weights, layouts = known_config(checkpoint.source), _Weights(checkpoint, Changes()), Counter[str]()
+    for found in checkpoint.detected.state_dicts:
+        infos = checkpoint.tensor_nodes
+        known = {name: infos[id(node)] for name, node in strings_of(found.node).items() if id(node) in infos}
+        asked = [each for each in find_quantized(known, config) if each.weight in wanted and not each.trouble]
+        with suppress(RefusedError, CollisionError):
+            weights.replace(found, known, asked)
+            layouts.update(each.layout for each in asked)
+    weights.conclude()
+    return layouts
+
+
+def known_config(source: Readable) -> QuantizationConfig | None:
+    """Return the quantization in the ``config.json`` beside `source`, or None if that is not JSON or has none."""
+    try:
+        return read_config(content_of_config(source))
+    except InputError:
+        return None
 
 
 def _is_asked(rules: Sequence[DTypeRule], path: str, name: str, *, exactly: bool = False) -> bool:

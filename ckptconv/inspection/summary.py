@@ -15,7 +15,7 @@ from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule
-from ckptconv.checkpoint.quantization import CODES, Quantized, find_quantized, read_config, torchao_layout
+from ckptconv.checkpoint.quantization import CODES, Quantized, find_quantized, torchao_layout
 from ckptconv.checkpoint.state_dicts import IS_AVERAGE, StateDict
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.checkpoint.torch_versions import (
@@ -29,7 +29,6 @@ from ckptconv.checkpoint.torch_versions import (
 from ckptconv.checkpoint.weights_only.objects import Answer
 from ckptconv.edits.devices import user_devices
 from ckptconv.edits.names import prefixes_of
-from ckptconv.errors import InputError
 from ckptconv.formats import opening
 from ckptconv.formats.exported import is_exported
 from ckptconv.formats.opening import open_input
@@ -628,15 +627,11 @@ def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSumma
 
 def _quantized(state_dict: StateDict, checkpoint: Checkpoint) -> list[Quantized]:
     """Return the quantized weights of a state dict whose layout is known."""
-    from ckptconv.edits.regroup_files import content_of_config  # lazily, for start-up
+    from ckptconv.edits.dequantizing import known_config  # lazily, for start-up
 
-    try:
-        config = read_config(content_of_config(checkpoint.source))
-    except InputError:  # a configuration that is not JSON: convert refuses it
-        config = None
     infos = checkpoint.tensor_nodes
     tensors = {name: infos[id(node)] for name, node in strings_of(state_dict.node).items() if id(node) in infos}
-    return [each for each in find_quantized(tensors, config) if not each.trouble]
+    return [each for each in find_quantized(tensors, known_config(checkpoint.source)) if not each.trouble]
 
 
 def _module(module: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptconv.byteranges.spans import Meter
 from ckptconv.checkpoint.model import Checkpoint
+from ckptconv.checkpoint.quantization import CODES
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
 from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, matches
 from ckptconv.conversion.options import takes
 from ckptconv.edits.apply import apply
+from ckptconv.edits.dequantizing import show_values
 from ckptconv.edits.names import unwrapped
 from ckptconv.edits.options import Edits, split_edits
 from ckptconv.edits.selection import named_tensors, select
@@ -315,10 +317,25 @@ class _Comparison:
             self.edits = replace(self.edits, unwrap=False)
         left_in_b = self.take_part_of_b(alone=alone)
         self.filter_b()
+        self.show_values()
         self.b.restart_paths()
         if alone and self.edits.select is None and not self.edits.state_dict:
             self.rest[0].extend(each.path for each in left.left_behind if each.why != _ASKED)
             self.rest[1].extend(each.path for each in left_in_b)
+
+    def show_values(self) -> None:
+        """Give the quantized weights of one side their values if the other side has numbers of that name."""
+        both = self.a, self.b
+        plain = [
+            {name for found in each.detected.state_dicts for name in found.names()}
+            - {info.name for info in each.tensors.values() if info.dtype in CODES}
+            for each in both
+        ]
+        has_codes = [any(info.dtype in CODES for info in each.tensors.values()) for each in both]
+        for side, each, wanted, found in zip("AB", both, reversed(plain), has_codes, strict=True):
+            for layout, n in show_values(each, wanted).items() if found else ():
+                weights = count(n, "weight")
+                self.notes.append(f"{side} stores {weights} as {layout}: compared by value, in float32, without scales")
 
     def hint_of_other_order(self, edits: Edits) -> str | None:
         """Return the hint to give `b` first, or None if `edits` cannot be made of `b` either. `b` is changed."""

@@ -350,3 +350,21 @@ def test_a_tensor_of_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert state_dict.parameters == 4 * 8 + 4
     with pytest.raises(ckptconv.RefusedError, match=r"Int8Tensor of torchao.*flatten_tensor_state_dict"):
         ckptconv.convert(tmp_path / "src.pt", tmp_path / "dst.safetensors")
+
+
+def test_diff_compares_values(tmp_path: Path) -> None:
+    """A quantized file and its source differ by the rounding, in either order, and the scales are not listed."""
+    real = torch.randn(200, 300)
+    scale = torch.full((2, 3), 0.01)
+    model = {"a.weight": (real / 0.01).to(torch.float8_e4m3fn), "a.weight_scale_inv": scale}
+    save_file(model, tmp_path / "q.safetensors")
+    save_file({"a.weight": real}, tmp_path / "real.safetensors")
+    largest = (real - model["a.weight"].float() * scale[0, 0]).abs().max().item()
+    for pair in (("q", "real"), ("real", "q")):
+        found = ckptconv.diff(*(tmp_path / f"{name}.safetensors" for name in pair))
+        (difference,) = found.differing
+        assert difference.values and difference.values.largest == largest
+        assert not found.only_in_a and not found.only_in_b
+        assert any("fp8 in blocks of 128×128: compared by value" in note for note in found.notes)
+    ckptconv.convert(tmp_path / "q.safetensors", tmp_path / "again.safetensors", dtype="fp32")
+    assert ckptconv.diff(tmp_path / "q.safetensors", tmp_path / "again.safetensors").same
