@@ -41,11 +41,13 @@ from ckptconv.pickles.graph import (
     imported_name,
     walk,
 )
+from ckptconv.work import work
 
 _WITHOUT_INIT = ("NEWOBJ", "NEWOBJ_EX")  # opcodes that make an instance without __init__
 _LONGEST_SHOWN = 40  # characters of an attribute's name
 _LONGEST_NAME = 1000  # characters of an attribute's name that are read; thousands of calls can share one name
 _LONGEST_START = 1000  # characters of a dotted name that are kept if an attribute is fetched from it
+_STEPS = 8  # of work for following a node
 _DEEPEST = 20  # calls of results of calls that are followed
 _MOST_MEANINGS = 10  # of one value; each state of a partial function adds one
 
@@ -178,6 +180,7 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unk
     nodes = [
         *walk([graph.root, *graph.discarded, *graph.left_out])
     ]  # everything that loading the graph or its parts makes
+    work().charge(_STEPS * len(nodes))
     meanings = _Meanings()
     calls = (node for node in nodes if isinstance(node, Call)) if look_ups or classes else ()
     used = {id(each) for each in walk([child for node in calls for child in children(node)])}

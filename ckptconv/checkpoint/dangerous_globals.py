@@ -23,11 +23,12 @@ Source of the lists: advisories for pickle scanners, each of which was missed by
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptconv.pickles.graph import Global, imported_as
+from ckptconv.work import work
 
 _TABLE = Path(__file__).with_name("dangerous_globals.txt")
 _MOST_WORDS = 20  # parts of a dotted name
@@ -419,12 +420,24 @@ def _is_listed(words: list[str], package: int) -> bool:
     """Return whether `words`, of which the first `package` are the module, or a part of them, name something on
     the lists.
     """
+    work().charge(len(words))  # names of a thousand parts can be made of two opcodes each
     starts = (0, *range(package, len(words)))
     return any(
-        words[i] in DANGEROUS_MODULES
-        or any(".".join(words[i:end]) in DANGEROUS_NAMES for end in range(i + 2, min(i + _MOST_PARTS, len(words)) + 1))
-        for i in starts
+        words[i] in DANGEROUS_MODULES or (words[i] in _first_words() and _starts_listed(words, i)) for i in starts
     )
+
+
+@cache
+def _first_words() -> frozenset[str]:
+    """Return the first words of the dangerous names."""
+    return frozenset(name.partition(".")[0] for name in DANGEROUS_NAMES)
+
+
+def _starts_listed(words: list[str], start: int) -> bool:
+    """Return whether `words` from `start` on, or the first of these, are a dangerous name."""
+    work().charge(_MOST_PARTS)
+    ends = range(start + 2, min(start + _MOST_PARTS, len(words)) + 1)
+    return any(".".join(words[start:end]) in DANGEROUS_NAMES for end in ends)
 
 
 def is_way_out(words: Iterable[str]) -> bool:

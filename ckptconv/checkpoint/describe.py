@@ -40,7 +40,7 @@ def is_flat(node: Value) -> bool:
 def describe(node: Value) -> str:
     """Return a line for `node`, which takes little time for any node."""
     members = members_of(node, _LOOKED_AT)
-    if members is not None and is_flat(node):
+    if members is not None and not any(isinstance(item, Node) for item in members):
         return _short_sequence(node, members)
     if isinstance(node, Dict):
         return "{}"

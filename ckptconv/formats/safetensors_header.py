@@ -26,6 +26,7 @@ from ckptconv.dtypes import BY_WORD
 from ckptconv.errors import DOWNLOAD_AGAIN, InputError, LimitError, MalformedError, UnsupportedError, count, some
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
+from ckptconv.work import work
 
 METADATA = "__metadata__"
 _LENGTH = 8  # bytes of the integer before the header
@@ -206,6 +207,7 @@ class _Reader(StrictJson):
                 got=f"{size:,}",
                 hint=DOWNLOAD_AGAIN,
             )
+        work().grant(length)
         top = self.parsed(self.source.read(_LENGTH, length))
         metadata = None
         with self.source.faults:

@@ -681,7 +681,8 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
     for place in places:
         node = place.node
         if place.parent is not None and id(place.parent) in hidden:
-            hidden.add(id(place))
+            if isinstance(node, Node):  # nothing is below an atom
+                hidden.add(id(place))
             continue
         if id(node) in tensors:
             continue

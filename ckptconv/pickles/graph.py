@@ -22,6 +22,7 @@ from typing import TypeAlias, TypeGuard, TypeVar
 
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
+from ckptconv.work import bounded, work
 
 #: The largest number of items in one APPENDS or SETITEMS, as in pickle's own writer.
 AT_ONCE = 1000
@@ -294,7 +295,7 @@ class Graph:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collection.
+    """Pause garbage collection, and bound the work on graphs (:mod:`ckptconv.work`).
 
     A graph is large and stays alive, so collections would double the time. Afterwards everything that was made counts
     as old, so that the next collection does not look through it.
@@ -302,7 +303,8 @@ def gc_paused() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with bounded():
+            yield
     finally:
         if enabled:
             if not gc.get_freeze_count():  # otherwise the caller has frozen objects, which must stay frozen
@@ -340,14 +342,20 @@ def children(node: Value) -> list[Value]:
 def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
     """Yield every node that `roots` lead to, once, in the order of the pickle.
 
-    Nodes whose id is in `seen` are left out. The ids of all other nodes are added to `seen`.
+    Nodes whose id is in `seen` are left out. The ids of all other nodes are added to `seen`. Raise LimitError if the
+    budget of work is used up.
     """
-    seen = set() if seen is None else seen
+    visited: set[object] = set() if seen is None else seen  # type: ignore[assignment]
     todo = roots[::-1]
+    budget = work()
     while todo:
         node = todo.pop()
-        if isinstance(node, Node) and id(node) not in seen:
-            seen.add(id(node))
+        mark: object = node if seen is None else id(node)  # a node as its own mark takes less memory
+        if isinstance(node, Node) and mark not in visited:
+            visited.add(mark)
+            budget.left -= 1  # without charge(), for speed
+            if budget.left < 0:
+                raise budget.used_up()
             yield node
             todo += children(node)[::-1]
 

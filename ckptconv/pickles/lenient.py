@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
+from operator import length_hint
 from typing import NamedTuple, NoReturn
 
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
@@ -43,6 +44,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.machine import CODES, PickleMachine
 from ckptconv.pickles.parser import OPERATIONS, in_dispatch
+from ckptconv.work import work
 
 _HIGHEST_PROTOCOL = 5
 _DIGITS = regex(rb"\+?[0-9]+(?:_[0-9]+)*")
@@ -102,6 +104,7 @@ def scan_lenient(
         machine.doubt = "a pickle too long to look into"
     except (_Broken, MalformedError, UnsupportedError):
         pass
+    work().charge(most - length_hint(machine.steps))
     if not is_whole:
         graph = machine.finish(0)
     return LenientScan(graph, machine.tell(), is_whole, machine.doubt)

@@ -30,6 +30,7 @@ from ckptconv.pickles.graph import (
     kind_of,
     walk,
 )
+from ckptconv.work import work
 
 #: The opcodes of pickle protocols 0 to 5 by name. A test compares them with ``pickletools``.
 CODES: dict[str, bytes] = {
@@ -47,6 +48,7 @@ CODES: dict[str, bytes] = {
     "FRAME": b"\x95", "PERSID": b"P", "BINPERSID": b"Q",
 }  # a table  # fmt: skip
 
+_STEPS = 6  # of work for a call, which takes two hundred bytes
 _WINDOW = 1 << 20  # bytes read at a time, at most
 _UINT32 = struct.Struct("<I").unpack_from
 _FIRST = 4096  # bytes read at first and after skipped bytes: the next skip may be near
@@ -144,6 +146,9 @@ class PickleMachine:
         if self.metastack or len(self.stack) != 1:
             left = len(self.stack) + sum(map(len, self.metastack))
             self.fail("the pickle must end with one value on its stack", got=f"{left} and {len(self.metastack)} marks")
+        budget = work()
+        budget.grant(self.tell() - self.start)
+        budget.charge(_STEPS * len(self.calls))
         root = self.stack[0]
         return self.graph(root, opcodes, _lost(root, self.popped) if self.popped else [])
 

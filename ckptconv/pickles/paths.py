@@ -51,9 +51,12 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.rows import RowCall
+from ckptconv.work import work
 
 _LONGEST_LITERAL = 80
 _TOO_LONG = "the paths of what is in the checkpoint are too long"
+_STEPS = 3  # of work for a place, which takes a hundred bytes
+_STEPS_INSIDE = 5  # for looking into a node that is not a tensor
 _SPECIAL = tuple(".({<")  # first characters of segments that are not string keys
 
 _SEGMENT = regex(
@@ -117,9 +120,10 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
         opcodes: Number of opcodes of the pickle, which limits the characters in all paths.
 
     Raises:
-        LimitError: The nesting is too deep, or the paths are too long.
+        LimitError: The nesting is too deep, the paths are too long, or the budget of work is used up.
     """
-    entered: set[int] = set()
+    budget = work()
+    entered: set[Node] = set()
     listed: set[int] = set()
     room = LIMITS.paths(opcodes)
     todo = [start if isinstance(start, Place) else Place(None, "", start, 0)]
@@ -132,7 +136,7 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
             raise LimitError(_TOO_LONG, where=where, expected=f"at most {LIMITS.paths(opcodes):,} characters in all")
         yield place
         node = place.node
-        if not isinstance(node, Node) or id(node) in entered:
+        if not isinstance(node, Node) or node in entered:
             continue
         if isinstance(node, RowCall) and leaf(node) == []:
             continue  # most tensors: nothing is below them
@@ -140,9 +144,12 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
             raise LimitError(
                 "the checkpoint is nested too deeply", where=where, expected=f"at most {LIMITS.nesting:,} levels"
             )
-        entered.add(id(node))
+        entered.add(node)
         try:
-            todo += child_places(place, leaf, listed)[::-1]
+            below = child_places(place, leaf, listed)
+            budget.charge(_STEPS_INSIDE + _STEPS * len(below))
+            below.reverse()
+            todo += below
         except LimitError as error:
             error.where = where
             raise
@@ -410,8 +417,11 @@ class Referrers:
         self.discarded = {id(node) for node in graph.discarded}
         self._first: dict[int, Node] = {}
         self._more: dict[int, list[Node]] = {}  # the other users; few nodes have any
+        budget = work()
         for node in walk([graph.root, *graph.discarded]) if nodes is None else nodes:
-            for child in children(node):
+            parts = children(node)
+            budget.charge(1 + len(parts))
+            for child in parts:
                 if isinstance(child, (Node, bytes)):
                     if id(child) in self._first:
                         self._more.setdefault(id(child), []).append(node)

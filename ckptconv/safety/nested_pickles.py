@@ -36,6 +36,7 @@ from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Blob, ByteArray, Graph, Py2String, Value, args_of, imported_name
 from ckptconv.pickles.lenient import NAMING, STARTS, scan_lenient
+from ckptconv.work import work
 
 _HEAD = 64
 _FIRST = frozenset(bytes([code]) for code in STARTS)
@@ -210,6 +211,7 @@ def _member(held: Readable, member: Member, name: str, most: int, depth: int) ->
     except InputChangedError:
         raise
     except InputError:
+        work().check()
         raise Undecidable("an archive that cannot be read") from None
 
 
@@ -312,6 +314,7 @@ def _members(held: Readable) -> tuple[Member, ...]:
     except InputChangedError:
         raise
     except InputError:
+        work().check()
         raise Undecidable("an archive that cannot be read") from None
 
 

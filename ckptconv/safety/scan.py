@@ -55,6 +55,7 @@ from ckptconv.safety.nested_pickles import (
     string_length,
 )
 from ckptconv.safety.torch_load import Loading, torch_loading
+from ckptconv.work import work
 
 #: Reasons to refuse a checkpoint that needs no code: a frozenset, opcodes that torch's safe loader does not know, an
 #: argument that a function of torch does not accept, a class that torch allows only after a module of torch is
@@ -129,12 +130,14 @@ def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
     for each in pickles:
         assert isinstance(each.of, Readable)
         search.left = LIMITS.nested_pickles * each.of.size
+        work().grant(min(each.of.size, LIMITS.nested_opcodes))
         try:
             for inner in pickles_from(each.of, each.name, each.number, each.of.size):
                 if not isinstance(inner, int):
                     inner.graph.globals = [node for node in inner.graph.globals if str(node) not in each.known]
                     search.graph(inner.graph, _Where(inner.graph, ""), inner.source, 0)
         except (Undecidable, InputError):  # the reader has reported it
+            work().check()
             continue
     return search.listed()
 
@@ -265,6 +268,7 @@ class _Search:
             if name in known and not (is_asked and is_numpy(checkpoint.source, member)):
                 continue
             self.left = LIMITS.nested_pickles * member.size
+            work().grant(member.stored_size)
             try:
                 for inner in pickles_in_member(checkpoint.source, member, name, self.left):
                     if not isinstance(inner, int):
@@ -275,6 +279,7 @@ class _Search:
             except InputChangedError:
                 raise
             except InputError:  # a fault of the archive, which its checksums show
+                work().check()
                 continue
 
     def graph(self, graph: Graph, where: _Where, blobs: Readable, depth: int) -> None:

@@ -124,6 +124,32 @@ def _data(made_by: bytes, each: bytes, opcodes: int, before: bytes = b"") -> Cal
     return lambda n: before + made_by + b"q\0000](" + each * (n // opcodes) + b"e"
 
 
+#: Codecs of Python for texts.
+_CODECS = (
+    "utf_8 latin_1 ascii utf_16 utf_32 utf_7 utf_16_le utf_16_be utf_32_le utf_32_be utf_8_sig raw_unicode_escape "
+    "unicode_escape cp437 cp850 cp852 cp1250 cp1251 cp1252 cp1253 cp1254 cp1255 cp1256 cp1257 cp1258 koi8_r koi8_u "
+    "iso8859_2 iso8859_3 iso8859_4 iso8859_5 iso8859_6 iso8859_7 iso8859_8 iso8859_9 iso8859_15"
+)
+_ENCODE = b"c_codecs\nencode\n"
+_DEEPER = b"h\0h\2X\1\0\0\0%b\x86Rq\2"  # an attribute of what memo 2 is
+
+
+def _dicts_of_tensors(n: int) -> bytes:
+    return b"}(" + b"".join(text(f"{i:08}") + b"}" + text("w") + _VIEW + b"s" for i in range(n // 33)) + b"u"
+
+
+def _in_codecs(n: int) -> bytes:
+    """One text, encoded with many codecs again and again."""
+    codecs = _CODECS.split()
+    calls = b"".join(b"h\1h\0" + text(codecs[i % len(codecs)]) + b"\x86R" for i in range(n // 5))
+    return b"(" + _text(n) + b"q\0" + _ENCODE + b"q\1" + calls + b"t"
+
+
+def _attributes(each: bytes) -> Callable[[int], bytes]:
+    """A chain of attributes that is also listed, each by the opcodes `each`."""
+    return lambda n: b"(" + _GETATTR + b"q\0cm\nf\nq\2" + each * (n // 6) + b"t"
+
+
 #: By name, what makes a value of about so many opcodes.
 SHAPES: dict[str, Callable[[int], bytes]] = {
     "None": _wide(b"N"),
@@ -243,6 +269,13 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "a getter": _shared(_getter, b"h\0", b"h\1", b"\x85", b"R", also=_CALL),
     "a list of parameters in groups": _groups,
     "modules of one dict": _modules,  # bounded by how many names there may be
+    "dicts with a tensor": _dicts_of_tensors,
+    "a text in many codecs": _in_codecs,
+    "attributes, each in a list": _attributes(_DEEPER % b"a"),
+    "attributes, each thrown away": _attributes(_DEEPER % b"a" + b"0"),
+    "dangerous attributes": _attributes((_DEEPER % b"a").replace(b"X\1\0\0\0a", b"X\5\0\0\0torch")),
+    "chains of calls, thrown away": lambda n: (_CALL + b")R" * 300 + b"0") * (n // 602) + b"N",
+    "chains of tuples, thrown away": lambda n: (_CALL + b")R" + b"\x85" * 300 + b"0") * (n // 303) + b"N",
     "a bytearray in lists": _shared(lambda n: b"\x96" + n.to_bytes(8, "little") + b"a" * n, b"]", b"h\0", b"a"),
 }
 

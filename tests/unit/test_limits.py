@@ -333,6 +333,8 @@ ELSEWHERE = {
     "rule_steps": "edits/test_regroup.py::test_rules_cost_no_more_than_a_bound",
     "rules_bytes": "edits/test_regroup.py::test_files_that_are_no_rules",
     "folder_names": "formats/foreign/test_folders.py::test_a_bounded_number_of_names_is_looked_at",
+    "work": "test_work.py::test_every_command_counts",
+    "work_each": "test_work.py::test_a_budget_is_that_of_the_outermost_block",
     "findings": "inspection/test_verification.py::test_lines_beyond_the_limit_are_counted",
 }
 

@@ -80,6 +80,7 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.rows import RowCall, RowForm
+from ckptconv.work import work
 
 #: Allowed classes whose objects have no attributes.
 _BARE = ("builtins.set", "builtins.bytearray", "builtins.complex", "torch.Size", "torch.device")
@@ -197,6 +198,7 @@ _IN_ROWS = {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
 _MORE_STEPS = 100_000  # allowed for a file of any size
 _NO_UTF8 = "a byte string of Python 2 that is no UTF-8"
 _LONG = "an integer of more than 255 bytes"
+_STEPS = 8  # of work for making what a call makes
 _LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer has a sign
 
 
@@ -330,12 +332,14 @@ class _Run:
         effects.sort(key=lambda each: each[1].order or 0)
         done = 0
         made = self.objects.made
+        budget = work()
         for call in self.each(calls):
             order = self.form(call).order or 0
             while done < len(effects) and (effects[done][1].order or 0) < order:
                 self.effect(*effects[done])
                 done += 1
             if id(call) not in made:
+                budget.charge(_STEPS)
                 self.make(call)
         for target, effect in effects[done:]:
             self.effect(target, effect)

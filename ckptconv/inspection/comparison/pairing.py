@@ -52,6 +52,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.machine import HASHED_AS_IT_IS
 from ckptconv.pickles.paths import Place, child_places, key_segment, parts_listed
+from ckptconv.work import work
 
 KEY_SIZE = 4096  # atoms, or kilobytes, of the largest key or member that is compared by its meaning
 _LATIN_1 = ("latin1", "latin-1", "iso-8859-1")
@@ -300,9 +301,7 @@ def _atom(value: Value) -> Said:
     return ("node", id(value)) if isinstance(value, Node) else (type(value).__name__, value)
 
 
-#: The limit of pairs of nodes: a constant, and two for each opcode and each place of either side. A real pair of files
-#: takes one for each place.
-_STEPS, _STEPS_EACH = 100_000, 2
+_STEPS = 6  # of work for a pair of nodes
 _KEY_DEPTH = 16  # levels of a key or member that is compared by its meaning
 
 
@@ -330,8 +329,7 @@ class Pairing:
 
     def __post_init__(self) -> None:
         opcodes = self.a.checkpoint.graph.opcodes + self.b.checkpoint.graph.opcodes
-        places = len(self.a.checkpoint.places) + len(self.b.checkpoint.places)
-        self._steps = _STEPS + _STEPS_EACH * (opcodes + places)
+        self._work = work()
         self._room = LIMITS.path_characters_unpickled + LIMITS.path_characters_each * opcodes
         self._shared = self.a.checkpoint.graph.shared, self.b.checkpoint.graph.shared  # nodes that can occur again
         self._seen: set[int] = set()  # pairs, each as one number, which takes less memory
@@ -340,7 +338,7 @@ class Pairing:
         self._meanings: dict[object, int] = {}  # numbers of tuples and frozensets that are keys or members
 
     def run(self) -> None:
-        """Find everything. Raise LimitError if two graphs share their parts in ways that would take too long."""
+        """Find everything. Raise LimitError if two graphs share their parts in ways that take too much work."""
         if self.tensors_alone:
             self._items(self.a.root, self.b.root)
             return
@@ -380,17 +378,15 @@ class Pairing:
     # Steps
 
     def _step(self, place: Place | None) -> None:
-        """Count a step, and the length of the path of `place`. Raise LimitError if there were too many."""
-        self._steps -= 1
+        """Charge the work for a pair, and count the length of the path of `place`. Raise LimitError if there is too
+        much.
+        """
+        self._work.charge(_STEPS)
         if place:
             place.length = len(place.segment) + (place.parent.length if place.parent else 0)
             self._room -= place.length
-        if self._steps < 0 or self._room < 0:
-            raise LimitError(
-                "the two share their parts in such ways that comparing them would take too long",
-                where=self.a.checkpoint.source.path,
-                expected=f"at most {_STEPS:,} pairs, and {_STEPS_EACH} for each opcode and each place",
-            )
+        if self._room < 0:
+            raise LimitError("the paths in the two are too long", where=self.a.checkpoint.source.path)
 
     def _differ(self, a: Place, b: Place) -> bool:
         """Note how the nodes at `a` and `b` differ, and return whether to look into them."""
@@ -470,7 +466,14 @@ class Pairing:
         return self._alike[pair]
 
     def _pairs_below(self, a: Place, b: Place) -> list[Place]:
-        """Return the places below `a` and `b` that both have, in turn. What only one has is noted."""
+        """Return the places below `a` and `b` that both have, in turn. What only one has is noted.
+
+        Equal atoms in two lists or two tuples are left out.
+        """
+        ours, theirs = _items_of(a.node), _items_of(b.node)
+        if ours is not None and theirs is not None:
+            self._work.charge(len(ours) + len(theirs))
+            return self._pairs_of_items(a, b, ours, theirs)
         sets = self.a.set_of(a.node), self.b.set_of(b.node)
         if sets[0] and sets[1]:
             pair = id(sets[0]), id(sets[1])
@@ -490,6 +493,18 @@ class Pairing:
                 self._alone(place, self.a)
         for place in right.values():
             self._alone(place, self.b)
+        return pairs
+
+    def _pairs_of_items(self, a: Place, b: Place, left: list[Value], right: list[Value]) -> list[Place]:
+        """Return the places of the items `left` and `right` that both sequences have and that are not equal atoms."""
+        pairs: list[Place] = []
+        for i, (x, y) in enumerate(zip(left, right, strict=False)):
+            if type(x) is not type(y) or isinstance(x, Node) or x != y:
+                segment = f"[{i}]"
+                pairs += (Place(a, segment, x, a.depth + 1), Place(b, segment, y, b.depth + 1))
+        for place, side, items, start in ((a, self.a, left, len(right)), (b, self.b, right, len(left))):
+            for i, item in enumerate(items[start:], start):
+                self._alone(Place(place, f"[{i}]", item, place.depth + 1), side)
         return pairs
 
     def _listed_again(self, a: Value, b: Value) -> tuple[set[int], set[int]]:
@@ -546,8 +561,7 @@ class Pairing:
         """Return the meaning of the key or member `value`, or None if it is an object or too large."""
         meaning = Meaning(side, self._meanings)
         meant = meaning.of(value, _KEY_DEPTH)
-        self._steps -= KEY_SIZE - meaning.room - 1
-        self._step(None)
+        self._work.charge(KEY_SIZE - meaning.room)
         return meant
 
     # Differences
@@ -631,6 +645,11 @@ def _quantizer(node: Value) -> Value:
     """Return the scheme, scales and zero points of the quantized tensor that `node` makes."""
     part = strided_part(node) if isinstance(node, Call) else None
     return next(iter(part.args.items[4:5]), None) if part else None
+
+
+def _items_of(node: Value) -> list[Value] | None:
+    """Return the items of a tuple or list, or None for everything else."""
+    return node.items if isinstance(node, Tuple) else [*node.elements()] if isinstance(node, List) else None
 
 
 def _numbered(place: Place, members: list[Value]) -> dict[object, Place]:

@@ -1,0 +1,110 @@
+"""The budget of work: what is charged, what is granted, and that nobody gets around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptconv
+from ckptconv.errors import LimitError
+from ckptconv.limits import Limits
+from ckptconv.pickles.graph import Tuple, gc_paused, walk
+from ckptconv.work import Work, bounded, work
+from tests.fuzz.budgets import file_of
+
+#: Shapes whose nodes are many, each of which some command has to visit several times.
+DEAR = (
+    "lists",
+    "tuples in tuples",
+    "attributes, each thrown away",
+    "chains of calls, thrown away",
+    "calls in a list, popped",
+)
+COMMANDS: dict[str, Callable[[Path], object]] = {
+    "inspect": ckptconv.inspect,
+    "verify": lambda path: refused_by(ckptconv.verify(path)),
+    "convert": lambda path: ckptconv.convert(path, path.with_name("out.pt"), map_location="cpu", force=True),
+    "loadable": lambda path: ckptconv.convert(path, path.with_name("out.pt"), loadable=True, force=True),
+    "diff": lambda path: ckptconv.diff(path, path),
+}
+
+
+def refused_by(verdict: ckptconv.Verdict) -> None:
+    """Raise LimitError if a finding of `verdict` says that the work was used up."""
+    for finding in verdict.findings:
+        if "too much work" in str(finding):
+            raise LimitError("its contents take too much work")
+
+
+def test_a_budget_is_that_of_the_outermost_block() -> None:
+    """Blocks inside share it, and after the block there is none."""
+    with bounded():
+        outer = work()
+        with bounded(), gc_paused():
+            assert work() is outer
+            work().charge(10)
+        assert outer.left == Limits().work - 10
+        outer.grant(100)
+        assert outer.left == Limits().work - 10 + 100 * Limits().work_each
+    assert work() is not outer
+
+
+def test_what_is_used_up_stays_used_up() -> None:
+    """An error that is hidden by another one is raised again by the next charge, and by a check."""
+    budget = Work(5)
+    budget.charge(5)
+    for again in (lambda: budget.charge(1), budget.check, lambda: budget.charge(0)):
+        with pytest.raises(LimitError, match=r"take too much work.*expected at most 4,000,000 steps for 0 bytes"):
+            again()
+
+
+def test_a_walk_is_charged_for_each_node() -> None:
+    """A walk stops in the middle of the nodes when the budget ends."""
+    nodes = Tuple([Tuple([]) for _ in range(10)])
+    with bounded():
+        work().left = 5
+        visited = []
+        with pytest.raises(LimitError):
+            visited.extend(walk([nodes]))
+        assert work().left < 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("shape", DEAR)
+def test_every_command_counts(shape: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No command finishes a dear shape on a hundredth of the budget; each ends with the typed error and no output."""
+    path = tmp_path / "a.pt"
+    path.write_bytes(file_of(shape, 6000)[0])
+    monkeypatch.setattr("ckptconv.work.LIMITS", Limits(work=3000, work_each=0))
+    with pytest.raises(LimitError, match="too much work"):
+        COMMANDS[command](path)
+    assert not path.with_name("out.pt").exists()
+
+
+def used(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Return the steps that `run` took, and the bytes for which steps were granted."""
+    seen: list[Work] = []
+
+    class Seen(Work):
+        def __init__(self, left: int) -> None:
+            super().__init__(left)
+            seen.append(self)
+
+    monkeypatch.setattr("ckptconv.work.Work", Seen)
+    run()
+    limits = Limits()
+    most = max((each for each in seen if each.nbytes), key=lambda each: each.nbytes)
+    return limits.work + limits.work_each * most.nbytes - most.left, most.nbytes
+
+
+def test_ordinary_files_are_far_from_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state dict takes less than a tenth of what its bytes alone grant, in each command."""
+    path = tmp_path / "a.pt"
+    torch.save({f"layers.{i}.weight": torch.zeros(1) for i in range(2000)}, path)
+    for command in ("inspect", "verify", "convert", "diff"):
+        steps, nbytes = used(lambda command=command: COMMANDS[command](path), monkeypatch)
+        assert 10 * steps < Limits().work_each * nbytes
