@@ -22,7 +22,7 @@ from tests.fuzz.archives import Record, archive
 from tests.support.hostile_bytes import integer, storage, tensor, text
 from tests.support.paths import ROOT
 
-__all__ = ["SHAPES", "Cost", "file_of", "measured", "seconds_for"]
+__all__ = ["SHAPES", "Cost", "file_of", "measured", "opcodes_for", "seconds_for"]
 
 MB = 1 << 20
 SECONDS_EACH_MB, SECONDS_EACH, FLOOR, EACH = 2.0, 10e-6, 64 * MB, 300
@@ -285,6 +285,15 @@ def file_of(shape: str, opcodes: int) -> tuple[bytes, int]:
     pickled = _WRAPPED % SHAPES[shape](opcodes)
     storages = [Record(b"a/data/" + key, b"") for key in {b"0", *re.findall(rb"(data of [0-9]{8})", pickled)}]
     return archive([Record(b"a/data.pkl", pickled), Record(b"a/version", b"3\n"), *storages]), len(pickled)
+
+
+def opcodes_for(shape: str, nbytes: int) -> int:
+    """Return how many opcodes a pickle of that `shape` and of at most `nbytes` bytes has, up to `nbytes`."""
+    low, high = 1000, nbytes
+    while high - low > nbytes // 100:
+        middle = (low + high) // 2
+        low, high = (middle, high) if len(SHAPES[shape](middle)) <= nbytes else (low, middle)
+    return low
 
 
 def seconds_for(length: int, opcodes: int) -> float:

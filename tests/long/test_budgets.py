@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.budgets import COMMANDS, EACH, FLOOR, SHAPES, file_of, measured
+from tests.fuzz.budgets import COMMANDS, EACH, FLOOR, SHAPES, file_of, measured, opcodes_for
 
 OPCODES = 1_000_000
+#: A file of so many bytes may take 5 s and 300 MB. A busy machine takes twice as long, and memory can exceed what the
+#: counted steps stand for.
+NBYTES, SECONDS, MEMORY = 1_800_000, 10.0, 600_000_000
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -33,3 +36,13 @@ def test_growth(shape: str, command: str, tmp_path: Path) -> None:
         path.write_bytes(file_of(shape, opcodes)[0])
         seconds.append(measured(command, path).seconds)
     assert seconds[1] < 16 * max(seconds[0], 0.05)
+
+
+@pytest.mark.parametrize("command", COMMANDS[1:])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_small_file_can_cost(shape: str, command: str, tmp_path: Path) -> None:
+    """A file of 1.8 MB is done or refused within the bound that its size gives, each of two files for itself."""
+    path = tmp_path / "a.pt"
+    path.write_bytes(file_of(shape, opcodes_for(shape, NBYTES))[0])
+    cost, files = measured(command, path), 2 if command == "diff" else 1
+    assert cost.seconds < files * SECONDS and cost.memory < files * MEMORY
