@@ -249,6 +249,8 @@ def _by_name(name: str) -> Mutator:
         return _json
     if name.endswith(".safetensors"):
         return _safetensors
+    if name.endswith((".rules", ".ckptconv-undo")):
+        return lambda data, random, change: _text(data, random, change, _RULE_PARTS)
     return _pickle if name == ".metadata" else _chunks if name.endswith(".distcp") else _zip
 
 
@@ -382,6 +384,29 @@ def _other_body(body: bytes, random: Random, change: Change) -> bytes:
     return b"\r\n".join(lines)
 
 
+_RULE_PARTS = (
+    b"{e}", b"{e:d}", b"**", b"*", b"[0]", b"[::2]", b":1", b":-1", b":$N", b"$", b" = ", b" , ", b"// for: x\n", b"\n",
+    b"1" * 30, b"(", b")", b"^T", b"a.b", b"\\", b"\xff", b"*" * 50,
+)  # a table  # fmt: skip
+_URL_PARTS = (
+    b"http://", b"https://u:S3CRET@h/", b"s3://b/", b"hf://o/r@main/", b"file:///", b"memory://", b"::", b"@", b"?",
+    b"#", b"%2e%2e/", b"..", b"\\", b"[", b"]", b":99999", b"\0", b"\n", b" ", b"\xc3\xa4", b"\xff", b"*.pt", b"/",
+)  # a table  # fmt: skip
+_NAME_PARTS = (
+    b"<script>", b"</script>", b"<!--", b"-->", b"]]>", b"'\"", b"&#60;", b"\xe2\x80\xa8", b"\xe2\x80\xae",
+    b"<img src=x>", b"</title>", b"`", b"${x}", b"$data", b"\\u003c/script>", b"\0", b"\x1b[2J", b".", b"\n", b"</pre>",
+    b"javascript:",
+)  # a table  # fmt: skip
+
+
+def _text(data: bytes, random: Random, change: Change, parts: tuple[bytes, ...]) -> bytes:
+    """`data` with one of `parts` somewhere, or in place of what is there."""
+    if random.random() < 0.3:
+        return change(data)
+    at, end = sorted(random.randrange(len(data) + 1) for _ in range(2))
+    return data[:at] + random.choice(parts) + data[at if random.random() < 0.7 else min(end, at + 20) :]
+
+
 MUTATORS: dict[str, Mutator] = {
     "pickle": _pickle,
     "lenient": lambda data, random, change: made(random) if random.random() < 0.3 else mutated(data, random, change),
@@ -393,4 +418,8 @@ MUTATORS: dict[str, Mutator] = {
     "dcp": _folder,
     "zero": _folder,
     "http": _http,
+    "rules": _folder,
+    "journal": _folder,
+    "url": lambda data, random, change: _text(data, random, change, _URL_PARTS),
+    "page": lambda data, random, change: _text(data, random, change, _NAME_PARTS),
 }

@@ -27,6 +27,8 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
+import ckptconv
+from tests.fuzz import texts
 from tests.fuzz.archives import archive, records_of
 from tests.fuzz.folders import pack, unpack
 from tests.fuzz.http_answers import BODY, END, FIRST, LAST, ON, SIZE
@@ -320,6 +322,46 @@ def _http() -> Iterator[tuple[str, bytes]]:
     yield "pages", b"l" + link % (1, len(page)) + page + END + link % (2, 2) + b"[]" + END + head + b"\r\n" + page + END
 
 
+def _folders_of_rules() -> Iterator[tuple[str, bytes]]:
+    """A model, rules for it, and what the names in rules stand for."""
+    model = save({f"l.{i}.e.{j}.w": torch.ones(2, 2) for i in range(2) for j in range(2)} | {"qkv": torch.ones(6, 2)})
+    for name, rules in {
+        "stacked": b"l.{i}.e.{e}.w = l.{i}.e\n",
+        "split": b"// for: x\nqkv = q:$N, k:$N, v:$N\n",
+        "both": b"l.{i}.e.{e}.w = l.{i}.e\nqkv = q, k, v\n",
+    }.items():
+        for sizes in (b'{"N": 2}', b'{"N": 2, "text_config": {"M": 4}, "model_type": "x"}'):
+            packed = {texts.MODEL: model, texts.RULES: rules, texts.SIZES: sizes, "config.json": sizes}
+            yield f"{name} {len(sizes)}", pack(packed)
+
+
+def _journals() -> Iterator[tuple[str, bytes]]:
+    """A file that was changed in place, and its journal, which is hot or not."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, texts.JOURNAL)
+        for name, options in {"device": {"map_location": "cuda:1"}, "names": {"strip_prefix": "module"}}.items():
+            torch.save({"module.a": torch.ones(2), "module.b": torch.zeros(3)}, file)
+            ckptconv.convert(file, in_place=True, **options)
+            yield name, pack({each.name: each.read_bytes() for each in sorted(Path(folder).iterdir())})
+            for each in Path(folder).iterdir():
+                each.unlink()
+
+
+def _urls() -> Iterator[tuple[str, bytes]]:
+    for i, url in enumerate((
+        b"http://u:S3CRET@h/x.pt?sig=S3CRET", b"https://h:8/a/b.pt", b"s3://bucket/a.pt", b"hf://o/r/x.pt",
+        b"hf://datasets/o/r@main/x.pt", b"file:///tmp/x.pt", b"simplecache::http://h/x.pt", b"zip://x.pt::http://h/x.zip",
+        b"http://[::1]:80/x", b"memory://a/x.pt", b"http://h/%2e%2e/x.pt#f",
+    )):  # a table  # fmt: skip
+        yield str(i), url
+
+
+def _names() -> Iterator[tuple[str, bytes]]:
+    yield "plain", b"a\nlayer.0.weight"
+    yield "elements", b"<script>alert(1)</script>\n<!--\n</title>"
+    yield "escapes", "é\n\u2028\n\u202e\n😀\n&lt;\n\\u003c".encode()
+
+
 SEEDS = {
     "pickle": _pickles,
     "lenient": _odd_pickles,
@@ -331,6 +373,10 @@ SEEDS = {
     "dcp": _folders_of_dcp,
     "zero": _folders_of_zero,
     "http": _http,
+    "rules": _folders_of_rules,
+    "journal": _journals,
+    "url": _urls,
+    "page": _names,
 }
 
 

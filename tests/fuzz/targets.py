@@ -40,7 +40,7 @@ from ckptconv.render.summary import facts
 from ckptconv.render.table import table_lines, tree_lines
 from ckptconv.render.text import Style
 from ckptconv.stores.memory import FileObjectDestination
-from tests.fuzz import folders, http_answers, unpicklers
+from tests.fuzz import folders, http_answers, texts, unpicklers
 from tests.support import row_pickles
 from tests.support.reference_machine import trace
 
@@ -313,5 +313,9 @@ TARGETS = {
         Target("dcp", _check_folder),
         Target("zero", _check_folder),
         Target("http", _check_http),
+        Target("rules", texts.check_rules),
+        Target("journal", texts.check_journal),
+        Target("url", texts.check_url),
+        Target("page", texts.check_page),
     )
 }
