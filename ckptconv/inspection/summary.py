@@ -58,12 +58,14 @@ from ckptconv.result import Result
 from ckptconv.safety.scan import Concern, Level, concerns, level_of
 from ckptconv.safety.torch_load import CALL, NO_SAFETENSORS, SAFETENSORS_SINCE, Loading, answers_of, torch_loading
 from ckptconv.stores.memory import Input
+from ckptconv.work import work
 
 if TYPE_CHECKING:
     from ckptconv.inspection.values import TensorValues
 
 _MOST_OPTIMIZERS = 100
 _ORDERED_DICT = "collections.OrderedDict"
+_STEPS = 4  # of work for a path and a text that are kept
 _Kind: TypeAlias = Literal["model", "EMA", "optimizer", "RNG states", "other"]
 _KINDS = get_args(_Kind)
 
@@ -676,7 +678,7 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
     """Yield the path and a short text of everything but tensors, unless it is inside something that is shown as a
     whole.
     """
-    hidden, tensors = set[int](), checkpoint.tensor_nodes
+    hidden, tensors, budget = set[int](), checkpoint.tensor_nodes, work()
     shown: dict[int, tuple[bool, str | None]] = {}  # shared nodes, which can occur in any number of places
     for place in places:
         node = place.node
@@ -695,6 +697,7 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
         if is_whole:
             hidden.add(id(place))
         if words is not None:
+            budget.charge(_STEPS)
             yield place.path, words
 
 

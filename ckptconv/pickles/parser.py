@@ -64,6 +64,8 @@ def parse(
 
 # Opcodes: the function of an opcode takes its operands from the machine, and leaves its result there
 
+#: The items of all empty tuples, which nobody changes in place: a byte of the pickle makes one.
+_NO_ITEMS: list[Value] = []
 _INT_TEXT = {b"00": False, b"01": True}
 
 
@@ -362,7 +364,7 @@ OPERATIONS: dict[str, Operation] = {
     "NEXT_BUFFER": _buffer,
     "READONLY_BUFFER": _buffer,
     "EMPTY_LIST": lambda m: m.stack.append(List()),
-    "EMPTY_TUPLE": lambda m: m.stack.append(Tuple([])),
+    "EMPTY_TUPLE": lambda m: m.stack.append(Tuple(_NO_ITEMS)),
     "EMPTY_DICT": lambda m: m.stack.append(Dict()),
     "EMPTY_SET": lambda m: m.stack.append(Set()),
     "LIST": _many("APPENDS", List, is_new=True),
