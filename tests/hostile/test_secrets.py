@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -257,6 +259,45 @@ def test_in_what_a_store_says(tmp_path: Path, command: Command, monkeypatch: pyt
             text = said_of(command, [*words, "--debug"]) + said_of(command, words, 1)
             assert_hidden(text)
             assert "403" in text
+
+
+def test_in_names_and_files_that_are_written(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file that is opened meanwhile, temporary ones too, has the secret in its name, and no output in its bytes."""
+    opened: list[str] = []
+    really = os.open
+
+    def open_seen(path: str, *args: object, **kwargs: object) -> int:
+        opened.append(str(path))
+        return really(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", open_seen)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with serving({"x.pt": saved({"a": torch.zeros(60_000)})}) as server:
+        url = server.url("x.pt").replace("//", f"//u:{SECRET}@") + f"?sig={SECRET}"
+        for words in (
+            ["inspect", "--download", url],
+            ["convert", "--to", "cuda:1", "--download", url, tmp_path / "a.pt", "-v"],
+            ["convert", "--to", "cuda:1", url, f"{tmp_path}/", "-v", "--json"],
+        ):
+            assert_hidden(said_of(command, words, 0))
+    assert any(name.endswith(".tmp") for name in opened)
+    assert_hidden(*opened)
+    written = [each for each in tmp_path.rglob("*") if each.is_file()]
+    assert {each.name for each in written} == {"a.pt", "x.pt"}
+    assert not any(SECRET.encode() in each.read_bytes() for each in written)
+
+
+def test_a_redirect_to_another_port() -> None:
+    """Another port of the same host is another server, which gets no credentials."""
+    with serving({"x.pt": saved({"a": torch.ones(1)})}) as other:
+
+        def lead(it: Exchange) -> None:
+            it.send(302, {"Location": other.url("x.pt"), "Content-Length": "0"}, b"")
+
+        with serving({"x.pt": b""}, lie=lead) as server:
+            ckptconv.inspect(server.url("x.pt").replace("//", f"//u:{SECRET}@"))
+            assert all("Authorization" in each.headers for each in server.seen)
+        assert other.seen and not any("Authorization" in each.headers for each in other.seen)
 
 
 @pytest.mark.parametrize(

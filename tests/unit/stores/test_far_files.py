@@ -159,7 +159,11 @@ def test_a_shard_that_is_not_there(server: FileServer, folder: Path) -> None:
 def test_an_index_names_only_what_stands_beside_it(server: FileServer, folder: Path) -> None:
     """Whatever it says, nothing else is asked for."""
     index = index_in(folder)
-    for elsewhere in ("../zip.pt", "http://127.0.0.1:1/x.safetensors", "/etc/passwd"):
+    for elsewhere in (
+        "../zip.pt", "http://127.0.0.1:1/x.safetensors", "/etc/passwd", "%2e%2e/zip.pt", "..%2fzip.pt", "..\\zip.pt",
+        "//127.0.0.1:1/x.safetensors", "file:x.safetensors", "s3://b/x.safetensors", "@127.0.0.1:1", "a.safetensors?x",
+        "a.safetensors#x", "a\n.safetensors", "C:\\x.safetensors", "a/../../zip.pt", ".", "", "\0",
+    ):  # a table  # fmt: skip
         server.files[index] = json.dumps({"weight_map": {"a": elsewhere}}).encode()
         server.seen.clear()
         with pytest.raises(MalformedError):
