@@ -373,6 +373,7 @@ def leads_to_danger(module: str, name: str) -> bool:
     A dotted `name` goes through attributes: ``torch.serialization`` has ``os.system``, and ``random`` has it as
     ``_os.system``.
     """
+    work().charge((len(module) + len(name)) // 10)  # a long name can be fetched from again and again
     package, attributes = module.split("."), name.split(".")
     if f"{module}.{name}" in _HARMLESS:
         return False

@@ -98,6 +98,8 @@ def parse(text: str) -> Url:
     if not keyed and scheme.lower() != "file" and not is_readable_host(host):
         hint = "in a name or password, write / as %2F, ? as %3F, @ as %40 and \\ as %5C"
         raise UsageError("a URL without a valid host", where=text, expected="SCHEME://HOST[:PORT]/PATH", hint=hint)
+    if scheme.lower() != "file" and not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
+        raise UsageError("a URL with bytes that are not UTF-8", where=text, hint="write them as %XX")
     userinfo, _, host = host.rpartition("@")
     url = Url(scheme.lower(), host, path, (query[0] if query else None) or "", userinfo)
     has_path = url.on_hub[1] if url.scheme == "hf" else path or not url.is_http

@@ -87,11 +87,10 @@ def _records(file: Path) -> dict[str, bytes] | None:
 
 
 def check_url(data: bytes, folder: Path) -> bool:
-    """A text is found to be a URL or a path, and what is said of it says the same again, without its secrets."""
+    """A text is found to be a URL or a path, or there is one line that says why not, and its password is not shown."""
     del folder
     text = data.decode("utf-8", "surrogateescape")
     shown = redacted(text)
-    assert redacted(shown) == shown, "what was redacted is redacted again"
     if text.isprintable() and text.startswith("http://u:S3CRET@h/"):
         assert "u:S3CRET@h" not in shown, "a password is shown"
     try:
