@@ -145,6 +145,12 @@ class CkptconvError(Exception):
         super().__setattr__(name, redacted(value) if isinstance(value, str) else value)
 
     def __str__(self) -> str:
+        hint = f"; {_fact(self.hint, _LONGEST_PART)}" if self.hint else ""
+        return self.verdict + printable(hint)
+
+    @property
+    def verdict(self) -> str:
+        """The printable line without the hint."""
         line = _fact(self.what, _LONGEST_PART)
         if self.where is not None:
             line = f"{_fact(self.where, _LONGEST_PART)}: {line}"
@@ -155,8 +161,6 @@ class CkptconvError(Exception):
         ]
         if facts:
             line += f" ({', '.join(facts)})"
-        if self.hint:
-            line += f"; {_fact(self.hint, _LONGEST_PART)}"
         return printable(line)
 
 

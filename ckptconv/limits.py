@@ -55,7 +55,7 @@ class Limits:
     #: Characters of one rule. Each part of a split is made for each name that matches.
     rule_length: int = 10_000
     #: Names on the sides of rules that are read, times names of tensors: 90,000 names and 100 rules are fewer.
-    rule_steps: int = 10_000_000
+    rule_steps: int = 50_000_000
     #: Seconds of processor time for matching all names with a regular expression: 60,000 names take 0.1.
     match_seconds: int = 10
     #: Steps in which the parameters of an optimizer are compared with the weights: a model has some thousand of each.

@@ -99,7 +99,7 @@ class Bridge:
             return []
         finally:
             self.forget()
-        return [{"text": "A copy of the state dict alone is without what is dangerous.", "blocks": True, "fix": fix}]
+        return [{"text": "A copy of only the state dict contains nothing dangerous.", "blocks": True, "fix": fix}]
 
     def plan(self, dst: str, options: dict[str, Any]) -> dict[str, Any]:
         """Plan a copy named `dst` by the `options` of ``convert``: its report, its command line, its files."""

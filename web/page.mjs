@@ -91,7 +91,7 @@ function post(name, given, progress) {
     let timer;
     const wait = () => {
       clearTimeout(timer);
-      timer = setTimeout(() => stop("This made no progress for " + DEADLINE / 1000 + " s, and was ended. The command line has no such limit."), DEADLINE);
+      timer = setTimeout(() => stop("There was no progress for " + DEADLINE / 1000 + " s, so this was stopped. The command line has no such limit."), DEADLINE);
     };
     const ended = (run) => (value) => { clearTimeout(timer); calls.delete(id); run(value); };
     calls.set(id, { resolve: ended(resolve), reject: ended(reject), progress: (n) => { wait(); progress?.(n); } });
@@ -198,7 +198,7 @@ async function look(mine) {
   $("stands").hidden = !source.path.startsWith("FOLDER");
   $("several").hidden = source.dropped.length === 1;
   warn(found.danger, "this file");
-  refusal = found.danger.length ? "Not with what is dangerous in it. This page saves only a copy without that." : "";
+  refusal = found.danger.length ? "The file contains something dangerous. This page only saves a copy without it." : "";
   $("verdict").textContent = found.verdict;
   $("verdict").className = found.loads === false ? "bad" : found.loads && !found.findings.length ? "good" : "";
   $("host").hidden = found.loads !== undefined;
@@ -314,7 +314,7 @@ function show(plan) {
   const reads = sum(plan.files.map((each) => each.reads)), total = size(sum(plan.files.map((each) => each.size)));
   $("reads").textContent = reads
     ? size(reads) + " of " + (source.dropped.length > 1 ? "the files" : "the file") + " will be read first, to compute or to compare checksums."
-    : "The bytes of the tensors need not be read for it.";
+    : "The data of the tensors need not be read.";
   $("save").textContent = plan.folder ? "Save " + counted(plan.files.length) + " files, " + total + ", in a folder" : "Save " + plan.files[0].name + ", " + total;
   $("save").hidden = Boolean(plan.folder) && !globalThis.showDirectoryPicker;
   $("save").disabled = false;

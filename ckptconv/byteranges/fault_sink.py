@@ -71,7 +71,7 @@ class FaultSink:
         return self
 
     def again(self) -> FaultSink:
-        """Return the sink for a whole that is put together from parts that were read before."""
+        """Return the sink for a whole that is merged from parts that were read before."""
         return self
 
 

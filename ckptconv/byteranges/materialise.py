@@ -151,15 +151,16 @@ class Pieces:
                 what = "what is deflated cannot be inflated there"
                 raise self._no_room(what, self.spooled_bytes, error.strerror or error) from error
             if free < self.spooled_bytes:
-                raise self._no_room("too little free space for what is deflated", self.spooled_bytes, f"{free:,} bytes")
+                what = "not enough free space to inflate compressed data"
+                raise self._no_room(what, self.spooled_bytes, f"{free:,} bytes")
 
     def _no_room(self, what: str, needed: int, got: object) -> OutputError:
         try:
             where: object = self._spool_folder()
         except OSError:
             where = "temporary files"
-        hint = "set TMPDIR to a folder that has room" if self._folder is None else None
-        return OutputError(what, where=where, expected=f"{needed:,} bytes for a while", got=got, hint=hint)
+        hint = "set TMPDIR to a folder with enough space" if self._folder is None else None
+        return OutputError(what, where=where, expected=f"{needed:,} bytes temporarily", got=got, hint=hint)
 
     def _spool_folder(self) -> str | Path:
         import tempfile

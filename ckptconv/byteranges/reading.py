@@ -85,7 +85,9 @@ def inflated(piece: Inflate) -> Iterator[bytes]:
     inflater = zlib.decompressobj(-15)
     length = crc32 = 0
     where = piece.of.where
-    wrong_size = MalformedError("a deflated record has another size than promised", where=where, expected=piece.length)
+    wrong_size = MalformedError(
+        "a compressed record has another size than declared", where=where, expected=piece.length
+    )
     for chunk in read(piece.of):
         while True:  # bytes can wait in the inflater after it has taken the whole chunk
             try:

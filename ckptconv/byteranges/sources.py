@@ -196,7 +196,7 @@ class Source(Readable):
             kind = MissingInputError if isinstance(error, FileNotFoundError) else UnreadableError
             raise kind(f"cannot be read: {error.strerror}", where=self.path) from error
         except ValueError as error:  # a NUL in the path
-            raise InputError("no such path can exist", where=self.path) from error
+            raise InputError("this path cannot exist", where=self.path) from error
         if not leave_spare(self.fd):
             self.close()
             raise _too_many(self.path)
@@ -463,7 +463,7 @@ def kind_of(mode: int) -> str:
 def _no_file(path: Path, mode: int) -> InputError:
     """Return the error for a `path` that is not a regular file."""
     is_stream = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
-    hint = "save it to a file first: streams are not read" if is_stream else None
+    hint = "save it to a file first: streams cannot be read" if is_stream else None
     return InputError(f"{kind_of(mode)} and not a file", where=path, hint=hint)
 
 
@@ -477,7 +477,7 @@ def lock_exclusive(fd: int, where: object) -> None:
         calls.lock(fd, exclusive=True)
     except BlockingIOError as error:
         raise RefusedError(
-            "another process reads or changes the file", where=where, hint="try again when it has ended"
+            "another process reads or changes the file", where=where, hint="try again after it has ended"
         ) from error
     except OSError as error:
         raise RefusedError(
@@ -497,7 +497,7 @@ def lock_shared(fd: int, where: object) -> None:
         calls.lock(fd, exclusive=False)
     except BlockingIOError as error:
         raise UnreadableError(
-            "another process changes the file in place", where=where, hint="try again when it has ended"
+            "another process changes the file in place", where=where, hint="try again after it has ended"
         ) from error
     except (OSError, ImportError):
         pass

@@ -41,8 +41,8 @@ HOT, DONE = b"hot ", b"done"
 _LENGTH = struct.Struct("<I")
 _HEAD = len(MAGIC) + len(HOT) + _LENGTH.size
 _SUM = 32  # bytes of a SHA-256
-NO_JOURNAL = "there is no undo journal: no change in place is left to take back"
-_LOOK = "look at it, and remove it if the file beside it is whole"
+NO_JOURNAL = "there is no undo journal, so there is no in-place change to revert"
+_LOOK = "look at it, and remove it if the file next to it is complete"
 _POISON = 2  # the most bytes of poison in a change
 _NAME = regex(r"\.(.+)\.ckptconv-undo", re.DOTALL)
 #: The number of bytes that a disk writes completely or not at all.
@@ -281,7 +281,7 @@ def _check_owner(path: Path, info: os.stat_result, owner: int) -> None:
     """Raise RefusedError if a user other than `owner` and the current one can have written what `info` describes."""
     problem = None
     if not stat.S_ISREG(info.st_mode):
-        problem = "it is no regular file"
+        problem = "it is not a regular file"
     elif info.st_nlink != 1:
         problem = "it has several names"
     elif info.st_uid not in (owner, os.geteuid()):

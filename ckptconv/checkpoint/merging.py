@@ -178,7 +178,7 @@ class Merger:
         """
         if self._parts and part.byteorder != self._parts[0].byteorder:
             raise UnsupportedError(
-                "the parts of one checkpoint have numbers in different byte orders",
+                "the parts of one checkpoint have different byte orders",
                 where=part.source.path,
                 expected=f"{self._parts[0].byteorder}-endian, as in {self._parts[0].source.path}",
                 got=f"{part.byteorder}-endian",
@@ -324,13 +324,13 @@ def _difference_error(checkpoint: Checkpoint, differ: list[Replica]) -> RefusedE
         any(path == each or path.startswith(each + "/") for each in dropped) for path in checkpoint.tensors
     ):  # a conversion does not drop all tensors and keep other values
         one = command("convert", folder / differ[0].files[0], Placeholder("OUT"))
-        hint = "each rank needs its own, so the run needs all files as they are; that of one rank alone: " + one
+        hint = "each rank has its own value, so the run needs the separate files; to convert one rank: " + one
     else:
         paths = tuple(dropped[:_MOST_DROPPED])
         more = f", and {len(dropped) - len(paths):,} more" if len(dropped) > len(paths) else ""
         hint = "to leave them out: " + option("drop", paths) + more
     return RefusedError(
-        "the files differ in what each of them has a copy of, and nothing says which one is right",
+        "the files contain different copies of the same value, and nothing tells which one is right",
         where=checkpoint.source.path,
         got=some([f"{path} in {a} and {b}" for path, (a, b) in files.items()], 5),
         hint=hint,

@@ -317,7 +317,7 @@ def names_in(optimizer: Optimizer, weights: Weights, *, in_order: bool) -> dict[
 
 def doubt_of(keys: Sequence[Key], names: Sequence[str]) -> str:
     """Return that each of `keys` can be each of `names`."""
-    return f"{some([str(key) for key in keys])} can be {some(names)}, and no shape decides"
+    return f"{some([str(key) for key in keys])} can be {some(names)} and have the same shape"
 
 
 def _in_order(optimizer: Optimizer, weights: Weights) -> dict[Key, str] | str:

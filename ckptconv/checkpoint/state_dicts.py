@@ -127,9 +127,9 @@ class Detected:
         if first is None:
             return None
         return (
-            f"there are names in a whole module ({first.cls} at {first.path}): "
+            f"the names are in a pickled module ({first.cls} at {first.path}): "
             + option("state_dict")
-            + " takes its state dict out, to which this then applies"
+            + " extracts its state dict, whose names can be changed"
         )
 
     def is_usual(self, path: str) -> bool:

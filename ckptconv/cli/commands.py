@@ -123,7 +123,7 @@ def _value_of(option: click.Parameter, typed: list[str]) -> str:
 def _one_value(_: click.Context, option: click.Parameter, values: tuple[Any, ...]) -> Any:
     """Return the value of `option`, which may be given several times. Raise UsageError if the values differ."""
     if len(set(values)) > 1:
-        raise UsageError(f"{option.opts[-1]} is given twice", got=" and ".join(map(str, values)))
+        raise UsageError(f"{option.opts[-1]} is given twice, with different values", got=" and ".join(map(str, values)))
     return values[0] if values else None
 
 

@@ -16,7 +16,7 @@ from ckptconv.errors import UsageError
 from ckptconv.formats.writers import WRITERS, admitted, split_suffix
 from ckptconv.guesses import ALWAYS, PATHS, USUAL_VALUES, close_matches, normal
 from ckptconv.guesses import OPTIONS as GUESSED
-from ckptconv.hints import Option, Placeholder, shell
+from ckptconv.hints import Option, Placeholder, command, shell
 
 _VALUE = Placeholder("VALUE")  # the word behind the guess
 #: Options, and what they are taken for.
@@ -67,7 +67,7 @@ def wrong_option(name: str, args: Sequence[str], commands: _Commands) -> UsageEr
         now, words = meant
     error = UsageError(f"{name} has no option {args[first or 0].partition('=')[0]}")
     is_right = at is None and _parsed(commands[now], words)
-    error.hint = _meant(now, words, commands) if is_right else shell("ckptconv", name, "-h") + " lists those it has"
+    error.hint = _meant(now, words, commands) if is_right else "to list its options: " + command(name, "-h")
     return error
 
 
@@ -77,7 +77,7 @@ def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> Usage
     near = close_matches(guess, commands, n=1)
     name, options = COMMANDS.get(normal(guess), (near[0] if near else "", ()))
     words += [word for option in options for flag in option.words() for word in flag]
-    error = UsageError(f"no command is called {guess}")
+    error = UsageError(f"there is no command {guess}")
     if (asked := normal(guess).lstrip("-")) in _ASKED:
         error.hint = "did you mean: " + shell(
             "ckptconv", *(each for each in args[:1] if each in commands), _ASKED[asked]
@@ -90,7 +90,7 @@ def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> Usage
         error.what = "the command comes before its options"
         name, words = args[typed], [guess, *args[:typed], *args[typed + 1 :]]
     elif not name and (guess.startswith("-") or os.path.lexists(guess)):
-        error.what = "there is no command"
+        error.what = "the command is missing"
         words.insert(0, guess)
         fitting = [each for each in commands if len(_parsed(commands[each], words)) > (each == "convert")]
         name = next((each for each in ("convert", "inspect") if each in fitting), "".join(fitting[:1]))
@@ -201,7 +201,7 @@ def _meant(name: str, words: list[str], commands: _Commands) -> str:
         stem, _, behind = split_suffix(paths[1])
         at = len(words) - 1 - words[::-1].index(paths[1])
         words = [*words[:at], stem + WRITERS[asked].new_suffix + behind, *words[at + 1 :]]
-    return "did you mean: " + shell("ckptconv", name, *words)
+    return "did you mean: " + command(name, *words)
 
 
 def _in_place(words: list[str]) -> bool:

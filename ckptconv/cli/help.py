@@ -68,8 +68,8 @@ def help_command(context: click.Context, /, words: tuple[str, ...], **_: Any) ->
     wanted = sys.stdin.read() if words == ("-",) else " ".join(words)
     pages = _found(wanted[-_LONGEST:])
     if not pages:
-        hint = command("inspect", Placeholder("FILE")) + " says what is wrong with a file"
-        raise NoMatchError(f"no page has words of {wanted.strip()[-80:]!r}", hint=hint)
+        hint = "to find out what is wrong with a file: " + command("inspect", Placeholder("FILE"))
+        raise NoMatchError(f"no page matches {wanted.strip()[-80:]!r}", hint=hint)
     click.echo("\n".join(_lines(*pages)))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from ckptconv.errors import CkptconvError
+from ckptconv.hints import Command, Message
 from ckptconv.render.text import Style
 
 if TYPE_CHECKING:
@@ -18,10 +19,27 @@ if TYPE_CHECKING:
     from ckptconv.conversion.plan import Report
 
 PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
+_LONGEST = 8000  # characters of a line of a hint, which can name anything in a file
 
 
 def show_error(error: CkptconvError) -> None:
-    click.echo(style_of(sys.stderr).text(f"ckptconv: {error}"), err=True)
+    """Print the verdict of `error`, and its hint below it, with each command on a line of its own."""
+    style = style_of(sys.stderr)
+    for line in (f"ckptconv: {error.verdict}", *(f"  {line[:_LONGEST]}" for line in _lines_of(error.hint))):
+        click.echo(style.text(line), err=True)
+
+
+def _lines_of(hint: str | None) -> list[str]:
+    """Return `hint` in lines, split at semicolons. Each command is on a line of its own, which is indented."""
+    lines = [""]
+    for part in hint.parts if isinstance(hint, Message) else (hint or "",):
+        if isinstance(part, Command):
+            lines += [f"  {Message(part)}", ""]
+        else:
+            first, *others = part.split("; ") if isinstance(part, str) else [f"{Message(part)}"]
+            lines[-1] += first if lines[-1] else first.lstrip()
+            lines += others
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def warn_of_flaws(torch: str | None) -> None:

@@ -137,8 +137,8 @@ def _check_target(source: Readable | None, path: Path, *, force: bool) -> None:
     except TargetExistsError:
         with contextlib.suppress(OSError):  # the file may be gone by now
             if source is not None and source.is_same_file(os.stat(path)):
-                hint = option("force") + " converts it in place, safely"
-                raise RefusedError("the output is the input", where=path, hint=hint) from None
+                hint = option("force") + " replaces it"
+                raise RefusedError("the output is the same file as the input", where=path, hint=hint) from None
         raise
 
 

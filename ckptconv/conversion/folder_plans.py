@@ -243,7 +243,7 @@ def _combined(target: Path, folder: Path, parts: Sequence[_Part]) -> Plan:
             plans.append((prefix, part.plan))
             changes.add(part.plan.changes, prefix)
             notes += [name + note for note in part.plan.notes]
-        notes += [name + option_of(*edit) + " means nothing there" for edit in part.unmatched]
+        notes += [name + option_of(*edit) + " matches nothing there" for edit in part.unmatched]
     sets_first = sorted(parts, key=lambda part: part.found.kind != "shards")
     formats = [part.plan.formats for part in sets_first if part.plan]
     old, new = (" and ".join(dict.fromkeys(pair[i] for pair in formats)) for i in range(2))
@@ -267,7 +267,7 @@ def _about_left(folder: Path, every: Sequence[Found]) -> list[str]:
     for kind, what in (("other", "other file"), ("unentered", "hidden or linked folder")):
         if names := [str(found.path.relative_to(folder)) for found in every if found.kind == kind]:
             left = f"{count(len(names), what)} left: {some(names)}; "
-            notes.append(left + option("copy_others") + " copies all that is no checkpoint")
+            notes.append(left + option("copy_others") + " copies all files that are not checkpoints")
     return notes
 
 
@@ -291,7 +291,7 @@ def _about_config(folder: Path, plan: Plan) -> list[str]:
     configured = parsed.get("dtype") or parsed.get("torch_dtype")
     if not isinstance(configured, str) or configured in new:
         return []
-    return [f"config.json says dtype {configured}, to which transformers casts what it loads: change it there"]
+    return [f"config.json has dtype {configured}, and transformers casts the weights to it: change it there"]
 
 
 def _parsed(config: Path) -> dict[str, Any] | None:

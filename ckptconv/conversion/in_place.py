@@ -188,9 +188,9 @@ def _plan(
         raise missing[0]
     if edits.unwrap and len(shards) > 1 and len(wrapped) > 1:
         raise RefusedError(
-            "in some shards all names begin with module. and in others not, so no wrapper put it there",
+            "all names begin with module. in some shards but not in others, so it was not added by a wrapper",
             where=index or files[0].path.parent,
-            hint=option("strip_prefix", "module.") + " takes it off anyway",
+            hint=option("strip_prefix", "module.") + " removes it anyway",
         )
     planned = len(shards) - len(missing)
     total.notes = [note for note, n in Counter(total.notes).items() if n == planned]  # nothing changed in all of them
@@ -211,7 +211,7 @@ def _plan_file(
     with SourceFolder(file.path.parent, faults) if of_folder else Source(file.path, faults) as source:
         checkpoint = opening.read(source)
         if not source.is_same_file(os.fstat(file.fd)):
-            raise RefusedError("another file took its place", where=file.path, hint="try again")
+            raise RefusedError("another file has replaced it", where=file.path, hint="try again")
         format_ = checkpoint.format
         file.rest = None if of_folder else rest_sum(checkpoint)
         wrapped.update(is_wrapped(names) for found in checkpoint.detected.state_dicts if (names := found.names()))
@@ -230,10 +230,10 @@ def _plan_file(
         file.patches = patches_of(checkpoint)
         if file.patches is None:
             raise RefusedError(
-                "the new header does not fit where the old one stands",
+                "the new header does not fit into the space of the old one",
                 where=file.path,
-                hint=command("convert", file.path, file.path, Option("force"))
-                + ", with the same edits, writes the file anew",
+                hint="write a new file, with the same edits: "
+                + command("convert", file.path, file.path, Option("force")),
             )
         if output.verify and not output.dry_run:
             faults.check()
@@ -269,16 +269,17 @@ def check_edits(edits: Edits, output: OutputOptions) -> None:
         raise _moves(_KEYWORDS.get(said[0], said[0]))
     if not (edits.devices or edits.strip_prefix or edits.rename or edits.add_prefix or edits.unwrap or edits.regroup):
         raise UsageError(
-            option("in_place") + " is given, and no change",
+            option("in_place") + " needs a change",
             expected="a new device or new names",
         )
 
 
 def _moves(keyword: str, when: str = "") -> UsageError:
     """Return the error for an option that moves tensor bytes: always, or in the case `when`."""
+    why = f", because it rewrites tensor data{when and ' ' + when}"
     return UsageError(
-        option(keyword, None) + f" moves tensor bytes{when and ' ' + when}, and " + option("in_place") + " does not",
-        hint="give an output: " + command("convert", Placeholder("SRC"), Placeholder("DST")),
+        option(keyword, None) + " cannot be used with " + option("in_place") + why,
+        hint="write a new file: " + command("convert", Placeholder("SRC"), Placeholder("DST")),
     )
 
 
@@ -310,11 +311,11 @@ def open_locked(path: Path) -> Iterator[int]:
         raise UnsupportedError(
             "files cannot be changed in place on this system yet",
             where=path,
-            hint="give an output: " + command("convert", path, Placeholder("OUT")),
+            hint="write a new file: " + command("convert", path, Placeholder("OUT")),
         )
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise InputError("no regular file", where=path)
+            raise InputError("not a regular file", where=path)
         fd = calls.open_to_change(path)
     except FileNotFoundError as error:
         raise MissingInputError("no such file", where=path) from error
@@ -332,7 +333,7 @@ def _remedy(error: OSError, path: Path) -> str:
     """Return what to do after `error`, when the file or folder `path` could not be written."""
     copies = "convert it to another file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "make room, or " + copies
+        return "free some space, or " + copies
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"{MORE_FILES}: all files of a set are open at once; or {copies}"
     if error.errno == errno.EPERM:  # a flag of the filesystem, or the folder's sticky bit
@@ -382,7 +383,7 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
         return 0
     done = f"{files[0].path} was changed"
     if keep_journal:
-        done += "; " + command("undo", files[0].path) + " takes it back"
+        done += "; " + command("undo", files[0].path) + " reverts it"
     with signals_held(done) as signals:
         return _write_all(files, signals, keep_journal=keep_journal)
 
@@ -503,7 +504,7 @@ def take_back(path: str | os.PathLike[str]) -> int:
         files = _set_of(first, opened) if is_of_set else [first]
         if len(changed) > len(files):
             names = [os.path.basename(each) for each in changed]
-            one = command("undo", target) + " takes one back"
+            one = "to revert one: " + command("undo", target)
             raise UsageError("several checkpoints in the folder were changed", where=path, got=some(names), hint=one)
         for file in files:
             writing.check_restorable(file.fd, file.journal, file.path, done=file.state == DONE)
@@ -591,7 +592,7 @@ def _check_whole(path: Path, fd: int, journal: Journal) -> None:
     """
     with _AsBefore(path, journal) as source, gc_paused():
         if not source.is_same_file(os.fstat(fd)):
-            raise RefusedError("another file took its place", where=path, hint="try again")
+            raise RefusedError("another file has replaced it", where=path, hint="try again")
         try:
             if path.name == dcp.METADATA:
                 read_metadata(source)
@@ -602,7 +603,7 @@ def _check_whole(path: Path, fd: int, journal: Journal) -> None:
             checkpoint = opening.read(source)
         except InputError as error:
             raise RefusedError(
-                f"what the undo journal would give back is no checkpoint ({error.what})", where=path
+                f"the bytes in the undo journal are not a checkpoint ({error.what})", where=path
             ) from error
         spans, rest = tensor_spans(checkpoint), rest_sum(checkpoint)
     starts, ends = [span.offset for span in spans], [*accumulate((span.offset + span.length for span in spans), max)]
@@ -613,4 +614,4 @@ def _check_whole(path: Path, fd: int, journal: Journal) -> None:
                 "the undo journal would change the bytes of a tensor", where=path, got=f"byte {patch.offset:,}"
             )
     if rest != journal.rest:
-        raise RefusedError(writing.WRITTEN_ANEW, where=path, got="other bytes around those of that change")
+        raise RefusedError(writing.WRITTEN_ANEW, where=path, got="changes elsewhere in the file")

@@ -195,12 +195,12 @@ def _converting(task: Task, tick: Progress | None) -> Steps[Outcome]:
         return Outcome(job, skipped=True)
     if task.stamp is not None and stamp_of(request.src) != task.stamp:
         raise InputChangedError(
-            "it is not what it was when the batch began",
+            "the file has changed since the batch began",
             where=request.src,
-            hint="it was to be converted in place, and may have been: inspect it before it is converted again",
+            hint="the in-place conversion may have been done: inspect the file before you convert it again",
         )
     for dropped in task.dropped:
-        note = option_of(*dropped) + " means nothing here"
+        note = option_of(*dropped) + " matches nothing in this file"
         request = replace(request, edits=request.edits.without(*dropped), notes=(*request.notes, note))
     try:
         return Outcome(job, report=(yield from _run(request, tick)))
@@ -208,7 +208,7 @@ def _converting(task: Task, tick: Progress | None) -> Steps[Outcome]:
         # A process that was killed right after it had done the task could not answer.
         if task.new and task.lost and (report := _done_before(request)) is not None:
             return Outcome(job, report=report)
-        error.hint = joined(error.hint, option("skip_existing") + " leaves what is there", separator=", ")
+        error.hint = joined(error.hint, option("skip_existing") + " keeps the existing output", separator=", ")
         raise
 
 

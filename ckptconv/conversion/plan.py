@@ -58,7 +58,7 @@ def prove_that_it_loads(file: OutFile, source: Path) -> None:
     loading = torch_loading(opening.read_file(_Planned(file)))
     if not loading.loads:
         raise RefusedError(
-            f"it cannot be proved that {CALL} takes the output",
+            f"it cannot be proved that {CALL} loads the output",
             where=source,
             got=some([reason.text for reason in loading.reasons]),
         )
@@ -240,7 +240,7 @@ def make_plan(
     if writer.safe_loader:
         notes += _about_code(checkpoint)
     if not checkpoint.is_byteorder_said and (checkpoint.format != writer.name or changes.dtypes):
-        notes.append("the file does not say its byte order: its numbers were taken for little-endian")
+        notes.append("the file does not record its byte order; it was read as little-endian")
     if is_folder and not writer.is_folder:
         layout = shards_layout(
             checkpoint, path, writer, copy_tied=output.copy_tied, max_shard_size=output.max_shard_size
@@ -283,15 +283,15 @@ def _beside(path: str | None, opened: ExitStack) -> Checkpoint | None:
 def _check_writer(writer: Writer, path: Path, *, copy_tied: bool, loadable: bool, is_folder: bool) -> None:
     """Raise UsageError if an option has no meaning for the format that `writer` writes to `path`."""
     if writer.is_folder and not is_folder:
-        raise UsageError(option("format", writer.word) + " writes a folder, and one file is asked for", where=path)
+        raise UsageError(option("format", writer.word) + ": the output must be a folder", where=path)
     if copy_tied and writer.ties:
-        why = f" is for {words('ties', holds=False)}: ties stay ties in torch's format"
+        why = f" is only for {words('ties', holds=False)}; torch's format keeps ties"
         raise UsageError(option("copy_tied") + why, where=path)
     if loadable and not writer.safe_loader:
         raise UsageError(
-            option("loadable") + f" is for torch.load, which reads no {writer.name}",
+            option("loadable") + f" is for torch.load, which does not read {writer.name}",
             where=path,
-            hint=option("format", DEFAULT.word) + " writes what it reads",
+            hint=option("format", DEFAULT.word) + " writes a file that it reads",
         )
 
 
@@ -310,7 +310,7 @@ def read_and_plan(
     also = None if is_folder or output.format else also_meant(path.name, usual)
     if also is None:
         return plan
-    other = f"{path.name} is a {WRITERS[usual].name}: " + option("format", also.word) + f" makes {also.about}"
+    other = f"{path.name} is a {WRITERS[usual].name}; " + option("format", also.word) + f" writes {also.about}"
     return replace(plan, notes=(*plan.notes, other))
 
 
@@ -387,15 +387,14 @@ def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[s
     notes = []
     if edits.devices and not writer.devices:
         unmatched_rules(checkpoint, edits.devices, tags_of(checkpoint))  # a typo is one for every format
-        notes.append(f"no device was changed: {writer.name} stores none, and whoever loads it says where to")
+        notes.append(f"no device was changed: {writer.name} stores none; the device is chosen when the file is loaded")
     elif not writer.devices and (tags := tags_of(checkpoint) - {"cpu"}):
-        notes.append(f"{writer.name} stores no device ({', '.join(sorted(tags))} here): whoever loads it says where to")
+        lost = ", ".join(sorted(tags))
+        notes.append(f"{writer.name} stores no device ({lost} here); the device is chosen when the file is loaded")
     if (edits.loadable or edits.loadable_objects) and not writer.objects:
-        notes.append(option("loadable") + f" has nothing to do for {writer.name}, which holds tensors alone")
+        notes.append(option("loadable") + f" has no effect on {writer.name}, which contains only tensors")
     if edits.compact and not writer.views:
-        notes.append(
-            option("compact") + f" has nothing to do for {writer.name}, which holds what tensors show and no more"
-        )
+        notes.append(option("compact") + f" has no effect on {writer.name}, which stores only bytes that tensors use")
     return notes
 
 
@@ -408,9 +407,9 @@ def _about_code(checkpoint: Checkpoint) -> list[str]:
     first, *others = found
     needed = {needed_import(name.removeprefix("its ")) for name in found}
     if None not in needed:
-        return [f"torch.load(weights_only=True) takes the output only after `import {', '.join(map(str, needed))}`"]
+        return [f"torch.load(weights_only=True) loads the output only after `import {', '.join(map(str, needed))}`"]
     more = f" and {len(others):,} more" if others else ""
-    return [f"torch.load(weights_only=True) refuses the output for {first}{more}: inspect says what to do about that"]
+    return [f"torch.load(weights_only=True) refuses the output because of {first}{more}; inspect shows what to do"]
 
 
 def refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
@@ -423,15 +422,15 @@ def refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
     if found:
         raise DangerousError(
             (
-                "this file names what no checkpoint needs, and loading it may call that"
+                "this file calls functions that no checkpoint needs, and loading it may run them"
                 if dangers
-                else "there are pickles inside this file that cannot be judged"
+                else "this file contains pickles that cannot be judged"
             ),
             where=checkpoint.source.path,
             got=some([f"{each.name} at {each.path}" for each in dangers or found], _SHOWN),
             hint=(
-                "do not load it; " + option("allow_unsafe") + " carries the call over, unrun"
+                "do not load it; " + option("allow_unsafe") + " copies the call without running it"
                 if dangers
-                else option("allow_unsafe") + " carries them over as they are"
+                else option("allow_unsafe") + " copies them unchanged"
             ),
         )

@@ -103,10 +103,10 @@ def find_request(
     listing = list_requests([src], dst, edits, output)
     if len(listing.requests) != 1:
         raise UsageError(
-            f"{len(listing.requests):,} checkpoints are in it",
+            f"{len(listing.requests):,} checkpoints in the folder",
             where=src,
             expected="one",
-            hint=command("convert_many", src, dst) + " converts all of them",
+            hint="to convert all of them: " + command("convert_many", src, dst),
         )
     return listing.requests[0]
 
@@ -152,11 +152,11 @@ def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
     if not os.fspath(dst):
         raise UsageError("no output given: its path is empty")
     if "\0" in os.fspath(path) or not calls.can_be_name(path.name or "x"):
-        raise UsageError("no such path can exist", where=path)
+        raise UsageError("this path cannot exist", where=path)
     if not getattr(dst, "can_write", False) and (error := no_path_error(dst, is_output=True)):
         raise error
     if format is not None and format not in WRITERS:
-        raise UsageError(f"no format is called {format!r}", expected=" or ".join(WRITERS))
+        raise UsageError(f"there is no format {format!r}", expected=" or ".join(WRITERS))
     return path
 
 
@@ -202,9 +202,9 @@ def list_requests(
         _refuse_odd_suffix(path, output.format, paths)
     _check_ranks(output, path)
     if output.copy_others and (web := next((src for src in paths if os.fspath(src).startswith("http")), None)):
-        raise UsageError(option("copy_others") + " looks into a folder, and web servers list none", where=web)
+        raise UsageError(option("copy_others") + " needs a folder, and web servers do not list their files", where=web)
     if output.copy_others and all(src.is_file() and not is_index_file(src) for src in paths):
-        raise UsageError(option("copy_others") + " is for folders, and the input is none", where=paths[0])
+        raise UsageError(option("copy_others") + " needs a folder as the input", where=paths[0])
     if len(paths) > 1 and not to_folder:
         paths = _as_pattern(paths)
     asked = Request(Path(), path, "file", edits, output)
@@ -212,7 +212,7 @@ def list_requests(
         listing = _of_one(paths[0], dst, asked, to_folder=to_folder)
     elif not to_folder:
         raise UsageError(
-            "several inputs need a folder to go to",
+            "several inputs need a folder as the output",
             where=path,
             expected="a folder, or a path without a suffix",
             hint=_merging(paths, path),
@@ -235,14 +235,14 @@ def _check_ranks(output: OutputOptions, path: Path) -> None:
     """Raise UsageError if options do not go with a format that is, or is not, a folder with a file for each process."""
     if not output.is_for_ranks:
         if output.ranks != 1:
-            raise UsageError(option("ranks", output.ranks) + " goes with " + option("format", "dcp"), where=path)
+            raise UsageError(option("ranks", output.ranks) + " needs " + option("format", "dcp"), where=path)
         return
     if not 1 <= output.ranks <= LIMITS.ranks:
         raise UsageError("no such number of processes", where=path, expected=f"1 to {LIMITS.ranks:,}", got=output.ranks)
     wrong = [option("max_shard_size", None)] if output.max_shard_size is not None else []
     wrong += [option("copy_others")] if output.copy_others else []
     if wrong:
-        raise UsageError(wrong[0] + " does not go with " + option("format", output.format), where=path)
+        raise UsageError(wrong[0] + " cannot be combined with " + option("format", output.format), where=path)
 
 
 def list_in_place(
@@ -299,7 +299,8 @@ def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder
         said = option("copy_others")
         if is_set:
             said = option("format", output.format) if output.is_for_ranks else option("max_shard_size", None)
-        raise UsageError(said + " writes a folder", where=path, expected="a folder, or a path without a suffix")
+        what = said + " needs a folder as the output"
+        raise UsageError(what, where=path, expected="a folder, or a path without a suffix")
     if rank_names.is_pattern(src) or (not kind and (is_set or not to_folder) and _are_ranks(src)):
         return _of_ranks(src, asked, to_folder=to_folder)
     if kind == "file" and not is_set:
@@ -345,7 +346,7 @@ def _about_others(folder: Path, other: Sequence[Path], *, hint: bool = True) -> 
         return ()
     left = f"{count(len(other), 'other file')} left: {some([str(path.relative_to(folder)) for path in other])}"
     them = "it" if len(other) == 1 else "them"
-    return (left + "; to a folder, " + option("copy_others") + f" takes {them} along" if hint else left,)
+    return (left + "; to a folder, " + option("copy_others") + f" copies {them}" if hint else left,)
 
 
 def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
@@ -354,7 +355,7 @@ def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
     if not shards:
         return ()
     whole = command("convert", shards[0].parent, Placeholder("OUT_FOLDER"))
-    return (f"{count(len(shards), 'shard')} by themselves get no index: " + whole + " converts the set",)
+    return (f"{count(len(shards), 'shard')} without an index; to convert the set: " + whole,)
 
 
 def _of_several(src: Path, asked: Request) -> Listing:
@@ -453,9 +454,9 @@ def _refuse_inside(path: Path, folder: Path) -> None:
     """Raise UsageError if the output folder `path` is inside the input `folder`."""
     if _is_inside(path, folder):
         raise UsageError(
-            "the output is a folder within the input",
+            "the output is a folder inside the input",
             where=path,
-            hint="give one that stands elsewhere, or the input itself",
+            hint="choose a folder outside of it, or the input itself",
         )
 
 
@@ -480,7 +481,7 @@ def _refuse_among_parts(listing: Listing) -> None:
         if is_part(folder / request.dst.name, request.kind) if is_beside else request.kind == "dcp" and not is_file:
             src = request.src if request.src.name.strip(".") else Path(os.path.abspath(request.src))
             raise UsageError(
-                "the output would stand among the parts of the input",
+                "the output would be among the files of the input",
                 where=request.dst,
                 expected="a path outside of it",
                 hint=None if request.is_folder else command("convert", src, src.with_name(f"{src.name}.pt")),
@@ -503,9 +504,9 @@ def _refuse_one_name(requests: Sequence[Request]) -> None:
         above = next((folders[parent] for parent in request.dst.parents if parent in folders), None)
         if above is not None:
             raise RefusedError(
-                f"{request.src} would go into the folder that {above.src} becomes",
+                f"{request.src} would be written into the output folder of {above.src}",
                 where=request.dst,
-                hint="convert them to folders of their own",
+                hint="convert them to separate folders",
             )
 
 
@@ -517,9 +518,9 @@ def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
         other = spelled.setdefault(os.fspath(path).casefold(), path)
         if path in origin or (other != path and _ignores_case(path)):
             raise RefusedError(
-                f"{origin[other]} and {src} would both become it",
+                f"{origin[other]} and {src} would both be written to this path",
                 where=path,
-                hint="convert them to folders of their own",
+                hint="convert them to separate folders",
             )
         origin[path] = src
 
@@ -543,5 +544,5 @@ def through_link(src: Path, dst: Path) -> tuple[Path, tuple[str, ...]]:
         return dst, ()
     real = Path(os.path.realpath(dst))
     if is_hub_blob(real):
-        return dst, (f"{dst} was a link into the Hub's cache, where {real.name[:12]} stays as it was",)
-    return real, (f"{dst} is a link, which stays: {real} is what is converted",)
+        return dst, (f"{dst} was a link into the Hub's cache, where {real.name[:12]} is unchanged",)
+    return real, (f"{dst} is a link: {real} is converted, and the link is kept",)

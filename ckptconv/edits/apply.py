@@ -95,7 +95,7 @@ def _select(checkpoint: Checkpoint, edits: Edits, optimizers: Callable[[], Follo
     if followers:
         followers.follow_selection(changes)
     for average in averages:
-        text = f"{average.path} is an average of the weights (EMA) and is left behind; to take only the average: "
+        text = f"{average.path} is an average of the weights (EMA) and is not saved; to extract only the average: "
         changes.notes.append(text + option("select", average.path))
     return changes
 

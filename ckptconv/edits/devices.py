@@ -38,7 +38,7 @@ _REFUSED = {
 }
 #: Other names of devices.
 _CALLED = {"all": "any", "rocm": "cuda", "hip": "cuda", "nvidia": "cuda", "metal": "mps", "mac": "mps", "host": "cpu"}
-_AUTO = "'auto' is for load and remap, which know what is here"
+_AUTO = "'auto' only works with load and remap, which know the devices of this machine"
 _DEVICE_STRING = regex(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
 _DEVICE = regex(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
 _OF_A_BACKEND = regex(r"[a-z][a-z0-9_]*:(?:[0-9]|[1-9][0-9]|1[01][0-9]|12[0-7])")
@@ -168,19 +168,19 @@ def parse_target(text: object) -> Target:
             raise UsageError(
                 f"tensors cannot be sent to {word!r}: {reason}", hint="try: " + option("map_location", "cpu")
             )
-        hint = _AUTO if word == "auto" else f"is {near} meant?" if near else _of_another_option(word)
+        hint = _AUTO if word == "auto" else f"did you mean {near}?" if near else _of_another_option(word)
         if hint is None and _OF_A_BACKEND.fullmatch(word):
             own, _, number = word.partition(":")
             return Target(own, int(number))
         raise UsageError(
-            f"{word!r} is no device",
+            f"{word!r} is not a device",
             hint=hint,
             expected="gpu, or one of " + ", ".join(FAMILIES) + ", with an index like cuda:1",
         )
     index = _index(match) if match[2] else None
     if index is not None and index > (0 if family == "mps" else _HIGHEST_INDEX):
         raise UsageError(
-            f"{word!r} has too high an index", expected="mps" if family == "mps" else f"0 to {_HIGHEST_INDEX}"
+            f"{word!r} has an index that is too large", expected="mps" if family == "mps" else f"0 to {_HIGHEST_INDEX}"
         )
     return Target(family, None if family in _ONE_DEVICE else index)
 

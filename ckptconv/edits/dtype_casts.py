@@ -141,7 +141,7 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
     if from_float8 and SHARD.fullmatch(checkpoint.source.path.name):
         changes.notes.append("the float8 weights may have scales in another shard: to be sure, convert the whole set")
     if not (changes.dtypes or changes.not_cast):
-        why = "all that was to be cast has its dtype already" if any(tie.rule for tie in ties) else _NO_WEIGHTS
+        why = "all selected tensors have this dtype already" if any(tie.rule for tie in ties) else _NO_WEIGHTS
         changes.notes.append(why + ", so " + option("dtype", None) + " changed nothing")
 
 

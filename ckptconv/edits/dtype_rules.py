@@ -138,14 +138,14 @@ def _rule(glob: str | None, word: str) -> DTypeRule:
         )
         near = near_dtype(word) if glob != "" else None
         raise UsageError(
-            f"{word!r} is no dtype to convert to" if glob != "" else f"'={word}' has no glob",
+            f"{word!r} is not a dtype to convert to" if glob != "" else f"'={word}' has no glob",
             expected=expected,
             hint="did you mean: " + option("dtype", near if glob is None else f"{glob}={near}") if near else None,
         )
     rule = DTypeRule(glob, name)
     if name in INTEGERS and (glob is None or re.search("[*?]", glob)):  # a path may contain a bracket
         raise UsageError(
-            f"{name} is no dtype for weights: rounded to integers they need scales, which no cast can find",
+            f"{name} is not a dtype for weights: rounded to integers they need scales, which a cast cannot compute",
             expected=f"the whole path of a tensor of integers: 'PATH={name}'",
         )
     return rule

@@ -42,7 +42,7 @@ def normal_prefix(prefix: str) -> str:
     if not prefix or any(not segment for segment in dotted[:-1].split(".")):
         raise UsageError(
             f"{prefix!r} is no prefix of names",
-            expected="segments that end at a dot, like module.",
+            expected="text that ends with a dot, like module.",
             hint="for anything else: " + option("rename", ((Placeholder("REGEX"), Placeholder("REPLACEMENT")),)),
         )
     return dotted

@@ -106,7 +106,7 @@ class Followers:
         if optimizer.names and not self.candidates(optimizer):
             return optimizer.names
         ask = partial(names_in, optimizer, in_order=self.in_order)
-        return self.agreed(optimizer, "which weight is which parameter", ask)
+        return self.agreed(optimizer, "which parameter belongs to which weight", ask)
 
     def candidates(self, optimizer: Optimizer) -> list[Weights]:
         """Return the weights that `optimizer` can belong to."""
@@ -122,7 +122,7 @@ class Followers:
         answers = [optimizer.trouble] if optimizer.trouble else [ask(weights) for weights in every]
         doubt: str | None = next((each for each in answers if isinstance(each, str)), None)
         if not answers:
-            doubt = "no state dict has its parameters" if self.models else "there is no state dict"
+            doubt = "no state dict contains its parameters" if self.models else "there is no state dict"
         elif not doubt and any(answer != answers[0] for answer in answers):
             doubt = f"it can belong to {some([weights.path for weights in every])}"
         if doubt is None:
@@ -133,12 +133,12 @@ class Followers:
         if optimizer.trouble:
             pass  # nothing that is said of weights helps
         elif not self.models:
-            hints.append("name the file with the weights: " + option("model", Placeholder("FILE")))
+            hints.append("use the file with the weights: " + option("model", Placeholder("FILE")))
         elif every and not (self.in_order or optimizer.names):
-            order = " if it was made with model.parameters(), or parts of it in that order"
+            order = " if it was created with model.parameters(), or with parts of it in that order"
             hints.append(option("optimizer_order", "model") + order)
         if optimizer.path != ".":
-            hints.append("without the optimizer: " + option("drop", optimizer.path))
+            hints.append("to leave out the optimizer: " + option("drop", optimizer.path))
         raise RefusedError(
             f"it is not known {what} in the optimizer at {optimizer.path}",
             where=self.checkpoint.source.path,
@@ -164,14 +164,13 @@ class Followers:
                 continue
             hints = [
                 option("optimizer", "names") + " needs no order",
-                option("like", Placeholder("FILE")) + " takes that of a checkpoint of the new model",
+                option("like", Placeholder("FILE")) + " uses the order of a checkpoint of the new model",
             ]
             if not torn:
-                order = " if its parameters() have the order of the names in the output"
+                order = " if the new model.parameters() have the order of the names in the output"
                 hints.append(option("optimizer_order", "model") + order)
             raise RefusedError(
-                f"it is not known which numbers the new model gives to the parameters of the optimizer at"
-                f" {optimizer.path}",
+                f"the new parameter numbers are not known for the optimizer at {optimizer.path}",
                 where=self.checkpoint.source.path,
                 got=f"{torn[0]} apart from its module" if torn else None,
                 hint=joined(*hints, separator="; "),
@@ -218,7 +217,7 @@ class Followers:
             self.checkpoint.changed()
         else:
             changes.notes.append(
-                "no optimizer is keyed otherwise, so " + option("optimizer", form) + " changed nothing"
+                "every optimizer is keyed like this already, so " + option("optimizer", form) + " changed nothing"
             )
 
 

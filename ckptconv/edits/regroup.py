@@ -106,7 +106,7 @@ class Tensors(Maker[Value]):
     """Makes tensors of others in the graph of `checkpoint`.
 
     Attributes:
-        taken: The views of which others were made, each with its name or path.
+        taken: The views of which others were made, each with its path.
     """
 
     def __init__(self, checkpoint: Checkpoint, changes: Changes, sizes: Mapping[str, int] | None = None) -> None:
@@ -150,19 +150,21 @@ class Tensors(Maker[Value]):
         if group.rule.stacked and not group.rule.whole_is_read and SHARD.fullmatch(path.name):
             what = "this is one shard of several, and parts to stack can be in another one"
             raise RefusedError(f"{group.rule}: {what}", where=path, hint="convert the whole set")
-        return self.regrouped(group, values, like, group.old)
+        made = self.regrouped(group, values, like)
+        infos = (self._infos[id(value)] for value in values)
+        self.taken.update((info.view, name) for info, name in zip(infos, group.old, strict=True))
+        return made
 
-    def regrouped(self, group: Group, values: Sequence[Value], like: Value, names: Sequence[str] = ()) -> list[Call]:
+    def regrouped(self, group: Group, values: Sequence[Value], like: Value) -> list[Call]:
         """Return the new tensors of `group`; a storage of their own gets its key like that of `like`.
 
-        Tensors that were tied before are so afterwards. An error for ties has the `names` of `values`, or else their
-        first paths. Raises RefusedError.
+        Tensors that were tied before are so afterwards. Raises RefusedError.
         """
         nodes = [node for node in values if isinstance(node, Call)]
         assert isinstance(like, Call)
         self._changes.left_behind += self._left_behind(group, nodes[0])
         infos = [self._infos[id(node)] for node in nodes]
-        self.taken.update(zip((info.view for info in infos), names or (info.path for info in infos), strict=True))
+        self.taken.update((info.view, info.path) for info in infos)
         kinds = {(info.requires_grad, info.is_parameter, info.conj, info.neg) for info in infos}
         if len(kinds) > 1:
             raise RefusedError(

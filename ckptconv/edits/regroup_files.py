@@ -32,7 +32,7 @@ def read_rules(files: object, rules: object, *, reverse: bool) -> tuple[Rule, ..
     for file in strings("rules", files):  # type: ignore[arg-type]
         shipped = shipped_rules() if "/" not in file and "." not in file else {}
         if shipped and file not in shipped and not os.path.exists(file):
-            raise UsageError(f"no rules are called {file}", expected=f"a file, or one of {', '.join(shipped)}")
+            raise UsageError(f"there are no rules called {file}", expected=f"a file, or one of {', '.join(shipped)}")
         text = shipped[file] if file in shipped else _text(Path(file))
         found += parse_rules(text.splitlines(), file)
     found += [parse_rule(text) for text in strings("regroup", rules)]  # type: ignore[arg-type]

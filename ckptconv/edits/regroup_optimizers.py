@@ -81,7 +81,7 @@ class _Parameters:
             names = names_in(self.optimizer, weights, in_order=self.followers.in_order)
             return names if isinstance(names, str) else (names, steps[id(weights)])
 
-        names, own = self.followers.agreed(self.optimizer, "which weight is which parameter", ask)
+        names, own = self.followers.agreed(self.optimizer, "which parameter belongs to which weight", ask)
         self.names = dict(names)
         self.key_of = {name: key for key, name in names.items()}
         for step in own:
@@ -210,7 +210,7 @@ class _Parameters:
             f"the optimizer at {path} cannot follow {group.rule}: {what}",
             where=self.tensors.where,
             got=got,
-            hint="without the optimizer: " + option("drop", path) if path != "." else None,
+            hint="to leave out the optimizer: " + option("drop", path) if path != "." else None,
         )
 
 

@@ -62,7 +62,7 @@ class NameEditor:
         """
         hint = self.detected.hint_of_modules()
         if hint and not self.detected.state_dicts:
-            raise NoMatchError("there is no state dict whose names could be changed", where=self.where, hint=hint)
+            raise NoMatchError("there is no state dict whose names can be changed", where=self.where, hint=hint)
         if edits.unwrap:
             self.unwrap()
         for prefix in edits.strip_prefix:
@@ -90,7 +90,7 @@ class NameEditor:
             modules = strings_of(metadata)
             inside = modules_unwrapped(names, modules)
             if any(inside(path) != path for path in modules):
-                changed = option("unwrap") + " changed _metadata alone"
+                changed = option("unwrap") + " changed only _metadata"
             rename_keys(metadata, inside)
         texts: dict[str, str] = {}  # equal names share one string, as in a pickle
         for found, names in zip(self.named, self.before, strict=True):
@@ -98,7 +98,7 @@ class NameEditor:
             new = unwrapped(names) if is_model else unwrapped(self.model_of(names) or names, names)
             replace_names(found, {old: texts.setdefault(name, name) for old, name in new.items()})
         if all(found.names() == names for found, names in zip(self.named, self.before, strict=True)):
-            self.changes.notes.append("no wrapper is in the names, so " + changed)
+            self.changes.notes.append("no name contains a wrapper's prefix, so " + changed)
         if inner := self.inner_module():
             self.changes.notes.append(inner)
 
@@ -239,7 +239,7 @@ def _compiled(pattern: str, replacement: str) -> re.Pattern[str]:
     except (re.error, IndexError) as why:
         hint = None
         if "group reference" in str(why):
-            hint = "put ( ) around what it stands for in the pattern"
+            hint = "put ( ) around the text in the pattern"
         elif "repeat" in str(why):
             hint = "in a regular expression, .* means the same as * in a glob"
         text = f"{pattern!r} → {replacement!r} is not a valid regular expression and replacement: {why}"
@@ -284,7 +284,7 @@ def _near(prefix: str, names: list[str]) -> str | None:
     if near:
         return option("strip_prefix", near[0]) + " may be meant"
     if any(name.startswith(prefix[:-1]) for name in names):
-        return "prefixes end at a dot; for less: " + option("rename", ((f"^{re.escape(prefix[:-1])}", ""),))
+        return "a prefix ends at a dot; to remove less: " + option("rename", ((f"^{re.escape(prefix[:-1])}", ""),))
     return None
 
 

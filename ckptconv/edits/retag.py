@@ -93,7 +93,7 @@ def about_kept_devices(checkpoint: Checkpoint, devices: Devices) -> list[str]:
     """Return a note on devices in `checkpoint` that are data and stay, although `devices` maps them; else nothing."""
     data = user_devices(checkpoint.index.every_place)
     stay = [f"{path} = {device}" for path, device in data.items() if devices.new_tag(device) != device]
-    return [f"devices that are data, and stay: {some(stay)}"] if stay else []
+    return [f"devices in user data, which are not changed: {some(stay)}"] if stay else []
 
 
 def tags_of(checkpoint: Checkpoint) -> set[str]:
@@ -113,7 +113,7 @@ def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) ->
     for target in (devices.to, *(rule.new for rule in devices.rules if rule.rank)):
         if target and not target.is_known and not any(tag.split(":")[0] == target.family for tag in tags):
             raise UsageError(
-                f"{str(target)!r} is no device, and no tensor has such a tag",
+                f"{str(target)!r} is not a device, and no tensor has such a tag",
                 where=checkpoint.source.path,
                 got=", ".join(sorted(tags)) or "no tensors",
                 hint="for a backend of your own: " + option("map_location", (("any", str(target)),)),
@@ -126,7 +126,7 @@ def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) ->
             continue
         near = near_device(rule.old, ("gpu", "any", *FAMILIES))
         raise UnknownDeviceError(
-            f"{rule.old!r} is no device, and no tensor has such a tag",
+            f"{rule.old!r} is not a device, and no tensor has such a tag",
             where=checkpoint.source.path,
             got=", ".join(sorted(tags)) or "no tensors",
             hint=option("map_location", ((near, str(rule.new)),)) + " may be meant" if near else None,

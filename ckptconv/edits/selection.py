@@ -89,9 +89,9 @@ def _no_place(checkpoint: Checkpoint, path: str) -> NoMatchError:
     """Return the error for a `path` without a place, with a hint at what may be meant."""
     known, meant = _candidates(checkpoint), _called(checkpoint, path)
     if not meant and [each.path for each in checkpoint.detected.state_dicts] == ["."]:
-        known, meant = "", joined("the checkpoint is a state dict itself", _look_for(checkpoint, Option("tree")))
+        known, meant = "", joined("the checkpoint is itself a state dict", _look_for(checkpoint, Option("tree")))
     return NoMatchError(
-        f"nothing stands at {path or repr(path)}",
+        f"there is nothing at {path or repr(path)}",
         where=checkpoint.source.path,
         expected=f"a path such as {known}" if known and not meant else None,
         hint=meant or _look_for(checkpoint, Option("tree")),
@@ -110,8 +110,8 @@ def _called(checkpoint: Checkpoint, name: str) -> str | None:
     if found is None:
         return None
     is_module = any(id(found.node) in module.modules for module in modules)
-    weights = " (and " + option("state_dict") + " for its weights alone)" if is_module else ""
-    return "what is called so has another path: " + option("select", found.path) + weights
+    weights = " (and " + option("state_dict") + " for only its weights)" if is_module else ""
+    return "its path is: " + option("select", found.path) + weights
 
 
 def _words(path: str) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def _words(path: str) -> tuple[str, ...]:
 def _look_for(checkpoint: Checkpoint, *options: Option) -> str | None:
     """Return a hint with the command that shows the checkpoint, or None if it is not a file or folder."""
     source = checkpoint.source
-    return "see what there is: " + command("inspect", source.path, *options) if source.is_stored else None
+    return "to see the contents: " + command("inspect", source.path, *options) if source.is_stored else None
 
 
 def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
@@ -139,13 +139,13 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
             + (what or "no dict contains only names and tensors"),
             where=checkpoint.source.path,
             hint=(
-                option("select", root) + f" takes {count(tensors, 'tensor')}, by the names there"
+                option("select", root) + f" extracts its {count(tensors, 'tensor')} by name"
                 if tensors
                 else _look_for(checkpoint) or "pass a state dict, such as model.state_dict()"
             ),
         )
     raise RefusedError(
-        f"it is not clear which state dict is meant: {_candidates(checkpoint)}",
+        f"there are several state dicts: {_candidates(checkpoint)}",
         where=checkpoint.source.path,
         hint="for the first: " + option("select", found[0].path),
     )
@@ -182,8 +182,8 @@ def _nameless(checkpoint: Checkpoint) -> str | None:
         items = [*node.elements()] if isinstance(node, List) else []
         if items and all(isinstance(item, Node) and id(item) in tensors for item in items):
             return (
-                f"{at} is a list of {count(len(items), 'tensor')} without names, like many averages of weights (EMA);"
-                " only the model knows the names, in the order of model.parameters()"
+                f"{at} is a list of {count(len(items), 'tensor')} without names. In an average of weights (EMA), they"
+                " have the order of model.parameters()"
             )
     return None
 
@@ -231,7 +231,7 @@ def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
     index = checkpoint.index
     others = [other for other in index.places_in(_above(place) - {id(place.node)}) if other.node is not place.node]
     checkpoint.graph.discarded = []
-    return _restrict(checkpoint, place, {f"not in {place.path}": others}, index)
+    return _restrict(checkpoint, place, {f"outside of {place.path}": others}, index)
 
 
 def _above(place: Place) -> set[int]:
@@ -261,11 +261,11 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
         if id(place.node) in taken and place.parent is not None and id(place.parent.node) in module.holders:
             continue
         if id(place.node) in unknown:
-            whys.setdefault("it has a name in the state dict, and is no tensor that is known", []).append(place)
+            whys.setdefault("in the state dict, but not a known kind of tensor", []).append(place)
         elif module.is_bookkeeping(place):
             of_torch.append(place)
         else:
-            whys.setdefault(f"not in the state dict of {module.path}", []).append(place)
+            whys.setdefault(f"not part of the state dict of {module.path}", []).append(place)
     state_dict = Call("REDUCE", Global("collections", "OrderedDict"), Tuple([]))
     items: list[Value] = []
     named: set[int] = set()
@@ -281,7 +281,7 @@ def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehi
     left = _restrict(checkpoint, Place(place.parent, place.segment, state_dict, place.depth, place.key), whys, index)
     if of_torch:  # one line for all of them, because they are many
         numbers = f"{count(len(of_torch), 'attribute')} of {count(len(module.modules), 'module')}"
-        why = f"what every module has for torch's own use (hooks, training; {numbers})"
+        why = f"attributes that torch adds to every module (hooks, training; {numbers})"
         left.append(LeftBehind(module.path, 0, why))
     return left
 
@@ -359,7 +359,7 @@ def _no_match(
     return NoMatchError(
         f"no {what} matches {glob!r}",
         where=checkpoint.source.path,
-        expected="something like " + (searched[0].path if searched else "a path, with a slash"),
+        expected=f"something like {searched[0].path}" if searched else "a path, with a slash",
         hint=near,
         unmatched=unmatched,
     )
@@ -393,9 +393,9 @@ def _places_at(checkpoint: Checkpoint, path: str, before: Index) -> list[Place]:
         parts = [written for written in every if "/" not in written]  # people mean these by one word
         near = close_matches(path, parts, n=1) or close_matches(path, every, n=1)
         raise NoMatchError(
-            f"nothing stands at {path}",
+            f"there is nothing at {path}",
             where=checkpoint.source.path,
-            hint=f"is {near[0]} meant?" if near else _look_for(checkpoint, Option("tree")),
+            hint=f"did you mean {near[0]}?" if near else _look_for(checkpoint, Option("tree")),
             unmatched=("drop", path),
         )
     inside = {id(place) for place in found}
@@ -424,7 +424,7 @@ def holder_of(place: Place) -> tuple[Object, str] | None:
 
 
 def leave_out(
-    checkpoint: Checkpoint, unwanted: list[Place], why: str = "left out as asked", *, only_keyed: bool = False
+    checkpoint: Checkpoint, unwanted: list[Place], why: str = "left out as requested", *, only_keyed: bool = False
 ) -> list[LeftBehind]:
     """Remove the nodes at the places `unwanted` from the objects that contain them, for the reason `why`.
 
@@ -447,7 +447,7 @@ def leave_out(
                 f"only {what} can be left out",
                 where=checkpoint.source.path,
                 got=place.path,
-                hint="what it is in: " + option("drop", (place.parent.path,)) if place.parent else None,
+                hint="to leave out what contains it: " + option("drop", (place.parent.path,)) if place.parent else None,
             )
         by_mapping.setdefault(id(holder), (holder, set()))[1].add(segment)
     index = checkpoint.index

@@ -309,5 +309,5 @@ def compact(checkpoint: Checkpoint, changes: Changes) -> None:
     views.conclude()
     changes.compacted = Dropped(storages, dropped)
     if not storages:
-        what = "tensors show every byte of the storages that could be compacted, so "
+        what = "tensors use every byte of the storages that can be compacted, so "
         changes.notes.append(what + option("compact") + " changed nothing")

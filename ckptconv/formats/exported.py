@@ -273,7 +273,7 @@ def _left_behind(names: Mapping[str, Member], config: str) -> Iterator[LeftBehin
         if name.startswith(("models/", "data/", "extra/")) and not name.startswith(_WEIGHTS) and name != config:
             sizes["/".join(name.split("/")[: 2 if name.startswith("data/") else 1])] += member.size
     for name, size in sizes.items():
-        yield LeftBehind(name, size, "it belongs to the program")
+        yield LeftBehind(name, size, "part of the program")
 
 
 def _small(source: Readable, archive: Archive, name: str) -> bytes | None:

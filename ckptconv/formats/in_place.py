@@ -114,7 +114,7 @@ def _unsupported(checkpoint: Checkpoint, what: str) -> UnsupportedError:
         what,
         where=path,
         expected="a file of torch.save, pickle.dump or safetensors, or names in a folder of DCP",
-        hint=command("convert", path, Placeholder("OUT")) + ", with the same edits, writes a new file",
+        hint="write a new file, with the same edits: " + command("convert", path, Placeholder("OUT")),
     )
 
 
@@ -243,7 +243,7 @@ def _metadata(checkpoint: Checkpoint, folder: dcp.DcpFolder) -> Patches:
     """
     paths = dcp.new_paths(folder, checkpoint.graph.root)
     if paths is None or any(storage.device != folder.devices.get(key) for key, storage in checkpoint.storages.items()):
-        raise _unsupported(checkpoint, "in place, names of tensors alone can change in .metadata")
+        raise _unsupported(checkpoint, "in place, only the names of tensors can change in .metadata")
     old_paths = {name: folder.metadata.paths.get(name, (name,)) for name in paths}
     changed = {name: path for name, path in paths.items() if path != old_paths[name]}
     if any(name != ".".join(map(str, old_paths[name])) for name in changed):

@@ -222,9 +222,7 @@ def read_selected(source: Readable, select: str | None) -> tuple[Checkpoint, str
     places = (place for place in checkpoint.index.every_place if select in (place.path, printable(place.path)))
     for _, file in files_in(places, checkpoint.blobs or checkpoint.source):
         inner = read_file(file)
-        inner.notes.append(
-            f"read from the file in the byte string at {select}; everything around that file is left behind"
-        )
+        inner.notes.append(f"read from the file in the byte string at {select}; everything around it is not saved")
         return inner, None
     return checkpoint, select
 
@@ -238,7 +236,7 @@ def interrupted(source: Readable) -> Message | None:
     if hot is None:
         return None
     what = "this file" if hot.name == path.name else os.fspath(hot)
-    return f"a change of {what} in place was interrupted: " + command("undo", hot) + " gives the old bytes back"
+    return f"an in-place change of {what} was interrupted; to restore the old bytes: " + command("undo", hot)
 
 
 def read_folder(source: SourceFolder) -> Checkpoint:
@@ -316,7 +314,7 @@ def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
     if source.path.suffix in _SAFETENSORS.suffixes:
         return safetensors.read(source)  # the reader says what is wrong with it
     raise UnsupportedError(
-        "no checkpoint that this version reads",
+        "not a checkpoint that this version can read",
         where=source.path,
         expected="a file of torch.save, pickle.dump or safetensors",
         got=f"a file that starts with the bytes {source.read(0, min(8, source.size)).hex(' ')}",

@@ -148,7 +148,7 @@ def read(source: Readable) -> Checkpoint:
     if end != source.size:
         source.faults.found(
             MalformedError(
-                "bytes behind the end of the pickle",
+                "bytes after the end of the pickle",
                 where=where,
                 expected=f"{end} bytes",
                 got=source.size,

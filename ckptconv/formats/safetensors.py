@@ -222,7 +222,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
     rest = [place for place in others if place.segment != "/._metadata"]
     return taken, [
         *left_behind_at(rest, index.storage_of, kept, "no tensor with a name"),
-        *left_behind_at(versions, index.storage_of, kept, "the modules' versions"),
+        *left_behind_at(versions, index.storage_of, kept, "module version numbers"),
     ]
 
 
@@ -291,8 +291,8 @@ def _notes(taken: dict[str, TensorInfo]) -> list[str]:
     notes: list[str] = []
     for wrapper in ("module.", "_orig_mod."):
         if taken and all(name.startswith(wrapper) for name in taken):
-            notes.append(f"every name starts with {wrapper}: " + option("strip_prefix", wrapper) + " takes it off")
+            notes.append(f"every name starts with {wrapper}: " + option("strip_prefix", wrapper) + " removes it")
     plain = sum(info.requires_grad or info.is_parameter for info in taken.values())
     if plain:
-        notes.append(f"safetensors stores no requires_grad, which {count(plain, 'parameter')} had")
+        notes.append(f"safetensors does not store requires_grad, which {count(plain, 'parameter')} had")
     return notes

@@ -302,7 +302,7 @@ class _Reader(StrictJson):
             what = f"the file was truncated: {count(end - size, 'byte')} of {end:,} missing"
             self.fail(what, expected=expected, got=got, hint=DOWNLOAD_AGAIN)
         if end < size:
-            report(self.error(f"{count(size - end, 'byte')} behind the last tensor", expected=expected, got=got))
+            report(self.error(f"{count(size - end, 'byte')} after the last tensor", expected=expected, got=got))
 
 
 def _are_counts(value: Any) -> bool:

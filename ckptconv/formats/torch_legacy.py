@@ -178,7 +178,7 @@ def _read_head(
     items = [(e.values[i], e.values[i + 1]) for e, i in sys_info.pairs()] if isinstance(sys_info, Dict) else []
     notes = []
     if any(text_of(key) == "little_endian" and value is False for key, value in items):
-        notes = ["it says that it is big-endian; torch writes this format little-endian everywhere, and so it was read"]
+        notes = ["it says that it is big-endian; torch always writes this format little-endian, and it was read so"]
     return ByteRange(source, start, at - start) if is_usual else None, notes, graphs, at
 
 
@@ -399,7 +399,7 @@ def _read_sizes(
     if whole != end:
         source.faults.found(
             MalformedError(
-                "bytes behind the last storage",
+                "bytes after the last storage",
                 where=f"{where} at byte {whole}",
                 expected="the end of the file",
                 got=f"{end - whole:,} bytes",

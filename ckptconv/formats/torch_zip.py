@@ -72,15 +72,15 @@ from ckptconv.pickles.parser import parse
 
 NAME = WRITERS["pt"].name
 PICKLE = "data.pkl"
-NO_CHECKSUMS = "the file has no checksums, so damage to it cannot be seen"
+NO_CHECKSUMS = "the file has no checksums, so damage cannot be detected"
 NO_STORAGE_CHECKSUMS = (
     "no storage has a checksum: torch.serialization.skip_data leaves them out, with the bytes, which are zeros until"
-    " somebody fills them in; damage to them cannot be seen"
+    " somebody fills them in; damage to them cannot be detected"
 )
 _LAYOUT_RECORDS = (".format_version", ".storage_alignment", ".data/serialization_id")
 #: Records that an in-place change replaces if it appends a new pickle: the old pickle, and the layout's description.
 REPLACED = (PICKLE, ".format_version", ".storage_alignment")
-SUPERSEDED = "a change in place replaced it"
+SUPERSEDED = "replaced by an in-place change"
 _SUPERSEDED = regex("|".join(rf"{re.escape(name[:-4])}\.[0-9]{{3}}" for name in REPLACED))
 _RECORDS = (PICKLE, "byteorder", "version", *_LAYOUT_RECORDS)
 #: The record by which torch.jit.load recognises a program (:mod:`ckptconv.formats.torchscript`).
@@ -123,7 +123,7 @@ def read(source: Readable) -> Checkpoint:
     checked = archive.has_checksums
     where = f"{source.path}: {PICKLE}"
     if archive.root + "/" + PICKLE in archive.broken or PICKLE not in names:
-        raise MalformedError("the pickle that says what is where cannot be found", where=where)
+        raise MalformedError("the main pickle cannot be found", where=where)
     graph, file = read_pickle(source, names[PICKLE], where, checked=checked)
     modernize(graph)
 
@@ -195,7 +195,7 @@ def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) 
     graph, end = parse(file.read, start + size, where=where, offset=start)
     if end != start + size:
         source.faults.found(
-            MalformedError("bytes behind the end of the pickle", where=where, expected=f"{end - start} bytes", got=size)
+            MalformedError("bytes after the end of the pickle", where=where, expected=f"{end - start} bytes", got=size)
         )
     return graph, file
 

@@ -50,7 +50,7 @@ _PROGRAM = {
     "constants": "constants of the program",
     "traced_inputs": "inputs of the program",
 }
-_EXTRA = "it belongs to the program"
+_EXTRA = "part of the program"
 _SHOWN = 5  # devices in a note
 _STRING = rb'"((?:[^"\\\n]|\\.){0,1000})"'  # no attribute has a longer name
 _ITEM = regex(_STRING + rb",? *")
@@ -254,11 +254,10 @@ def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
     if not weights:
         load = f'torch.jit.load({literal(where)}, map_location="cpu")'
         raise RefusedError(
-            "a TorchScript archive is a program, with devices in its code and its constants: changed here it would be"
-            " another one",
+            "a TorchScript archive is a program, and the devices in its code and constants cannot be changed here",
             where=where,
             hint=option("state_dict")
-            + f" takes its weights alone; to have it on another device, load it there: {load}",
+            + f" extracts its weights; to move the program, load it on the other device: {load}",
         )
     if not _has_weights(checkpoint):
         raise RefusedError(_why_none(archive), where=where, hint="save the state dict of the model that it was made of")

@@ -81,7 +81,7 @@ def refuse_two_readings(source: Readable, name: str) -> None:
         raise MalformedError(
             f"it can be read in two ways: as a {name} file, and as {other}",
             where=source.path,
-            hint="no program writes such files by accident; do not load it",
+            hint="no program writes such files by accident: do not load it",
         )
 
 

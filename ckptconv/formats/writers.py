@@ -101,14 +101,22 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".pth.tar", ".bin", ".ckpt", ".th", ".tar", *_
 _TORCH_HUB_NAME = HubName("pytorch_model", ".bin")
 _ALL = (
     Writer("pt", "torch zip", "torch_zip", _TORCH_SUFFIXES, ".pt", hub=_TORCH_HUB_NAME, shards=True, records=True),
-    Writer("legacy", "torch legacy", "torch_legacy", _TORCH_SUFFIXES, ".pt", "torch's before 1.6", hub=_TORCH_HUB_NAME),
+    Writer(
+        "legacy",
+        "torch legacy",
+        "torch_legacy",
+        _TORCH_SUFFIXES,
+        ".pt",
+        "the format of torch before 1.6",
+        hub=_TORCH_HUB_NAME,
+    ),
     Writer(
         "pickle",
         "pickle",
         "plain_pickle",
         _PICKLE_SUFFIXES,
         ".pkl",
-        "what pickle.load reads",
+        "a file for pickle.load",
         stays=True,
         safe_loader=False,
     ),

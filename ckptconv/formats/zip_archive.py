@@ -299,7 +299,7 @@ def read_end(source: Readable) -> tuple[int, int, int]:
     offset = tail_offset + at
     if behind := _behind(tail, at):
         what = f"{count(abs(behind), 'byte')} {'behind it' if behind > 0 else 'of its comment missing'}"
-        raise _bad(source, offset, f"the zip archive's end is not the end of the file: {what}")
+        raise _bad(source, offset, f"the file does not end where the zip archive ends: {what}")
     other = tail.find(END)
     while other < at:
         if not _behind(tail, other):
@@ -380,7 +380,7 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
             source.faults.found(error)
         at += CENTRAL_SIZE + variable
     if at != end:
-        raise _bad(source, at, "the zip's directory has bytes behind its entries", end, at)
+        raise _bad(source, at, "the zip's directory has bytes after its entries", end, at)
     return entries
 
 
@@ -442,7 +442,7 @@ def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[in
         if end > len(extra):
             raise _bad(source, at, "an extra field of a zip header is truncated")
         if kind in fields:
-            raise _bad(source, at, "an extra field of a zip header stands there twice", got=kind)
+            raise _bad(source, at, "a zip header contains an extra field twice", got=kind)
         fields[kind] = extra[start + 4 : end]
         start = end
     if _UNICODE_NAME_EXTRA in fields and fields[_UNICODE_NAME_EXTRA][5:] != raw_name:
@@ -539,7 +539,7 @@ def _check_descriptor(source: Readable, entry: Member, descriptor: bytes, at: in
     report = source.faults.found
     if not entry.flags & HAS_DESCRIPTOR:
         if descriptor:
-            report(_bad(source, at, f"bytes behind {entry.name!r} that belong to nothing", "none", len(descriptor)))
+            report(_bad(source, at, f"bytes after {entry.name!r} that belong to no member", "none", len(descriptor)))
         return
     body = descriptor.removeprefix(DESCRIPTOR) if len(descriptor) in (16, 24) else descriptor
     form = {12: "<III", 20: "<IQQ"}.get(len(body))

@@ -184,7 +184,7 @@ def verdict_on(
     faults = CollectingSink()
     with _opened(path, faults, download=download, progress=progress) as source, gc_paused():
         if expected and isinstance(source, SourceFolder):
-            raise UsageError("a SHA-256 is that of one file", where=source.path)
+            raise UsageError("a SHA-256 is compared with one file", where=source.path)
         checkpoint, concerned, loading, versions = None, [], None, None
         with faults:
             checkpoint = opening.read(source)
@@ -264,7 +264,7 @@ def _digits(sha256: str | None) -> str | None:
         return None
     digits = sha256.strip().lower()
     if len(digits) != _SHA256_DIGITS or not set(digits) <= set("0123456789abcdef"):
-        raise UsageError("no SHA-256", expected=f"{_SHA256_DIGITS} hexadecimal digits", got=sha256)
+        raise UsageError("not a SHA-256", expected=f"{_SHA256_DIGITS} hexadecimal digits", got=sha256)
     return digits
 
 
@@ -343,7 +343,7 @@ def _of_concern(concern: Concern, path: Path) -> Finding:
     """Return the finding that `concern` is, for the file at `path`."""
     more = f", and {count(concern.more, 'time')} more" if concern.more else ""
     hints = {
-        "dangerous": "no checkpoint needs it, and attacks use it: do not load it",
+        "dangerous": "no checkpoint needs it, but attacks use it: do not load it",
         "unknown": "it cannot be judged, so it may be an attack",
     }
     return Finding(concern.kind, f"{concern.name}{more}", str(path), hint=hints.get(concern.kind), path=concern.path)
@@ -355,7 +355,7 @@ def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Find
     if not records and NO_CHECKSUMS not in checkpoint.notes:
         yield Finding(
             "note",
-            "it has no checksums, so damage to the tensors' bytes cannot be seen",
+            "it has no checksums, so damage to tensor data cannot be detected",
             str(path),
             hint=option("expect_sha256", None) + " compares the whole file",
         )

@@ -34,7 +34,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _TEMPORARY = regex(r"\..*\.ckptconv-[0-9a-f]{6}\.tmp", re.DOTALL)
-_OTHER_FOLDER = "choose a folder in which nobody else may write"
+_OTHER_FOLDER = "choose a folder that other users cannot write to"
 
 
 class FileSync(NamedTuple):
@@ -104,7 +104,7 @@ def check_target(path: Path, *, replace: bool) -> None:
         mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         is_stream = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
-        hint = "write to a file, then pass it on with cat" if is_stream else None
+        hint = "write to a file, then send it with cat" if is_stream else None
         raise RefusedError("the output exists and is not a regular file", where=path, hint=hint)
     if not replace:
         raise TargetExistsError("the output exists", where=path, hint=option("force") + " replaces it")
@@ -359,7 +359,7 @@ def _reserve(fd: int, folder: Path, file: OutFile, beside: int) -> None:
 
 def no_space(free: int, where: Path, needed: int) -> OutputError:
     """Return the error for a target that needs more bytes than the `free` ones."""
-    return OutputError("too little free space", where=where, expected=f"{needed:,} bytes", got=f"{free:,} bytes")
+    return OutputError("not enough free space", where=where, expected=f"{needed:,} bytes", got=f"{free:,} bytes")
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:
@@ -376,7 +376,7 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
             )
     except FileExistsError as error:
         raise TargetExistsError(
-            "the output exists by now", where=target, hint=option("force") + " replaces it"
+            "the output exists now, created by another process", where=target, hint=option("force") + " replaces it"
         ) from error
 
 
@@ -417,5 +417,5 @@ def _in_place_already(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"the new file is in place, but its folder could not be synced: {error.strerror}", where=path
+            f"the new file was written, but its folder could not be synced: {error.strerror}", where=path
         ) from error

@@ -170,7 +170,7 @@ def write_folder(
     finally:
         is_gone = _remove(temporary)  # the old folder
     if not is_gone:
-        raise OutputError("the new folder is in place, but the old one could not be deleted", where=temporary)
+        raise OutputError("the new folder was written, but the old one could not be deleted", where=temporary)
     return overflowed
 
 
@@ -186,7 +186,7 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
     if mode is None:
         return
     if not stat.S_ISDIR(mode):
-        raise RefusedError("several files are to be written, and the output is there and is no folder", where=target)
+        raise RefusedError("several files are to be written, but the output exists and is not a folder", where=target)
     with as_output_error(target):
         there = sorted(names_in(target))
     if not there:
@@ -204,9 +204,9 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
     lost = [name for name in going if name not in journals and not new.may_go(name)]
     if lost:
         raise RefusedError(
-            f"the folder has what the new one would not have: {some(lost)}",
+            f"the folder contains files that would be deleted: {some(lost)}",
             where=target,
-            hint="take another folder, or " + option("copy_others") + " if they are the input's",
+            hint="choose another folder, or " + option("copy_others") + " if they are the input's",
         )
 
 
@@ -345,7 +345,7 @@ def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> No
         if error.errno not in _APPEARED:
             raise
         raise TargetExistsError(
-            "the output exists by now", where=target, hint=option("force") + " replaces it"
+            "the output exists now, created by another process", where=target, hint=option("force") + " replaces it"
         ) from error
 
 

@@ -20,7 +20,7 @@ from ckptconv.errors import RefusedError
 from ckptconv.output.files import is_at, temporary_beside
 from ckptconv.system import calls
 
-WRITTEN_ANEW = "the file was written anew since it was changed in place: nothing was restored"
+WRITTEN_ANEW = "the file was written again after it was changed in place, so nothing was restored"
 
 
 def write_journal(target: Path, journal: Journal) -> None:
@@ -39,7 +39,7 @@ def write_journal(target: Path, journal: Journal) -> None:
         calls.sync(fd)
         os.replace(temporary, path)
         if not is_at(path, fd):
-            raise OSError(errno.ESTALE, "another process put something else in its place")
+            raise OSError(errno.ESTALE, "another process has replaced it")
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -58,7 +58,7 @@ def mark_journal(target: Path, state: bytes) -> None:
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1 or calls.pread(fd, len(MAGIC), 0) != MAGIC:
-            raise OSError(errno.ESTALE, "another file took the place of the undo journal")
+            raise OSError(errno.ESTALE, "another file has replaced the undo journal")
         calls.pwrite(fd, state, len(MAGIC))
         calls.sync(fd)
     finally:

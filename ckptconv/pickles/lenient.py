@@ -189,7 +189,7 @@ class _Lenient(PickleMachine):
 def _proto(m: PickleMachine) -> None:
     m.protocol = m.byte()
     if m.protocol > _HIGHEST_PROTOCOL:
-        m.fail("no such pickle protocol")
+        m.fail("unknown pickle protocol")
 
 
 def _number(m: PickleMachine) -> None:

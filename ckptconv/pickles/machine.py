@@ -125,7 +125,7 @@ class PickleMachine:
                 if code == stop:
                     return self.finish(most - length_hint(steps))
                 self.pos -= 1
-                self.fail("no such pickle opcode", got=f"0x{code:02x}")
+                self.fail("unknown pickle opcode", got=f"0x{code:02x}")
             try:
                 operation(self)
             except IndexError:
@@ -353,7 +353,7 @@ class PickleMachine:
         """Push the result of a call, without making the call."""
         # Torch's older format refers to the classes of modules by persistent ids.
         if not isinstance(callable_, (Global, Call, Extension, PersistentId)):
-            self.fail(f"{kind} of what cannot be called", got=kind_of(callable_))
+            self.fail(f"{kind} of an object that cannot be called", got=kind_of(callable_))
         if not isinstance(args, (Tuple, Call)):  # a call can return a tuple: torch.Size, a named tuple
             self.fail(f"{kind} needs a tuple of arguments", got=kind_of(args))
         self.order = order = self.order + 1

@@ -74,7 +74,7 @@ def _proto(m: PickleMachine) -> None:
     if m.tell() != m.start + 2:
         m.fail("PROTO in the middle of the pickle")
     if protocol > _HIGHEST_PROTOCOL:
-        m.fail("no such pickle protocol", expected=f"0 to {_HIGHEST_PROTOCOL}", got=protocol)
+        m.fail("unknown pickle protocol", expected=f"0 to {_HIGHEST_PROTOCOL}", got=protocol)
     m.protocol = protocol
 
 

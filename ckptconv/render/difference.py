@@ -51,6 +51,12 @@ def difference_lines(
         answer = style.text(f"different: {', '.join(_counts(difference))}; {values}{what} in both")
         lines = wrapped(answer, style.columns) if style.width else [answer]
         yield from (style.paint(row, "title") for row in lines)
+        if suggestion := command_in(difference.suggestion):
+            about = "A and B have no name in common; this compares what they share:"
+            if suggestion.name == "convert":
+                about = "only the grouping of the tensors differs, by names and shapes; this regroups A like B:"
+            yield from fact(style, "note", about)
+            yield from command_lines(style, suggestion)
         for label, path, format_ in zip("AB", (difference.a, difference.b), difference.formats, strict=True):
             yield from fact(style, label, f"{path} ({format_})")
     for text in difference.dangers:
@@ -77,18 +83,12 @@ def difference_lines(
     yield from _group(
         style,
         "other",
-        f"{count(len(others), 'thing')} that are no tensors" if len(others) != 1 else "1 thing that is no tensor",
+        f"{count(len(others), 'value')} that are not tensors" if len(others) != 1 else "1 value that is not a tensor",
         others,
         most,
     )
     for note in difference.notes:
         yield from fact(style, "note", note)
-    if suggestion := command_in(difference.suggestion):
-        about = "no name is in both, but this compares what is alike:"
-        if suggestion.name == "convert":
-            about = "by names and shapes, only the grouping of the tensors differs; this regroups those of A as in B:"
-        yield from fact(style, "note", about)
-        yield from command_lines(style, suggestion)
 
 
 def _alike(rows: list[list[str]]) -> list[list[str]]:
@@ -115,7 +115,9 @@ def _counts(difference: Difference) -> Iterator[str]:
     if n:
         yield f"{count(n, 'tensor')} not compared"
     if difference.others:
-        yield count(len(difference.others), "other thing")
+        yield count(len(difference.others), "value") + (
+            " that is not a tensor" if len(difference.others) == 1 else " that are not tensors"
+        )
 
 
 def _apart(difference: Difference) -> list[tuple[TensorDifference, ValueDifference]]:

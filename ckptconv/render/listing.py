@@ -93,7 +93,7 @@ def listing_lines(
         yield style.paint(style.text(more), "quiet")
     answers = Counter(line.answer for line in lines)
     answered = ", ".join(f"{n:,} {_ANSWERS[answer][n > 1]}" for answer, n in answers.items())
-    why = "; inspect one by itself to see why" if answers.keys() - {"yes"} else ""
+    why = "; inspect one file to see why" if answers.keys() - {"yes"} else ""
     total = f"{count(len(lines), 'checkpoint')}, {size(sum(line.nbytes or 0 for line in lines))}: {answered}{why}"
     yield from wrapped(style.text(total), style.columns) if style.width else [style.text(total)]
 
@@ -139,9 +139,9 @@ def _parts(report: Report) -> Iterator[str]:
     if report.overflowed:
         yield f"{sum(report.overflowed.values()):,} too large"
     if report.left_behind:
-        yield f"{len(report.left_behind):,} left behind"
+        yield f"{len(report.left_behind):,} not saved"
     if report.failed:
-        yield f"{len(report.failed):,} beside it failed"
+        yield f"{len(report.failed):,} other {'file' if len(report.failed) == 1 else 'files'} failed"
     if report.notes:
         yield count(len(report.notes), "note")
 
@@ -176,7 +176,7 @@ def sum_lines(
         (len(copied), f"{would}copied"),
         (sum(each.skipped for each in outcomes), "skipped"),
         (sum(each.error is not None for each in outcomes), "failed"),
-        (beside, "beside a set failed"),
+        (beside, "other files failed"),
     )
     sums += [f"{n:,} {what}" for n, what in counts if n]
     yield style.paint(style.text(f"{count(len(outcomes), 'item')}: {', '.join(sums)}"), "title")
@@ -188,9 +188,9 @@ def sum_lines(
         them = "it" if len(listing.other) == 1 else "them"
         yield from fact(
             style,
-            "left",
+            "not copied",
             f"{count(len(listing.other), 'other file')}: {some([path.name for path in listing.other])};"
-            f" {option('copy_others')} takes {them} along",
+            f" {option('copy_others')} copies {them}",
         )
     if listing.unentered:
         yield from fact(
@@ -199,7 +199,7 @@ def sum_lines(
     for note in listing.notes:
         yield from fact(style, "note", note)
     if not in_full and any(report.notes or report.left_behind for report in done):
-        yield from fact(style, "note", "-v tells all of each")
+        yield from fact(style, "note", "-v shows all details")
 
 
 def _some(things: Iterable[str]) -> str:

@@ -36,8 +36,8 @@ _SHOWN = 5  # things in one fact
 _PATTERNS = 8  # of names
 _IN_PLACE = {
     "nothing": "nothing had to change",
-    "same size": "within the old bytes of its header",
-    "appended": "with a new pickle behind the tensors; the old one stays in the file until it is converted",
+    "same size": "in the space of the old header",
+    "appended": "with a new pickle after the tensors; the old one stays until you convert the file to another",
 }
 
 
@@ -113,9 +113,9 @@ def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = Fal
 
 #: Where the names of an optimizer's parameters come from.
 _NAMES_FROM = {
-    "itself": "by what it says itself",
-    "shapes": "by the shapes of its state, which leave no choice",
-    "order": "by the names in the order of the model, for which you vouch",
+    "itself": "with its own names",
+    "shapes": "with names found by the shapes of its state",
+    "order": "with names in the order of model.parameters(), as you confirmed",
 }
 
 
@@ -144,14 +144,14 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
     if changes.reordered:
         yield ("names", f"in the order of the other checkpoint: {_listed(changes.reordered)}")
     if changes.unprefixed:
-        yield ("names", f"{count(changes.unprefixed, 'name')} without the prefix stayed as they were")
+        yield ("names", f"{count(changes.unprefixed, 'name')} without the prefix are unchanged")
     yield from _group_lines(changes.regrouped, every_name or not report.written)
     yield from _dtype_lines(report, every_name)
     yield from _plain_lines(changes.made_plain, every_name)
     if changes.rng_states:
         yield (
             "RNG states",
-            f"{count(len(changes.rng_states), 'state')} of random generators, which belong on the CPU:"
+            f"{count(len(changes.rng_states), 'state')} of random number generators, which torch needs on the CPU:"
             f" {_listed(changes.rng_states)}",
         )
     yield from _left_behind_lines(report.left_behind, every_name)
@@ -161,7 +161,7 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
     if report.in_place:
         yield ("in place", _IN_PLACE[report.in_place.way])
         if report.in_place.journal and report.written:
-            yield ("undo", command("undo", Path(report.dst)) + " gives the old bytes back")
+            yield ("undo", "to restore the old bytes: " + command("undo", Path(report.dst)))
     if report.verified:
         yield ("verified", _verified(report.verified))
     for note in report.notes:
@@ -188,7 +188,7 @@ def _verified(verified: Verified) -> list[str]:
     records, nbytes = count(verified.records, "record"), size(verified.nbytes)
     checksums = "its checksum" if verified.records == 1 else "their checksums"
     right = f"{records} of the input ({nbytes}) compared with {checksums}"
-    about = right if verified.records else "the input has no checksums, so damage to it cannot be seen"
+    about = right if verified.records else "the input has no checksums, so damage cannot be detected"
     return [about, *(["the output read back"] if verified.output else [])]
 
 
@@ -226,7 +226,7 @@ def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:
         yield ("not cast", f"{why}: " + _all_or_some(paths, every_one))
     if report.overflowed:
         worst = sorted(report.overflowed.items(), key=lambda each: -each[1])
-        places = [f"{_listed(paths) or 'what stands inside other tensors'} ({numbers:,})" for paths, numbers in worst]
+        places = [f"{_listed(paths) or 'inside other tensors'} ({numbers:,})" for paths, numbers in worst]
         total = count(sum(report.overflowed.values()), "number")
         yield ("overflow", f"{total} too large for the new dtype: " + _all_or_some(places, every_one))
     if changes.separated:
@@ -234,10 +234,10 @@ def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:
             " | ".join(f"{_listed(paths) or 'others'} ({dtype})" for dtype, paths in each.items())
             for each in changes.separated
         ]
-        yield ("separated", "they shared a storage and go different ways: " + _all_or_some(groups, every_one))
+        yield ("separated", "they shared a storage and were cast differently: " + _all_or_some(groups, every_one))
     if changes.compacted.storages:
         gone, storages = size(changes.compacted.nbytes), count(changes.compacted.storages, "storage")
-        yield ("compacted", f"{gone} that no tensor shows left out of {storages}")
+        yield ("compacted", f"{gone} that no tensor uses removed from {storages}")
 
 
 def _plain_lines(made_plain: list[MadePlain], every_one: bool) -> Iterator[Fact]:
@@ -249,7 +249,7 @@ def _plain_lines(made_plain: list[MadePlain], every_one: bool) -> Iterator[Fact]
         groups.setdefault((each.old, each.new), []).append(each)
     for (old, new), group in groups.items():
         where = _all_or_some([each.path for each in group], every_one)
-        yield ("plain", f"{old} → {new}: " + where + f"; code reads {group[0].reads}")
+        yield ("plain", f"{old} → {new}: " + where + f"; to read it: {group[0].reads}")
 
 
 def _tie_lines(report: Report) -> Iterator[Fact]:
@@ -258,8 +258,10 @@ def _tie_lines(report: Report) -> Iterator[Fact]:
         listed = _listed(f"{name} → {first}" for name, first in report.ties)
         if not _holds(report.formats[1].split(" and ")[-1], "ties"):
             listed = (
-                f"{count(len(report.ties), 'name')} in the metadata alone: {listed} (load_model ties them again,"
-                " load_file does not; " + option("copy_tied") + " writes the tensors)"
+                f"{count(len(report.ties), 'name')} stored only in the metadata: {listed} (load_model restores"
+                f" {'it' if len(report.ties) == 1 else 'them'}, load_file does not; "
+                + option("copy_tied")
+                + " stores every name)"
             )
         yield ("tied", listed)
 
@@ -276,7 +278,7 @@ def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> 
         if more:
             rest = sum(left.nbytes for left in group[len(shown) :])
             listed += _more(more, f" ({size(rest)})" if rest else "")
-        yield ("left behind", f"{why}: " + listed)
+        yield ("not saved", f"{why}: " + listed)
 
 
 def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[Fact]:

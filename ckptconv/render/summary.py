@@ -26,6 +26,8 @@ _LONGEST = 60  # characters of a text from the file
 _LONGEST_PATH = 100
 _USUAL_GLOBALS = ("torch.", "collections.OrderedDict", "__builtin__.", "builtins.", "_codecs.encode")
 _MACHINERY = regex(r"(^|/)\.(_|training$)")  # attributes that every pickled module has, and their contents
+#: The kinds of findings that the remedy mends with those that block, unless it takes only a part.
+_COMBINED = ("device", "prefix", "optimizer", "rng")
 _DANGEROUS = "dangerous"  # the kind of finding that outweighs the others
 _LINES = 23  # a terminal has 24, one of them for the prompt
 _LEAST = 9  # lines for the table: its heading, some rows, and the number of the others
@@ -90,7 +92,7 @@ def _in_place(summary: Summary, style: Style) -> Iterator[str]:
     journals = [f"{each.path} ({size(each.nbytes)})" for each in summary.journals if not each.hot]
     if journals:
         what = f"{', '.join(first_of(journals, _SHOWN_LONG))}: "
-        yield from fact(style, "journal", what + command("undo", Path(summary.path)) + " takes the last change back")
+        yield from fact(style, "journal", what + command("undo", Path(summary.path)) + " reverts the last change")
     replaced = [f"{each.name} ({size(each.nbytes)})" for each in summary.superseded]
     if replaced:
         listed = ", ".join(first_of(replaced, _SHOWN))
@@ -131,6 +133,7 @@ def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str
     blocking = [finding for finding in summary.findings if finding.blocks]
     notes = [finding for finding in summary.findings if not finding.blocks]
     mending = _Mending(style)
+    remedy = command_in(summary.remedy)
     load = summary.torch_load
     by_rules = load.other_torch is not None and summary.loads_here is None
     is_here = not by_rules and (load.installed is None or f"{load.installed}.".startswith(f"{load.torch}."))
@@ -154,8 +157,8 @@ def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str
     yield 1, _devices(summary, style)
     for finding in notes:
         yield 2, fact(style, "names" if "prefix" in finding.kind else "note", finding.text)
-        yield 5 if summary.remedy else 2, mending.lines(command_in(finding.command))
-    remedy = command_in(summary.remedy)
+        if not (blocking and finding.kind in _COMBINED and remedy and not _part_of(remedy)):
+            yield 5 if remedy else 2, mending.lines(command_in(finding.command))
     if remedy and mending.is_new(remedy):
         yield 1, fact(style, "all at once", f"{_part_of(remedy) or 'in one command'}:")
         yield 1, mending.lines(remedy)
@@ -185,7 +188,7 @@ def _reasons(
     start = "no: "
     if remedy or not blocking or blocking[0].kind == _DANGEROUS:
         part = _part_of(remedy) if remedy else ""
-        says = f"no; this mends it all{part and ', '}{part}:" if remedy else "no"
+        says = f"no; this fixes everything{part and ', '}{part}:" if remedy else "no"
         yield 0, fact(style, label, says, paint=_first_word(style, "no", "bad"))
         yield 0, mending.lines(remedy)
         label, start = "because", ""
@@ -196,7 +199,8 @@ def _reasons(
             rank = 0 if start else 1 if finding.command and not remedy else 2
             yield rank, fact(style, label, start + finding.text, paint=_first_word(style, start.strip(), "bad"))
             label, start = "", ""
-        yield 5 if remedy else 1, mending.lines(command_in(finding.command))
+        if remedy is None or _part_of(remedy):
+            yield 5 if remedy else 1, mending.lines(command_in(finding.command))
 
 
 class _Mending:
@@ -228,7 +232,7 @@ def _part_of(command: Command) -> str:
     parts = ["the state dict"] if "state_dict" in options else []
     if "select" in options:
         parts.append(options["select"])
-    return f"for {' in '.join(parts)} alone" if parts else ""
+    return f"for {' in '.join(parts)} only" if parts else ""
 
 
 def _first_word(style: Style, word: str, colour: str) -> Callable[[str], str]:
@@ -244,7 +248,7 @@ def _devices(summary: Summary, style: Style) -> Iterator[str]:
     if summary.devices:
         yield from fact(style, "devices", _shares(summary.devices), paint=partial(_accelerators, style))
     elif summary.protocol is None:
-        yield from fact(style, "devices", "none stored: whoever loads it says where to")
+        yield from fact(style, "devices", "none stored: the device is chosen when the file is loaded")
 
 
 def _contents(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
@@ -370,7 +374,7 @@ def _special_tensors(summary: Summary, style: Style) -> Iterator[str]:
         yield from fact(style, "views", f"{n:,} {slices} of a larger storage, or transposed: {listed}")
     if summary.user_devices:
         devices = (f"{path} = {device}" for path, device in summary.user_devices.items())
-        yield from fact(style, "device values", ", ".join(first_of(devices, _SHOWN)) + " (data: never changed)")
+        yield from fact(style, "device values", ", ".join(first_of(devices, _SHOWN)) + " (user data, never changed)")
 
 
 def _safety(summary: Summary, style: Style) -> Iterator[str]:
@@ -385,9 +389,9 @@ def _safety(summary: Summary, style: Style) -> Iterator[str]:
     if summary.safety == "needs code":
         return
     if summary.protocol is None:
-        yield from fact(style, "needs code", "no: the format holds none")
+        yield from fact(style, "needs code", "no: the format cannot contain any")
     elif summary.weights_only and not summary.loads_here:  # otherwise a finding says what is refused
-        yield from fact(style, "needs code", "no: tensors and plain data alone")
+        yield from fact(style, "needs code", "no: only tensors and plain data")
 
 
 def summary_lines(

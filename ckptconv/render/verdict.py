@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from ckptconv.inspection.verification import Verdict
 
 
+#: The levels of findings that need more words in the last line.
+_WORDS = {"unknown": "cannot be judged"}
+#: The same for the safety of a checkpoint.
+_SAFETY = {"needs code": "needs code that weights_only=True refuses", "holds no code": "contains no code"}
+
+
 def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = False) -> Iterator[str]:
     """Yield the lines of `verdict`. `quiet` leaves out what is sound, and `verbose` adds notes."""
     for finding in verdict.findings:
@@ -20,9 +26,9 @@ def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = Fals
             yield str(finding)
     if not verdict.ok:
         levels = Counter(finding.level for finding in verdict.findings if finding.level != "note")
-        counts = [f"{number:,} {level}" for level, number in levels.items()]
+        counts = [f"{_WORDS.get(level, level)} ({count(number, 'finding')})" for level, number in levels.items()]
         if verdict.more:
-            counts.append(f"{verdict.more:,} more that are not listed")
+            counts.append(f"{count(verdict.more, 'more finding')} not listed")
         yield f"{verdict.status}: {printable(verdict.path)}: {', '.join(counts)}"
     elif not quiet:
         yield f"ok: {printable(verdict.path)}: {', '.join(_soundness(verdict))}"
@@ -32,7 +38,9 @@ def _soundness(verdict: Verdict) -> Iterator[str]:
     """Yield what is said about a sound checkpoint: format, checksums, and safety if it is known."""
     yield str(verdict.format)
     yield f"{count(verdict.checked, 'checksum')} right ({size(verdict.nbytes)})" if verdict.checked else "no checksums"
-    if verdict.safety:
+    if verdict.safety in _SAFETY:
+        yield _SAFETY[verdict.safety]
+    elif verdict.safety:
         newest = "" if not verdict.torch or version_of(verdict.torch) in KNOWN else f" (known: to {word_of(NEWEST)})"
         yield (
             f"{verdict.safety} by the rules of torch {verdict.torch}{newest}"

@@ -133,7 +133,7 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[
         yield from _safetensors_reasons(checkpoint, rules)
     else:
         yield Reason(
-            "refused", "torch.load reads files, and these are several, with parts of the same tensors", is_spelling=True
+            "refused", "the tensors are split over several files, and torch.load reads only one", is_spelling=True
         )
 
 

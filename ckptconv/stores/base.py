@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 #: What is wrong where two write to one folder, and what to do.
-ANOTHER = "somebody else has written to this folder meanwhile"
-AGAIN = "when nobody else writes there, convert it again"
+ANOTHER = "another process has written to this folder meanwhile"
+AGAIN = "convert it again when no other process writes there"
 
 #: Deletes the file at a path if it has this ETag, or whatever is there where that is None; says whether it had.
 _Delete: TypeAlias = Callable[[Path, "str | None"], bool]

@@ -65,7 +65,7 @@ class Location:
             except ImportError as error:
                 raise UsageError(f"{url.scheme} needs a package: {self.said(error)}", where=self.shown) from error
             except FileNotFoundError as error:
-                raise MissingInputError("cannot be read: there is no such file", where=self.shown) from error
+                raise MissingInputError("cannot be read: no such file", where=self.shown) from error
             except CkptconvError:
                 raise
             except Exception as error:
@@ -83,7 +83,7 @@ class FsspecTransport(Location):
     def _asked(self) -> Version:
         said: dict[str, Any] = self.files.info(self.path)
         if said.get("type") == "directory":
-            raise MissingInputError("cannot be read: there is no such file", where=self.shown)
+            raise MissingInputError("cannot be read: no such file", where=self.shown)
         if not isinstance(said.get("size"), int):
             raise UnsupportedError("no file whose size the store says", where=self.shown)
         modified = next((str(said[key]) for key in ("LastModified", "last_modified", "mtime") if key in said), None)
@@ -236,7 +236,7 @@ class FsspecStore(WritableStore):
             "written to a temporary file here first, and then sent; fsspec does not say what happens when two write to"
             " one place, and of its filesystems only those in memory and of local folders are tested",
         ]
-        notes += [f"the output is read back ({size(nbytes)}) when everybody can see it"] if verify else []
+        notes += [f"the output is read back ({size(nbytes)}) after it is visible"] if verify else []
         return nbytes * (1 + verify), notes
 
     def upload(

@@ -173,7 +173,7 @@ _LONGEST_WAIT = 3600.0  # seconds that a server can ask for; more is a lie, and 
 
 
 def _hint_to_download() -> str:
-    return option("download") + " downloads all of it first"
+    return option("download") + " downloads the whole file first"
 
 
 class HttpTransport:
@@ -212,7 +212,7 @@ class HttpTransport:
                 if (coding := _coding(response)) == "gzip":
                     chunks = self._unzipped(chunks)
                 elif coding != "identity":
-                    what, hint = "the server sends compressed data that was not asked for", "download the file first"
+                    what, hint = "the server sends compressed data that was not requested", "download the file first"
                     raise UnsupportedError(what, where=self._shown, expected="none, or gzip", got=coding, hint=hint)
             yield number(response.headers.get("Content-Length")) or 0, chunks
 
@@ -315,7 +315,7 @@ class HttpTransport:
         try:
             if response.status in _REDIRECTS:
                 what = f"more than {POLICY.redirects} redirects"
-                raise TransferError(what, where=self._shown, hint="the server sends its visitors round in a circle")
+                raise TransferError(what, where=self._shown, hint="the server redirects in a circle")
             self._at = at
             yield response
         except BaseException:
@@ -346,7 +346,7 @@ class HttpTransport:
         old, new = urlsplit(before).scheme.lower(), urlsplit(after).scheme.lower()
         if new not in HTTP or (old == "https" and new == "http"):
             raise TransferError(
-                "the server leads to a place that is not followed", where=self._shown, expected=old, got=f"{new}://…"
+                "the server redirects to a URL that is not allowed", where=self._shown, expected=old, got=f"{new}://…"
             )
         return after
 
@@ -361,7 +361,7 @@ class HttpTransport:
             raise self._refused(response, start, expected)
         if (coding := _coding(response)) != "identity":
             what, hint = (
-                "the server sends compressed data that was not asked for",
+                "the server sends compressed data that was not requested",
                 None if expected else _hint_to_download(),
             )
             raise UnsupportedError(what, where=self._shown, got=coding, hint=hint)
@@ -378,10 +378,10 @@ class HttpTransport:
         status, where = response.status, self._shown
         got = f"{status} {response.reason or ''}".strip()
         if status == 200 and expected is None:
-            what = "the server sends whole files alone, and no ranges of them"
+            what = "the server does not support range requests"
             return UnsupportedError(what, where=where, hint=_hint_to_download())
         if status == 200 and _is_same(response.headers, expected):
-            return Transient("the server sends all of the file instead of a range")
+            return Transient("the server sends the whole file instead of a range")
         if status in (200, 412, 416):  # 200 because of If-Range
             return InputChangedError("the file changed while it was read", where=f"{where} at byte {start}", got=got)
         if status in (404, 410):
@@ -504,7 +504,7 @@ def _reason(error: Exception) -> str:
         urllib3.exceptions.NewConnectionError: "no connection to the server",
         urllib3.exceptions.NameResolutionError: "there is no such host",
         urllib3.exceptions.ProxyError: "no connection through the proxy that HTTPS_PROXY or HTTP_PROXY names",
-        urllib3.exceptions.ProtocolError: "the connection was cut, or what came is no HTTP",
+        urllib3.exceptions.ProtocolError: "the connection was cut, or the answer is not HTTP",
     }
     known = next((text for kind, text in reversed(words.items()) if isinstance(error, kind)), None)
     return known or f"the connection failed: {type(error).__name__}"

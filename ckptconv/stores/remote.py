@@ -594,7 +594,7 @@ class _Downloaded(Readable):
     def _check_room(self, length: int) -> None:
         free = calls.free_space(self._folder, self.fd)
         if length > free:
-            what, expected = "too little free space for the download", f"{length:,} bytes for a while"
+            what, expected = "not enough free space for the download", f"{length:,} bytes temporarily"
             raise OutputError(what, where=self._folder, expected=expected, got=f"{free:,} bytes")
 
     @contextlib.contextmanager
@@ -610,7 +610,7 @@ class _Downloaded(Readable):
 
     def about(self) -> list[str]:
         """Return a note that the file was downloaded."""
-        return [f"the server sends no ranges of it: all {size(self.size)} were downloaded first"]
+        return [f"the server does not support range requests, so all {size(self.size)} were downloaded first"]
 
     def close(self) -> None:
         """Close the file, which frees its space."""

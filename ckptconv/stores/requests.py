@@ -290,7 +290,7 @@ def check_range(said: str | None, start: int, stop: int, where: object) -> tuple
         raise TransferError(what, where=where, expected="bytes A-B/SIZE", got=said)
     if at != start or end + 1 != min(stop, size):
         raise TransferError(
-            "the server sends other bytes than were asked for", where=where, expected=f"{start}-{stop - 1}", got=said
+            "the server sends other bytes than requested", where=where, expected=f"{start}-{stop - 1}", got=said
         )
     return end + 1, size
 

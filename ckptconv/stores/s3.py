@@ -145,7 +145,7 @@ class S3Transport:
                 raise
             etag, modified = said.get("ETag"), str(said.get("LastModified"))
             if "ContentRange" not in said:
-                raise TransferError("the store sends whole objects alone, and no ranges of them", where=self._where)
+                raise TransferError("the store does not support range requests", where=self._where)
             end, size = check_range(said["ContentRange"], start, stop, self._where)
             with contextlib.closing(said["Body"]) as body:
                 data = received(body.iter_chunks(_CHUNK), end - start, deadline)
@@ -197,7 +197,7 @@ class S3Transport:
             return InputChangedError("the file changed while it was read", where=where, got=got)
         if is_transient(error):
             return Transient(f"the store answers {got}")
-        hint = "say who you are as for other programs: aws configure, or AWS_ACCESS_KEY_ID" if status == 403 else None
+        hint = "log in as for other programs: aws configure, or AWS_ACCESS_KEY_ID" if status == 403 else None
         return TransferError("cannot be read: the store refuses", where=self._where, got=got, hint=hint)
 
 
@@ -514,7 +514,7 @@ class _Object:
             said = error.response.get("Error", {})
             got = f"{_status(error)} {said.get('Code', '')}"
             if _status(error) in _TAKEN and error.operation_name != "UploadPartCopy":
-                there = "the output exists by now"
+                there = "the output exists now, created by another process"
                 return TargetExistsError(there, where=self.path, got=got, hint=hint_to_replace())
             return OutputError(f"could not be written: {said.get('Message', 'refused')}", where=self.path, got=got)
         return OutputError(f"could not be written: {type(error).__name__}", where=self.path)
@@ -572,7 +572,7 @@ class S3Store(WritableStore):
             )
             source = f", and the {size(inside)} of the input that S3 copies are read" if inside else ""
             notes.append(
-                f"the output is read back ({size(back)}) when everybody can see it{source}: about"
+                f"the output is read back ({size(back)}) after it is visible{source}: about"
                 f" {count(requests, 'request')} more"
             )
         if inside:

@@ -108,7 +108,7 @@ Sent: TypeAlias = "tuple[int, bytes] | ByteRange"
 
 def hint_if_replaced() -> str:
     """Return what to do about an output that is in its place and may be wrong."""
-    return "it is there for everybody to see: " + option("force") + " writes it again"
+    return "the new object is visible: " + option("force") + " writes it again"
 
 
 def digest(chunks: Iterable[bytes | memoryview]) -> bytes:
@@ -132,8 +132,8 @@ def read_back(path: Path, parts: Sequence[Sent], etag: str | None, progress: Pro
         with FarSource(far_path(path)) as back:
             version = back.requests.version
             if etag and version and version.etag != etag:
-                what = "the object there is not the one that was written: somebody has replaced it"
-                hint = command("inspect", path) + " says what it is"
+                what = "another process has replaced the object that was written"
+                hint = "to see the new object: " + command("inspect", path)
                 raise OutputError(what, where=path, expected=etag, got=version.etag, hint=hint)
             if back.size != sum(lengths):
                 raise _differs(f"{path}", sum(lengths), back.size)
@@ -147,7 +147,7 @@ def read_back(path: Path, parts: Sequence[Sent], etag: str | None, progress: Pro
                 if progress:
                     progress(length)
     except InputError as error:
-        hint = command("verify", path) + " tries again to read it"
+        hint = "to read it again: " + command("verify", path)
         raise OutputError(f"the output is there, but could not be read back: {error}", where=path, hint=hint) from error
 
 

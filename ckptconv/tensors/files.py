@@ -132,7 +132,7 @@ class CheckpointFile:
                 f"a tensor is loaded by its path, such as {next(iter(self._places), 'weight')!r}, not by {path!r}"
             )
         if path not in self._places:
-            raise NoMatchError(f"no tensor stands at {path}", where=self.path, expected=_near(path, self._places))
+            raise NoMatchError(f"there is no tensor at {path}", where=self.path, expected=_near(path, self._places))
         part = self._checkpoint.part(self._places[path])
         drop_effect_order(part)
         return part

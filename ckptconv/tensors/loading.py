@@ -84,7 +84,7 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         if short or callable(target):  # not the file's fault, or perhaps the function's own error
             raise
         raise MalformedError(
-            "torch cannot make what the file says", where=where, got=f"{type(error).__name__}: {error}"
+            "torch cannot create the objects in the file", where=where, got=f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -118,7 +118,7 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
         needed = {needed_import(word) for word in found.where}
         if None not in needed:
             raise UnsupportedError(
-                "torch's safe loader takes it only after an import",
+                "torch's safe loader loads it only after an import",
                 where=checkpoint.source.path,
                 got=got,
                 hint="import " + ", ".join(sorted(map(str, needed))) + " first",
@@ -134,7 +134,7 @@ def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
         )
         is_code = any(isinstance(node, Global) for _, node in refused)
         raise UnsupportedError(
-            "loading it takes code that torch's safe loader refuses" if is_code else "torch's safe loader refuses it",
+            "loading it needs code that torch's safe loader refuses" if is_code else "torch's safe loader refuses it",
             where=checkpoint.source.path,
             got=got,
             hint=take + " loads a part without it" if take else one_by_one,

@@ -180,7 +180,7 @@ class _Move:
             hint=option("map_location", "cpu")
             + " works everywhere, "
             + option("map_location", "auto")
-            + " takes what there is",
+            + " uses the devices of this machine",
         )
 
     def target(self, thing: torch.Tensor | torch.UntypedStorage) -> str:
@@ -403,7 +403,7 @@ def require_devices(tags: Iterable[str], *, where: object, hint: str) -> None:
             for family in families
         )
         raise DeviceUnavailable(
-            f"tensors would go to {', '.join(missing)}, which torch does not have here",
+            f"tensors would go to {', '.join(missing)}, which this machine does not have",
             where=where,
             got=seen,
             hint=hint,

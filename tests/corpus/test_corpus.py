@@ -252,7 +252,7 @@ OUTCOMES = {
 REASONS = {
     "there is no state dict in it": "no state dict",
     "so no state dict": "no state dict",
-    "it is not clear which state dict is meant": "several state dicts",
+    "there are several state dicts": "several state dicts",
     "a pickle without tensors": "no tensors",
     "unpack it": "to be unpacked",
     "TorchScript archive is a program": "a program",

@@ -212,7 +212,9 @@ def test_what_is_in_several_files_needs_a_path(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"index of a checkpoint in 2 shards.*; give the path of the index$"):
         ckptconv.inspect(io.BytesIO(index.encode()))
     metadata = (distributed({"a": torch.ones(2)}, tmp_path / "dcp") / ".metadata").read_bytes()
-    with pytest.raises(UnsupportedError, match=r"torch.distributed.checkpoint alone.*; give the path of their folder$"):
+    with pytest.raises(
+        UnsupportedError, match=r"only the metadata of torch.distributed.checkpoint.*; use the path of the folder$"
+    ):
         ckptconv.load(io.BytesIO(metadata))
     part = safetensors.torch.save({"a": torch.ones(2)}, {"DCP_SHARDING_INFO": '{"a":{"saved_offsets":[2]}}'})
     with pytest.raises(UnsupportedError, match=r"one part .*give the folder with all of them, by its path$"):

@@ -32,7 +32,7 @@ from transformers.utils import import_utils
 import ckptconv
 from ckptconv.cli.main import main
 from tests.support import zoo
-from tests.support.command import Command
+from tests.support.command import Command, in_one_line
 from tests.support.hostile_bytes import saved
 from tests.support.megatron_folders import FFN, GROUPS, HEADS, HIDDEN, LAYERS, VOCAB, write_megatron
 from tests.support.paths import ROOT
@@ -790,17 +790,17 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "EOFError": (lambda: b"", "the file is empty; download or copy it again"),
     f"{REFUSED} 118": (lambda: POINTER, "a Git LFS pointer.*fetch it with Git LFS"),
-    f"{REFUSED} 60": (lambda: PAGE, "an HTML page.*download the file itself.* logged in"),
-    f"{REFUSED} 123": (lambda: JSON, "a model's configuration.*give the file with the weights"),
+    f"{REFUSED} 60": (lambda: PAGE, "an HTML page.*download the file itself.* log in"),
+    f"{REFUSED} 123": (lambda: JSON, "a model's configuration.*use the file with the weights"),
     f"{REFUSED} 0": (
         lambda: b"GGUF\3\0\0\0" + bytes(64),
         "a GGUF file.*ask its publisher for the weights it was made from",
     ),
     "RuntimeError: Invalid magic number; corrupt file?": (
         lambda: pickle.dumps({"lr": 1}, 2),
-        "a pickle without tensors.*give the file with the weights",
+        "a pickle without tensors.*use the file with the weights",
     ),
-    "KeyError: 101": (lambda: b"hello world", "a text file.*give the file with the weights"),
+    "KeyError: 101": (lambda: b"hello world", "a text file.*use the file with the weights"),
     "RuntimeError: PytorchStreamReader failed locating file data.pkl": (
         exported,
         r"a \.pt2 archive.*save its weights alone: python -I -c",
@@ -849,7 +849,7 @@ def test_torch_says_so_of_such_a_file(error: str, command: Command) -> None:
     start, *rest = error.split(" ... ")
     assert said.startswith(start)
     assert all(re.search(rf"{re.escape(part)}\b", said) for part in rest)
-    assert re.search(what, command("inspect", "model.pt", status=1).err)
+    assert re.search(what, in_one_line(command("inspect", "model.pt", status=1).err))
 
 
 @pytest.mark.parametrize(("data", "key"), [(POINTER, "'v'"), (PAGE, "'<'"), (JSON, "'{'")])

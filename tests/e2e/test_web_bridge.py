@@ -23,6 +23,7 @@ from ckptconv.errors import CkptconvError, MissingTorchError
 from ckptconv.hints import Option, command
 from ckptconv.inspection.summary import summary_of
 from tests.support import zoo
+from tests.support.command import in_one_line
 from tests.support.paths import ROOT
 from web.bridge import Bridge, _fix, _verdict, error_text
 
@@ -291,7 +292,7 @@ def test_errors_are_those_of_the_command_line(bridge: Bridge, capsys: pytest.Cap
     with pytest.raises(CkptconvError) as caught:
         bridge.inspect("bad.pt")
     assert main(["inspect", "bad.pt"]) == 1
-    assert error_text(caught.value) == capsys.readouterr().err.strip()
+    assert error_text(caught.value) == in_one_line(capsys.readouterr().err).strip()
     assert "more memory than a browser gives" in error_text(RecursionError())
     assert error_text(KeyError("x")) == "ckptconv: a fault of this program: KeyError: 'x'"
 

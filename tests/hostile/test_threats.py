@@ -330,7 +330,7 @@ MALFORMED: dict[str, list[bytes]] = {
         checkpoint(operands + b"\x93")
         for operands in (b"K\x01K\x02", text("m") + b"N", b"]" + text("n"), b"C\x01mC\x01n")
     ],
-    "REDUCE of what cannot be called": [
+    "REDUCE of an object that cannot be called": [
         checkpoint(value + b")R") for value in (b"K\x01", b"N", text("f"), b"]", b"}", b")", b"\x89")
     ],
     "REDUCE needs a tuple of arguments": [
@@ -353,9 +353,9 @@ MALFORMED: dict[str, list[bytes]] = {
     "the pickle ends inside a frame": [framed(b"\x95" + struct.pack("<Q", 200), bytes(200))],
     "an opcode straddles the end of its frame": [framed(b"\x95" + struct.pack("<Q", 3))],
     "a frame inside a frame": [framed(b"\x95" + struct.pack("<Q", 12) + b"\x95" + struct.pack("<Q", 1))],
-    "bytes behind the end of the pickle": [framed(b"", b"\0"), framed(b"", b"\x80\x02cos\nsystem\nq\0.")],
+    "bytes after the end of the pickle": [framed(b"", b"\0"), framed(b"", b"\x80\x02cos\nsystem\nq\0.")],
     "PROTO in the middle of the pickle": [framed(b"N0\x80\x02"), framed(b"\x80\x02")],
-    "no such pickle protocol": [
+    "unknown pickle protocol": [
         torch_zip_of(dict_of(text("w"), tensor(), protocol=protocol)) for protocol in (6, 127, 255)
     ],
     # persistent ids are ('storage', class, key, location, elements), of a class of torch's
@@ -847,7 +847,7 @@ ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "beyond the end": (
         lambda: patched(good_zip(), central_entry(good_zip(), "made/data/0") + 42, "<I", 1 << 30),
-        "belong to nothing",
+        "belong to no member",
     ),
     "a size beyond the end": (
         lambda: in_header(
@@ -882,7 +882,7 @@ ZIPS: dict[str, tuple[Callable[[], bytes], str]] = {
         "the zip64 locator points to no zip64 end",
     ),
     "two ends": (lambda: zip_of({"m/data.pkl": b"N."}, comment=zip_of({"m/data.pkl": b"I1\n."})), "two ends"),
-    "bytes behind the end": (lambda: good_zip() + b"\0", "not the end of the file"),
+    "bytes after the end": (lambda: good_zip() + b"\0", "does not end where the zip archive ends"),
     "bytes before the start": (lambda: b"#!/bin/sh\n" + good_zip(), "a zip archive with 10 bytes before it"),
 }
 
@@ -934,8 +934,8 @@ def test_a_storage_that_inflates_to_something_else(write: Write) -> None:
     for lie in (1 << 40, 8, 4 * MIB - 4):
         assert_refused(write(deflated(lie // 4)), MalformedError, "another size than its record")
     path = write(in_headers(deflated(2, (2,)), "made/data/0", {"size": 8}))  # as the pickle says
-    assert_not_converted(path, MalformedError, "another size than promised")
-    assert_found(path, "another size than promised")
+    assert_not_converted(path, MalformedError, "another size than declared")
+    assert_found(path, "another size than declared")
 
 
 def test_checksums(write: Write) -> None:
@@ -1094,7 +1094,7 @@ OLDER: dict[str, tuple[Callable[[], bytes], str]] = {
     "a key is missing": (_older(with_keys(["0"])), "the list of keys is not that of the storages"),
     "a key too many": (_older(with_keys(["0", "1", "2"])), "the list of keys is not that of the storages"),
     "a key twice": (_older(with_keys(["0", "0", "1"])), "no list of different texts"),
-    "bytes behind the end": (_older(lambda data: data + b"\0"), "bytes behind the last storage"),
+    "bytes after the end": (_older(lambda data: data + b"\0"), "bytes after the last storage"),
 }
 
 
@@ -1126,14 +1126,14 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "not UTF-8": (header(b'{"\xff":1}'), "it is not UTF-8"),
     "no brace": (header(' [{"w":1}]'), "it is no JSON object"),
     "spaces alone": (header("   "), "it is no JSON object"),
-    "a key twice": (header("{" + entry() + "," + entry() + "}", bytes(8)), "a key stands in it twice"),
+    "a key twice": (header("{" + entry() + "," + entry() + "}", bytes(8)), "it contains a key twice"),
     "a field twice": (
         header('{"w":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)),
-        "a key stands in it twice",
+        "it contains a key twice",
     ),
     "metadata twice": (
         header('{"__metadata__":{},"__metadata__":{},' + entry() + "}", bytes(8)),
-        "a key stands in it twice",
+        "it contains a key twice",
     ),
     "a hole": (header("{" + entry(offsets="[4,12]") + "}", bytes(12)), "a hole or an overlap"),
     "a hole between": (
@@ -1149,7 +1149,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     ),
     "a negative offset": (header("{" + entry(offsets="[-8,0]") + "}", bytes(8)), "a number is negative or too large"),
     "offsets the wrong way": (header("{" + entry(offsets="[8,0]") + "}", bytes(8)), "no sound shape and data_offsets"),
-    "bytes behind": (header("{" + entry() + "}", bytes(9)), "1 byte behind the last tensor"),
+    "bytes after": (header("{" + entry() + "}", bytes(9)), "1 byte after the last tensor"),
     "cut in the data": (header("{" + entry() + "}", bytes(7)), "truncated: 1 byte of"),
     "a size that is not the shape's": (
         header("{" + entry(shape="[3]") + "}", bytes(8)),
@@ -1257,7 +1257,7 @@ SHARDS: dict[str, tuple[Shards, str]] = {
     "NUL": (_change_map("b", "model-00002-of-00002\0.safetensors"), "a shard must be named without a folder"),
     "nothing": (_change_map("b", ""), "a shard must be named without a folder"),
     "a FIFO": (_shard_is(os.mkfifo), "a FIFO and not a file"),
-    "a folder": (_shard_is(os.mkdir), "a folder and not a file"),
+    "a folder": (_shard_is(os.mkdir), "a folder, not a file"),
     "a link to nowhere": (
         _shard_is(lambda path: path.symlink_to("nowhere")),
         "missing: model-00002-of-00002.safetensors",
@@ -1360,7 +1360,7 @@ def test_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "in" / "folder"
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("nothing")
-    assert_refused(folder, UnsupportedError, "a folder and not a file")
+    assert_refused(folder, UnsupportedError, "a folder, not a file")
 
 
 def test_programs(write: Write) -> None:

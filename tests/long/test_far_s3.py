@@ -126,7 +126,7 @@ def test_an_object_that_is_there(store: Store, folder: Path, monkeypatch: pytest
         ckptconv.convert(folder / "zip.pt", url("there.pt"))
     monkeypatch.setattr("ckptconv.stores.s3.S3Store.check_target", lambda *_, **__: None)
     for name in ("zip.pt", "s.safetensors"):
-        with pytest.raises(TargetExistsError, match="exists by now"):
+        with pytest.raises(TargetExistsError, match="created by another process"):
             ckptconv.convert(url(name), url("there.pt"), format="pt")
     assert (store.get("there.pt"), store.uploads()) == (b"old", [])
     command("convert", url("zip.pt"), url("there.pt"), "--skip-existing", "--force")
@@ -145,7 +145,7 @@ def test_it_is_read_back(
     command("convert", url("zip.pt"), url(f"back/good-{words[1]}.pt"), "--verify", *words, err="the output read back")
     assert made[-1] == "GetObject"
     read_wrongly(monkeypatch, bad)
-    said = ("reads back differently", "it is there for everybody to see: --force writes it again")
+    said = ("reads back differently", "the new object is visible: --force writes it again")
     command("convert", url("zip.pt"), bad, "--verify", *words, status=1, err=said)
     monkeypatch.undo()
     command("convert", url("zip.pt"), bad, "--verify", "--force", *words)
@@ -178,7 +178,7 @@ def test_what_is_read_back_is_not_there(store: Store, monkeypatch: pytest.Monkey
 
         return before
 
-    for data, said in ((b"theirs", "is not the one that was written"), (None, "could not be read back")):
+    for data, said in ((b"theirs", "another process has replaced the object"), (None, "could not be read back")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("ckptconv.stores.s3.read_back", replace(data))
             with pytest.raises(OutputError, match=said):
@@ -458,7 +458,7 @@ def two_that_replace_one_set(numbers: Sequence[int], old: int, theirs: int, stor
         assert store.uploads() == []
         if not came:
             break
-    assert any("somebody else has written to this folder meanwhile" in each for each in said)
+    assert any("another process has written to this folder meanwhile" in each for each in said)
     assert whole is ours and number > 15  # nobody came
 
 

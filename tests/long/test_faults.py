@@ -129,7 +129,7 @@ def test_every_fault_at_every_call(conversion: Conversion, all_points: list[Poin
 
 
 def test_the_order_of_calls(conversion: Conversion) -> None:
-    """Bytes, their fsync, the name, the fsync of the folder: after a loss of power the name has whole bytes behind it.
+    """Bytes, their fsync, the name, the fsync of the folder: after a loss of power the name has whole bytes after it.
 
     Of a folder, all files and the names in it are synced before it gets its name.
     """

@@ -79,9 +79,9 @@ def check(
 LIES = ("strace", "-f", "-o", "/dev/null", "-e", "trace=fallocate", "-e", "inject=fallocate:retval=0")
 #: What is converted how, to what, on which disk; and what is said where it does not fit.
 DISKS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, Content, str]] = {
-    "to a file": ((), ("--to", "cpu"), "dst.pt", OLD, "too little free space"),
-    "verified": ((), ("--to", "cuda:1", "--verify"), "dst.pt", OLD, "too little free space"),
-    "compacted": ((), ("--compact",), "dst.pt", OLD, "too little free space"),
+    "to a file": ((), ("--to", "cpu"), "dst.pt", OLD, "not enough free space"),
+    "verified": ((), ("--to", "cuda:1", "--verify"), "dst.pt", OLD, "not enough free space"),
+    "compacted": ((), ("--compact",), "dst.pt", OLD, "not enough free space"),
     "full in the midst of writing": (LIES, ("--to", "cpu"), "dst.pt", OLD, "No space left"),
     "full in the midst of a cast": (LIES, ("--dtype", "bf16"), "dst.pt", OLD, "No space left"),
     "to shards": ((), (*TO_SHARDS, "-j", "1"), "dst", OLD_SET, ""),
@@ -171,7 +171,7 @@ def test_nothing_is_written_where_there_is_too_little_space(src: Path, tmp_path:
     """That the disk is too small is said before the first byte."""
     with disk_of(tmp_path, 64 * PAGE) as disk:
         counts: list[int] = []
-        with pytest.raises(OutputError, match="too little free space"):
+        with pytest.raises(OutputError, match="not enough free space"):
             run(find_request(src, disk / "dst.pt", TO_CPU), progress=lambda size: nullcontext(counts.append))
         assert counts == []
 

@@ -1,4 +1,4 @@
-"""Bad files, made of good parts: pickles put together from opcodes, archives from records, and numbers patched in what
+"""Bad files, made of good parts: pickles merged from opcodes, archives from records, and numbers patched in what
 torch and Python wrote.
 """
 
@@ -117,7 +117,7 @@ def local_header(data: bytes, name: str) -> int:
 
 
 def central_entry(data: bytes, name: str) -> int:
-    """The offset of the entry of `name`, whose name stands 46 bytes behind it."""
+    """The offset of the entry of `name`, whose name stands 46 bytes after it."""
     return data.rindex(b"PK\x01\x02", 0, data.rindex(name.encode()))
 
 

@@ -241,7 +241,7 @@ CASES: dict[str, Case] = {
         others={"inline_bytes": 0},
     ),
     "safetensors_header": Case(file(SAFETENSORS, "m.safetensors"), len(HEADER_TEXT), MalformedError, "it is too long"),
-    "path_characters_unpickled": Case(file(SAFETENSORS, "m.safetensors"), 4, LimitError, "paths of what is in the"),
+    "path_characters_unpickled": Case(file(SAFETENSORS, "m.safetensors"), 4, LimitError, "paths in the"),
     "header_brackets": Case(file(SAFETENSORS, "m.safetensors"), 8, LimitError, "more than a million tensors"),
     "header_quotes": Case(
         file(SAFETENSORS, "m.safetensors"), HEADER_TEXT.count(b'"'), LimitError, "more than a million tensors"
@@ -403,7 +403,7 @@ def test_paths_cost_what_they_say(tmp_path: Path, assert_bound: Callable[..., No
     data = checkpoint(nested(5), text("a"), b"]")
     path = file(torch_zip_of(data))(tmp_path)
     length, count = lengths_of_paths(path), opcodes(data)
-    run, what = functools.partial(ckptconv.inspect, path), "paths of what is in the checkpoint are too long"
+    run, what = functools.partial(ckptconv.inspect, path), "paths in the checkpoint are too long"
     for each in (0, length // count):
         size = length - each * count
         assert_bound(run, LimitError, what, "path_characters", size, path_characters_each=each)
@@ -420,14 +420,14 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return " ".join(ckptconv.convert(folder, tmp_path / "out", dtype="bf16", dry_run=True).notes)
 
     set_limits(monkeypatch, dataclasses.replace(LIMITS, config_bytes=len(content)))
-    assert "config.json says dtype float32" in notes()
+    assert "config.json has dtype float32" in notes()
     set_limits(monkeypatch, dataclasses.replace(LIMITS, config_bytes=len(content) - 1))
-    assert "config.json says" not in notes()
+    assert "config.json has" not in notes()
     set_limits(monkeypatch, dataclasses.replace(LIMITS, nesting=5))
-    assert "config.json says" not in notes()
+    assert "config.json has" not in notes()
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
-    assert "config.json says" not in notes()
+    assert "config.json has" not in notes()
 
 
 def test_bounds_of_distributed_metadata(

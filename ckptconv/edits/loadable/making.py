@@ -100,7 +100,7 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
     drop_effect_order(checkpoint)
     changes.made_plain = making.report(places, nodes)
     if not changes.made_plain:
-        changes.notes.append("everything in it is plain already, so " + option("loadable") + " changed nothing")
+        changes.notes.append("it contains only plain data already, so " + option("loadable") + " changed nothing")
 
 
 def _refresh(checkpoint: Checkpoint, nodes: list[Node]) -> None:
@@ -330,7 +330,7 @@ def refusal(
     *,
     objects_help: Callable[[], bool] | None,
 ) -> RefusedError:
-    """Return the error for objects that cannot become plain.
+    """Return the error for objects that cannot be converted to plain data.
 
     Args:
         checkpoint: The checkpoint.
@@ -353,12 +353,12 @@ def refusal(
     hints = [
         f"torch.load(weights_only=True) takes {some([*known], _SHOWN)} after `import {imports}`" if imports else None,
         _without(checkpoint, tuple(dict.fromkeys(place.path for place in drops))) if None in needed else None,
-        option("loadable_objects") + " makes dicts of objects that are in no table"
+        option("loadable_objects") + " converts unknown objects to dicts"
         if None in needed and objects_help and objects_help()
         else None,
     ]
     return RefusedError(
-        f"{count(len(stands), 'object')} cannot become plain",
+        f"{count(len(stands), 'object')} cannot be converted to plain data",
         where=checkpoint.source.path,
         got=some([f"{why[id(place.node)]} at {place.path}" for place in stands], _SHOWN),
         hint=joined(*hints) if any(hints) else None,
@@ -376,7 +376,7 @@ def _without(checkpoint: Checkpoint, paths: tuple[str, ...]) -> str | None:
     left_out = (Option("loadable"), Option("drop", paths)) if paths else (Option("state_dict"),)
     if isinstance(source, BytesSource):
         return joined(*(Message(each) for each in left_out), separator=" ")
-    return "without: " + command("convert", source.path, Placeholder("OUT"), *left_out)
+    return "to leave them out: " + command("convert", source.path, Placeholder("OUT"), *left_out)
 
 
 def _first_met(root: Place, inside: Mapping[int, list[Place]], stops: Collection[int]) -> list[Place]:

@@ -53,7 +53,7 @@ def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequen
             where=where,
             expected=f"{whole:,} elements of shape {shape}",
             got=f"{saved:,} in {len(chunks):,} chunks",
-            hint="the files of some ranks may be missing: save again, or copy the whole folder"
+            hint="the files of some ranks may be missing: save it again, or copy the whole folder"
             if saved < whole
             else None,
         )

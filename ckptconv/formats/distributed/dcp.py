@@ -266,7 +266,7 @@ class _Reader:
         place = self.left.pop((name, offsets), None)
         if place is None:
             raise MalformedError(
-                f"{name!r} is stored nowhere",
+                f"{name!r} is not stored in any file",
                 where=self.where,
                 got=None if offsets is None else f"the chunk at {offsets}",
             )

@@ -209,9 +209,7 @@ def _refuse_or_leave(checkpoint: Checkpoint, flat: _Flat) -> list[LeftBehind]:
             f"{_NAME} is loaded without torch's safe loader, so nothing is written that this loader refuses",
             where=checkpoint.source.path,
             got=some([f"{reason} at {path}" for path, reason in refused.items()], 5),
-            hint=option("loadable")
-            + " makes plain what is only data; to leave it out: "
-            + option("drop", tuple(refused)),
+            hint=option("loadable") + " converts data objects; to leave it out: " + option("drop", tuple(refused)),
         )
     kept = [info.storage for _, info in tensors]
     others = [p for p in index.every_place if p.parent and id(p.parent.node) in flat.opened and not _is_inner(p)]

@@ -152,7 +152,7 @@ def read_metadata(source: Readable) -> Metadata:
     unknown = [*dict.fromkeys(unknown), *dangerous_globals(graph)]  # known globals can reach everything by getattr
     if unknown:
         reader.refuse(
-            "it names what torch.distributed.checkpoint's own metadata does not have",
+            "it contains classes that torch.distributed.checkpoint does not write",
             got=some(unknown),
             hint="load it with the framework that wrote it, and save it with torch.save",
         )
@@ -373,7 +373,7 @@ class _Reader:
         path = node.items if isinstance(node, Tuple) else []
         if len(path) > LIMITS.nesting:
             raise LimitError(
-                f"{name!r} stands too deep",
+                f"{name!r} is nested too deeply",
                 where=self.where,
                 expected=f"at most {LIMITS.nesting:,} levels",
                 got=len(path),
@@ -489,7 +489,7 @@ class _Reader:
             if not isinstance(key, str):
                 self.fail(f"a key of {what} is no text", got=type_of(key).__name__)
             if key in items:
-                self.fail(f"a key stands twice in {what}", got=repr(key))
+                self.fail(f"a key occurs twice in {what}", got=repr(key))
             items[key] = value
         return items
 

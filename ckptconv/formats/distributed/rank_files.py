@@ -50,7 +50,7 @@ from ckptconv.stores import list_folder
 
 NAME = "rank files"
 _FLAT = ("_flat_param", "flat_param")
-_COPY = "copy the files of all ranks into one folder, under the names that the run gave them"
+_COPY = "copy the files of all ranks into one folder, with their original names"
 
 
 def looks_like(folder: SourceFolder) -> bool:

@@ -141,6 +141,4 @@ def about_one(path: Path) -> str | None:
     missing = run.missing
     world = run.world or len(run.names) + len(missing)
     gone = f"{len(missing):,} of {world:,} are missing here: {missing[0]}" if missing else None
-    return joined(
-        gone, command("convert", path.with_name(run.pattern), Placeholder("OUT")) + " makes one of all of them"
-    )
+    return joined(gone, command("convert", path.with_name(run.pattern), Placeholder("OUT")) + " merges all of them")

@@ -80,7 +80,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object of `pairs`. Raises ValueError if a key occurs twice."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ValueError("a key stands in it twice")
+        raise ValueError("it contains a key twice")
     return entries
 
 

@@ -59,7 +59,7 @@ from ckptconv.pickles.graph import (
 )
 
 NAME = "DeepSpeed ZeRO"
-_COPY = "copy the files of all ranks into one folder, under the names that the run gave them"
+_COPY = "copy the files of all ranks into one folder, with their original names"
 #: Keys of model states that describe the parts.
 _OF_PARTS = ("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
 #: Keys that DeepSpeed adds to what Lightning saves.

@@ -75,7 +75,7 @@ def _answers(file: _File) -> Iterator[_Answer | InputError | None]:
         yield MalformedError(what, where=path, hint=DOWNLOAD_AGAIN)
     if head.startswith(LFS):
         size = re.search(rb"^size ([0-9]{1,18})\r?$", head, re.MULTILINE)
-        yield "a Git LFS pointer and not the file itself" + (f" of {int(size[1]):,} bytes" if size else ""), FETCH_LFS
+        yield "a Git LFS pointer, not the file itself" + (f" of {int(size[1]):,} bytes" if size else ""), FETCH_LFS
     content = _json(file)
     yield _page(file)
     yield _refusal(file, content)
@@ -92,7 +92,7 @@ def _answers(file: _File) -> Iterator[_Answer | InputError | None]:
         )
     at = int.from_bytes(head[60:64], "little")
     if head.startswith(b"MZ") and head[at : at + 4] == b"PE\0\0":
-        yield "a program for Windows and not a checkpoint", _PROGRAM
+        yield "a program for Windows, not a checkpoint", _PROGRAM
     if _is_flax(head):
         yield (
             "a Flax checkpoint (msgpack)",
@@ -101,7 +101,7 @@ def _answers(file: _File) -> Iterator[_Answer | InputError | None]:
         )
     if _is_onnx(file):
         yield (
-            "an ONNX model, which is a program and not only weights",
+            "an ONNX model, which is a program, not only weights",
             "read its weights with the onnx package: onnx.numpy_helper.to_array of each initializer",
         )
     if head.startswith(b"\x08\x01\x12") and path.name == "saved_model.pb":
@@ -110,7 +110,7 @@ def _answers(file: _File) -> Iterator[_Answer | InputError | None]:
     if isinstance(content, (dict, list)):
         is_model = isinstance(content, dict) and {"architectures", "model_type"} & content.keys()
         kind = "a model's configuration" if is_model else "a JSON file"
-        yield f"{kind}, and not a checkpoint: {start}", _WEIGHTS
+        yield f"{kind},, not a checkpoint: {start}", _WEIGHTS
     if file.text and file.text.strip():
         yield f"a text file, which starts with {start}", _WEIGHTS
     yield displaced(source)
@@ -155,8 +155,8 @@ def _page(file: _File) -> _Answer | None:
     title = re.search(r"<title[^>]*>([^<]*)", text, re.IGNORECASE)
     shown = _cut(" ".join(title[1].split())) if title else ""
     return (
-        "an HTML page and not a checkpoint" + (f": {shown!r}" if shown else ""),
-        "download the file itself, not the page that offers it, logged in if it asks for that",
+        "an HTML page, not a checkpoint" + (f": {shown!r}" if shown else ""),
+        "download the file itself, not its web page; log in if the site requires it",
     )
 
 
@@ -179,7 +179,7 @@ def _refusal(file: _File, content: Any) -> _Answer | None:
     if not isinstance(answer, str):
         return None
     return (
-        f"a server's answer and not the file: {_cut(answer, 120)!r}",
+        f"a server's answer, not the file: {_cut(answer, 120)!r}",
         "download it again, logged in and from where it is",
     )
 
@@ -292,15 +292,15 @@ def _is_onnx(file: _File) -> bool:
 
 
 _TENSORFLOW = "load it with TensorFlow and save its weights with torch"
-_WEIGHTS = "give the file with the weights"
+_WEIGHTS = "use the file with the weights"
 _PROGRAM = "do not run it; download the checkpoint itself"
 _GGUF = "ask its publisher for the weights it was made from, or read it with the gguf package"
-_GGML = "a GGML file (llama.cpp, before GGUF) and not a checkpoint of torch"
+_GGML = "a GGML file (llama.cpp, before GGUF), not a PyTorch checkpoint"
 _LEVELDB = b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"  # the magic number at the end of its tables
 
 #: Offset, signature, kind of file, and the next step. {path} is replaced by the file's path, quoted for a shell.
 _SIGNATURES = (
-    (0, b"GGUF", "a GGUF file and not a checkpoint of torch", _GGUF),
+    (0, b"GGUF", "a GGUF file, not a PyTorch checkpoint", _GGUF),
     (0, b"lmgg", _GGML, _GGUF),
     (0, b"fmgg", _GGML, _GGUF),
     (0, b"tjgg", _GGML, _GGUF),
@@ -308,7 +308,7 @@ _SIGNATURES = (
     (
         0,
         b"\x89HDF\r\n\x1a\n",
-        "an HDF5 file (Keras) and not a checkpoint of torch",
+        "an HDF5 file (Keras), not a PyTorch checkpoint",
         "load it with Keras or h5py and save its weights with torch",
     ),
     (0, b"BZh", "compressed with bzip2", "unpack it: bzip2 -dc {path} > OUT"),
@@ -317,12 +317,12 @@ _SIGNATURES = (
     (0, b"\x04\x22\x4d\x18", "compressed with lz4", "unpack it: lz4 -dc {path} > OUT"),
     (0, b"7z\xbc\xaf\x27\x1c", "compressed with 7-Zip", "unpack it: 7z x {path}"),
     (0, b"Rar!\x1a\x07", "compressed with RAR", "unpack it: unrar x {path}"),
-    (0, b"\x7fELF", "a program or library for Linux and not a checkpoint", _PROGRAM),
-    (0, b"\x89PNG\r\n\x1a\n", "a PNG picture and not a checkpoint", _WEIGHTS),
-    (0, b"\xff\xd8\xff", "a JPEG picture and not a checkpoint", _WEIGHTS),
-    (0, b"GIF8", "a GIF picture and not a checkpoint", _WEIGHTS),
-    (0, b"%PDF-", "a PDF document and not a checkpoint", _WEIGHTS),
-    (0, b"PAR1", "a Parquet table and not a checkpoint", _WEIGHTS),
-    (0, b"SQLite format 3\0", "an SQLite database and not a checkpoint", _WEIGHTS),
-    (4, b"TFL3", "a TensorFlow Lite model, which is a program and not only weights", _TENSORFLOW),
+    (0, b"\x7fELF", "a program or library for Linux, not a checkpoint", _PROGRAM),
+    (0, b"\x89PNG\r\n\x1a\n", "a PNG picture, not a checkpoint", _WEIGHTS),
+    (0, b"\xff\xd8\xff", "a JPEG picture, not a checkpoint", _WEIGHTS),
+    (0, b"GIF8", "a GIF picture, not a checkpoint", _WEIGHTS),
+    (0, b"%PDF-", "a PDF document, not a checkpoint", _WEIGHTS),
+    (0, b"PAR1", "a Parquet table, not a checkpoint", _WEIGHTS),
+    (0, b"SQLite format 3\0", "an SQLite database, not a checkpoint", _WEIGHTS),
+    (4, b"TFL3", "a TensorFlow Lite model, which is a program, not only weights", _TENSORFLOW),
 )

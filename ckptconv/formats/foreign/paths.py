@@ -92,13 +92,13 @@ def folder_error(path: Path) -> InputError:
     try:
         what, hint = next(answer for answer in _answers(_list(path)) if answer)
     except OSError as error:
-        return InputError(f"a folder and not a file, which cannot be listed: {error.strerror}", where=path)
-    return UnsupportedError("a folder and not a file: " + what, where=path, hint=hint)
+        return InputError(f"a folder, not a file, which cannot be listed: {error.strerror}", where=path)
+    return UnsupportedError("a folder, not a file: " + what, where=path, hint=hint)
 
 
 def _answers(folder: _Folder) -> Iterator[_Answer | None]:
     """Yield the answer of each test, or None if it does not fit. The first answer is right."""
-    give = "give the path of the checkpoint itself"
+    give = "use the path of the checkpoint itself"
     if not (folder.names or folder.others):
         yield "it is empty", give
     yield _torch_records(folder)
@@ -120,8 +120,8 @@ def _answers(folder: _Folder) -> Iterator[_Answer | None]:
         yield "a Keras model", "load it with Keras and save its weights with torch"
     looked_at = f"the first {LIMITS.folder_names:,} names in it"
     yield _listed(folder, f"among {looked_at}" if folder.cut else "in it")
-    what = f"no checkpoint is among {looked_at}," if folder.cut else "no checkpoint is in it,"
-    yield f"{what} but {some(sorted(folder.names | folder.others))}", give
+    what = f"there is no checkpoint among {looked_at}," if folder.cut else "it contains no checkpoint,"
+    yield f"{what} only {some(sorted(folder.names | folder.others))}", give
 
 
 def name_like(path: Path) -> Path | None:
@@ -146,8 +146,8 @@ def distributed_part_error(source: Readable) -> InputError | None:
     if not source.is_stored:
         if _METADATA not in source.read(0, min(_METADATA_HEAD, source.size)):
             return None
-        what = "the metadata of torch.distributed.checkpoint alone: its parts are files beside it"
-        return UnsupportedError(what, where=path, hint="give the path of their folder")
+        what = "only the metadata of torch.distributed.checkpoint: the tensors are in other files of its folder"
+        return UnsupportedError(what, where=path, hint="use the path of the folder")
     if path.suffix != ".distcp" and path.name != ".metadata":
         return None
     folder = _folder_at(path.parent)
@@ -229,7 +229,7 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
         return None
     if not inside:
         return f"{_DEEPSPEED} without the files of its ranks", "copy the folder that the file latest names"
-    return f"{_DEEPSPEED}, each file of it one rank's part", "make it one file: " + _to_one(folder)
+    return f"{_DEEPSPEED}, with one file for each rank", "make it one file: " + _to_one(folder)
 
 
 def _megatron(folder: _Folder) -> _Answer | None:
@@ -244,7 +244,7 @@ def _megatron(folder: _Folder) -> _Answer | None:
         "python", "/PATH/TO/Megatron-LM/tools/checkpoint/convert.py", "--model-type", "GPT", "--load-dir", where,
         "--save-dir", "OUT_FOLDER", *whole,
     )  # fmt: skip
-    return f"{_MEGATRON}, each folder of it one rank's part", f"{TRUSTED}, let Megatron-LM merge it: {merge}"
+    return f"{_MEGATRON}, with one folder for each rank", f"{TRUSTED}, let Megatron-LM merge it: {merge}"
 
 
 def _has_ranks(folder: _Folder) -> bool:
@@ -279,7 +279,7 @@ def _listed(folder: _Folder, where: str) -> _Answer | None:
         return None
     path = shell(folder.path / names[0])
     if len(names) == 1:
-        return f"the checkpoint {where} is {names[0]}", f"give its path: {path}"
+        return f"the checkpoint {where} is {names[0]}", f"use its path: {path}"
     inner = filter(None, (_folder_at(folder.path / name) for name in names))
     is_foreign = any(_torch_records(each) or _is_orbax(each) for each in inner)
     return (
@@ -371,7 +371,7 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
         what = (
             "no checkpoint is written to standard output" if is_output else "no checkpoint is read from standard input"
         )
-        instead = "write to a file, then pass it on with cat" if is_output else "save it to a file first"
+        instead = "write to a file, then send it with cat" if is_output else "save it to a file first"
         return UsageError(what, where=text, expected="a path; ./- is a file called -", hint=instead)
     if (drive := _DRIVE.match(text)) and not Path(text).drive:
         here = f"/mnt/{drive[1].lower()}/" + text[drive.end() :].replace("\\", "/").lstrip("/")
@@ -384,13 +384,13 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
     except UsageError as error:
         return error
     if is_output:
-        return UsageError("a URL and not a path", where=shown, hint="write a file here, and copy it there")
+        return UsageError("a URL, not a path", where=shown, hint="write a local file, and copy it there")
     download = _DOWNLOADS.get(shown.partition(":")[0])
     target = ["."] if download and download[0] != "curl" else []
     # A URL with a name, a password or a query is not printed. pathlib may have made one slash of two.
     is_known = shown in (text, text.replace(":/", "://", 1))
     typed = f": {shell(*download, shown, *target)}" if download and is_known else ""
-    return UsageError("a URL and not a path", where=shown, hint=f"download it first{typed}")
+    return UsageError("a URL, not a path", where=shown, hint=f"download it first{typed}")
 
 
 def refuse_url(path: str | os.PathLike[str]) -> None:
@@ -420,9 +420,9 @@ def odd_suffix_error(path: Path, known: Iterable[str], sources: Iterable[Path]) 
             return UsageError(
                 f"{suffix} is the format of {program}, which ckptconv does not write"
                 if program
-                else f"{suffix} is no suffix of a checkpoint",
+                else f"{suffix} is not the suffix of a checkpoint",
                 where=path,
-                hint=f"is {instead} meant? (" + hint + ")" if instead else hint,
+                hint=f"did you mean {instead}? (" + hint + ")" if instead else hint,
             )
     return None
 

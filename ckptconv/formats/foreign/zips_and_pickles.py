@@ -105,7 +105,7 @@ def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> list[
         (
             not below.isdisjoint(("archive_format", _PROGRAM)) or _PROGRAM in names,
             ExportedError(
-                "a .pt2 archive (torch.export), which holds a program and not only weights",
+                "a .pt2 archive (torch.export), which contains a program, not only weights",
                 hint=f"{TRUSTED}, save its weights alone: "
                 + saved_by_torch(f"torch.export.load({literal(path)}).state_dict"),
             ),
@@ -113,7 +113,7 @@ def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> list[
         (
             _PACKAGE in below,
             UnsupportedError(
-                "a torch.package archive, which holds a program and not only weights",
+                "a torch.package archive, which contains a program, not only weights",
                 hint="torch.package.PackageImporter loads it, which runs its code; save the state dict of what is in"
                 " it",
             ),
@@ -147,7 +147,7 @@ def _other_kinds(path: str, names: list[str]) -> list[tuple[object, InputError]]
         (
             "MAR-INF/MANIFEST.json" in members,
             UnsupportedError(
-                "a TorchServe model archive (.mar), which holds a program beside its checkpoint",
+                "a TorchServe model archive (.mar), which contains a program and a checkpoint",
                 hint=unzip("take the checkpoint out", checkpoint),
             ),
         ),
@@ -319,13 +319,13 @@ def _described(source: Readable, graph: Graph, following: int) -> InputError:
     inside = ["NumPy arrays"] if "numpy" in modules else []
     inside += [f"objects of {', '.join(name[:40] for name in packages[:_SHOWN])}"] if packages else []
     within = f", with {' and '.join(inside)} in it" if inside else ""
-    more = f", and {count(following, 'byte')} behind it" if following else ""
+    more = f", and {count(following, 'byte')} after it" if following else ""
     return UnsupportedError(
         f"a pickle without tensors: {_root(graph.root)}{within}{more}",
         where=source.path,
         hint="save its arrays with torch: torch.from_numpy makes tensors of them"
         if "numpy" in modules
-        else "it holds no weights; give the file with the weights",
+        else "it holds no weights; use the file with the weights",
     )
 
 

@@ -42,7 +42,7 @@ from ckptconv.system.names import stays_inside
 NAME = "sharded"  # before the name of the format of each shard
 TOTAL_SIZE = "total_size"
 _SHOWN = 5  # shards that an error lists
-_WITHOUT = "fetch it again; or take it away: without it the shards are read as they are, if all are there"
+_WITHOUT = "download it again, or delete it: complete shards are read without an index"
 #: The name of a model in shards by the Hub's tools, by the suffix of the shards.
 _MODELS = {writer.hub.suffix: writer.hub.model for writer in WRITERS.values() if writer.hub and writer.shards}
 _SUFFIXES = "|".join(map(re.escape, _MODELS))
@@ -242,9 +242,9 @@ def _several(path: Path, sets: list[ShardSet], models: list[str]) -> RefusedErro
     listed = some([each.index or f"{each.shards[0]} …" for each in sets] + models, _SHOWN)
     one = next((name for name in (*(each.index for each in sets), *models) if name), None)
     return RefusedError(
-        f"it is not clear which checkpoint in it is meant: {listed}",
+        f"there are several checkpoints in it: {listed}",
         where=path,
-        hint=f"give its path: {shell(path / one)}" if one else "put each into a folder of its own",
+        hint=f"use its path: {shell(path / one)}" if one else "put each into its own folder",
     )
 
 
@@ -259,7 +259,7 @@ def _refuse_gaps(path: Path, shards: ShardSet, faults: FaultSink) -> None:
     elif len(shards.shards) != shards.count or not shards.count:
         faults.found(
             MalformedError(
-                f"the shards {shards.shards[0]} … are not numbered from 1 on, each number once",
+                f"the shards {shards.shards[0]} … are not numbered 1, 2, 3, ...",
                 where=path,
                 expected=count(shards.count, "shard"),
                 got=len(shards.shards),

@@ -117,7 +117,7 @@ def _root_of(part: Checkpoint, name: str) -> Object:
         raise _no_shard(part, "the shard has keys that are no names")
     if len({*keys}) != len(keys):
         (twice, _), *_ = Counter(keys).most_common(1)
-        raise MalformedError("a name stands twice in the shard", where=part.source.path, got=repr(twice))
+        raise MalformedError("a name occurs twice in the shard", where=part.source.path, got=repr(twice))
     if any(effect.opcode not in _ITEMS for effect in root.effects):
         part.unused.append(LeftBehind(f"{name}/._metadata", 0, "a set of shards has no place for attributes"))
         if isinstance(root, Call):
@@ -202,7 +202,7 @@ def _contradiction(
     hint = "convert the shards one by one: " + alone
     sets = sets_in(shard.name for shard in shards)
     if may_go and len(sets) == 1 and len(shards) == sets[0].count:
-        hint = "if the shards are right, take the index away, and they are believed; else " + hint
+        hint = "if the shards are right, delete the index; otherwise " + hint
     stands = "tensor stands" if len(names) == 1 else "tensors stand"
     return MalformedError(f"{len(names):,} {stands} in {what}: {some(names, _SHOWN)}", where=folder.path, hint=hint)
 

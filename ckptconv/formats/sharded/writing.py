@@ -121,7 +121,7 @@ def layout(
         planned = _as_it_was(checkpoint, container, writer)
     else:
         raise UsageError(
-            "what is to be written is not in shards, and a folder is the output",
+            "the output is one file, but DST is a folder",
             where=folder,
             hint="a path with a suffix, such as out.pt, is one file",
         )
@@ -163,7 +163,8 @@ def _uncounted(checkpoint: Checkpoint, container: ShardedContainer, metadata: di
     if _TOTAL_PARAMETERS not in metadata or (isinstance(root, Object) and len(names_of(root)) == container.names):
         return []
     del metadata[_TOTAL_PARAMETERS]
-    return [LeftBehind(f"{container.index}/metadata/{_TOTAL_PARAMETERS}", 0, "tensors were left out, so it is false")]
+    why = "wrong after tensors were left out"
+    return [LeftBehind(f"{container.index}/metadata/{_TOTAL_PARAMETERS}", 0, why)]
 
 
 def _dealt(
@@ -207,9 +208,9 @@ def _dealt(
 
 def _about_size(too_large: int, max_shard_size: int | str) -> str:
     """Return a note on `too_large` tensors that are larger than `max_shard_size`."""
-    are, have = ("is", "has") if too_large == 1 else ("are", "have")
+    are, get = ("is", "gets") if too_large == 1 else ("are", "get")
     larger = f"{count(too_large, 'tensor')} {are} larger than "
-    return larger + option("max_shard_size", max_shard_size) + f" and {have} a shard each"
+    return larger + option("max_shard_size", max_shard_size) + f" and {get} a separate shard"
 
 
 def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind]]:
@@ -227,7 +228,7 @@ def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind
     ]
     if odd:
         raise RefusedError(
-            f"an index cannot hold what has no name of its own: {some(odd, _SHOWN)}", where=checkpoint.source.path
+            f"an index cannot contain tensors without a name: {some(odd, _SHOWN)}", where=checkpoint.source.path
         )
     others = [place for place in places if not is_item(place)]
     kept = [info.storage for info in checkpoint.tensors.values()]
@@ -345,10 +346,10 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
     too_large = sum(nbytes > most for nbytes in sizes)
     if too_large == len(sizes) > 1:
         raise UsageError(
-            option("max_shard_size", max_shard_size) + " is less than any tensor has",
+            option("max_shard_size", max_shard_size) + " is smaller than every tensor",
             expected=f"at least {min(sizes):,} bytes",
             got=f"{most:,}",
-            hint="a number without a unit is bytes" if str(most) == str(max_shard_size).strip() else None,
+            hint="a number without a unit means bytes" if str(most) == str(max_shard_size).strip() else None,
         )
     try:
         from huggingface_hub import split_state_dict_into_shards_factory
@@ -369,7 +370,7 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
         raise UsageError(
             option("max_shard_size", max_shard_size) + f" would take {len(split.filename_to_tensors):,} shards",
             expected=f"at most {LIMITS.shards:,}",
-            hint="say a larger one",
+            hint="use a larger size",
         )
     place = {name: i for i, name in enumerate(weights)}  # the planner puts tied tensors last
     files = tuple(

@@ -52,7 +52,7 @@ _PARTS = 64  # state dicts of one file that are tried
 _TRIED = 8  # names whose prefix in the other file is looked for
 _T = TypeVar("_T")
 _SHOWN = 3  # paths in a brief note
-_ASKED = "left out as asked"
+_ASKED = "left out as requested"
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ class _Comparison:
         except CkptconvError:
             return None
         names = edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix
-        why = "edits of names are for the first file" if names else "the first file is the one that must have it"
+        why = "options that change names apply to the first file" if names else "only the first file must contain it"
         files = map(Path, self.paths[::-1])
         return f"{why}: " + command("diff", *files, *options_of(self.edits), *self.compared.options())
 
@@ -355,13 +355,13 @@ class _Comparison:
             try:
                 return select(self.b, Edits(select=path, state_dict=alone or self.edits.state_dict), is_emitted=False)
             except NoMatchError:
-                self.notes.append(f"B has nothing at {path}: compared whole")
+                self.notes.append(f"B has nothing at {path}, so all of B is compared")
         try:
             return select(self.b, Edits(state_dict=alone or self.edits.state_dict), is_emitted=False)
         except RefusedError as error:
             main = self.b.detected.main()
             if not alone and not main:
-                self.notes.append("B has no state dict: compared whole")
+                self.notes.append("B has no state dict, so all of B is compared")
                 return []
             if len(main) == 1 or not (main or named_tensors(self.b)):
                 raise
@@ -374,7 +374,7 @@ class _Comparison:
         include, exclude = (_meaningful(self.b, globs) for globs in (self.edits.include, self.edits.exclude))
         for glob in (*self.edits.include, *self.edits.exclude):
             if glob not in include and glob not in exclude:
-                remark = "" if include or exclude else ": compared whole"
+                remark = "" if include or exclude else ", so all of B is compared"
                 self.notes.append(f"no name in B matches {glob!r}{remark}")
         select(self.b, Edits(include=include, exclude=exclude), is_emitted=False)
 
@@ -522,8 +522,7 @@ class _Comparison:
         if near:
             most = max(self.values.near.values())
             yield (
-                f"{count(len(near), 'tensor')} of other values within the tolerance, apart by {most:.3g} at most:"
-                f" {self.some(near)}"
+                f"{count(len(near), 'tensor')} differ within the tolerance, by {most:.3g} at most: {self.some(near)}"
             )
         unread = self.values.unread
         if unread:
@@ -540,7 +539,7 @@ class _Comparison:
                 yield from (f"{each}: {text}" for text in checkpoint.warnings)
                 if checkpoint.unused:
                     yield (
-                        f"not compared: what {each} has beside its checkpoint"
+                        f"not compared: files next to the checkpoint {each}"
                         f" ({self.some([left.path for left in checkpoint.unused])})"
                     )
 
@@ -549,7 +548,7 @@ class _Comparison:
         for side, own, passed_over in zip("AB", self.rest, self.pairing.passed_over, strict=True):
             paths = [*own, *passed_over]
             if paths:
-                what = f"{count(len(paths), 'thing')} of {side} beside its tensors ({self.some(paths)})"
+                what = f"{count(len(paths), 'thing')} in {side} that are not tensors ({self.some(paths)})"
                 yield f"not compared: {what}; {self.weights_alone[0]}"
 
     def some(self, paths: Sequence[str]) -> str:
@@ -567,7 +566,7 @@ class _Comparison:
                 if groups[this][name] not in (name, groups[other][name])
             ]
             if tied:
-                yield f"tied in {word} alone: {self.some(tied)}"
+                yield f"tied only in {word}: {self.some(tied)}"
 
 
 def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ...]:
@@ -585,9 +584,9 @@ def _why_weights_alone(checkpoint: Checkpoint) -> str | None:
     if is_exported(checkpoint):
         return f"of a {checkpoint.format} the weights are compared"
     if checkpoint.is_state_dict:
-        return f"{checkpoint.format} holds nothing else"
+        return f"{checkpoint.format} contains only tensors"
     if checkpoint.script_classes is not None:
-        return f"of a {checkpoint.format} archive the weights are compared, and not the program"
+        return f"of a {checkpoint.format} archive, only the weights are compared, not the program"
     return None
 
 

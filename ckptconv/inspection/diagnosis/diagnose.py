@@ -108,7 +108,7 @@ def diagnose(
 def danger(concerns: Sequence[Concern]) -> str:
     """Return which of the `concerns` attacks use, in words, or "" if none is dangerous."""
     dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
-    said = f"it names {some(dangers)}, which no checkpoint needs and which attacks use: do not load it"
+    said = f"it names {some(dangers)}, which no checkpoint needs, but attacks use: do not load it"
     return said if dangers else ""
 
 

@@ -54,7 +54,7 @@ def missing_devices(scope: Scope) -> Iterator[Issue]:
     if missing:
         yield Issue(
             "device",
-            f"{_tensors_on(scope, missing)}, and this machine shows {_there_is(scope)}",
+            f"{_tensors_on(scope, missing)}, and this machine has {_there_is(scope)}",
             _fix_of(scope, missing, shown),
             blocks=True,
         )
@@ -62,7 +62,7 @@ def missing_devices(scope: Scope) -> Iterator[Issue]:
     if unknown:
         families = {tag.partition(":")[0]: "cpu" for tag in unknown}
         fix = Fix("-cpu", maps=families) if _can_be_mapped(unknown) else Fix("-cpu", to_cpu=True)
-        yield Issue("device", f"{_tensors_on(scope, unknown)}, and torch.load needs a machine with such a device", fix)
+        yield Issue("device", f"{_tensors_on(scope, unknown)}, and torch.load needs a machine with that device", fix)
 
 
 def _is_no_tag(tag: str) -> bool:
@@ -140,8 +140,8 @@ def rng_states(scope: Scope) -> Iterator[Issue]:
     ]
     if states:
         text = (
-            f"{count(len(states), 'state')} of random generators tagged for a GPU"
-            f" ({some([info.path for info in states])}): torch.set_rng_state takes them from the CPU alone"
+            f"{count(len(states), 'state')} of random number generators {'is' if len(states) == 1 else 'are'} on a GPU"
+            f" ({some([info.path for info in states])}): torch.set_rng_state only accepts CPU tensors"
         )
         yield Issue("rng", text, Fix("-cpu", to_cpu=True))
 
@@ -190,17 +190,17 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
         n = sum(name.startswith(stripped[0]) for names in every for name in names)
         facts.insert(
             0,
-            f"{''.join(stripped)} starts {n:,} of {count(sum(map(len, every)), 'name')}"
+            f"{n:,} of {count(sum(map(len, every)), 'name')} start with {''.join(stripped)}"
             f" ({some([who[w] for w in stripped])})",
         )
-    text: str = f"{', '.join(facts)}: the model without that wrapper reports missing and unexpected keys"
+    text: str = f"{', '.join(facts)}: a model without this wrapper reports missing and unexpected keys"
     if any(averaged):
-        text += f"; {_AVERAGES}, the average's counter, is left out"
+        text += f"; {_AVERAGES}, the counter of the average, is left out"
     if _MODULE in stripped and any(all(name.startswith(_MODULE) for name in names) for names in plain if names):
-        text += "; below it they all start with module. again, which may be the model's own; " + option(
+        text += "; after that they all start with module. again, which may be a name of the model; " + option(
             "strip_prefix", _MODULE + _MODULE
         )
-        text += " takes both off"
+        text += " removes both"
     yield Issue("prefix", text, Fix("-plain", names=tuple(options)) if safe else None)
 
 
@@ -216,8 +216,9 @@ def averages(scope: Scope) -> Iterator[Issue]:
             path = literal(source.path)
             at = "" if found.path == "." else f" at {found.path}"
             text = (
-                f"the average of torch's AveragedModel{at}, with its counter {_AVERAGES}; AveragedModel(model)"
-                f' around the same model goes on with it: averaged.load_state_dict(ckptconv.load({path}, "cpu"{part}))'
+                f"the average of torch's AveragedModel{at}, with its counter {_AVERAGES}; to resume it, wrap"
+                " the same model with AveragedModel(model):"
+                f' averaged.load_state_dict(ckptconv.load({path}, "cpu"{part}))'
             )
             yield Issue("average", text)
 
@@ -340,7 +341,7 @@ def unused_bytes(scope: Scope) -> Iterator[Issue]:
         return
     first = views[max(unused, key=lambda storage: unused[storage])][0]
     larger = f"({first.path} is {size(first.nbytes)} of a larger storage)"
-    text = f"{size(lost)} of {size(total)} stored are in no tensor {larger}"
+    text = f"{size(lost)} of {size(total)} stored are not used by any tensor {larger}"
     deflated = any(isinstance(storage.data, Inflate) for storage in unused)
     yield Issue("views", text, None if deflated else Fix("-compact", compact=True))
 
@@ -372,8 +373,8 @@ def shared(scope: Scope) -> Iterator[Issue]:
                 reach, whose = stop, name
     if pairs:
         text = (
-            f"tensors of the state dict share memory ({some(pairs)}): safetensors' save_file refuses that, a"
-            " conversion takes it"
+            f"tensors of the state dict share memory ({some(pairs)}): safetensors' save_file refuses them, but this"
+            " conversion works"
         )
         yield Issue("ties", text, _TO_SAFETENSORS)
 

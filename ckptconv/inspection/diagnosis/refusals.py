@@ -105,24 +105,24 @@ def _fix(found: Refused, part: LoadablePart | None, unwanted: Sequence[str]) -> 
     is_script = checkpoint.script_classes is not None
     drop = Option("drop", tuple(unwanted))
     if part is None and unwanted:
-        return Fix("-loadable", part=(drop,)), f"without {some(unwanted)} all of it loads, every tensor in it"
+        return Fix("-loadable", part=(drop,)), f"without {some(unwanted)} the file loads, with every tensor"
     if part is None:
         if is_script:
             return None, "it has no state dict"
-        return None, "no part of it loads alone: load it where that code is installed, and save its tensors"
+        return None, "no part of it loads without them: load it where their code is installed, and save its tensors"
     share = f"{size(part.nbytes)} of {size(_total(checkpoint))}"
     left = found.left_out(part)
     lost = f", without {some(left, SHOWN)}" if left else ""
     if part.module:
         select = () if part.path is None else (Option("select", part.path),)
         what = "it" if part.module.path == "." else part.module.path
-        text = f"{what} is a whole pickled model, whose state dict alone loads ({share}{lost})"
+        text = f"{what} is a pickled model; only its state dict loads ({share}{lost})"
         if is_script:
-            text = f"its state dict alone loads ({share})"
+            text = f"only its state dict loads ({share})"
         return Fix("-weights", part=(*select, Option("state_dict"))), text
     if part.path is None:
-        return Fix("-weights", part=(Option("state_dict"),)), f"the state dict alone loads ({share}{lost})"
-    return Fix("-part", part=(Option("select", part.path),)), f"{part.path} alone loads ({share}{lost})"
+        return Fix("-weights", part=(Option("state_dict"),)), f"only the state dict loads ({share}{lost})"
+    return Fix("-part", part=(Option("select", part.path),)), f"only {part.path} loads ({share}{lost})"
 
 
 def what_is_refused(checkpoint: Checkpoint, loading: Loading) -> list[tuple[str, Value]]:
@@ -313,10 +313,10 @@ def nested(scope: Scope) -> Iterator[Issue]:
 def containers(checkpoint: Checkpoint) -> list[Issue]:
     """Return an issue if ``torch.load`` cannot read the container of the checkpoint, or an empty list."""
     if isinstance(checkpoint.source, SourceFolder) and not checkpoint.format.startswith(sharded.NAME):
-        text = "torch.load reads files, and these are several, with parts of the same tensors"
+        text = "the tensors are split over several files, and torch.load reads only one"
         return [Issue("parts", text, Fix("-whole"), blocks=True)]
     if checkpoint.format == _PICKLE:
-        text = "it is a plain pickle: torch.load does not read it, and pickle.load knows no map_location"
+        text = "it is a plain pickle: torch.load does not read it, and pickle.load has no map_location"
         return [Issue("pickle", text, Fix("-torch"), blocks=True)]
     if checkpoint.format != _LEGACY:
         return []
@@ -366,6 +366,7 @@ def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[Fix, 
     except CkptconvError:
         return None
     plain = count(len(changes.made_plain), "object")
+    is_are = "is" if len(changes.made_plain) == 1 else "are"
     return Fix(
         "-plain", part=(Option("loadable"),)
-    ), f"what torch refuses is only data: {plain} made plain, all of it loads"
+    ), f"it is only data: after {plain} {is_are} converted, the file loads"

@@ -129,7 +129,7 @@ def _facts(difference: Difference) -> list[tuple[str, str]]:
     facts.append(("not shown", f"{count(same, 'tensor')} in which nothing differs" if same else ""))
     facts += [("other", f"{o.path}: {o.a or '(nothing)'} → {o.b or '(nothing)'}") for o in difference.others[:MOST]]
     if len(difference.others) > MOST:
-        facts.append(("other", f"… {len(difference.others) - MOST:,} more that are no tensors"))
+        facts.append(("other", f"… {len(difference.others) - MOST:,} more that are not tensors"))
     facts += [("note", note) for note in difference.notes[:MOST]]
     return [(label, text[:LONGEST]) for label, text in facts if text]
 

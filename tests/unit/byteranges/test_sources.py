@@ -54,7 +54,7 @@ def bind_socket(path: Path) -> None:
 @pytest.mark.parametrize(
     ("put", "what"),
     [
-        (NO_FILES["folder"], "a folder and not a file"),
+        (NO_FILES["folder"], "a folder, not a file"),
         (NO_FILES["FIFO"], "a FIFO and not a file"),
         (NO_FILES["link to a device"], "a device and not a file"),
         (bind_socket, "a socket and not a file"),
@@ -107,7 +107,7 @@ def test_what_is_not_there_is_an_input_error(path: Path, name: str) -> None:
 
 def test_a_path_with_nul_is_an_input_error() -> None:
     """Python raises ValueError for it."""
-    with pytest.raises(InputError, match="no such path can exist"):
+    with pytest.raises(InputError, match="this path cannot exist"):
         Source("m\0.pt")
 
 

@@ -250,7 +250,7 @@ def test_everything_else_is_named(name: str, tmp_path: Path) -> None:
     found = inspect(tmp_path / "m.pt")
     (module,) = found.modules
     taken = {each.path for each in module.tensors}
-    left = {each.path for each in report.left_behind if not each.why.startswith("what every module has")}
+    left = {each.path for each in report.left_behind if not each.why.startswith("attributes that torch adds")}
     assert {"epoch", "weight"} <= left
     assert not taken & left
     opened = _opened(tmp_path / "m.pt")
@@ -299,9 +299,9 @@ def test_what_stays_is_said_in_groups(tmp_path: Path) -> None:
             )
         ),
     }
-    assert {left[path].why for path in (*own, *nbytes)} == {"not in the state dict of .weight"}
+    assert {left[path].why for path in (*own, *nbytes)} == {"not part of the state dict of .weight"}
     numbers = f"{3 * len(TORCHS_OWN) - 1} attributes of 3 modules"
-    assert left[".weight"].why == f"what every module has for torch's own use (hooks, training; {numbers})"
+    assert left[".weight"].why == f"attributes that torch adds to every module (hooks, training; {numbers})"
     assert not [path for path in left.keys() - own if path.rpartition("/.")[2] in TORCHS_OWN]
 
 
@@ -503,7 +503,7 @@ def test_a_name_is_answered_with_its_path(name: str, path: str, tmp_path: Path, 
     said = command("convert", tmp_path / "m.pt", tmp_path / "no.pt", "--select", name, status=1).err
     assert shlex.split(said.partition(" --select ")[2])[0] == path
     convert(tmp_path / "m.pt", tmp_path / "out.pt", "--select", path)
-    weights = "(and --state-dict for its weights alone)"
+    weights = "(and --state-dict for only its weights)"
     assert (weights in said) == isinstance(torch.load(tmp_path / "out.pt", weights_only=False), nn.Module)
     if weights in said:
         convert(tmp_path / "m.pt", tmp_path / "weights.pt", "--select", path, "--state-dict")
@@ -521,7 +521,7 @@ def test_a_name_of_nothing_is_answered_with_the_paths(tmp_path: Path) -> None:
         select="nte",
     )
     torch.save([1], tmp_path / "n.pt")
-    refused(NoMatchError, r"stands at x; see what there is: ", tmp_path / "n.pt", tmp_path / "no.pt", select="x")
+    refused(NoMatchError, r"stands at x; to see the contents: ", tmp_path / "n.pt", tmp_path / "no.pt", select="x")
 
 
 # What gives none, or not all

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.command import Command
+from tests.support.command import Command, in_one_line
 from tests.support.reduced import Reduced
 
 
@@ -119,8 +119,8 @@ def test_in_place_with_an_output_that_is_not_there(ddp: Path, command: Command) 
     edits = ("--to", "cpu", "--rename", "a b", "$c", "--rename", "0", "x")
     said = command("convert", here, out, *edits, "-fi", "--no-undo", status=1, err="nothing was changed").err
     typed = " ".join(map(shlex.quote, edits))
-    assert f"did you mean: ckptconv convert {here} {typed} --force --in-place --no-undo; or: " in said
-    assert f"; or: ckptconv convert {here} {shlex.quote(str(out))} {typed} --force\n" in said
+    assert f"did you mean: ckptconv convert {here} {typed} --force --in-place --no-undo; or: " in in_one_line(said)
+    assert f"; or: ckptconv convert {here} {shlex.quote(str(out))} {typed} --force\n" in in_one_line(said)
     assert here.read_bytes() == before and os.listdir(here.parent) == ["ddp.pt"]
     said = command("convert", out, here, *edits, "-i", status=1, err="nothing was changed").err
     assert "ckptconv convert" not in said and here.read_bytes() == before

@@ -89,7 +89,7 @@ def test_what_stands_beside_a_set_comes_along(model: Path, tmp_path: Path) -> No
     assert [*report.files] == [(str(p), (out / p).stat().st_size) for p, _ in report.files]
     assert report.size == sum(size for _, size in report.files)
     assert has_note(report, "2 other files left: config.json, inner/vocab.txt")
-    assert "optimizer.pt: strip_prefix='module.' means nothing there" in report.notes
+    assert "optimizer.pt: strip_prefix='module.' matches nothing there" in report.notes
     assert any(note.startswith("model.safetensors.index.json: no device was changed") for note in report.notes)
     assert report.formats == ("sharded safetensors and torch zip",) * 2
 
@@ -327,7 +327,7 @@ def test_two_files_of_one_name_are_refused_before_anything_is_written(model: Pat
         torch.save({"w": torch.ones(1)}, model / "x.pt")
         torch.save({"w": torch.ones(1)}, model / "x.pth")
         (model / "optimizer.pt").unlink()
-    with pytest.raises(RefusedError, match="would both become it"):
+    with pytest.raises(RefusedError, match="would both be written to this path"):
         convert(model, tmp_path / "out", format="safetensors", dry_run=True)
 
 
@@ -411,7 +411,7 @@ def test_a_configuration_that_says_another_dtype_is_named(model: Path, tmp_path:
     something else is not what is loaded.
     """
     (model / "config.json").write_text('{"dtype": "float32"}')
-    said = "config.json says dtype float32"
+    said = "config.json has dtype float32"
     assert has_note(convert(model, tmp_path / "half", dtype="bf16", copy_others=True), said)
     assert not has_note(convert(model, tmp_path / "same"), said)
     (model / "config.json").write_text('{"dtype": "bfloat16"}')
@@ -424,7 +424,7 @@ def test_a_configuration_beside_one_file(tmp_path: Path) -> None:
     for key in ("dtype", "torch_dtype"):
         (tmp_path / "config.json").write_text(json.dumps({key: "float32"}))
         report = convert(tmp_path / "model.bin", tmp_path / "half.bin", dtype="bf16", force=True)
-        assert has_note(report, "config.json says dtype float32")
+        assert has_note(report, "config.json has dtype float32")
     assert not has_note(convert(tmp_path / "model.bin", tmp_path / "same.bin"), "config.json")
 
 

@@ -60,7 +60,7 @@ def test_a_signal_at_any_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, no_undo: bool, number: int
 ) -> None:
     """Before all is written, the old bytes come back, and neither a journal nor a temporary stays; after that it is
-    changed, and the words name `undo`, which gives the old bytes back.
+    changed, and the words name `undo`, which restores the old bytes.
     """
     make(tmp_path / "kept", kind, tensors=6)
     outcomes = []

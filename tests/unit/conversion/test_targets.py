@@ -137,12 +137,12 @@ def test_in_a_folder_the_name_follows_the_format(tmp_path: Path, src: str, forma
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("a.safetensor", "is .*a.safetensors meant.*--format pt"),
-        ("a.safetnesors", "is .*a.safetensors meant"),
-        ("a.safetensr.bak", "is .*a.safetensors.bak meant"),
-        ("a.ckp", "is .*a.ckpt meant"),
-        ("a.ptt", "is .*a.pt meant"),
-        ("a.tp", "is .*a.pt meant"),
+        ("a.safetensor", "did you mean .*a.safetensors.*--format pt"),
+        ("a.safetnesors", "did you mean .*a.safetensors"),
+        ("a.safetensr.bak", "did you mean .*a.safetensors.bak"),
+        ("a.ckp", "did you mean .*a.ckpt"),
+        ("a.ptt", "did you mean .*a.pt"),
+        ("a.tp", "did you mean .*a.pt"),
         ("a.gguf", "llama.cpp.*--format pt"),
         ("a.H5", "Keras"),
         ("a.pt.gz", "a compressor"),
@@ -304,29 +304,29 @@ def test_what_inputs_and_output_mean(
             "b.pt",
             {},
             UsageError,
-            r"need a folder to go to \(expected a folder, or a path without a suffix\)",
+            r"need a folder as the output \(expected a folder, or a path without a suffix\)",
         ),
         ("a.pt run", "a.pt", {}, UsageError, "need a folder"),
-        ("a.pt", "b.pt", {"max_shard_size": 1}, UsageError, "writes a folder"),
+        ("a.pt", "b.pt", {"max_shard_size": 1}, UsageError, "folder"),
         ("hub", "b.safetensors", {"format": "pt"}, UsageError, "the suffix says"),
-        ("run", "run/out", {}, UsageError, "within the input"),
-        ("hub", "hub/out", {}, UsageError, "within the input"),
-        ("hub a.pt", "hub", {}, UsageError, "within the input"),
-        ("dcp", "dcp", {}, UsageError, "among the parts of the input"),
-        ("dcp", "dcp/.metadata", {}, UsageError, "among the parts of the input"),
-        ("dcp", "dcp/__0_0.distcp", {"format": "pt"}, UsageError, "among the parts of the input"),
-        ("dcp", "dcp/__7_0.distcp", {"format": "pt"}, UsageError, "within the input"),
-        ("hub", "hub/model-00001-of-00002.safetensors", {}, UsageError, "among the parts of the input"),
-        ("dcp", "dcp", {"max_shard_size": 1}, UsageError, "among the parts of the input"),
+        ("run", "run/out", {}, UsageError, "inside the input"),
+        ("hub", "hub/out", {}, UsageError, "inside the input"),
+        ("hub a.pt", "hub", {}, UsageError, "inside the input"),
+        ("dcp", "dcp", {}, UsageError, "among the files of the input"),
+        ("dcp", "dcp/.metadata", {}, UsageError, "among the files of the input"),
+        ("dcp", "dcp/__0_0.distcp", {"format": "pt"}, UsageError, "among the files of the input"),
+        ("dcp", "dcp/__7_0.distcp", {"format": "pt"}, UsageError, "inside the input"),
+        ("hub", "hub/model-00001-of-00002.safetensors", {}, UsageError, "among the files of the input"),
+        ("dcp", "dcp", {"max_shard_size": 1}, UsageError, "among the files of the input"),
         ("parts", "parts", {}, UsageError, r"ckptconv convert parts parts\.pt"),
-        ("a.pt", "b.pt", {"copy_others": True}, UsageError, "the input is none"),
-        ("a.pt run/x.pt", "new", {"copy_others": True}, UsageError, "the input is none"),
-        ("hub", "b.pt", {"copy_others": True}, UsageError, "--copy-others writes a folder"),
-        (f"hub/{SHARDS[2]}", "b.pt", {"copy_others": True}, UsageError, "--copy-others writes a folder"),
+        ("a.pt", "b.pt", {"copy_others": True}, UsageError, "needs a folder as the input"),
+        ("a.pt run/x.pt", "new", {"copy_others": True}, UsageError, "needs a folder as the input"),
+        ("hub", "b.pt", {"copy_others": True}, UsageError, "--copy-others needs a folder"),
+        (f"hub/{SHARDS[2]}", "b.pt", {"copy_others": True}, UsageError, "--copy-others needs a folder"),
         ("run", "b.pt", {}, InputError, "the checkpoint"),
-        ("empty", "new", {}, InputError, "no checkpoint is in it"),
-        ("empty", "new", {"copy_others": True}, InputError, "no checkpoint is in it"),
-        ("a.pt ./a.pt", "new", {}, RefusedError, "a.pt and a.pt would both become it"),
+        ("empty", "new", {}, InputError, "it contains no checkpoint"),
+        ("empty", "new", {"copy_others": True}, InputError, "it contains no checkpoint"),
+        ("a.pt ./a.pt", "new", {}, RefusedError, "a.pt and a.pt would both be written to this path"),
     ],
 )
 def test_what_makes_no_sense(
@@ -343,15 +343,15 @@ def test_two_outputs_of_one_place(tree: Path) -> None:
     Both inputs are shown.
     """
     (tree / "run" / "x.bin").touch()
-    with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both become it") as caught:
+    with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both be written to this path") as caught:
         list_requests(["run"], "new", output=OutputOptions(format="safetensors"))
     assert str(caught.value).startswith("new/x.safetensors: ")
     (tree / "run" / "x").mkdir()
     (tree / "run" / "x" / "y.pth").touch()
-    with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both become it"):
+    with pytest.raises(RefusedError, match=r"run/x\.bin and run/x\.pt would both be written to this path"):
         list_requests(["run"], "new", output=OutputOptions(max_shard_size=1))
     (tree / "run" / "x.bin").unlink()
-    with pytest.raises(RefusedError, match=r"run/x/y\.pth would go into the folder that run/x\.pt becomes"):
+    with pytest.raises(RefusedError, match=r"run/x/y\.pth would be written into the output folder of run/x\.pt"):
         list_requests(["run"], "new", output=OutputOptions(max_shard_size=1))
 
 
@@ -371,14 +371,14 @@ def test_what_a_merged_file_leaves_is_named(tree: Path) -> None:
         listing, notes = list_requests([src], "b.pt"), find_request(src, "b.pt").notes
         assert not listing.is_batch
         assert [str(path) for path in listing.other] == names
-    assert notes == ("1 other file left: meta.pt; to a folder, --copy-others takes it along",)
+    assert notes == ("1 other file left: meta.pt; to a folder, --copy-others copies it",)
     assert find_request(f"hub/{SHARDS[2]}", "b.pt").notes == find_request("hub", "b").notes == ()
 
 
 def test_shards_by_themselves_get_no_index(tree: Path) -> None:
     """As a shell's pattern gives them; where the set comes as its folder or index, there is nothing to say."""
     listing = list_requests([f"hub/{name}" for name in SHARDS[:2]], "new")
-    assert listing.notes == ("2 shards by themselves get no index: ckptconv convert hub OUT_FOLDER converts the set",)
+    assert listing.notes == ("2 shards without an index; to convert the set: ckptconv convert hub OUT_FOLDER",)
     assert list_requests(["hub", "a.pt"], "new").notes == list_requests(["a.pt", f"hub/{SHARDS[2]}"], "new").notes == ()
 
 
@@ -398,7 +398,7 @@ def test_dcp_folders_in_place(tree: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """In a tree their file stands beside them; from within one, the hint still leads out of it."""
     assert listed("all", "all")[0] == "all/dcp dcp all/dcp.pt"
     monkeypatch.chdir(tree / "dcp")
-    with pytest.raises(UsageError, match="among the parts") as caught:
+    with pytest.raises(UsageError, match="among the files") as caught:
         list_requests(["."], ".")
     assert caught.value.hint == f"ckptconv convert {tree / 'dcp'} {tree / 'dcp.pt'}"
 
@@ -406,13 +406,13 @@ def test_dcp_folders_in_place(tree: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_item_is_what_the_function_converts(tree: Path) -> None:
     """``convert`` takes what is one; a folder with several is refused towards the function that takes them."""
     assert find_request("a.pt", "there").dst == Path("there/a.pt")
-    with pytest.raises(UsageError, match="2 checkpoints are in it") as caught:
+    with pytest.raises(UsageError, match="2 checkpoints in the folder") as caught:
         find_request("run", "new")
-    assert caught.value.hint == "ckptconv convert run new converts all of them"
+    assert caught.value.hint == "to convert all of them: ckptconv convert run new"
     call = "ckptconv.convert_many(ckptconv.jobs_in('run', 'new'))"
     assert isinstance(caught.value.hint, Message)
     with python_words():
-        assert Message(*caught.value.hint.parts) == f"{call} converts all of them"
+        assert Message(*caught.value.hint.parts) == f"to convert all of them: {call}"
 
 
 def test_dots_have_names(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +430,7 @@ def test_dots_have_names(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_link_within_the_input_is_within_it(tree: Path) -> None:
     """Wherever links lead, nothing is written into the tree that is read."""
     os.symlink("run", tree / "link")
-    with pytest.raises(UsageError, match="within the input"):
+    with pytest.raises(UsageError, match="inside the input"):
         list_requests(["run"], "link/out")
 
 
@@ -463,7 +463,7 @@ def test_in_place_by_name_a_link_stays(linked: tuple[Path, Path], is_batch: bool
     real, link = linked
     paths = (link.parent, link.parent) if is_batch else (link, link)
     said = command("convert", *paths, "--to", "cpu", "--force", "-v").err
-    assert f"{link} is a link, which stays: {real} is what is converted" in said
+    assert f"{link} is a link: {real} is converted, and the link is kept" in said
     assert link.is_symlink() and devices_in(real) == devices_in(link) == ["cpu"]
     assert os.listdir(real.parent) == ["a.pt"] and os.listdir(link.parent) == ["link.pt"]
 
@@ -471,7 +471,7 @@ def test_in_place_by_name_a_link_stays(linked: tuple[Path, Path], is_batch: bool
 def test_any_other_link_at_the_target_is_replaced(linked: tuple[Path, Path]) -> None:
     """By another name it is no change in place, and without leave none is made."""
     real, link = linked
-    refused(RefusedError, "the output is the input", link, link, map_location="cpu")
+    refused(RefusedError, "the output is the same file as the input", link, link, map_location="cpu")
     report = ckptconv.convert(real, link, map_location="cpu", force=True)
     assert not link.is_symlink() and report.notes == ()
     assert (devices_in(real), devices_in(link)) == (["cuda:1"], ["cpu"])
@@ -486,5 +486,5 @@ def test_in_the_cache_of_the_hub_the_link_is_replaced(linked: tuple[Path, Path],
     real.rename(blob)
     os.symlink("../../blobs/0123456789abcdef", snapshot)
     report = ckptconv.convert(snapshot, snapshot, map_location="cpu", force=True)
-    assert "0123456789ab stays as it was" in report.notes[0]
+    assert "0123456789ab is unchanged" in report.notes[0]
     assert not snapshot.is_symlink() and (devices_in(blob), devices_in(snapshot)) == (["cuda:1"], ["cpu"])

@@ -347,7 +347,7 @@ def test_two_names_that_become_one(tmp_path: Path, obj: object, edits: Any) -> N
         ([W], {"strip_prefix": "module"}, "no state dict"),
         ({f"m{i}.w": W for i in range(7)}, {"strip_prefix": "module"}, "..."),
         ({"w": W}, {"rename": [("conv", "x")]}, "no name matches 'conv'"),
-        ({"module.w": W}, {"select": "model"}, "the checkpoint is a state dict itself; see what there is: "),
+        ({"module.w": W}, {"select": "model"}, "the checkpoint is itself a state dict; to see the contents: "),
         ({"w": W}, {"strip_prefix": ""}, "rename="),
         ({"w": W}, {"strip_prefix": "."}, "rename="),
         ({"w": W}, {"add_prefix": "a..b"}, "rename="),
@@ -366,9 +366,9 @@ def test_two_names_that_become_one(tmp_path: Path, obj: object, edits: Any) -> N
         (
             {"m": {"a.w": W}, "n": {"b": W}},
             {"select": "a.w"},
-            "stands at a.w (expected a path such as m (8 bytes), n (8 bytes))",
+            "nothing at a.w (expected a path such as m (8 bytes), n (8 bytes))",
         ),
-        ({"m": {"a.w": W}}, {"select": ""}, "nothing stands at ''"),
+        ({"m": {"a.w": W}}, {"select": ""}, "there is nothing at ''"),
     ],
 )
 def test_what_matches_nothing_is_a_typo(tmp_path: Path, obj: object, edits: Any, said: str) -> None:

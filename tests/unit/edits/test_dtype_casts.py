@@ -149,7 +149,7 @@ def choose(found: list[Found], rules: Sequence[str]) -> dict[tuple[Any, ...], tu
                 if means == 3 or not (each.in_optimizer and each.path.endswith("/step")):
                     offers.setdefault(identity(each.tensor), []).append((means, glob, dtype))
         if not useful:
-            raise Contradiction(f"{rule} means nothing")
+            raise Contradiction(f"{rule} matches nothing")
     chosen = {}
     for tie, offered in offers.items():
         rank = max(means for means, _, _ in offered)
@@ -832,7 +832,7 @@ CASTS: dict[str, Case] = {
         {"w": torch.ones(1)},
         "fp32",
         ["float32"],
-        notes=("all that was to be cast has its dtype already, so dtype changed nothing",),
+        notes=("all selected tensors have this dtype already, so dtype changed nothing",),
     ),
     "there is nothing to cast": Case(
         {"n": torch.arange(3)},
@@ -1030,10 +1030,10 @@ LINES = """\
   not cast      complex: model/phases
   overflow      2 numbers too large for the new dtype:
                 model/layers.0.attention.weight, queue[0] (2)
-  separated     they shared a storage and go different ways:
+  separated     they shared a storage and were cast differently:
                 model/layers.0.attention.weight, queue[0] (float16) |
                 model/layers.0.attention.bias (bfloat16)
-  compacted     2.72 kB that no tensor shows left out of 1 storage
+  compacted     2.72 kB that no tensor uses removed from 1 storage
   note          queue[0] goes too: it is one tensor with what dtype names"""
 
 

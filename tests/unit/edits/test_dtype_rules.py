@@ -13,7 +13,7 @@ from safetensors.torch import _TYPES  # type: ignore[attr-defined]
 
 from ckptconv.edits.dtype_rules import FLOATS, INTEGERS, DTypeRule, to_dtypes
 from ckptconv.errors import UsageError
-from tests.support.command import Command
+from tests.support.command import Command, in_one_line
 
 TARGETS = sorted(FLOATS - {"float8_e8m0fnu"})
 
@@ -36,7 +36,7 @@ def test_every_name_that_torch_has(name: str) -> None:
         if known in TARGETS:
             assert dtype_of(said) == known
         else:
-            with pytest.raises(UsageError, match="no dtype"):
+            with pytest.raises(UsageError, match="not a dtype"):
                 to_dtypes(said)
     if known in INTEGERS:
         assert to_dtypes({"steps": dtype}) == (DTypeRule("steps", known),)
@@ -98,7 +98,7 @@ def test_what_people_write(said: str, known: str) -> None:
 def test_other_words_are_refused(word: str) -> None:
     """Also what could be two, and what weights cannot be."""
     for said in (word, f"*={word}", f"a.b={word}"):
-        with pytest.raises(UsageError, match="is no dtype to convert to"):
+        with pytest.raises(UsageError, match="is not a dtype to convert to"):
             to_dtypes(said)
 
 
@@ -140,9 +140,9 @@ def test_rules_are_said_in_torchs_words() -> None:
         (["*.a=bf16", "*.a=fp16"], "two dtypes for \\*.a"),
         ("=bf16", "has no glob"),
         ({"": "bf16"}, "has no glob"),
-        ("int8", "no dtype for weights"),
-        ("*.a=int8", "no dtype for weights"),
-        ("a?=torch.int64", "no dtype for weights"),
+        ("int8", "not a dtype for weights"),
+        ("*.a=int8", "not a dtype for weights"),
+        ("a?=torch.int64", "not a dtype for weights"),
     ],
 )
 def test_what_contradicts_itself(said: Any, error: str) -> None:
@@ -167,7 +167,7 @@ def test_the_command_line_says_so(tmp_path: Path, command: Command) -> None:
         (
             ["--dtype", "b16"],
             (
-                "ckptconv: 'b16' is no dtype to convert to (expected a dtype like fp32, fp16, bf16, float8_e4m3fn,"
+                "ckptconv: 'b16' is not a dtype to convert to (expected a dtype like fp32, fp16, bf16, float8_e4m3fn,"
                 " float8_e5m2); did you mean: --dtype bf16"
             ),
         ),
@@ -181,10 +181,10 @@ def test_the_command_line_says_so(tmp_path: Path, command: Command) -> None:
         (
             ["--dtype", "int8"],
             (
-                "ckptconv: int8 is no dtype for weights: rounded to integers they need scales, which no cast can find"
-                " (expected the whole path of a tensor of integers: 'PATH=int8')"
+                "ckptconv: int8 is not a dtype for weights: rounded to integers they need scales, which a cast cannot"
+                " compute (expected the whole path of a tensor of integers: 'PATH=int8')"
             ),
         ),
         (["--dtype", "bf16", "--dtype", "fp16"], "ckptconv: two dtypes for all weights (got bfloat16 and float16)"),
     ):
-        assert command(*words, *flags, status=2).err == line + "\n"
+        assert in_one_line(command(*words, *flags, status=2).err) == line + "\n"

@@ -106,7 +106,7 @@ def test_a_word_that_is_no_device(nothing: Path, typed: str, meant: str, command
         map_location={typed: "cpu"},
     )
     if typed not in ("all", "cuda:300"):
-        command("convert", nothing, nothing.with_name("out.pt"), "--to", typed, status=2, err=f"is {meant} meant?")
+        command("convert", nothing, nothing.with_name("out.pt"), "--to", typed, status=2, err=f"did you mean {meant}?")
 
 
 def test_a_tag_that_the_file_has_is_a_device(nothing: Path, command: Command) -> None:

@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a parameter without state": (
         {"model": {"a": W, "b": torch.ones(4)}, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}},
         "a",
-        "0 can be a, b, and no shape decides",
+        "0 can be a, b and have the same shape",
     ),
     "a group that is none": (
         {"model": MODEL, "optimizer": {"state": {}, "param_groups": [{"params": "q"}]}},
@@ -180,17 +180,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "names of another model": (
         {"model": MODEL, "optimizer": _state(SHAPES, ["x.q", "x.k", "x.out"])},
         "q",
-        "no state dict has its parameters",
+        "no state dict contains its parameters",
     ),
     "shapes of another model": (
         {"model": MODEL, "optimizer": _state([(9, 9)])},
         "q",
-        "no state dict has its parameters",
+        "no state dict contains its parameters",
     ),
     "more parameters than weights": (
         {"model": MODEL, "optimizer": {"state": {}, "param_groups": [{"params": [0, 1, 2, 3]}]}},
         "q",
-        "no state dict has its parameters",
+        "no state dict contains its parameters",
     ),
     "names with other shapes": (
         {"model": MODEL, "optimizer": _state([(3, 3), (2, 3), (3, 2)], param_names=["q", "k", "out"])},
@@ -323,7 +323,7 @@ def test_names_are_those_of_torch_and_numbers_come_back(tmp_path: Path, kind: st
 
     change = report.changes.optimizers["optimizer"]
     assert (change.keyed_by, change.names_from) == ("names", "order")
-    assert "in the order of the model, for which you vouch" in str(report)
+    assert "in the order of model.parameters(), as you confirmed" in str(report)
     made = torch.load(named)
     if kind != "Adafactor":  # whose lists of None torch cannot flatten
         assert_same(made["optimizer"], get_optimizer_state_dict(net, optimizer))
@@ -353,7 +353,7 @@ def test_names_of_its_own_and_a_state_without_weights(tmp_path: Path) -> None:
     assert_same(torch.load(dst)["optimizer"], expected)
     assert report.changes.optimizers["optimizer"].names_from == "itself"
     again = ckptconv.convert(dst, tmp_path / "c.pt", optimizer="numbers")
-    assert again.notes == ("no optimizer is keyed otherwise, so optimizer='numbers' changed nothing",)
+    assert again.notes == ("every optimizer is keyed like this already, so optimizer='numbers' changed nothing",)
     assert not again.changed
     ckptconv.convert(dst, src, optimizer="names", force=True)
     expected = _state(SHAPES, ["q", "k", "out"])
@@ -401,7 +401,7 @@ OUT_OF_ORDER: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "a buffer of the same shape": (
         {"w": W, "mask": V, "out": MODEL["out"]},
         _state(SHAPES[1:]),
-        "0 can be mask, w, and no shape decides",
+        "0 can be mask, w and have the same shape",
     ),
     "another order": (MODEL, _state([(3, 2), (2, 3), (2, 3)]), "the order of model does not fit the shapes"),
     "groups that could be exchanged": (
@@ -409,7 +409,7 @@ OUT_OF_ORDER: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
         {"state": _state(SHAPES[:2])["state"], "param_groups": [{"params": [0]}, {"params": [1]}]},
         "0 can be a, b",
     ),
-    "a parameter of another model": ({"a": W}, _state(SHAPES[:2]), "no state dict has its parameters"),
+    "a parameter of another model": ({"a": W}, _state(SHAPES[:2]), "no state dict contains its parameters"),
 }
 
 
@@ -434,7 +434,9 @@ def test_two_of_one_size_are_never_guessed(tmp_path: Path) -> None:
         for number, name in enumerate(order):
             state["state"][number]["exp_avg"] = MODEL[name] * 2
         torch.save({"model": MODEL, "optimizer": state}, src)
-        with pytest.raises(RefusedError, match=r"0, 1 can be q, k, and no shape decides\); optimizer_order='model' if"):
+        with pytest.raises(
+            RefusedError, match=r"0, 1 can be q, k and have the same shape\); optimizer_order='model' if"
+        ):
             ckptconv.convert(src, dst, optimizer="names")
         state["param_groups"][0]["param_names"] = order
         torch.save({"model": MODEL, "optimizer": state}, src)
@@ -463,7 +465,7 @@ def test_an_optimizer_in_a_file_of_its_own(tmp_path: Path, suffix: str) -> None:
     else:
         with pytest.raises(RefusedError, match="are sorted, as safetensors does"):
             ckptconv.convert(src, dst, optimizer="names", model=model, optimizer_order="model", force=True)
-    with pytest.raises(RefusedError, match=r"there is no state dict\); name the file with the weights: model=FILE"):
+    with pytest.raises(RefusedError, match=r"there is no state dict\); use the file with the weights: model=FILE"):
         ckptconv.convert(src, dst, optimizer="names", force=True)
 
 
@@ -567,8 +569,8 @@ def _grouped(*groups: tuple[float, list[str]]) -> dict[str, Any]:
     [
         (_grouped((0.1, ["q"]), (0.2, ["k", "out"])), _grouped((0.3, ["q", "k", "out"])), "with different options"),
         (_grouped((0.1, ["k", "out"])), _grouped((0.1, ["k", "out"]), (0.2, ["q"])), "none of q is in a group"),
-        (_state(SHAPES), _grouped((0.1, ["q", "k", "out"])), "0, 1 can be q, k, and no shape decides"),
-        (_grouped((0.1, ["q", "k", "out"])), _state(SHAPES), "0, 1 can be q, k, and no shape decides"),
+        (_state(SHAPES), _grouped((0.1, ["q", "k", "out"])), "0, 1 can be q, k and have the same shape"),
+        (_grouped((0.1, ["q", "k", "out"])), _state(SHAPES), "0, 1 can be q, k and have the same shape"),
     ],
 )
 def test_groups_that_nothing_tells(tmp_path: Path, ours: Any, theirs: Any, why: str) -> None:
@@ -599,7 +601,11 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = {f"w{i}": torch.ones(1) for i in range(20)}
     group = {"params": [*range(10)]}
     torch.save({"model": model, "optimizer": {"state": {}, "param_groups": [group]}}, src)
-    for steps, what in ((150, "no shape decides"), (100, "too many parameters have no state"), (50, "too many optim")):
+    for steps, what in (
+        (150, "have the same shape"),
+        (100, "too many parameters have no state"),
+        (50, "too many optim"),
+    ):
         limits = dataclasses.replace(LIMITS, optimizer_steps=steps)
         for module in (reading, editing):
             monkeypatch.setattr(module, "LIMITS", limits)

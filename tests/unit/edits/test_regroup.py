@@ -349,7 +349,7 @@ def test_a_split_in_place(tmp_path: Path, name: str) -> None:
     assert report.nbytes < 4000
     ckptconv.undo(path)
     assert path.read_bytes() == old
-    with pytest.raises(UsageError, match="moves tensor bytes"):
+    with pytest.raises(UsageError, match="rewrites tensor data"):
         ckptconv.convert(path, regroup="qkv.weight @1 = q:1, k:1", in_place=True)
     assert path.read_bytes() == old
 
@@ -521,7 +521,7 @@ def test_files_that_are_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     rules, sizes = tmp_path / "my.rules", tmp_path / "my.json"
     with pytest.raises(CkptconvError, match="No such file"):
         regrouped(tmp_path, state, rules=str(rules))
-    with pytest.raises(UsageError, match="no rules are called xxx"):
+    with pytest.raises(UsageError, match="there are no rules called xxx"):
         regrouped(tmp_path, state, rules="x" * 5_000)
     rules.write_text("w = a:1, b:1\n\nw = a =\n")
     with pytest.raises(UsageError, match=r"my\.rules, line 3: w = a =: a rule has one ="):

@@ -21,7 +21,10 @@ def test_devices_that_are_data_stay_and_are_named(tmp_path: Path) -> None:
     obj = {"w": torch.ones(1), "device": torch.device("cuda"), "run": {"on": "cuda:1", "name": "cuda", "and": "cpu"}}
     torch.save(obj, tmp_path / "x.pt")
     report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "y.pt", map_location={"gpu": "cpu"})
-    assert report.notes[-1] == "devices that are data, and stay: device = cuda, run/on = cuda:1, run/name = cuda"
+    assert (
+        report.notes[-1]
+        == "devices in user data, which are not changed: device = cuda, run/on = cuda:1, run/name = cuda"
+    )
     assert torch.load(tmp_path / "y.pt")["device"] == torch.device("cuda")
     report = ckptconv.convert(tmp_path / "x.pt", tmp_path / "z.pt", map_location={"mps": "cpu"})
     assert not any("are data" in note for note in report.notes)
@@ -57,10 +60,10 @@ def test_a_backend_of_ones_own(suffix: str, tmp_path: Path) -> None:
     """
     torch.save({"w": torch.ones(1), "v": torch.ones(1)}, tmp_path / "x.pt")
     for wish in ("foo:0", {"cpu": "foo:0"}):
-        with pytest.raises(ckptconv.UsageError, match="'foo:0' is no device, and no tensor has such a tag"):
+        with pytest.raises(ckptconv.UsageError, match="'foo:0' is not a device, and no tensor has such a tag"):
             ckptconv.convert(tmp_path / "x.pt", tmp_path / f"y{suffix}", map_location=wish)
     for wish in ("cdua:0", {"any": "cdua:0"}, "foo", "foo:200"):
-        with pytest.raises(ckptconv.UsageError, match="is no device"):
+        with pytest.raises(ckptconv.UsageError, match="is not a device"):
             ckptconv.convert(tmp_path / "x.pt", tmp_path / f"y{suffix}", map_location=wish)
     ckptconv.convert(tmp_path / "x.pt", tmp_path / "foo.pt", map_location={"any": "foo:0"})
     ckptconv.convert(tmp_path / "foo.pt", tmp_path / f"y{suffix}", map_location="foo:1")

@@ -89,11 +89,11 @@ def test_what_is_dropped_is_gone_and_nothing_else(tmp_path: Path, paths: list[st
 @pytest.mark.parametrize(
     ("path", "error", "words"),
     [
-        ("optimzer", NoMatchError, "nothing stands at optimzer; is optimizer meant"),
-        ("*/nothing", NoMatchError, "nothing stands at"),
+        ("optimzer", NoMatchError, "there is nothing at optimzer; did you mean optimizer"),
+        ("*/nothing", NoMatchError, "there is nothing at"),
         ("pair[0]", RefusedError, "only items, attributes and elements of lists.*drop='pair'"),
         (".", RefusedError, "only items, attributes"),
-        ("args/(call)", NoMatchError, "nothing stands"),
+        ("args/(call)", NoMatchError, "there is nothing"),
     ],
 )
 def test_what_stays(tmp_path: Path, path: str, error: type[ckptconv.CkptconvError], words: str) -> None:
@@ -147,7 +147,7 @@ def test_what_is_left_behind_already_is_no_typo(tmp_path: Path, options: Any) ->
     field = "exclude" if "exclude" in options else "drop"
     refused(NoMatchError, None, tmp_path / "a.pt", tmp_path / "c.pt", **{**options, field: "optimizr/*"})
     error = refused(NoMatchError, None, tmp_path / "a.pt", tmp_path / "c.pt", state_dict=True, drop="optimizr")
-    assert error.hint == "is optimizer meant?"
+    assert error.hint == "did you mean optimizer?"
 
 
 @pytest.mark.parametrize(

@@ -167,9 +167,7 @@ def test_for_safetensors_it_is_a_note(tmp_path: Path) -> None:
     """That format holds elements, and no storages."""
     found, report = round_trip(tmp_path, {"a": torch.arange(50.0)[:2]}, "dst.safetensors", compact=True)
     assert report.changes.compacted == (0, 0)
-    assert report.notes == (
-        "compact=True has nothing to do for safetensors, which holds what tensors show and no more",
-    )
+    assert report.notes == ("compact=True has no effect on safetensors, which stores only bytes that tensors use",)
     assert found["a"].tolist() == [0, 1]
 
 

@@ -69,7 +69,7 @@ def test_real_wrappers_come_off(wrapper: str, tmp_path: Path) -> None:
     found, report = unwrapped_from(tmp_path, WRAPPERS[wrapper](model).state_dict())
     assert_same(wanted, found)
     net().load_state_dict(found, strict=True)
-    assert any("no wrapper" in note for note in report.notes) == (wrapper == "nothing")
+    assert any("no name contains a wrapper" in note for note in report.notes) == (wrapper == "nothing")
     again = ckptconv.convert(tmp_path / "dst.pt", tmp_path / "again.pt", unwrap=True)
     assert not again.changes.names
 
@@ -111,7 +111,7 @@ def test_sharded_models(front: str, tmp_path: Path) -> None:
 
 
 def test_module_comes_off_once_and_only_where_all_have_it() -> None:
-    """The second one, an inner one, and one that not all names have may be the model's own."""
+    """The second one, an inner one, and one that not all names have may be a name of the model."""
     assert list(unwrapped(["module.module.w", "module.b"]).values()) == ["module.w", "b"]
     assert list(unwrapped(["hidden.0.module.w", "module.b"]).values()) == ["hidden.0.module.w", "module.b"]
     assert list(unwrapped(["module.a", "n_averaged"]).values()) == ["module.a", "n_averaged"]
@@ -196,7 +196,7 @@ def test_activation_checkpointing_hides_its_names_in_a_state_dict(tmp_path: Path
     assert state._metadata["1.1.norm"] == {"version": 1} != wanted._metadata["1.1.norm"]
     found, report = unwrapped_from(tmp_path, state)
     assert_same(found, wanted)
-    assert report.notes == ("no wrapper is in the names, so unwrap=True changed _metadata alone",)
+    assert report.notes == ("no name contains a wrapper's prefix, so unwrap=True changed only _metadata",)
 
 
 _SEGMENTS = st.sampled_from(["module", "_orig_mod", "_fsdp_wrapped_module", "a", "0", "w"])

@@ -651,7 +651,9 @@ def test_the_only_one_is_meant(path: str, src: Path, safe: Path) -> None:
     torch.save({**PLACES[path], "optimizer": optimizer}, src)
     report = ckptconv.convert(src, safe)
     assert_equal(load_file(safe), WEIGHTS)
-    assert ("optimizer", 12, f"not in {path}") in {(left.path, left.nbytes, left.why) for left in report.left_behind}
+    assert ("optimizer", 12, f"outside of {path}") in {
+        (left.path, left.nbytes, left.why) for left in report.left_behind
+    }
 
 
 @pytest.mark.parametrize("names", [("student", "teacher"), ("model", "state_dict"), ("it's [odd]", "b")])
@@ -672,7 +674,7 @@ def test_several_are_listed_and_the_hint_selects(names: tuple[str, str], src: Pa
 def test_a_selection_that_means_nothing(src: Path, safe: Path) -> None:
     """The state dicts are listed; what is none is refused."""
     torch.save({"model": WEIGHTS, "epoch": 3, "list": [torch.ones(1)]}, src)
-    refused(NoMatchError, r"nothing stands at modle .*model \(32 bytes\)", src, safe, select="modle")
+    refused(NoMatchError, r"there is nothing at modle .*model \(32 bytes\)", src, safe, select="modle")
     for path in ("list", "model/layer.bias"):
         refused(RefusedError, "no state dict", src, safe, select=path)
 
@@ -712,7 +714,7 @@ def test_what_is_left_behind(src: Path, safe: Path, capsys: pytest.CaptureFixtur
     for listed in (in_report, in_json):
         assert {left["path"]: left["nbytes"] for left in listed} == {**LEFT, "model/none": 0, "model/._metadata": 0}
         whys = {left["why"] for left in listed}
-        assert whys == {"not in model", "no tensor with a name", "the modules' versions"}
+        assert whys == {"outside of model", "no tensor with a name", "module version numbers"}
     state = shared_training()["model"]
     assert_equal(load_file(safe), {name: state[name] for name in ("layer.weight", "view", "bias")})
     assert metadata_of(safe) == {"format": "pt", "tied": "layer.weight"}
@@ -966,8 +968,8 @@ def test_ties_and_devices_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
     st, back = str(tmp_path / "a.safetensors"), str(tmp_path / "b.pt")
     assert main(["convert", str(tmp_path / "a.pt"), st]) == 0
     said = capsys.readouterr().err
-    assert "1 name in the metadata alone: module.head → module.w" in said
-    assert "--strip-prefix module. takes it off" in said
+    assert "1 name stored only in the metadata: module.head → module.w" in said
+    assert "--strip-prefix module. removes it" in said
     assert "stores no device (cuda:1 here)" in said
     assert main(["convert", str(tmp_path / "a.pt"), st, "-f", "--to", "cuda:0", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

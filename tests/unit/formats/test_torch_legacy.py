@@ -567,7 +567,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         "truncated",
     ),
     "-1 elements": (legacy_file([storage_id(torch.FloatStorage, "0", "cpu", -1)], {"0": (-1, b"")}), "wrong types"),
-    "a byte behind the end": (WHOLE + b"\0", "behind the last storage"),
+    "a byte behind the end": (WHOLE + b"\0", "after the last storage"),
     "a checkpoint behind the end": (WHOLE + WHOLE, "several checkpoints"),
     # torch unpickles the small pickles around the object as well: a call there is not dropped in silence
     "a call in the system's information": (

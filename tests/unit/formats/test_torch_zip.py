@@ -298,7 +298,7 @@ def test_that_little_endian_is_assumed_is_said(tmp_path: Path, options: Any) -> 
     for said in (b"little", None):
         rezip(tmp_path / "in.pt", tmp_path / "in.pt", {"byteorder": said})
         report = ckptconv.convert(tmp_path / "in.pt", tmp_path / "out", force=True, **options)
-        noted = any("does not say its byte order" in note for note in report.notes)
+        noted = any("does not record its byte order" in note for note in report.notes)
         assert noted == (said is None and bool(options))
 
 
@@ -453,7 +453,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     **{
         f"{tail!r} behind the pickle, {how}": (
             torch_zip_of(pickle_of() + tail, method=method),
-            "behind the end of the pickle",
+            "after the end of the pickle",
         )
         for how, method in METHODS.items()
         for tail in (b"x", pickle_of())

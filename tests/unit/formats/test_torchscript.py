@@ -256,9 +256,9 @@ def test_the_archive_itself_is_not_changed(
     path = save(nn.Linear(2, 2))
     assert main(["convert", str(path), str(dst), *flags]) == 1
     said = capsys.readouterr().err
-    assert "a TorchScript archive is a program, with devices in its code" in said
+    assert "a TorchScript archive is a program, and the devices in its code" in said
     assert f'torch.jit.load("{path}", map_location="cpu")' in said
-    assert "--state-dict takes its weights alone" in said
+    assert "--state-dict extracts its weights" in said
     assert [each.name for each in dst.parent.iterdir()] == ["m.pt"]
 
 

@@ -374,19 +374,19 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         "reaches into",
     ),
     "a gap before the first member": (behind_a_header(), "gap"),
-    "a gap between members": (with_a_member_that_is_not_listed(), "belong to nothing"),
+    "a gap between members": (with_a_member_that_is_not_listed(), "belong to no member"),
     "a gap before the directory": (
         in_end(inserted(THREE, number(THREE, end_of(THREE) + 16, "<I"), b"junk"), 16, "<I", 4),
-        "belong to nothing",
+        "belong to no member",
     ),
     "a member beyond the end": (
         patched(THREE, central_entry(THREE, "m/data/1") + 42, "<I", len(THREE) + 1000),
-        "belong to nothing",
+        "belong to no member",
     ),
     "a size beyond the end": (in_headers(THREE, "m/data/1", {"stored size": 1 << 31, "size": 1 << 31}), "reaches into"),
     "nothing before the end": (zip_of({}), "empty"),
     # the end
-    "one member less": (with_count(THREE, 2), "bytes behind its entries"),
+    "one member less": (with_count(THREE, 2), "bytes after its entries"),
     "one member more": (with_count(THREE, 4), "too small"),
     "a shorter directory": (in_end(THREE, 12, "<I", -1), "does not reach to its end"),
     "a longer directory": (in_end(THREE, 12, "<I", 1), "does not reach to its end"),
@@ -405,7 +405,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     },
     "bytes behind the entries of the directory": (
         in_end(inserted(THREE, end_of(THREE), b"junk"), 12, "<I", 4),
-        "bytes behind its entries",
+        "bytes after its entries",
     ),
     # its own size, disks, counts, size and offset: each differs from what the other end or the directory says
     **{
@@ -448,9 +448,9 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     # torch takes the last end without asking whether its comment fits; a strict reader would take the first
     "an end in the comment": (
         patched(THREE, end_of(THREE) + 20, "<H", 22) + THREE[end_of(THREE) : -2] + b"\x09\x00",
-        "not the end of the file",
+        "does not end where the zip archive ends",
     ),
-    "bytes behind the end": (THREE + b"\0", "not the end of the file"),
+    "bytes after the end": (THREE + b"\0", "does not end where the zip archive ends"),
 }
 
 

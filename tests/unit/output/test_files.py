@@ -101,7 +101,7 @@ def failure(
 
 
 def assert_alone(target: Path, data: bytes | None) -> None:
-    """`target` is `data`, or (None) not there, and its folder holds nothing else."""
+    """`target` is `data`, or (None) not there, and its folder contains only tensors."""
     assert os.listdir(target.parent) == [target.name] * (data is not None)
     assert data is None or target.read_bytes() == data
 
@@ -128,7 +128,9 @@ def test_existing_target_stays(source: Source, target: Path) -> None:
 def test_target_that_appears_meanwhile_stays(source: Source, target: Path) -> None:
     """A file that somebody else puts at the target while we write wins over us."""
     target.unlink()
-    failure(TargetExistsError, "by now", source, target, replace=False, progress=lambda _: target.write_bytes(OLD))
+    failure(
+        TargetExistsError, "another process", source, target, replace=False, progress=lambda _: target.write_bytes(OLD)
+    )
     assert_alone(target, OLD)
 
 
@@ -388,7 +390,7 @@ def test_a_failing_call_costs_nothing(
         monkeypatch.setattr(os, call, failing(code), raising=False)
     error = failure(OutputError, None, source, target, monkeypatch, replace=call != "link")
     if (call, code) == ("fallocate", errno.ENOSPC):
-        assert "too little free space" in str(error)
+        assert "not enough free space" in str(error)
     else:
         assert error.got == errno.errorcode[code]
         assert os.strerror(code) in str(error)
@@ -405,7 +407,7 @@ def test_a_folder_that_cannot_be_synced(
         return stat.S_ISDIR(os.stat(file).st_mode) if isinstance(file, int) or file.exists() else False
 
     monkeypatch.setattr(os, call, failing(errno.EIO, is_folder, getattr(os, call)))
-    failure(OutputError, "in place", source, target, monkeypatch)
+    failure(OutputError, "was written", source, target, monkeypatch)
     assert_alone(target, plan(source, target)[1])
 
 
@@ -430,7 +432,7 @@ def test_too_little_space_is_said_before_the_first_byte(
         monkeypatch.setattr(filesystem, "fallocate", failing(errno.ENOSPC))
     else:
         monkeypatch.setattr(filesystem, "fallocate", lambda fd, size: False)
-    error = failure(OutputError, "too little free space", source, target, monkeypatch, progress=counts.append)
+    error = failure(OutputError, "not enough free space", source, target, monkeypatch, progress=counts.append)
     assert (error.expected, error.got) == ("23,302 bytes", "8,192 bytes")
     assert counts == []
     assert_alone(target, OLD)

@@ -174,7 +174,7 @@ def test_one_key_many_times_is_limited() -> None:
     """A mapping with one long key, said once and read again and again, is refused before there are paths."""
     assert len(places_of(b"\x80\x02}(" + b"X\xe8\3\0\0" + b"a" * 1000 + b"q\1N" + b"h\1N" * 1000 + b"u.")) == 1002
     long = b"X" + (1 << 16).to_bytes(4, "little") + b"a" * (1 << 16)
-    with pytest.raises(LimitError, match="paths of what is in the checkpoint are too long"):
+    with pytest.raises(LimitError, match="paths in the checkpoint are too long"):
         places_of(b"\x80\x02}(" + long + b"q\1N" + b"h\1N" * 1000 + b"u.")
 
 

@@ -336,7 +336,7 @@ def test_what_is_no_tensor_is_listed_up_to_a_limit(command: Command) -> None:
     for name, value in (("a", 1), ("b", 2)):
         torch.save({f"{i}": value for i in range(50)}, f"{name}.pt")
     facts = data_of(page_of_two(command))["facts"]
-    assert facts.count(["other", "… 10 more that are no tensors"]) == 1
+    assert facts.count(["other", "… 10 more that are not tensors"]) == 1
     assert [label for label, _ in facts].count("other") == 41
 
 

@@ -314,7 +314,7 @@ def test_names_are_counted_where_they_are(report: Report, how: dict[str, Any], d
 CONVERT = "ckptconv convert model.pt out.pt --to cpu"
 DEVICES = [finding("device", f"reason {i}", f"{CONVERT} --map cuda:{i}=cpu") for i in range(3)]
 NOTE = finding("prefix", "a note", "ckptconv convert a b --strip-prefix module.", blocks=False)
-NPU = "11 tensors are on npu:0 (first: conv.weight), and torch.load needs a machine with such a device"
+NPU = "11 tensors are on npu:0 (first: conv.weight), and torch.load needs a machine with that device"
 OUTPUTS = [f"ckptconv convert 'a b.pt' {out} --to cpu" for out in ("x.pt", "'y z.pt'", "w.pt")]
 SAME = [finding("device", f"reason {i}", command) for i, command in enumerate(OUTPUTS)]
 
@@ -322,21 +322,17 @@ SAME = [finding("device", f"reason {i}", command) for i, command in enumerate(OU
 TORCH = ".".join(torch.__version__.split(".")[:2])
 YES = f"  loads here    yes: torch.load(path, weights_only=True), rules of torch {TORCH}"
 VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
-    "however many findings block, the command for all stands above them; notes come last": (
+    "the command for all findings is above them, and they have none of their own; notes come last": (
         [NOTE, *DEVICES],
         CONVERT,
         [
-            "  loads here    no; this mends it all:",
+            "  loads here    no; this fixes everything:",
             f"    {CONVERT}",
             "  because       reason 0",
-            f"    {CONVERT} --map cuda:0=cpu",
             "                reason 1",
-            f"    {CONVERT} --map cuda:1=cpu",
             "                reason 2",
-            f"    {CONVERT} --map cuda:2=cpu",
             "  devices       cpu",
             "  names         a note",
-            "    ckptconv convert a b --strip-prefix module.",
         ],
     ),
     "one finding": (DEVICES[:1], None, ["  loads here    no: reason 0", f"    {CONVERT} --map cuda:0=cpu"]),
@@ -406,7 +402,7 @@ VERDICTS: dict[str, tuple[list[Advice], str | None, list[str]]] = {
         SAME,
         OUTPUTS[2],
         [
-            "  loads here    no; this mends it all:",
+            "  loads here    no; this fixes everything:",
             f"    {OUTPUTS[2]}",
             "  because       reason 0",
             "                reason 1",
@@ -440,19 +436,19 @@ def test_the_answer_is_in_the_first_lines(case: str, whole: Callable[..., list[s
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--to cpu", "all:"),
-        ("--state-dict --to cpu", "all, for the state dict alone:"),
-        ("--select 'ema/the model'", "all, for ema/the model alone:"),
-        ("--select ema --state-dict", "all, for the state dict in ema alone:"),
+        ("--to cpu", "everything:"),
+        ("--state-dict --to cpu", "everything, for the state dict only:"),
+        ("--select 'ema/the model'", "everything, for ema/the model only:"),
+        ("--select ema --state-dict", "everything, for the state dict in ema only:"),
     ],
 )
 def test_a_remedy_that_takes_a_part_says_so(flags: str, words: str, whole: Callable[..., list[str]]) -> None:
     """It does not mend what it leaves behind."""
     remedy = f"ckptconv convert a b {flags}"
     findings = [finding("code", "a", "ckptconv convert a b --x"), finding("device", "b", "ckptconv convert a b --y")]
-    assert whole(*findings, remedy=remedy)[1] == f"  loads here    no; this mends it {words}"
+    assert whole(*findings, remedy=remedy)[1] == f"  loads here    no; this fixes {words}"
     lines = whole(finding("x", "a note", None, blocks=False), remedy=remedy)
-    part = words.removeprefix("all").removeprefix(", ")
+    part = words.removeprefix("everything").removeprefix(", ")
     assert f"  all at once   {'in one command:' if part == ':' else part}" in lines
 
 
@@ -467,9 +463,9 @@ def test_whether_it_needs_code_is_said_once(tmp_path: Path) -> None:
     summary = judged(transformer(tmp_path))
     assert not any("needs code" in line for line in facts(summary, Style(80)))
     summary = replace(summary, loads_here=False)
-    assert {"  loads here    no", "  needs code    no: tensors and plain data alone"} <= {*facts(summary, Style(80))}
+    assert {"  loads here    no", "  needs code    no: only tensors and plain data"} <= {*facts(summary, Style(80))}
     unsure = judged(summary, finding("device", NPU, None, blocks=False))
-    assert "  needs code    no: tensors and plain data alone" in list(facts(unsure, Style(80)))
+    assert "  needs code    no: only tensors and plain data" in list(facts(unsure, Style(80)))
 
 
 @pytest.mark.parametrize("width", [80, 200, None])

@@ -618,9 +618,9 @@ def test_said(write: Write, command: Command) -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (CALL, "metadata does not have"),
+        (CALL, "checkpoint does not write"),
         (b"cbuiltins\ngetattr\n" + METADATA + text("__init__") + b"\x86R", None),
-        (b"cbuiltins\ngetattr\n" + METADATA + text("__subclasses__") + b"\x86R", "metadata does not have"),
+        (b"cbuiltins\ngetattr\n" + METADATA + text("__subclasses__") + b"\x86R", "checkpoint does not write"),
     ],
     ids=["a call", "a method", "its innards"],
 )
@@ -648,7 +648,7 @@ def test_chunks_of_a_run(tmp_path: Path, code: bytes, kind: type[CkptconvError])
     folder = ways.dcp_in(tmp_path / "run", {"a": 1})
     _with_chunk(folder, code + b"0")
     error = error_of(folder)
-    assert type(error) is kind and "names what no tensor needs" in str(error)
+    assert type(error) is kind and "names classes that no tensor needs" in str(error)
 
 
 def _with_chunk(folder: Path, code: bytes) -> None:

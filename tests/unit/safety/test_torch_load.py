@@ -666,6 +666,6 @@ def test_a_note_of_convert(tmp_path: Path) -> None:
     """The output is refused for what an edit does not take away, and taken for what it does."""
     source = saved_at(tmp_path / "x.pt", {"m": {"w": torch.ones(2)}, "bad": Reduced(print, ())})
     (note,) = convert(source, tmp_path / "y.pt").notes
-    assert note.startswith("torch.load(weights_only=True) refuses the output for its __builtin__.print")
+    assert note.startswith("torch.load(weights_only=True) refuses the output because of its __builtin__.print")
     assert convert(source, tmp_path / "z.pt", select="m").notes == ()
     check(tmp_path / "z.pt", LOADS)

@@ -219,9 +219,9 @@ def test_what_is_not_there(far: str, run: Path, tmp_path: Path) -> None:
             ckptconv.inspect(f"{far}/{name}")
     with pytest.raises(MissingInputError, match="of a folder the URL ends in a slash"):
         ckptconv.inspect(f"{far}/epoch=9.ckpt")
-    with pytest.raises(UsageError, match="copy_others=True is for folders"):
+    with pytest.raises(UsageError, match="copy_others=True needs a folder"):
         ckptconv.convert(f"{far}/last.pt", tmp_path / "x/", copy_others=True)
-    with pytest.raises(UsageError, match="web servers list none"):
+    with pytest.raises(UsageError, match="web servers do not list"):
         ckptconv.convert("http://localhost/model.safetensors.index.json", tmp_path / "x/", copy_others=True)
     with pytest.raises(UnsupportedError, match=r"the checkpoint in it is first\.pt.*/deep/er/first\.pt"):
         ckptconv.inspect(f"{far}/deep/er/")
@@ -310,9 +310,9 @@ def test_too_many_files(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> 
 def test_web_servers_list_nothing(command: Command) -> None:
     """The error says what to give instead."""
     command(
-        "inspect", "https://localhost:1/run/", status=1, err=["web servers list none", "model.safetensors.index.json"]
+        "inspect", "https://localhost:1/run/", status=1, err=["web servers do not list", "model.safetensors.index.json"]
     )
-    with pytest.raises(UnsupportedError, match="web servers list none"):
+    with pytest.raises(UnsupportedError, match="web servers do not list"):
         ckptconv.convert("https://localhost:1/run/", "out.pt")
 
 

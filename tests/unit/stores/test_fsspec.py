@@ -150,7 +150,7 @@ def test_where_neither_is_to_be_had(store: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="no move and no transaction"):
         ckptconv.convert(tmp_path / "a.pt", "neither://b.pt")
     assert [*(tmp_path / "store").iterdir()] == []
-    with pytest.raises(UsageError, match="a URL and not a path"):
+    with pytest.raises(UsageError, match="a URL, not a path"):
         ckptconv.convert(tmp_path / "a.pt", "https://localhost/b.pt")
     with pytest.raises(UsageError):
         ckptconv.convert(tmp_path / "a.pt", "nosuch://localhost/b.pt")

@@ -112,7 +112,7 @@ def test_what_somebody_else_has_put_in_the_place_of_a_shard_stays(
         uploads.read_back(path, *args)
 
     monkeypatch.setattr(s3, "read_back", replaced)
-    with pytest.raises(OutputError, match="somebody has replaced it"):
+    with pytest.raises(OutputError, match="another process has replaced"):
         ckptconv.convert(url("zip.pt"), url("raced/"), verify=True, **SET)
     assert store.keys("raced/") == ["raced/model-00001-of-00002.safetensors"]
     assert store.get("raced/model-00001-of-00002.safetensors") == b"theirs"

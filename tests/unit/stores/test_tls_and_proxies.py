@@ -78,7 +78,7 @@ def test_from_https_to_http(download: bool, secure: FileServer, files: dict[str,
             it.send(302, {"Location": to.url("a.pt"), "Content-Length": "0"}, b"")
 
         secure.lie = lambda it: lead(it, plain)
-        with pytest.raises(TransferError, match="leads to a place that is not followed"):
+        with pytest.raises(TransferError, match="redirects to a URL that is not allowed"):
             ckptconv.inspect(secure.url("a.pt"), download=download)
         assert plain.seen == []
         secure.lie, plain.lie = None, lambda it: lead(it, secure)

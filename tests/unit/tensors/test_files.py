@@ -333,7 +333,7 @@ def test_why_reading_failed_is_not_forgotten(path: Path) -> None:
     ("word", "error", "said"),
     [
         (b"ctorch\ndevice\n(X\x05\0\0\0bogustR", UnsupportedError, "refuses it .*knows no device 'bogus'"),
-        (b"cbuiltins\ncomplex\n(X\x02\0\0\0zztR", MalformedError, "torch cannot make"),
+        (b"cbuiltins\ncomplex\n(X\x02\0\0\0zztR", MalformedError, "torch cannot create"),
         (b"}]K\x01s", UnsupportedError, "refuses it .*cannot hash"),
     ],
 )

@@ -51,7 +51,7 @@ def typed(src: Path, dst: Path, **options: Any) -> Any:
 
 def suggested(src: Path, dst: Path, **options: Any) -> Any:
     """The command that the error suggests; nothing is written."""
-    with pytest.raises(RefusedError, match="cannot become plain") as caught:
+    with pytest.raises(RefusedError, match="cannot be converted to plain data") as caught:
         run(find_request(src, dst, edits_from(loadable=True, **options)))
     assert not dst.exists()
     return command_in(caught.value.hint)
@@ -127,13 +127,13 @@ def test_every_reason_is_said(tmp_path: Path) -> None:
 
 
 def test_where_it_makes_no_sense(tmp_path: Path) -> None:
-    """In place, and for plain pickles, which torch does not load; safetensors holds tensors alone."""
+    """In place, and for plain pickles, which torch does not load; safetensors contains only tensors."""
     src = saved_at(tmp_path / "a.pt", {"w": torch.ones(2)})
     for options in ({"loadable": True}, {"loadable_objects": True}):
         refused_in_place(UsageError, "in_place", src, **options)
-        refused(UsageError, "reads no pickle", src, tmp_path / "b.pkl", format="pickle", **options)
+        refused(UsageError, "does not read pickle", src, tmp_path / "b.pkl", format="pickle", **options)
         report = ckptconv.convert(src, tmp_path / "b.safetensors", force=True, **options)
-        assert any("holds tensors alone" in note for note in report.notes)
+        assert any("contains only tensors" in note for note in report.notes)
 
 
 def test_load_and_save(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_report_and_json(tmp_path: Path, command: Command) -> None:
          "reads": "args['lr'], or argparse.Namespace(**args)"},
         {"path": "args/.out", "old": "numpy scalar", "new": "float", "reads": "out"},
     ]  # a table  # fmt: skip
-    shown = "argparse.Namespace → dict: args; code reads args['lr'], or argparse.Namespace(**args)"
+    shown = "argparse.Namespace → dict: args; to read it: args['lr'], or argparse.Namespace(**args)"
     command("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--loadable", err=shown)
     command("convert", tmp_path / "a.pt", tmp_path / "c.pt", "--loadable", "-n", out=shown)
 

@@ -278,7 +278,7 @@ def test_objects_keep_their_own_words(tmp_path: Path) -> None:
 def test_nothing_to_do(tmp_path: Path, command: Command) -> None:
     """A note, and the output is the input."""
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    command("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--loadable", err="plain already")
+    command("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--loadable", err="plain data already")
 
 
 def test_the_docs_have_the_same_table() -> None:

@@ -397,7 +397,7 @@ def test_missing_and_cut_files_are_named(copy: Path) -> None:
     ("kind", "what"),
     [
         ("FIFO", "a FIFO and not a file"),
-        ("folder", "a folder and not a file"),
+        ("folder", "a folder, not a file"),
         ("link to nowhere", "cannot be read: No such file"),
         ("link to itself", "cannot be read: Too many levels"),
     ],
@@ -529,7 +529,7 @@ def test_items_that_are_stored_nowhere_or_twice(tmp_path: Path, dst: Path) -> No
     with changed_metadata(folder) as metadata:
         index = next(iter(metadata.storage_data))
         place = metadata.storage_data.pop(index)
-    assert "'weight' is stored nowhere" in refusal(folder)
+    assert "'weight' is not stored in any file" in refusal(folder)
     with changed_metadata(folder) as metadata:
         metadata.storage_data[index] = place
         del metadata.state_dict_metadata["other"]

@@ -265,12 +265,12 @@ def test_the_remedies_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dst", "options", "words"),
     [
-        ("out", {"format": "pt", "ranks": 2}, "ranks=2 goes with format='dcp'"),
+        ("out", {"format": "pt", "ranks": 2}, "ranks=2 needs format='dcp'"),
         ("out", {"format": "dcp", "ranks": 0}, "number of processes"),
         ("out.pt", {"format": "dcp"}, "suffix"),
-        ("out", {"format": "dcp", "max_shard_size": "1GB"}, "max_shard_size does not go with"),
+        ("out", {"format": "dcp", "max_shard_size": "1GB"}, "max_shard_size cannot be combined with"),
         ("out", {"format": "dcp", "copy_others": True}, "copy_others"),
-        ("there", {"format": "dcp"}, "writes a folder"),
+        ("there", {"format": "dcp"}, "folder"),
     ],
 )
 def test_options_that_make_no_sense(tmp_path: Path, dst: str, options: dict[str, Any], words: str) -> None:
@@ -282,7 +282,7 @@ def test_options_that_make_no_sense(tmp_path: Path, dst: str, options: dict[str,
 
 
 def test_a_state_dict_in_memory_needs_a_file_first(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="writes a folder"):
+    with pytest.raises(UsageError, match="folder"):
         ckptconv.save({"w": torch.ones(2)}, tmp_path / "out", format="dcp")
 
 

@@ -86,7 +86,7 @@ def test_selecting_an_optimizer_in_buckets_only(tmp_path: Path) -> None:
         tmp_path / "a.pt",
         select="optimizer",
     )
-    refused(NoMatchError, "nothing stands at optim", src, tmp_path / "a.pt", select="optim")
+    refused(NoMatchError, "there is nothing at optim", src, tmp_path / "a.pt", select="optim")
     assert converted(src, tmp_path / "w.pt", select="model").keys() == SHAPES.keys()
 
 

@@ -262,7 +262,7 @@ def test_what_is_refused(kind: str, error: type[InputError]) -> None:
         (pickle.dumps(3), "another class"),
         (pickle.dumps(None), "another class"),
     ],
-    ids=["bytes behind it", "a dict", "a number", "None"],
+    ids=["bytes after it", "a dict", "a number", "None"],
 )
 def test_other_pickles(raw: bytes, words: str) -> None:
     """Nothing may follow the pickle, and one of something else is no metadata."""

@@ -91,12 +91,12 @@ ONNX = b"\x08\x07\x12\x07pytorch\x1a\x032.0\x3a\x05\x0a\x03abc"
 #: By what it is: bytes, what the message says, what the next step says.
 FILES: dict[str, tuple[bytes, str, str]] = {
     "empty": (b"", "the file is empty", "download or copy it again"),
-    "pointer": (LFS, "a Git LFS pointer and not the file itself of 123,456,789 bytes", "with Git LFS"),
-    "pointer without size": (LFS[:60], "a Git LFS pointer and not the file itself", "with Git LFS"),
+    "pointer": (LFS, "a Git LFS pointer, not the file itself of 123,456,789 bytes", "with Git LFS"),
+    "pointer without size": (LFS[:60], "a Git LFS pointer, not the file itself", "with Git LFS"),
     "login page": (
         b"<!DOCTYPE html>\n<html><head><title>Sign in\n to X</title>",
-        r"an HTML page .*'Sign in to X'",
-        "logged in",
+        r"an HTML page.*'Sign in to X'",
+        "log in",
     ),
     "Drive's warning": (
         b"<html><head><title>Google Drive - Virus scan warning</title>",
@@ -105,36 +105,36 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     ),
     "page without title": (
         b"\xef\xbb\xbf \n<!-- x --><HTML lang=de>",
-        "an HTML page and not a checkpoint",
+        "an HTML page, not a checkpoint",
         "download the file",
     ),
     "restricted": (
         b"Access to model meta-llama/Llama-2-7b is restricted and you are not in the authorized list.",
-        "a server's answer .*meta-llama/Llama-2-7b is restricted",
+        "a server's answer.*meta-llama/Llama-2-7b is restricted",
         "logged in",
     ),
     "Hub's other answer": (
         b"Invalid username or password.",
-        "a server's answer .*Invalid username",
+        "a server's answer.*Invalid username",
         "download it again",
     ),
     "object store": (
         b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
-        "a server's answer .*'AccessDenied'",
+        "a server's answer.*'AccessDenied'",
         "download it again",
     ),
-    "JSON error": (b'{"error":"Not Found"}', "a server's answer .*'Not Found'", "download it again"),
+    "JSON error": (b'{"error":"Not Found"}', "a server's answer.*'Not Found'", "download it again"),
     "JSON error in an object": (
         b'{"error":{"code":403,"message":"no quota"}}',
-        "a server's answer .*'no quota'",
+        "a server's answer.*'no quota'",
         "download",
     ),
     "configuration": (
         b'{"architectures": ["X"]}',
-        r"a model's configuration, and not a checkpoint: '{",
+        r"a model's configuration,, not a checkpoint: '{",
         "file with the weights",
     ),
-    "JSON": (b"[1, 2]", r"a JSON file, and not a checkpoint: '\[1, 2\]'", "file with the weights"),
+    "JSON": (b"[1, 2]", r"a JSON file,, not a checkpoint: '\[1, 2\]'", "file with the weights"),
     "Python": (
         b"import torch\nx = 1\n" + b"# long" * 99,
         r"a text file, which starts with 'import torch x = 1 # long#.*…'",
@@ -184,7 +184,7 @@ FILES: dict[str, tuple[bytes, str, str]] = {
         r"format from before 0\.1\.10",
         "torch.load",
     ),
-    "unknown": (b"\x00\x01\xfe\xff" * 9, r"no checkpoint that this version reads .*00 01 fe ff", ""),
+    "unknown": (b"\x00\x01\xfe\xff" * 9, r"not a checkpoint that this version can read .*00 01 fe ff", ""),
 }
 
 
@@ -203,9 +203,9 @@ def test_each_kind_of_file_is_named_with_its_next_step(say: Make, kind: str) -> 
     [
         # data of TensorFlow have no mark, and protocol buffers none that is sure
         ("model.ckpt.data-00000-of-00001", b"\x9a\x01\xfe\xff" * 9, "TensorFlow"),
-        ("x.pt", b"\x9a\x01\xfe\xff" * 9, "no checkpoint that this version reads"),
+        ("x.pt", b"\x9a\x01\xfe\xff" * 9, "not a checkpoint that this version can read"),
         ("m.onnx", b"\x08\x07\x3a\xff\xfe\x01\x02\x03\x04", "ONNX"),
-        ("x.pt", b"\x08\x07\x3a\xff\xfe\x01\x02\x03\x04", "no checkpoint that this version reads"),
+        ("x.pt", b"\x08\x07\x3a\xff\xfe\x01\x02\x03\x04", "not a checkpoint that this version can read"),
         ("saved_model.pb", b"\x08\x01\x12\xff\xfe\x01\x0a\x03\x04", "SavedModel"),
     ],
 )
@@ -585,7 +585,7 @@ def test_everything_else_in_the_corpus_is_named(corpus: Path) -> None:
         else:
             continue
         refused += 1
-        assert "no checkpoint that this version reads" not in str(error)
+        assert "not a checkpoint that this version can read" not in str(error)
         assert error.hint
     assert refused
 
@@ -619,7 +619,7 @@ def test_a_pickle_without_tensors_is_described(say: Make, kind: str, protocol: i
     error = say(pickle.dumps(obj, protocol), "x.pkl")
     assert isinstance(error, UnsupportedError)
     assert re.search(what, str(error)), str(error)
-    assert kind == "an array" or error.hint == "it holds no weights; give the file with the weights"
+    assert kind == "an array" or error.hint == "it holds no weights; use the file with the weights"
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -694,14 +694,14 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
         f"{n} bytes behind a zip": (
             OF_TORCH + b"\n" * n,
             MalformedError,
-            f"not the end of the file: {count(n, 'byte')} behind it",
+            f"does not end where the zip archive ends: {count(n, 'byte')} behind it",
         )
         for n in (1, 999)
     },
     "bytes behind a safetensors file": (
         safetensors_bytes({"a": torch.ones(3)}) + bytes(17),
         MalformedError,
-        "17 bytes behind the last tensor",
+        "17 bytes after the last tensor",
     ),
     # a data.pkl that was taken out of its zip
     "a checkpoint's bare pickle": (
@@ -712,7 +712,7 @@ PARTS: dict[str, tuple[bytes, type[InputError], str]] = {
     "two pickles": (
         pickle.dumps([1]) * 2,
         UnsupportedError,
-        f"a list of 1 item, and {len(pickle.dumps([1]))} bytes behind it",
+        f"a list of 1 item, and {len(pickle.dumps([1]))} bytes after it",
     ),
     # what else the pickle needs
     "a pickle of another package": (

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 def error_of(path: Path, words: str = "") -> InputError:
     """What is said of the folder at `path`, in one line: `words` too."""
     error = folder_error(path)
-    assert "a folder and not a file" in str(error)
+    assert "a folder, not a file" in str(error)
     assert "\n" not in str(error)
     assert words in str(error)
     return error
@@ -155,7 +155,7 @@ FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {
         "the checkpoint in it is x-00000-of-00000.bin",
         ["{}/x-00000-of-00000.bin"],
     ),
-    "something else": (["a.txt", "b/", "c", "d", "e"], "no checkpoint is in it, but a.txt, b/, c and 2 more", []),
+    "something else": (["a.txt", "b/", "c", "d", "e"], "it contains no checkpoint, only a.txt, b/, c and 2 more", []),
     "nothing": ([], "it is empty", []),
 }
 
@@ -213,7 +213,7 @@ def test_looking_for_pointers_waits_for_nobody(folder: Path) -> None:
     os.mkfifo(folder / "a.pt")
     (folder / "b.pt").symlink_to("nowhere")
     os.mkfifo(folder / "model.safetensors")
-    error_of(folder, "no checkpoint is in it, but a.pt, b.pt, model.safetensors;")
+    error_of(folder, "it contains no checkpoint, only a.pt, b.pt, model.safetensors;")
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere" / "x").touch()
     (folder / "pytorch_model.bin").symlink_to("elsewhere/x")
@@ -226,7 +226,7 @@ def test_a_link_to_itself_is_a_name_like_others(folder: Path) -> None:
     (folder / "x").symlink_to("x")
     assert words_of(error_of(folder)) == [str(folder / "model.pt")]
     (folder / "model.pt").unlink()
-    error_of(folder, "no checkpoint is in it, but x;")
+    error_of(folder, "it contains no checkpoint, only x;")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -271,7 +271,7 @@ def test_a_bounded_number_of_names_is_looked_at(folder: Path, monkeypatch: pytes
     """A folder of millions costs no more than one of thousands."""
     monkeypatch.setattr(foreign_folders, "LIMITS", Limits(folder_names=10))
     fill(folder, *(f"{i}.txt" for i in range(30)))
-    error = error_of(folder, "no checkpoint is among the first 10 names in it, but")
+    error = error_of(folder, "there is no checkpoint among the first 10 names in it, only")
     assert "and 7 more" in str(error)
 
 
@@ -285,7 +285,7 @@ def test_a_bounded_number_of_names_is_looked_at(folder: Path, monkeypatch: pytes
         (["saved_model.pb"], "SavedModel"),
         (["_CHECKPOINT_METADATA"], "Orbax"),
         (["model.weights.h5"], "Keras"),
-        (["a.pt"], "no checkpoint is among the first 10 names in it"),
+        (["a.pt"], "there is no checkpoint among the first 10 names in it"),
     ],
 )
 def test_names_that_everybody_knows_are_found_in_a_listing_that_was_cut(
@@ -302,7 +302,7 @@ def test_a_listing_that_was_cut_claims_no_more_than_it_saw(folder: Path, monkeyp
     """One checkpoint, or several, among the first names."""
     fill(folder, "0.pt", *(f"{i}.txt" for i in range(10)))
     monkeypatch.setattr(foreign_folders, "LIMITS", Limits(folder_names=11))
-    error_of(folder, "the checkpoint in it is 0.pt; give its path:")
+    error_of(folder, "the checkpoint in it is 0.pt; use its path:")
     fill(folder, *(f"{i}.pt" for i in range(1, 11)))
     error_of(folder, "among the first 11 names in it")
 
@@ -323,7 +323,7 @@ def first_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_cannot_be_listed_is_an_input_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """root lists everything, so the refusal is played."""
     monkeypatch.setattr(os, "scandir", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-    error_of(folder, "a folder and not a file, which cannot be listed: Permission denied")
+    error_of(folder, "a folder, not a file, which cannot be listed: Permission denied")
 
 
 def test_names_do_not_reach_the_terminal_as_they_are(folder: Path) -> None:
@@ -378,7 +378,7 @@ def test_a_missing_file_gets_a_near_name(folder: Path) -> None:
 def test_a_folder_with_the_name_of_a_shard_is_said_to_be_one(folder: Path) -> None:
     """With what is in it, as for any folder that stands where a file should."""
     fill(folder, "model-00001-of-00001.safetensors/")
-    with open_input(folder) as source, pytest.raises(InputError, match="a folder and not a file: it is empty"):
+    with open_input(folder) as source, pytest.raises(InputError, match="a folder, not a file: it is empty"):
         opening.read(source)
 
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.support.command import Command
 
-SAVE = "save it to a file first: streams are not read"
-CAT = "write to a file, then pass it on with cat"
+SAVE = "save it to a file first: streams cannot be read"
+CAT = "write to a file, then send it with cat"
 WINDOWS = "a Windows path, which this system does not understand; under WSL, use "
 
 
@@ -35,7 +35,7 @@ WINDOWS = "a Windows path, which this system does not understand; under WSL, use
             2,
             "got 5GiBB); did you mean: --max-shard-size 5GB",
         ),
-        (["convert", "m.pt", "o.pt", "--max-shard-size", "5GB"], 2, "--max-shard-size writes a folder"),
+        (["convert", "m.pt", "o.pt", "--max-shard-size", "5GB"], 2, "--max-shard-size needs a folder"),
     ],
 )
 def test_the_error_says_what_to_do(here: Path, words: list[str], status: int, said: str, command: Command) -> None:

@@ -240,7 +240,7 @@ def test_merged_to_one_file(saved: Path, tmp_path: Path) -> None:
 def test_by_the_path_of_its_index(saved: Path, tmp_path: Path) -> None:
     """The index means its set, whatever else there is."""
     torch.save({}, saved / "pytorch_model.bin")
-    refused(RefusedError, "not clear", saved, tmp_path / "out.pt")
+    refused(RefusedError, "several checkpoints", saved, tmp_path / "out.pt")
     convert(index_path(saved), tmp_path / "out.pt")
     assert_equal(torch.load(tmp_path / "out.pt", weights_only=True), some_state())
 
@@ -387,7 +387,7 @@ def test_an_index_that_contradicts_its_shards(
 ) -> None:
     """Refused; where it is taken away, as the hint says, the set is read."""
     mend(saved, change)
-    assert "take the index away" in contradiction(saved, no, words)
+    assert "delete the index" in contradiction(saved, no, words)
     index_path(saved).unlink()
     convert(saved, out)
 
@@ -402,7 +402,7 @@ def test_a_doubled_tensor(saved: Path, no: Path) -> None:
         shards[1].unlink()
         save_file({**content, "module.0.weight": torch.zeros(1)}, shards[1])
     words = "1 tensor stands in more than one shard: 'module.0.weight' in "
-    assert "take the index away" not in contradiction(saved, no, words)  # it would not help
+    assert "delete the index" not in contradiction(saved, no, words)  # it would not help
     index_path(saved).unlink()
     contradiction(saved, no, words)
 
@@ -622,12 +622,12 @@ def test_a_whole_training_checkpoint(tmp_path: Path, out: Path) -> None:
 def test_a_part_without_a_state_dict(saved: Path, tmp_path: Path) -> None:
     """Whoever typed a command is told what shows what there is, and nothing about objects in memory."""
     error = refused(RefusedError, "no state dict", saved, tmp_path / "no.safetensors", select=next(iter(some_state())))
-    assert error.hint == f"see what there is: ckptconv inspect {saved}"
+    assert error.hint == f"to see the contents: ckptconv inspect {saved}"
 
 
 def test_a_folder_without_a_size(whole: Path, no: Path) -> None:
     """One file is no shards, nor is a part of some."""
-    assert "a path with a suffix" in (refused(UsageError, "not in shards", whole, no).hint or "")
+    assert "a path with a suffix" in (refused(UsageError, "DST is a folder", whole, no).hint or "")
 
 
 @pytest.mark.parametrize(("format", "name"), [("legacy", "out.bin"), ("pickle", "out.pkl")])
@@ -643,11 +643,11 @@ def test_names_that_no_index_can_hold(tmp_path: Path, no: Path, key: Any) -> Non
     state = torch.nn.Linear(2, 2).state_dict()
     state[key] = torch.ones(1)
     torch.save(state, tmp_path / "whole.pt")
-    refused(RefusedError, "an index cannot hold", tmp_path / "whole.pt", no, max_shard_size=8)
+    refused(RefusedError, "an index cannot contain", tmp_path / "whole.pt", no, max_shard_size=8)
 
 
 def test_tensors_that_are_larger_than_a_shard(tmp_path: Path, no: Path) -> None:
-    """They are counted in a note, tied ones once, and have a shard each; a size that none of several fits is a typo,
+    """They are counted in a note, tied ones once, and get a separate shard; a size that none of several fits is a typo,
     and what a size needs is said. One tensor alone is what it is.
     """
     state = {"a": torch.ones(10), "b": torch.ones(20), "c": torch.ones(2), "e": torch.ones(0)}
@@ -655,9 +655,9 @@ def test_tensors_that_are_larger_than_a_shard(tmp_path: Path, no: Path) -> None:
     torch.save({**state, "tied": state["b"]}, whole)
     for format in ("pt", "safetensors"):
         report = convert(whole, tmp_path / format, format=format, max_shard_size=30)
-        assert "2 tensors are larger than --max-shard-size 30 and have a shard each" in report.notes
-        error = refused(UsageError, "less than any tensor", whole, no, format=format, max_shard_size="5")
-        assert (error.expected, error.hint) == ("at least 8 bytes", "a number without a unit is bytes")
+        assert "2 tensors are larger than --max-shard-size 30 and get a separate shard" in report.notes
+        error = refused(UsageError, "smaller than every tensor", whole, no, format=format, max_shard_size="5")
+        assert (error.expected, error.hint) == ("at least 8 bytes", "a number without a unit means bytes")
     assert not any("larger" in note for note in convert(whole, tmp_path / "80", max_shard_size=80).notes)
     torch.save({"b": state["b"]}, one)
     report = convert(one, tmp_path / "1", max_shard_size="0.01KB")

@@ -42,7 +42,7 @@ from ckptconv.render.difference import difference_lines
 from ckptconv.render.text import Style
 from tests.support import zoo
 from tests.support.archives import big_endian, rezip, without_crc32
-from tests.support.command import Command
+from tests.support.command import Command, in_one_line
 from tests.support.hostile_bytes import data_of, flipped
 from tests.support.limited import ckptconv_with_small_files
 from tests.support.paths import GOLDEN
@@ -175,10 +175,10 @@ def test_one_state_dict_is_compared_with_safetensors(tmp_path: Path) -> None:
         (note,) = found.notes
         assert (
             note.startswith("not compared: ")
-            and f" of {side} beside its tensors (optimizer, epoch, device, classes, " in note
+            and f" in {side} that are not tensors (optimizer, epoch, device, classes, " in note
         )
         (note,) = compare(tmp_path / a, tmp_path / b, Edits(), brief=True).notes
-        assert " beside its tensors (optimizer, epoch, device and " in note
+        assert " that are not tensors (optimizer, epoch, device and " in note
 
 
 # What is different
@@ -355,7 +355,7 @@ def test_tolerances_are_those_of_allclose(tmp_path: Path) -> None:
     assert status(a, b, "-q", "--rtol", "2e-3") == status(a, b, "-q", "--atol", "0.0021") == 0
     assert status(a, b, "-q", "--rtol", "1e-4") == 1
     (note,) = ckptconv.diff(a, b, rtol=2e-3).notes
-    assert note.startswith("1 tensor of other values within the tolerance, apart by 0.002 at most: w")
+    assert note.startswith("1 tensor differ within the tolerance, by 0.002 at most: w")
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ckptconv.UsageError, match="a finite number that is not negative"):
             ckptconv.diff(a, b, atol=wrong)
@@ -699,21 +699,21 @@ PAIRS: dict[str, tuple[Any, Any, dict[str, Any], list[tuple[str, str]], list[str
         {"x": TIED, "y": TIED.clone(), "one": TEXTS, "two": [*TEXTS]},
         {},
         [],
-        ["tied in A alone: y = x"],
+        ["tied only in A: y = x"],
     ),
     "ties by the names that were edited": (
         {"module.x": TIED, "module.y": TIED},
         {"x": TIED, "y": TIED.clone()},
         {"strip_prefix": "module."},
         [],
-        ["tied in A alone: y = x"],
+        ["tied only in A: y = x"],
     ),
     "ties of the other side, in a part": (
         {"model": {name: torch.ones(2) for name in "xyz"}},
         {"model": {"x": torch.ones(2), "y": OTHERS, "z": OTHERS}},
         {"select": "model"},
         [],
-        ["tied in B alone: z = y"],
+        ["tied only in B: z = y"],
     ),
     "a dict under two names": (
         {"m": SHARED, "ema": SHARED},
@@ -767,7 +767,7 @@ def test_what_is_found_and_noted(case: str, tmp_path: Path) -> None:
 
 
 STATE = dict(run()["model"])
-BARE = "B has nothing at model: compared whole"
+BARE = "B has nothing at model, so all of B is compared"
 #: A, B, keywords; what is noted, how many tensors are in both, and how many are in one alone.
 LACKING: dict[str, tuple[Any, Any, dict[str, Any], list[str], tuple[int, int, int]]] = {
     "nothing at the path": ({"model": STATE}, STATE, {"select": "model"}, [BARE], (7, 0, 0)),
@@ -775,21 +775,21 @@ LACKING: dict[str, tuple[Any, Any, dict[str, Any], list[str], tuple[int, int, in
         {name: {"w": torch.ones(1)} for name in ("model", "ema", "other")},
         STATE,
         {"select": "ema", "state_dict": True},
-        ["B has nothing at ema: compared whole"],
+        ["B has nothing at ema, so all of B is compared"],
         (0, 1, 7),
     ),
     "no state dict": (
         {"model": STATE},
         [torch.ones(1)],
         {"state_dict": True},
-        ["B has no state dict: compared whole"],
+        ["B has no state dict, so all of B is compared"],
         (0, 7, 1),
     ),
     "no such name": (
         STATE,
         {name: {"w": torch.ones(1)} for name in ("model", "ema", "other")},
         {"include": "0.*"},
-        ["no name in B matches '0.*': compared whole"],
+        ["no name in B matches '0.*', so all of B is compared"],
         (0, 2, 3),
     ),
     "of several globs those count that mean something there": (
@@ -829,9 +829,9 @@ def test_safetensors_has_nothing_at_a_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "hint"),
     [
-        (["--strip-prefix", "module.", "--rtol", "0.5"], "edits of names are for the first file"),
-        (["--rename", "^module[.]", ""], "edits of names are for the first file"),
-        (["--include", "module.0.*"], "the first file is the one that must have it"),
+        (["--strip-prefix", "module.", "--rtol", "0.5"], "options that change names apply to the first file"),
+        (["--rename", "^module[.]", ""], "options that change names apply to the first file"),
+        (["--include", "module.0.*"], "only the first file must contain it"),
     ],
 )
 def test_an_edit_that_only_b_can_have(flags: list[str], hint: str, tmp_path: Path, command: Command) -> None:
@@ -839,7 +839,7 @@ def test_an_edit_that_only_b_can_have(flags: list[str], hint: str, tmp_path: Pat
     plain = saved(tmp_path / "a plain.pt", run()["model"])
     ddp = saved(tmp_path / "ddp.pt", {f"module.{name}": tensor for name, tensor in run()["model"].items()})
     said = command("diff", plain, ddp, *flags, status=2).err
-    before, _, advised = said.strip().partition("ckptconv diff ")
+    before, _, advised = in_one_line(said).strip().partition("ckptconv diff ")
     assert before.endswith(f"; {hint}: ") and before.startswith(f"ckptconv: {plain}: no name ")
     assert shlex.split(advised) == [str(ddp), str(plain), *flags]
     assert status(*shlex.split(advised), "-q") in (0, 1)
@@ -981,12 +981,12 @@ def test_no_room_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert done.returncode == 2
     said = done.stderr
     assert said.startswith(f"ckptconv: {tmp_path}: a deflated part of {tmp_path}/b.pt cannot be inflated there ")
-    assert "expected 4,000,000 bytes for a while, got File too large" in said and "set TMPDIR" in said
+    assert "expected 4,000,000 bytes temporarily, got File too large" in said and "set TMPDIR" in said
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(ckptconv.OutputError, match=r"No such file.*set TMPDIR"):
         ckptconv.diff(a, tmp_path / "b.pt")
     monkeypatch.setattr(tempfile, "tempdir", "/proc")  # where nothing is free
-    with pytest.raises(ckptconv.OutputError, match=r"too little free space .*4,000,000.*got 0 bytes"):
+    with pytest.raises(ckptconv.OutputError, match=r"not enough free space .*4,000,000.*got 0 bytes"):
         ckptconv.diff(a, tmp_path / "b.pt")
 
 
@@ -1199,7 +1199,7 @@ WITHIN = "different: dtype of 1 tensor; all values within the tolerance; 3 tenso
         ({}, {"w": torch.ones(2).half()}, {}, "different: dtype of 1 tensor; all values equal; 3 tensors in both"),
         ({}, {"w": NEAR.half()}, {"rtol": 0.1}, WITHIN),
         ({"w": NEAR}, {"v": torch.ones(2).double()}, {"rtol": 0.1}, WITHIN),
-        ({}, {"epoch": 3}, {}, "different: 1 other thing; all values equal; 3 tensors in both"),
+        ({}, {"epoch": 3}, {}, "different: 1 value that is not a tensor; all values equal; 3 tensors in both"),
         ({}, {"w": torch.zeros(2)}, {}, None),
         ({}, {"w": torch.ones(3)}, {}, None),
         ({}, {"more": torch.ones(1)}, {"names_only": True}, None),
@@ -1266,7 +1266,7 @@ def test_programs_without_weights(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(scripted(torch.nn.ReLU()))
     found = ckptconv.diff(tmp_path / "a.pt", tmp_path / "a.pt")
     assert found.same
-    assert found.notes[0].startswith("neither has a tensor: of a TorchScript archive the weights are compared")
+    assert found.notes[0].startswith("neither has a tensor: of a TorchScript archive, only the weights are compared")
 
 
 def test_keys_that_are_equal_zeros(tmp_path: Path) -> None:

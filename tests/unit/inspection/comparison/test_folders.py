@@ -83,8 +83,8 @@ def test_a_folder_and_a_file(a: Path, tmp_path: Path, command: Command) -> None:
     for pair in ((a, tmp_path / "one.safetensors"), (tmp_path / "one.safetensors", a)):
         assert command("diff", *pair).out.startswith("the same: 2 tensors")
     (tmp_path / "one.safetensors").rename(tmp_path / "other.safetensors")
-    command("diff", a, tmp_path / "other.safetensors", status=2, err="a folder and not a file")
-    command("diff", a / "one.pt", a, status=2, err="a folder and not a file")
+    command("diff", a, tmp_path / "other.safetensors", status=2, err="a folder, not a file")
+    command("diff", a / "one.pt", a, status=2, err="a folder, not a file")
     command("diff", a, tmp_path / "missing.pt", status=2, err="No such file")
     (tmp_path / "empty").mkdir()
-    command("diff", tmp_path / "empty", tmp_path / "empty", status=2, err="a folder and not a file")
+    command("diff", tmp_path / "empty", tmp_path / "empty", status=2, err="a folder, not a file")

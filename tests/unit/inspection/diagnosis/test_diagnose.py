@@ -121,7 +121,7 @@ def test_a_gpu_that_is_not_here(fixtures: Path) -> None:
     finding = only(found, "device")
     assert finding.blocks
     assert not found.loads_here
-    assert finding.text == "11 tensors are on cuda:0 (first: conv.weight), and this machine shows no GPU"
+    assert finding.text == "11 tensors are on cuda:0 (first: conv.weight), and this machine has no GPU"
     assert finding.command == f"ckptconv convert {fixtures}/cuda0.pt cuda0-cpu.pt --to cpu"
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="Attempting to deserialize object"):
@@ -251,7 +251,7 @@ def test_real_wrappers() -> None:
 def test_module_comes_off_once() -> None:
     """A model can have a module called module: of two, one is stripped."""
     finding = only(diagnosed({f"module.module.{i}": torch.ones(1) for i in range(2)}), "prefix")
-    assert "may be the model's own" in finding.text
+    assert "may be a name of the model" in finding.text
     assert finding.command == "ckptconv convert m.pt m-plain.pt --strip-prefix module."
     assert list(torch.load(run(finding.command))) == ["module.0", "module.1"]
 
@@ -332,13 +332,13 @@ def test_nothing_is_wrong_with_healthy_fixtures(fixtures: Path, name: str) -> No
 
 
 def test_code_beside_a_state_dict(fixtures: Path) -> None:
-    """Each class has a line with its place; the state dict alone loads."""
+    """Each class has a line with its place; only the state dict loads."""
     obj = {"model": linear(), "args": argparse.Namespace(a=1), "log": [Unknown(), {"deep": Unknown()}], "cls": Unknown}
     found = diagnosed(obj)
     assert [f.text.partition(" refuses ")[2] for f in found.findings] == [
         "argparse.Namespace, at args",
         f"{__name__}.Unknown, at cls and 2 more places;"
-        " the state dict alone loads (68 B of 68 B, without args, log, cls)",
+        " only the state dict loads (68 B of 68 B, without args, log, cls)",
     ]
     assert [f.command for f in found.findings] == [None, "ckptconv convert m.pt m-weights.pt --state-dict"]
     assert not loads("m.pt")
@@ -354,7 +354,9 @@ def test_what_is_only_data_can_be_made_plain() -> None:
     obj = {"state_dict": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1), "epoch": 3}
     found = diagnosed(obj)
     plain = only(found, "code")
-    assert plain.command == "ckptconv convert m.pt m-plain.pt --loadable" and "1 object made plain" in plain.text
+    assert (
+        plain.command == "ckptconv convert m.pt m-plain.pt --loadable" and "after 1 object is converted" in plain.text
+    )
     assert found.remedy is None and not any("--drop" in (each.command or "") for each in found.findings)
     run(plain.command)
     assert torch.load("m-plain.pt", weights_only=True)["args"] == {"lr": 1}
@@ -372,7 +374,7 @@ def test_many_classes_are_three_lines_and_one() -> None:
     code = [f for f in found.findings if f.kind == "code"]
     assert [f.command is None for f in code] == [True, True, True, False]
     others = "builtins.frozenset, builtins.range"
-    assert code[3].text == f"and 2 more like that: {others}; the state dict alone loads (68 B of 68 B, without x)"
+    assert code[3].text == f"and 2 more like that: {others}; only the state dict loads (68 B of 68 B, without x)"
     assert loads(mended("m.pt", "code"))
 
 
@@ -386,7 +388,7 @@ def test_the_largest_part_that_loads() -> None:
     found = diagnosed(
         {"data": {"odd name": [torch.ones(9), 1]}, "tensor": torch.ones(1), "args": [torch.ones(1), UNKNOWN]}
     )
-    assert "data alone loads (36 B of 44 B, without tensor, args)" in only(found, "code").text
+    assert "only data loads (36 B of 44 B, without tensor, args)" in only(found, "code").text
     assert loads(mended("m.pt", "code"))
     found = diagnosed({"x": [torch.ones(9), UNKNOWN], "y": torch.ones(1)})
     assert command_of(found, "code").endswith("--select 'x[0]'")
@@ -419,7 +421,7 @@ def test_a_pickled_module_gives_its_state_dict(hold: Callable[[nn.Module], Any],
     code = [f for f in found.findings if f.kind == "code"]
     assert code[0].text == f"torch.load(weights_only=True) refuses torch.nn.modules.container.Sequential, at {path}"
     what = "it" if path == "." else path
-    assert f"; {what} is a whole pickled model, whose state dict alone loads (" in code[-1].text
+    assert f"; {what} is a pickled model; only its state dict loads (" in code[-1].text
     assert code[-1].command == "ckptconv convert m.pt m-weights.pt --state-dict"
     assert found.remedy is None
     takes(mended("m.pt", "code"))
@@ -460,7 +462,7 @@ def test_a_module_whose_tensors_need_code_has_no_command() -> None:
     net = nn.Linear(2, 2)
     net.register_buffer("odd", torch.ones(2).as_subclass(zoo.AttributedTensor))
     assert all(f.command is None for f in diagnosed(net).findings if f.kind == "code")
-    advice = "load it where that code is installed, and save its tensors"
+    advice = "load it where their code is installed, and save its tensors"
     assert only(diagnosed([UNKNOWN]), "code").text.endswith(advice)
 
 
