@@ -54,7 +54,7 @@ from ckptconv.pickles.rows import RowCall
 from ckptconv.work import work
 
 _LONGEST_LITERAL = 80
-_TOO_LONG = "the paths of what is in the checkpoint are too long"
+_TOO_LONG = "the paths in the checkpoint are too long"
 _STEPS = 4  # of work for a place, which takes a hundred bytes
 _STEPS_INSIDE = 5  # for looking into a node that is not a tensor
 _SPECIAL = tuple(".({<")  # first characters of segments that are not string keys
