@@ -199,16 +199,22 @@ def _record(main: Any, words: list[str], out: Path) -> dict[str, Any]:
         status, _ = "raised", said.write(traceback.format_exc())
     printed.flush()
     text = printed.buffer.getvalue().decode().replace("\\\\", "/").replace("\r", "")
-    found = [json.loads(line) for line in text.splitlines() if "--json" in words]
-    for each in found:
-        for key in ELSE_PRINTED:
-            each.pop(key, None)
+    found = [_without(json.loads(line)) for line in text.splitlines() if "--json" in words]
     return {
         "status": status,
         "files": {name: "" if name.endswith(".html") else sha256 for name, sha256 in files_in(out).items()},
         "printed": found,
         "said": said.getvalue().splitlines()[-3:],
     }
+
+
+def _without(value: Any) -> Any:
+    """Return `value` of JSON without what is printed of this machine, and with one kind of quotes in commands."""
+    if isinstance(value, str):
+        return value.replace("'", '"')
+    if isinstance(value, dict):
+        return {key: _without(each) for key, each in value.items() if key not in ELSE_PRINTED}
+    return [_without(each) for each in value] if isinstance(value, list) else value
 
 
 def files_in(folder: Path) -> dict[str, str]:
