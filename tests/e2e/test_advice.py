@@ -1265,6 +1265,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "cli/verify.py:option json": (_NAMED,),
     "cli/verify.py:option sarif": (_NAMED,),
     "conversion/in_place.py:option in_place": (_NAMED, _NAMED),
+    "conversion/in_place.py:command convert": ("conversion/test_in_place.py::test_a_system_without_owners",),
     "conversion/in_place.py:lsattr": ("conversion/test_in_place.py::test_what_is_immutable",),
     "conversion/in_place.py:chattr": ("conversion/test_in_place.py::test_what_is_immutable",),
     "conversion/in_place.py:chmod": ("conversion/test_in_place.py::test_what_may_not_be_written",),

@@ -1261,3 +1261,16 @@ def test_flags_are_the_keywords(checkpoint: Path, command: Command) -> None:
     assert checkpoint.read_bytes() == other.read_bytes() == before
     command("undo", checkpoint, status=1, err="there is no undo journal")
     command("convert", checkpoint, "out.pt", "--no-undo", status=2, err="--no-undo needs --in-place")
+
+
+def test_a_system_without_owners(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, so far: nobody's journal can be trusted, so nothing is changed in place, and an output is offered."""
+    before = checkpoint.read_bytes()
+    monkeypatch.setattr("ckptconv.system.calls.HAS_OWNERS", False)
+    for change in (
+        lambda: ckptconv.convert(checkpoint, in_place=True, map_location="cpu"),
+        lambda: ckptconv.undo(checkpoint),
+    ):
+        with pytest.raises(ckptconv.UnsupportedError, match=r"on this system yet.*ckptconv\.convert\("):
+            change()
+    assert checkpoint.read_bytes() == before

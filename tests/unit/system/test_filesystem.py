@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptconv.system import filesystem
+from ckptconv.system import calls, filesystem
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 def test_fallocate_reserves(fd: int) -> None:
     """The file has its size afterwards, in zeros, or it is as it was."""
     done = filesystem.fallocate(fd, 10_000)
-    assert os.pread(fd, 20_000, 0) == (bytes(10_000) if done else b"")
+    assert calls.pread(fd, 20_000, 0) == (bytes(10_000) if done else b"")
 
 
 def test_fallocate_says_what_is_too_much(fd: int) -> None:
@@ -39,10 +39,10 @@ def test_fallocate_says_what_is_too_much(fd: int) -> None:
 
 def test_start_writeback_never_fails(fd: int) -> None:
     """It is advice: what goes wrong with it, fsync tells."""
-    os.pwrite(fd, b"data", 0)
+    calls.pwrite(fd, b"data", 0)
     filesystem.start_writeback(fd, 0, 4)
     filesystem.start_writeback(-1, 0, 4)
-    assert os.pread(fd, 10, 0) == b"data"
+    assert calls.pread(fd, 10, 0) == b"data"
 
 
 def test_rename_if_absent(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_share_block(fd: int, tmp_path: Path) -> None:
     (tmp_path / "src").write_bytes(b"x" * 8192)
     with (tmp_path / "src").open("rb") as src:
         done = filesystem.share_block(src.fileno(), fd, 4096)
-    assert os.pread(fd, 8192, 0) == (b"x" * 4096 if done else b"")
+    assert calls.pread(fd, 8192, 0) == (b"x" * 4096 if done else b"")
     assert not filesystem.share_block(-1, fd, 4096)
 
 
