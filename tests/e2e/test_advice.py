@@ -1301,7 +1301,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "formats/distributed/safetensors_parts.py:command convert": (
         "it takes a run of several processes; its folder is converted in test_safetensors_parts.py",
     ),
-    "formats/foreign/files.py:mv": (_FOREIGN + "test_an_index_of_shards_under_another_name",),
+    "formats/foreign/files.py:*": (_FOREIGN + "test_an_index_of_shards_under_another_name",),
     "formats/foreign/files.py:text": (
         "it would run what is in the file, as it says", _OTHERS, _OTHERS, _OTHERS, _OTHERS,
     ),
