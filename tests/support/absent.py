@@ -31,7 +31,7 @@ class _Needed(type):
     """What a package that is not there has: it can be named anywhere, and used by no test."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__version__":
             raise AttributeError(name)
         return _named(f"{cls.__name__}.{name}")
 
@@ -64,7 +64,7 @@ def _named(name: str) -> Any:
 
 class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__version__":
             raise AttributeError(name)
         return _named(f"{self.__name__}.{name}")
 
