@@ -67,6 +67,7 @@ def tensor_subclasses() -> list[tuple[str, str]]:
 
 def test_no_tensor_subclass_of_torch_is_dangerous() -> None:
     """A tensor needs its class, wherever torch has it; other names in the same modules stay dangerous."""
+    torch.zeros(0)  # where there is no torch, this skips the test
     found = tensor_subclasses()
     assert ("torch.testing._internal.two_tensor", "TwoTensor") in found and len(found) > 20
     assert [name for name in found if is_dangerous(Global(*name))] == []

@@ -49,6 +49,7 @@ def test_classes_of_tensors() -> None:
 
 def test_attributes_that_torch_sets_itself() -> None:
     """They are those of tensors that a descriptor with a setter stands for; others go into the tensor's dict."""
+    torch.zeros(0)  # where there is no torch, this skips the test
     found = {
         name
         for cls in torch.nn.Parameter.__mro__
@@ -64,6 +65,7 @@ def test_attributes_that_torch_sets_itself() -> None:
 
 def test_layouts_and_devices() -> None:
     """The names that torch knows."""
+    torch.zeros(0)  # where there is no torch, this skips the test
     assert {str(value) for value in vars(torch).values() if isinstance(value, torch.layout)} == tensors.LAYOUTS
     with pytest.raises(RuntimeError, match="Expected one of") as error:
         torch.device("foo")
