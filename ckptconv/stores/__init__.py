@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ckptconv.byteranges.sources import Source, list_local
-from ckptconv.errors import InputError, RefusedError
+from ckptconv.errors import InputError
 from ckptconv.lazy_regex import regex
 from ckptconv.stores.posix import store_of as store_of
 from ckptconv.system import calls
-from ckptconv.system.names import stays_inside
 
 if TYPE_CHECKING:
     from ckptconv.stores.remote import FarPath
@@ -69,11 +68,7 @@ def place_below(path: Path, folder: Path, target: Path) -> Path:
 
     Raises RefusedError if a store lists a name that leads elsewhere on some system, and `target` is a local folder.
     """
-    place = path.relative_to(folder)
-    if is_url(path) and not is_url(target) and place.parts and not stays_inside("/".join(place.parts), folders=True):
-        what, hint = "the store lists a name that leads elsewhere on some systems", "convert that file by itself"
-        raise RefusedError(what, where=folder, got=repr("/".join(place.parts)), hint=hint)
-    return place
+    return cast("FarPath", path).place_below(folder, target) if is_url(path) else path.relative_to(folder)
 
 
 def first_bytes(path: Path, most: int) -> bytes:

@@ -54,6 +54,7 @@ from ckptconv.stores.requests import (
 )
 from ckptconv.stores.urls import HTTP, Url, parse
 from ckptconv.system import calls
+from ckptconv.system.names import stays_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,7 +150,19 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
     def __hash__(self) -> int:
         return hash(self.parts)
 
-    def __truediv__(self, name: str | os.PathLike[str]) -> Path:
+    def place_below(self, folder: Path, target: Path) -> Path:
+        """Return this path relative to `folder`, as it will be below the folder `target`.
+
+        Raises RefusedError if its name leads elsewhere on some system, and `target` is a local folder.
+        """
+        place: Path = self.relative_to(folder)
+        name = "/".join(place.parts)
+        if name and not isinstance(target, FarPath) and not stays_inside(name, folders=True):
+            what, hint = "the store lists a name that leads elsewhere on some systems", "convert that file by itself"
+            raise RefusedError(what, where=folder, got=repr(name), hint=hint)
+        return place
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> FarPath:
         below = os.fspath(name)
         if below in ("", "."):
             return self
@@ -280,7 +293,6 @@ class RemoteStore(Store):
         """Return the other files in `folder`, and those whose names cannot be copied."""
         from ckptconv.output.files import is_own_file
         from ckptconv.output.folders import OtherFile
-        from ckptconv.stores import place_below
 
         assert isinstance(folder, FarPath)
         found: list[OtherFile] = []
@@ -288,7 +300,7 @@ class RemoteStore(Store):
         for name, entry in sorted(folder.below().items()):
             if (deep or "/" not in name) and name not in taken and not is_own_file(name.rpartition("/")[2]):
                 try:
-                    place = place_below(folder / name, folder, target)
+                    place = (folder / name).place_below(folder, target)
                 except RefusedError as error:
                     left.append((folder / name, error))
                 else:
