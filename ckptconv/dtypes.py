@@ -83,6 +83,10 @@ BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in (*_TABLE, UNTYPED) if dtype.storage_class}
 #: By safetensors' name. Elements are counted as safetensors does.
 BY_WORD = {dtype.word: dtype for dtype in (*_TABLE, *_WITHOUT_TORCH) if dtype.word}
+#: Dtypes of the codes of quantized weights, here and in layouts of other programs.
+CODES = frozenset(
+    ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2", "int8", "uint8", "int32"]
+)
 
 
 def get_dtype(name: str) -> DType:

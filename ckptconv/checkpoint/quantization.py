@@ -29,8 +29,6 @@ from ckptconv.pickles.graph import Call, Global, List, Object, Tuple, Value, arg
 
 _FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
 _FP4 = frozenset({"uint8", "float4_e2m1fn_x2"})
-#: The dtypes that codes have, here and in layouts of other programs.
-CODES = _FLOAT8 | _FP4 | {"int8", "int32"}
 _NUMBERS = frozenset({"float32", "bfloat16", "float16"})
 _EXPONENTS = frozenset({"uint8", "float8_e8m0fnu"})
 _MOST = 20  # attributes of a tensor of torchao, and sizes of its block

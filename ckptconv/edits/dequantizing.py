@@ -18,7 +18,6 @@ from ckptconv.byteranges.spans import ByteRange, Piece, Scaled
 from ckptconv.checkpoint.merging import TensorCalls, drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.quantization import (
-    CODES,
     QuantizationConfig,
     Quantized,
     find_quantized,
@@ -29,7 +28,7 @@ from ckptconv.checkpoint.quantization import (
 from ckptconv.checkpoint.state_dicts import StateDict
 from ckptconv.checkpoint.storage_ids import change_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Storage, TensorInfo, glob_of, piece_of
-from ckptconv.dtypes import BY_NAME
+from ckptconv.dtypes import BY_NAME, CODES
 from ckptconv.edits.changes import Changes, NameChange
 from ckptconv.edits.dtype_rules import DTypeRule
 from ckptconv.edits.regroup_files import content_of_config

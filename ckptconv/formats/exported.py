@@ -38,16 +38,13 @@ from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError, count, some
 from ckptconv.formats.safetensors_header import check_nesting
-from ckptconv.formats.torch_zip import read_inner, record_bytes
+from ckptconv.formats.torch_zip import ExportedProgram, is_exported, read_inner, record_bytes
 from ckptconv.formats.zip_archive import STORED, Archive, Member, read_archive
 from ckptconv.lazy_regex import regex
-from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Call, Object, Tuple, Value, is_count, set_items
 
 NAME = "torch.export program"
-#: How torch.load answers.
-REFUSED = "it is a program of torch.export, which torch.export.load loads and torch.load does not"
 _WEIGHTS = "data/weights/"
 _MODEL = regex(r"models/([^/]+)\.json")
 #: Records that other readers of torch look for.
@@ -63,18 +60,6 @@ _LATER = (
 )  # from 28 on  # fmt: skip
 _SCALARS = dict(enumerate(_DTYPES, 1)) | dict(enumerate(_LATER, 28))
 _SHOWN = 5
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """The archive of a program."""
-
-    archive: Archive
-
-
-def is_exported(checkpoint: Checkpoint) -> bool:
-    """Return whether `checkpoint` has the weights of a program of torch.export."""
-    return isinstance(checkpoint.container, Program)
 
 
 def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
@@ -105,7 +90,7 @@ def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
         checkpoint.source, checkpoint.blobs = source, checkpoint.blobs or checkpoint.source
     else:
         raise unread
-    checkpoint.format, checkpoint.container, checkpoint.is_state_dict = NAME, Program(archive), True
+    checkpoint.format, checkpoint.container, checkpoint.is_state_dict = NAME, ExportedProgram(archive), True
     checkpoint.notes += _notes(source, archive, models[0])
     checkpoint.notes += _sample_inputs(source, names, models[0], checkpoint)
     checkpoint.unused += _left_behind(names, config)
@@ -157,7 +142,7 @@ def _weights(source: Readable, archive: Archive, config: str) -> Checkpoint:
         member = names.get(f"{folder}/{key}")
         return member.data(source, checked=archive.is_checked(member)) if member else None
 
-    checkpoint = checkpoint_of(NAME, source, graph, Program(archive), record, where)
+    checkpoint = checkpoint_of(NAME, source, graph, ExportedProgram(archive), record, where)
     order = _small(source, archive, "byteorder")
     checkpoint.byteorder, checkpoint.is_byteorder_said = "big" if order == b"big" else "little", order is not None
     return checkpoint

@@ -66,6 +66,7 @@ from ckptconv.formats.zip_archive import (
     read_archive,
 )
 from ckptconv.lazy_regex import regex
+from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 from ckptconv.pickles.graph import Graph
 from ckptconv.pickles.parser import parse
@@ -92,6 +93,18 @@ _ALIGNMENT = 64  # torch's storages start at multiples of this: _get_storage_ali
 def looks_like(head: bytes) -> bool:
     """Return whether a file that starts with `head` is a zip archive."""
     return head[:4] == b"PK\x03\x04"
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedProgram:
+    """The archive of a program of torch.export."""
+
+    archive: Archive
+
+
+def is_exported(checkpoint: Checkpoint) -> bool:
+    """Return whether `checkpoint` has the weights of a program of torch.export."""
+    return isinstance(checkpoint.container, ExportedProgram)
 
 
 def is_program(checkpoint: Checkpoint) -> bool:

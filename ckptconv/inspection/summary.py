@@ -15,7 +15,6 @@ from ckptconv.byteranges.undo_journal import HOT, journal_path, journals_of
 from ckptconv.checkpoint.describe import describe, is_flat
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.pickled_modules import PickledModule
-from ckptconv.checkpoint.quantization import CODES, Quantized, find_quantized, torchao_layout
 from ckptconv.checkpoint.state_dicts import IS_AVERAGE, StateDict
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.checkpoint.torch_versions import (
@@ -27,12 +26,12 @@ from ckptconv.checkpoint.torch_versions import (
     word_of,
 )
 from ckptconv.checkpoint.weights_only.objects import Answer
+from ckptconv.dtypes import CODES
 from ckptconv.edits.devices import user_devices
 from ckptconv.edits.names import prefixes_of
 from ckptconv.formats import opening
-from ckptconv.formats.exported import is_exported
 from ckptconv.formats.opening import open_input
-from ckptconv.formats.torch_zip import SUPERSEDED
+from ckptconv.formats.torch_zip import SUPERSEDED, is_exported
 from ckptconv.hints import Placeholder, command, for_python
 from ckptconv.inspection.diagnosis.diagnose import diagnose
 from ckptconv.inspection.diagnosis.findings import Advice
@@ -61,6 +60,7 @@ from ckptconv.stores.memory import Input
 from ckptconv.work import work
 
 if TYPE_CHECKING:
+    from ckptconv.checkpoint.quantization import Quantized
     from ckptconv.inspection.values import TensorValues
 
 _MOST_OPTIMIZERS = 100
@@ -615,7 +615,6 @@ def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSumma
         ]
         parameters = _sizes(others, checkpoint)[0] + sum(prod(each.shape) for each in known)
     wrappers = [value for _, value in state_dict.items() if (i := tensors.get(id(value))) and i.kind == "wrapper"]
-    subclasses = [layout for value in wrappers if (layout := torchao_layout(value))]
     return StateDictSummary(
         path=state_dict.path,
         tensors=len(infos),
@@ -623,13 +622,23 @@ def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSumma
         nbytes=nbytes,
         prefixes=dict(prefixes_of(names).most_common()),
         names=len(names),
-        quantized=dict(Counter([each.layout for each in known] + subclasses)),
+        quantized=dict(Counter([each.layout for each in known] + _subclasses(wrappers))),
     )
+
+
+def _subclasses(wrappers: list[Value]) -> list[str]:
+    """Return the layouts of those of `wrappers` that are tensors of torchao."""
+    if not wrappers:
+        return []
+    from ckptconv.checkpoint.quantization import torchao_layout  # lazily, for start-up
+
+    return [layout for value in wrappers if (layout := torchao_layout(value))]
 
 
 def _quantized(state_dict: StateDict, checkpoint: Checkpoint) -> list[Quantized]:
     """Return the quantized weights of a state dict whose layout is known."""
-    from ckptconv.edits.dequantizing import known_config  # lazily, for start-up
+    from ckptconv.checkpoint.quantization import find_quantized  # lazily, for start-up
+    from ckptconv.edits.dequantizing import known_config
 
     infos = checkpoint.tensor_nodes
     tensors = {name: infos[id(node)] for name, node in strings_of(state_dict.node).items() if id(node) in infos}

@@ -23,7 +23,6 @@ from ckptconv.checkpoint.safe_globals import is_torchs
 from ckptconv.checkpoint.weights_only.objects import Answer
 from ckptconv.errors import InputChangedError, InputError, LimitError
 from ckptconv.formats import torch_zip
-from ckptconv.formats.exported import is_exported
 from ckptconv.formats.foreign.zips_and_pickles import LOADER
 from ckptconv.formats.sharded.index import ShardedContainer
 from ckptconv.formats.torch_files import LegacyFile
@@ -117,8 +116,10 @@ def concerns(checkpoint: Checkpoint, *, storages: bool = False) -> list[Concern]
         for graph in part.container.around if isinstance(part.container, LegacyFile) else ():
             search.left = _left_for(graph)
             search.graph(graph, _Where(graph, "around the object: "), checkpoint.source, 0)
-    program = [Concern("a program of torch.export", "models", "needs code")] if is_exported(checkpoint) else []
-    return [*search.listed(), *program]
+    listed = search.listed()
+    if torch_zip.is_exported(checkpoint):
+        listed.append(Concern("a program of torch.export", "models", "needs code"))
+    return listed
 
 
 def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:

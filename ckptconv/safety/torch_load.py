@@ -22,10 +22,9 @@ from ckptconv.checkpoint.weights_only.objects import Answer, Contents, Reason
 from ckptconv.checkpoint.weights_only.unpickler import reasons
 from ckptconv.dtypes import BY_NAME, UNTYPED
 from ckptconv.errors import InputError, MalformedError
-from ckptconv.formats.exported import REFUSED, is_exported
 from ckptconv.formats.sharded.index import ShardedContainer
 from ckptconv.formats.torch_files import LegacyFile
-from ckptconv.formats.torch_zip import CONSTANTS, record_bytes
+from ckptconv.formats.torch_zip import CONSTANTS, is_exported, record_bytes
 from ckptconv.formats.two_readings import is_tar
 from ckptconv.formats.writers import WRITERS
 from ckptconv.formats.zip_archive import Archive, Member
@@ -116,7 +115,9 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[
     if is_named_safetensors and checkpoint.format != _SAFETENSORS:
         yield Reason("refused", "torch.load takes a file of this name for safetensors, and it is none")
     if is_exported(checkpoint):
-        yield Reason("refused", REFUSED)
+        yield Reason(
+            "refused", "it is a program of torch.export, which torch.export.load loads and torch.load does not"
+        )
         return
     if checkpoint.script_classes is not None:
         yield Reason("refused", "it is a TorchScript archive, which torch.jit.load loads and torch.load does not")

@@ -411,9 +411,9 @@ class HttpStore(RemoteStore):
         """Return the files in the folder `url` of a repository. Raises InputError, also for a web server's folder."""
         if url.is_http:
             raise UnsupportedError(
-                "a folder, and web servers list none",
+                "web servers do not list the files in a folder",
                 where=shown,
-                hint="give the URL of a file in it; of a sharded set that of its index, …/model.safetensors.index.json",
+                hint="give the URL of a file in it; for a sharded set, of its index (model.safetensors.index.json)",
             )
         return _hub_entries(url, shown)
 

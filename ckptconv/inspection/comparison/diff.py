@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptconv.byteranges.spans import Meter
 from ckptconv.checkpoint.model import Checkpoint
-from ckptconv.checkpoint.quantization import CODES
 from ckptconv.checkpoint.rebuild_functions import FROM_TYPE
 from ckptconv.checkpoint.storage_ids import storage_id
 from ckptconv.checkpoint.tensor_info import LeftBehind, TensorInfo, matches
 from ckptconv.conversion.options import takes
+from ckptconv.dtypes import CODES
 from ckptconv.edits.apply import apply
 from ckptconv.edits.dequantizing import show_values
 from ckptconv.edits.names import unwrapped
@@ -23,8 +23,8 @@ from ckptconv.edits.options import Edits, split_edits
 from ckptconv.edits.selection import named_tensors, select
 from ckptconv.errors import CkptconvError, NoMatchError, RefusedError, count, some
 from ckptconv.formats import opening
-from ckptconv.formats.exported import is_exported
 from ckptconv.formats.opening import open_input
+from ckptconv.formats.torch_zip import is_exported
 from ckptconv.hints import Option, Placeholder, command, command_line, for_python, option
 from ckptconv.inspection.comparison.differences import (
     Difference,

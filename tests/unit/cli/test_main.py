@@ -251,7 +251,7 @@ assert not {{"torch", "numpy", "rich", "safetensors"}} & set(sys.modules)
 #: What ``inspect`` of a small file imports: more would be felt in each call.
 _NEEDED = {
     "": "byteranges checkpoint cli conversion dtypes edits errors formats guesses hints inspection lazy_regex"
-    " light_dataclass limits output pickles render result safety stores system",
+    " light_dataclass limits output pickles render result safety stores system work",
     "byteranges": "checksums fault_sink reading sources spans undo_journal",
     "checkpoint": "dangerous_calls dangerous_globals describe index legacy_python model"
     " pickled_modules rebuild_functions safe_globals state_dicts storage_ids "
