@@ -12,6 +12,7 @@ import click
 
 from ckptconv.errors import CkptconvError
 from ckptconv.hints import Command, Message
+from ckptconv.lazy_regex import regex
 from ckptconv.render.text import Style
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ckptconv.conversion.plan import Report
 
 PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
+_CLAUSE = regex(r"""(?<!\w)'[^']*'|"[^"]*"|; """)
 _LONGEST = 8000  # characters of a line of a hint, which can name anything in a file
 
 
@@ -29,6 +31,13 @@ def show_error(error: CkptconvError) -> None:
         click.echo(style.text(line), err=True)
 
 
+def _clauses(text: str) -> list[str]:
+    """Return `text` split at semicolons, but not in the quoted words of other programs' commands."""
+    cuts = [found for found in _CLAUSE.finditer(text) if found[0] == "; "]
+    starts = [0, *(cut.end() for cut in cuts)]
+    return [text[a:b] for a, b in zip(starts, [*(cut.start() for cut in cuts), len(text)], strict=True)]
+
+
 def _lines_of(hint: str | None) -> list[str]:
     """Return `hint` in lines, split at semicolons. Each command is on a line of its own, which is indented."""
     lines = [""]
@@ -36,7 +45,7 @@ def _lines_of(hint: str | None) -> list[str]:
         if isinstance(part, Command):
             lines += [f"  {Message(part)}", ""]
         else:
-            first, *others = part.split("; ") if isinstance(part, str) else [f"{Message(part)}"]
+            first, *others = _clauses(part) if isinstance(part, str) else [f"{Message(part)}"]
             lines[-1] += first if lines[-1] else first.lstrip()
             lines += others
     return [line.rstrip() for line in lines if line.strip()]
