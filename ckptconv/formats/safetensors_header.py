@@ -151,7 +151,7 @@ class StrictJson:
         """Return a JSON object. Raise an error if a key occurs twice or is not valid text."""
         if len(result := dict(pairs)) != len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)
-            self.fail(f"a key stands in {self.word} twice", got=repr(twice[0][0]))
+            self.fail(f"{self.word} contains a key twice", got=repr(twice[0][0]))
         for key in result:
             self.check_text(key)
         return result

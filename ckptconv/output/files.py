@@ -417,5 +417,5 @@ def _in_place_already(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"the new file was written, but its folder could not be synced: {error.strerror}", where=path
+            f"the new file is in place, but its folder could not be synced: {error.strerror}", where=path
         ) from error

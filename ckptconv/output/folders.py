@@ -170,7 +170,7 @@ def write_folder(
     finally:
         is_gone = _remove(temporary)  # the old folder
     if not is_gone:
-        raise OutputError("the new folder was written, but the old one could not be deleted", where=temporary)
+        raise OutputError("the new folder is in place, but the old one could not be deleted", where=temporary)
     return overflowed
 
 

@@ -140,7 +140,7 @@ def test_targets_that_are_no_files(
         make(target, listener)
         before = os.lstat(target).st_ino
         done = ckptconv("convert", "-f", "--to", "cpu", src, target)
-        assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
+        assert (done.returncode, done.stderr.count(b"ckptconv: ")) == (1, 1)
         assert b"is not a regular file" in done.stderr
         assert os.lstat(target).st_ino == before
         assert [name for name in os.listdir(here) if "ckptconv" in name] == []

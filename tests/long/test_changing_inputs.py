@@ -184,7 +184,7 @@ class Reading:
             wrong.append("neither the output of what was there nor the old one with an error")
         if change.early and (done.returncode == 0) != (how in HARMLESS):
             wrong.append("a change that was not seen, or one that does not matter")
-        if done.stderr.count("\n") != done.returncode or "Traceback" in done.stderr or "bug" in done.stderr:
+        if done.stderr.count("ckptconv: ") != done.returncode or "Traceback" in done.stderr or "bug" in done.stderr:
             wrong.append("not one line")
         if os.listdir(place / "out") != [self.target]:
             wrong.append("something is left")

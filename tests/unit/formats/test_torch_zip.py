@@ -240,7 +240,7 @@ def with_damaged_stream(name: str) -> bytes:
 #: What is seen before an output appears: the archive, and what the error says.
 BAD_STREAMS = {
     **{f"a storage of {size} bytes for 16": (deflated_storage(size), "another size") for size in (1, 18, 1 << 20)},
-    **{f"{name} without its end": (without_an_end(name), "deflated record") for name in ("data.pkl", "data/0")},
+    **{f"{name} without its end": (without_an_end(name), "compressed record") for name in ("data.pkl", "data/0")},
     **{f"{name} is damaged": (with_damaged_stream(name), "deflated record") for name in ("data.pkl", "data/0")},
 }
 

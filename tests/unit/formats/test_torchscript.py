@@ -264,7 +264,7 @@ def test_the_archive_itself_is_not_changed(
 
 def test_the_refusal_speaks_python_to_python(save: Save, dst: Path) -> None:
     """The keyword, not the flag."""
-    refused(RefusedError, "state_dict=True takes its weights alone", save(nn.Linear(2, 2)), dst, map_location="cpu")
+    refused(RefusedError, "state_dict=True extracts its weights", save(nn.Linear(2, 2)), dst, map_location="cpu")
 
 
 @pytest.mark.parametrize("target", ["o.pt", "o.safetensors"])
