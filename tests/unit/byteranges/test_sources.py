@@ -54,7 +54,7 @@ def bind_socket(path: Path) -> None:
 @pytest.mark.parametrize(
     ("put", "what"),
     [
-        (NO_FILES["folder"], "a folder, not a file"),
+        (NO_FILES["folder"], "a folder and not a file"),
         (NO_FILES["FIFO"], "a FIFO and not a file"),
         (NO_FILES["link to a device"], "a device and not a file"),
         (bind_socket, "a socket and not a file"),
