@@ -170,7 +170,7 @@ assert main(["convert", "in", "--in-place", "--to", "cpu", "--add-prefix", "x"])
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Too many open files; ulimit -n shows how many" in done.stderr
+    assert "Too many open files\n  ulimit -n shows how many" in done.stderr
     for target in ("m.pt", "set", "half.safetensors"):
         assert content_of(tmp_path / "below" / target) == content_of(tmp_path / "above" / target)
 

@@ -385,7 +385,7 @@ def test_names_of_a_module_are_changed_in_its_state_dict_alone(
     for obj in (model, {"model": model, "optimizer": optimizer}):
         torch.save(obj, tmp_path / "m.pt")
         words = "convert", tmp_path / "m.pt", tmp_path / "no.pt"
-        command(*words, *flag, status=1, err="--state-dict takes its state dict out")
+        command(*words, *flag, status=1, err="--state-dict extracts its state dict")
         convert(tmp_path / "m.pt", tmp_path / "out.pt", "--state-dict", "-f", *flag)
 
 
@@ -515,13 +515,13 @@ def test_a_name_of_nothing_is_answered_with_the_paths(tmp_path: Path) -> None:
     torch.save({"net": nn.Linear(2, 2)}, tmp_path / "m.pt")
     refused(
         NoMatchError,
-        r"expected a path such as net, a .*; see .* ckptconv\.inspect\('.*m\.pt'\)$",
+        r"expected a path such as net, a .*; to see the contents: ckptconv\.inspect\('.*m\.pt'\)$",
         tmp_path / "m.pt",
         tmp_path / "no.pt",
         select="nte",
     )
     torch.save([1], tmp_path / "n.pt")
-    refused(NoMatchError, r"stands at x; to see the contents: ", tmp_path / "n.pt", tmp_path / "no.pt", select="x")
+    refused(NoMatchError, r"nothing at x.*; to see the contents: ", tmp_path / "n.pt", tmp_path / "no.pt", select="x")
 
 
 # What gives none, or not all
@@ -585,7 +585,7 @@ def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
     net._modules["odd"] = zoo.Config(weight=torch.ones(3))  # type: ignore[assignment]
     found, report = round_trip(tmp_path, net, weights_only=True, state_dict=True)
     assert list(found) == ["real.weight", "real.bias"]
-    odd = {each.path: each.nbytes for each in report.left_behind if "no tensor" in each.why}
+    odd = {each.path: each.nbytes for each in report.left_behind if "known kind of tensor" in each.why}
     assert odd == {"._modules/lazy/._parameters/weight": 0, "._modules/lazy/._parameters/bias": 0, "._modules/odd": 12}
     assert inspect(tmp_path / "src.pt").modules[0].unknown == ("odd", "lazy.weight", "lazy.bias")
 
