@@ -1,10 +1,10 @@
-"""Find the calls of a pickle that do harm, also through ``getattr``, partial functions and the results of calls.
+"""Find the dangerous calls of a pickle, including those through ``getattr``, partial functions and results of calls.
 
-A pickle names most of what it calls, and :mod:`ckptconv.checkpoint.dangerous_globals` judges these names. This module
-judges what a pickle fetches. An attribute of a global is judged as if the pickle named it. A method of the result of a
+:mod:`ckptconv.checkpoint.dangerous_globals` judges the globals that a pickle names. This module judges the values that
+a pickle reaches from them. An attribute of a global is judged like a global of that name. A method of the result of a
 call is judged by its name, for every class that the result can have. A class whose constructor does harm is dangerous
-if it is called or passed on, but an instance that is made without the constructor is not. A call that cannot be
-followed is *undecided*.
+if it is called or passed as an argument, but not if an instance is created without the constructor. A call whose
+callable cannot be determined is *undecided*.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _EFFECTS = frozenset(_METHODS_OF)
 
 
 class _Ref(NamedTuple):
-    """Something with a name."""
+    """A global: its module, and its dotted name in the module."""
 
     module: str
     name: str
@@ -117,16 +117,18 @@ class _Ref(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """The result of calling ``by``. ``of_class``: it is certainly an instance of ``by``."""
+    """The result of a call of the global ``by``. If ``of_class`` is True, the result is certainly an instance of
+    ``by``.
+    """
 
     by: _Ref
     of_class: bool
 
 
 class _Method(NamedTuple):
-    """The attribute ``name`` of the result of a call. ``of`` is this result, or None if it is not known.
+    """The attribute ``name`` of the result of a call. ``of`` is this result, or None if the call cannot be determined.
 
-    ``is_known``: the result comes from a package of the table.
+    ``is_known`` is True if the result comes from a package that the table of dangerous globals covers.
     """
 
     of: _Made | None
@@ -135,14 +137,17 @@ class _Method(NamedTuple):
 
 
 class _Getter(NamedTuple):
-    """A function that looks up ``names`` in its argument and, if ``calls`` is set, calls them."""
+    """An ``attrgetter`` or ``methodcaller``: a function that looks up ``names`` in its argument.
+
+    If ``calls`` is True, the function also calls the attribute that it finds.
+    """
 
     calls: bool  # the first field, so that no _Getter equals a _Made: both are tuples
     names: tuple[str, ...]
 
 
 class _Other(NamedTuple):
-    """Any value. ``is_known``: it comes from a package of the table."""
+    """Any value. ``is_known`` is True if it comes from a package that the table of dangerous globals covers."""
 
     is_known: bool
 
@@ -152,21 +157,22 @@ _ANYTHING, _STRANGE = (_Other(is_known=True),), (_Other(is_known=False),)
 
 
 def dangerous_globals(graph: Graph) -> Iterator[str]:
-    """Yield the dangerous globals that `graph` names or reaches, each once, as the Python that reads it looks them
-    up.
+    """Yield the names of the dangerous globals that `graph` names, then descriptions of the dangers that it reaches.
+
+    Each is yielded once. The names are those of the Python version that the protocol of the pickle is for.
     """
     named = (imported_name(node, graph.protocol) for node in graph.globals if is_dangerous(node))
     yield from dict.fromkeys([*named, *(what for what, _, kind in reaches(graph) if kind == "dangerous")])
 
 
 def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unknown"]]]:
-    """Yield what `graph` does that no checkpoint needs, beyond naming dangerous globals.
+    """Yield the dangers in `graph` other than the dangerous globals that it names.
 
-    Dangerous are a lookup of an internal attribute, a lookup of a computed name, ``getattr`` passed on as a value, and
-    a call of a class that opens a file. A call of something that cannot be determined is ``unknown``.
+    Dangerous are: a lookup of an internal attribute or of a computed name, ``getattr`` passed as an argument, a call of
+    a class that opens a file, and a change of a global. Unknown is a call whose callable cannot be determined.
 
     Yields:
-        A description, the node, and the kind of the finding.
+        A description, the node, and ``dangerous`` or ``unknown``.
     """
     yield from ((what, node, "dangerous") for what, node in _changed(graph))
     named = [node for node in graph.globals if not is_torchs(node)]
@@ -191,7 +197,9 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unk
 
 
 def _undecided(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
-    """Yield the calls among `nodes` of something that cannot be determined, with a description."""
+    """Yield a description and the node of each call whose callable is the result of another call and cannot be
+    determined.
+    """
     for node in nodes:
         if isinstance(node, Call) and not isinstance(node.callable, Global):
             for meaning in meanings.of(node.callable):
@@ -202,9 +210,9 @@ def _undecided(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, No
 
 
 def _changed(graph: Graph) -> Iterator[tuple[str, Node]]:
-    """Yield the changes of globals of known packages that `graph`, read leniently, makes without a call.
+    """Yield a description and the node of each effect that changes a global of a package in the table.
 
-    These are new items, members and states.
+    Such an effect adds items or members, or sets a state.
     """
     for call in graph.outer_calls:
         if call.kind in _EFFECTS and isinstance(call.callable, Global):
@@ -214,10 +222,10 @@ def _changed(graph: Graph) -> Iterator[tuple[str, Node]]:
 
 
 def _class_entry(node: Global) -> str | None:
-    """Return how the constructor of the class `node` does harm, or None.
+    """Return how creating an instance of the class `node` does harm, or None if it does not.
 
-    ``class``: if the class is called. ``new``: if an instance is made in any way. ``evaluator``: the class belongs to a
-    package that evaluates texts.
+    ``class`` means: if the class is called. ``new`` means: in any way, also without the constructor. ``evaluator``
+    means that the class evaluates texts.
     """
     module, name = imported_as(node, 2)
     entry = listed(module, name) or ("class" if listed(module, f"{name}.__post_init__") else None)
@@ -227,7 +235,7 @@ def _class_entry(node: Global) -> str | None:
 
 
 def _is_odd(node: Global) -> bool:
-    """Return whether the arguments of `node`, or the effects on its results, have to be judged."""
+    """Return whether calls of `node` must be judged by their arguments or by the effects on their results."""
     module, name = imported_as(node, 2)
     if f"{module}.{name}" in _BY_NAME or _evaluates_texts(module):
         return True
@@ -239,7 +247,7 @@ def _is_odd(node: Global) -> bool:
 
 
 class _Meanings:
-    """What values can be, as far as this can be determined without calling anything."""
+    """The possible values of nodes, as far as they can be determined without calling anything."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[_Meaning, ...]] = {}
@@ -247,9 +255,9 @@ class _Meanings:
         self._without_text: set[int] = set()
 
     def has_text(self, args: Value) -> bool:
-        """Return whether `args` or containers in it contain a text, or the result of a function, which can be a text.
+        """Return whether `args` or containers in it contain a text or a call whose result can be a text.
 
-        A container that was searched before is skipped: thousands of calls can share it.
+        A container that an earlier call found to be without text is skipped.
         """
         todo = [args]
         while todo:
@@ -262,7 +270,7 @@ class _Meanings:
         return False
 
     def _may_give_text(self, call: Call) -> bool:
-        """Return whether the result of `call` may be something else than an instance of a class."""
+        """Return whether the result of `call` can be something other than an instance of a class."""
         if call.kind not in ("REDUCE", "OBJ") or (isinstance(call.callable, Global) and is_torchs(call.callable)):
             return False
         called = self.of(call.callable)
@@ -271,7 +279,10 @@ class _Meanings:
         )
 
     def of(self, value: Value, depth: int = 0) -> tuple[_Meaning, ...]:
-        """Return everything that `value` can be. `depth` is the number of calls around it that are being followed."""
+        """Return all possible meanings of `value`.
+
+        `depth` is the number of calls that are already being followed. At the limit, the result is any value.
+        """
         if isinstance(value, Global):
             return (_Ref(*imported_as(value, 2)),)
         if not isinstance(value, Call):
@@ -290,7 +301,7 @@ class _Meanings:
         return self._known[id(value)]
 
     def _given(self, call: Call, called: _Meaning, depth: int) -> Iterator[_Meaning]:
-        """Yield what the result of `call` can be if its callable is `called`."""
+        """Yield the possible results of `call` if its callable is `called`."""
         args = args_of(call)
         if isinstance(called, _Ref):
             yield from self._result(call, called, args, depth)
@@ -303,7 +314,9 @@ class _Meanings:
             yield _Other(_is_known(called))
 
     def _result(self, call: Call, called: _Ref, args: list[Value], depth: int) -> Iterator[_Meaning]:
-        """Yield what the result of `call` with `args` can be if its callable is the global `called`."""
+        """Yield the possible results of `call` with `args` if its callable is the global `called`. `depth` is as in
+        :meth:`of`.
+        """
         name = str(called)
         if call.kind not in ("REDUCE", "OBJ"):
             yield _Made(called, of_class=True)
@@ -333,18 +346,20 @@ class _Meanings:
 
 
 def _name_in(value: Value) -> str | None:
-    """Return the text in `value`, or None unless it is a text that can be the name of an attribute."""
+    """Return the text of `value`, or None if it is not a text or has more than 1,000 characters."""
     text = text_of(value)
     return text if text is not None and len(text) <= _LONGEST_NAME else None
 
 
 def _is_class(name: str) -> bool:
-    """Return whether the last part of `name` is written like the name of a class."""
+    """Return whether the last component of the dotted `name` starts with an upper-case letter, like the name of a
+    class.
+    """
     return name.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
 def _attribute(of: _Meaning, name: str) -> _Meaning:
-    """Return what the attribute `name` of `of` is."""
+    """Return the meaning of the attribute `name` of a value with the meaning `of`."""
     if isinstance(of, _Ref):
         start = of.name[:_LONGEST_START]  # each step was judged; limits the cost of long chains
         return _Ref(of.module, f"{start}.{name}" if of.name else name)
@@ -352,7 +367,10 @@ def _attribute(of: _Meaning, name: str) -> _Meaning:
 
 
 def _is_known(meaning: _Meaning) -> bool:
-    """Return whether `meaning` comes from a package of the table."""
+    """Return whether a value comes from a package that the table of dangerous globals covers.
+
+    A `_Getter` always does.
+    """
     if isinstance(meaning, _Ref):
         return is_known_package(meaning.module)
     if isinstance(meaning, _Made):
@@ -361,13 +379,13 @@ def _is_known(meaning: _Meaning) -> bool:
 
 
 def _fetched(nodes: list[Node], look_ups: set[int], used: set[int], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
-    """Yield the dangerous fetches and results of the calls among `nodes`, with descriptions.
+    """Yield a description and the node of each call among `nodes` that looks up or returns something dangerous.
 
     Args:
-        nodes: The nodes.
-        look_ups: The ids of the globals that look names up.
+        nodes: The nodes of the graph.
+        look_ups: The ids of the globals that look up attributes by name.
         used: The ids of the nodes that are passed to a call.
-        meanings: What values can be.
+        meanings: The possible values of the nodes.
     """
     for node in nodes:
         if isinstance(node, Call):
@@ -376,11 +394,10 @@ def _fetched(nodes: list[Node], look_ups: set[int], used: set[int], meanings: _M
 
 
 def _used(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
-    """Yield the arguments of calls of known packages among `nodes` that do harm when the call uses them, with
-    descriptions.
+    """Yield a description and the node of each dangerous value that is passed to a call of a package in the table.
 
-    These are functions that call a method, and instances with a harmful method that Python calls by itself. They may be
-    in containers and in other instances.
+    Such values are functions that call a method, and instances with a harmful method that Python calls implicitly, such
+    as ``__eq__``. Values inside containers and other instances are found, too. Each is yielded once.
     """
     seen: set[int] = set()
     called: set[int] = set()
@@ -404,8 +421,9 @@ def _used(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
 
 
 def _is_used_by(call: Call, meanings: _Meanings, *, allowed: bool = False) -> bool:
-    """Return whether `call` calls a known package. Globals that torch's safe loader calls count only if `allowed`
-    is set.
+    """Return whether `call` calls something from a package in the table.
+
+    A global that torch's safe loader accepts counts only if `allowed` is True.
     """
     if isinstance(call.callable, Global) and is_torchs(call.callable):
         return allowed
@@ -413,7 +431,7 @@ def _is_used_by(call: Call, meanings: _Meanings, *, allowed: bool = False) -> bo
 
 
 def _harm_of_use(call: Call, meanings: _Meanings) -> Iterator[str]:
-    """Yield the harm that using the result of `call` does."""
+    """Yield a description of each danger in using the result of `call`. Nothing is yielded if there is none."""
     for meaning in meanings.of(call):
         if isinstance(meaning, _Getter) and meaning.calls:
             has_text = meanings.has_text(Tuple(args_of(call)[1:]))  # some objects evaluate texts
@@ -424,7 +442,14 @@ def _harm_of_use(call: Call, meanings: _Meanings) -> Iterator[str]:
 
 
 def _names_or_texts(call: Call, look_ups: set[int], meanings: _Meanings, *, is_used: bool) -> Iterator[str]:
-    """Yield what is dangerous about the arguments of `call`, if it looks names up or evaluates texts."""
+    """Yield a description of each dangerous argument of `call`: a name to look up, or a text that is evaluated.
+
+    Args:
+        call: The call.
+        look_ups: The ids of the globals that look up attributes by name.
+        meanings: The possible values of the nodes.
+        is_used: Whether the result is passed to another call.
+    """
     called = call.callable
     if isinstance(called, Global):
         name = imported_name(called, 2)
@@ -439,13 +464,14 @@ def _names_or_texts(call: Call, look_ups: set[int], meanings: _Meanings, *, is_u
 
 
 def _evaluates_texts(module: str) -> bool:
-    """Return whether functions and classes in `module` evaluate texts."""
+    """Return whether functions and classes in `module` evaluate texts (sympy, and torch's classes derived from it)."""
     return module.partition(".")[0] in _EVALUATORS or module.startswith(_EVALUATING_MODULE)
 
 
 def _given(call: Call, meanings: _Meanings) -> Iterator[str]:
-    """Yield what is dangerous about the callable and the result of `call`. Attributes of globals are judged
-    elsewhere.
+    """Yield a description of each danger in the callable, the result and the effects of `call`.
+
+    A lookup by ``getattr`` that returns an attribute of a global is left out: ``_names_looked_up`` reports it.
     """
     for meaning in meanings.of(call.callable) if not isinstance(call.callable, Global) else ():
         if isinstance(meaning, _Method):
@@ -468,7 +494,7 @@ def _given(call: Call, meanings: _Meanings) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def _danger_of(meaning: _Meaning) -> str | None:
-    """Return a description of the danger in the fetched value `meaning`, or None."""
+    """Return a description of the danger of fetching a value with this `meaning`, or None if there is none."""
     if isinstance(meaning, _Ref):
         module, name = meaning
         return str(meaning).lstrip(".") if leads_to_danger(module, name) or listed(module, name) == "class" else None
@@ -488,8 +514,9 @@ def _danger_of(meaning: _Meaning) -> str | None:
 
 
 def _harm_unnamed(made: _Ref) -> Iterator[str]:
-    """Yield the harmful methods of instances of `made` that Python calls by itself. Methods that only look names up do
-    no harm.
+    """Yield the names of the harmful methods of instances of `made` that Python calls implicitly.
+
+    Methods that only look up attributes are left out.
     """
     for method in _UNNAMED:
         if _has(made, method) and not only_looks_up(made.module, f"{made.name}.{method}"):
@@ -497,17 +524,18 @@ def _harm_unnamed(made: _Ref) -> Iterator[str]:
 
 
 def _has(ref: _Ref, method: str) -> bool:
-    """Return whether `method` of an instance of `ref` does harm although `ref` itself may be named."""
+    """Return whether `method` of instances of `ref` is dangerous, while `ref` itself is not."""
     return listed(ref.module, f"{ref.name}.{method}") is not None and not leads_to_danger(*ref)
 
 
 def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used: bool) -> Iterator[str]:
-    """Yield the names that `call` looks up and that no checkpoint needs.
+    """Yield the dangerous names that `call` looks up: their literals, or a description if they are computed or too
+    many.
 
     Args:
-        call: A call of a function that looks names up.
+        call: A call of a function that looks up attributes by name.
         function: The name of this function.
-        meanings: What values can be.
+        meanings: The possible values of the nodes.
         is_used: Whether the result is passed to another call.
     """
     args = args_of(call)
@@ -535,10 +563,13 @@ def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used:
 def _handed_on(
     nodes: list[Node], look_ups: set[int], classes: dict[int, str], used: set[int]
 ) -> Iterator[tuple[str, Node]]:
-    """Yield the globals in `nodes` that are passed on and do harm then, with descriptions.
+    """Yield the name and node of each dangerous global that is passed as an argument.
 
-    These are functions that look names up (`look_ups`) and classes whose constructor does harm (`classes`). `used`
-    contains the ids of the nodes that are passed to a call.
+    Args:
+        nodes: The nodes of the graph.
+        look_ups: The ids of the globals that look up attributes by name. They are dangerous unless they are called.
+        classes: How constructors do harm (see `_class_entry`), by the id of the class.
+        used: The ids of the nodes that are passed to a call.
     """
     if not look_ups and not classes:
         return
@@ -561,7 +592,7 @@ def _handed_on(
 
 
 def _arguments_of(nodes: list[Node], names: Iterable[str]) -> set[int]:
-    """Return the ids of the tuples of arguments that only calls of the globals `names` among `nodes` have."""
+    """Return the ids of the tuples of arguments that are used only in calls of the globals `names` among `nodes`."""
     wanted = frozenset(names)
     calls = [
         node

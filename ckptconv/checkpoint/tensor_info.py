@@ -17,9 +17,13 @@ from ckptconv.pickles.paths import Place
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """The bytes that one or more tensors are views of. Tensors that share bytes share the object.
+    """The bytes that one or more tensors are views of. Tensors that share bytes share this object.
 
-    ``device`` is the location tag of the file, until an edit changes it.
+    Attributes:
+        key: The name of the storage in the checkpoint.
+        device: The location tag of the file, or the new one after an edit.
+        nbytes: The number of bytes.
+        data: The range of the source with the bytes, or the bytes.
     """
 
     key: str
@@ -38,10 +42,14 @@ class Reference:
 
 @dataclass(frozen=True, eq=False)
 class DeviceArgument:
-    """A device that is not the tag of a storage: argument `index` of a rebuild call (xla tensors, wrapper subclasses).
+    """A device that is an argument of a rebuild call, and not the tag of a storage (xla tensors, wrapper subclasses).
 
-    `nested`: ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``, and the argument is one of
-    ``arguments``.
+    Attributes:
+        call: The call.
+        nested: Whether ``call`` is ``_rebuild_from_type_v2(function, type, arguments, state)``. If so, the device is in
+            ``arguments``.
+        index: The position of the device in the arguments.
+        device: The name of the device.
     """
 
     call: Call
@@ -55,25 +63,25 @@ class TensorInfo:
     """A tensor as the pickle describes it. Shape, stride and offset count elements.
 
     Attributes:
-        path: Its path in the checkpoint.
-        name: Its key if it is in a mapping.
+        path: The path of the tensor in the checkpoint.
+        name: The key of the tensor if it is in a mapping, or None.
         kind: ``strided``, ``quantized``, ``sparse``, ``nested``, ``jagged`` (both with the shape of the tensor that
             contains their elements), ``meta``, ``device`` (rebuilt from a numpy array), ``wrapper`` (a subclass around
-            other tensors) or ``partial`` (one process's part of a DTensor or ShardedTensor, with the shape of the
-            whole).
-        dtype: Its dtype as torch calls it, without ``torch.``.
-        shape: Its size in each dimension.
-        stride: Its step in each dimension.
-        offset: Its first element in its storage.
-        own_device: Its device if its storage does not tell it and it is known.
-        nbytes: The bytes of its elements.
-        storage: Its storage, or None if it has none of its own.
-        requires_grad: As in torch.
-        is_parameter: Whether it is a ``torch.nn.Parameter``.
-        contiguous: Whether its elements follow one another in the order of its indices.
-        tied_to: The path of an earlier tensor that is the same.
-        conj: Whether its values are still to be conjugated.
-        neg: Whether its values are still to be negated.
+            other tensors) or ``partial`` (the shard of one process of a DTensor or ShardedTensor, with the shape of the
+            complete tensor).
+        dtype: The name of the dtype, without ``torch.``.
+        shape: The sizes.
+        stride: The strides.
+        offset: The position of the first element in the storage.
+        own_device: The device, if it is known and differs from the tag of the storage, or None.
+        nbytes: The number of bytes of the elements.
+        storage: The storage, or None if the tensor has no storage of its own.
+        requires_grad: Whether the tensor requires gradients.
+        is_parameter: Whether the tensor is a ``torch.nn.Parameter``.
+        contiguous: Whether the elements are stored in row-major order without gaps.
+        tied_to: The path of an earlier tensor with the same view, or None.
+        conj: Whether the values are conjugated when they are read.
+        neg: Whether the values are negated when they are read.
     """
 
     path: str
@@ -95,18 +103,26 @@ class TensorInfo:
 
     @property
     def device(self) -> str:
-        """The device of its storage, also after an edit, unless a call copies the tensor elsewhere."""
+        """The device on which torch would put the tensor: ``own_device``, or else the tag of the storage, or
+        ``unknown``.
+        """
         return self.own_device or (self.storage.device if self.storage else "unknown")
 
     @property
     def view(self) -> tuple[object, ...]:
-        """The storage and the position in it. Two tensors are tied if these are equal."""
+        """The storage and the position in it. Two tensors are tied if their views are equal."""
         return id(self.storage), self.offset, self.shape, self.stride, self.dtype, self.conj, self.neg
 
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """Data at `path` in the source that will not be in the target, with `nbytes` of storages, and `why`."""
+    """Data of the source that is not in the output.
+
+    Attributes:
+        path: The path of the data in the source.
+        nbytes: The bytes of storages that are not in the output because of it.
+        why: The reason.
+    """
 
     path: str
     nbytes: int
@@ -115,7 +131,9 @@ class LeftBehind:
 
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """Copies of the data at `place` in two `files`: the bytes of each, or None if it is known that they differ."""
+    """Two copies of the data at `place`, in two `files`. `pieces` is the bytes of both, or None if they are known to
+    differ.
+    """
 
     place: Place
     files: tuple[str, str]
@@ -123,12 +141,15 @@ class Replica:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides that torch gives a tensor of `shape` whose elements are in order."""
+    """Return the strides of a contiguous tensor of `shape`, as torch computes them."""
     return tuple(accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
 
 
 def extent(info: TensorInfo) -> tuple[int, int]:
-    """Return the first byte of its storage that `info` reaches, and the end of the last one. (0, 0) if it is empty."""
+    """Return the range of bytes in the storage that `info` uses: the first byte, and the end of the last element.
+
+    Return (0, 0) if the tensor is empty.
+    """
     if 0 in info.shape:
         return 0, 0
     dtype = get_dtype(info.dtype)
@@ -137,9 +158,9 @@ def extent(info: TensorInfo) -> tuple[int, int]:
 
 
 def piece_of(info: TensorInfo, byteorder: str) -> Piece:
-    """Return the elements of `info`, a strided tensor, in row-major order, little-endian.
+    """Return the elements of `info`, a strided tensor with a storage, in row-major order, little-endian.
 
-    `byteorder` is that of the numbers in its storage.
+    Conjugation, negation and a change of dtype are applied. `byteorder` is the byte order of the storage.
     """
     assert info.storage is not None
     data = info.storage.data
@@ -164,12 +185,12 @@ def piece_of(info: TensorInfo, byteorder: str) -> Piece:
 def left_behind_at(
     places: Iterable[Place], storage_of: Mapping[int, Storage], kept: Iterable[Storage | None], why: str
 ) -> list[LeftBehind]:
-    """Return what is left behind at `places`, with the bytes of the storages that go with it.
+    """Return an entry for the report for each of `places`, with the bytes of the storages that are no longer used.
 
     Args:
-        places: The places of the data.
+        places: The places of the data that is not in the output.
         storage_of: The storage of each persistent id, by the id of the node.
-        kept: Storages that stay in the target. Of the others, each is counted at the first place that refers to it.
+        kept: Storages that stay in the output and do not count. Any other storage counts at its first place only.
         why: The reason.
     """
     counted = {id(storage) for storage in kept}
@@ -189,8 +210,8 @@ def left_behind_at(
 def matches(glob: str, path: str, name: str | None) -> bool:
     """Return whether `glob` matches the tensor at `path`, whose key is `name`.
 
-    The path is compared if `glob` has a slash or the tensor has no name, else the name. ``./w`` is the path of an item
-    of the root. ``*`` crosses dots and slashes.
+    If `glob` has a slash or the tensor has no key, the path is compared, with or without ``./`` before it. Otherwise
+    the key is compared. ``*`` also matches dots and slashes.
     """
     if "/" in glob or name is None:
         return fnmatchcase(path, glob) or fnmatchcase("./" + path, glob)
@@ -198,6 +219,8 @@ def matches(glob: str, path: str, name: str | None) -> bool:
 
 
 def glob_of(path: str, name: str | None) -> str:
-    """Return a glob that matches the tensor at `path` and, as far as globs can tell, no other."""
+    """Return a glob that matches the tensor at `path` with the key `name`. It can match others only if unprintable
+    characters occur, for which it has ``?``.
+    """
     literal = path if "/" in path or name is None else name
     return "".join(f"[{c}]" if c in "*?[" else c if c == printable(c) else "?" for c in literal)

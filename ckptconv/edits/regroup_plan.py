@@ -1,6 +1,6 @@
-"""Plan what a rule of ``--regroup`` does to the tensors of a state dict: its groups, from their names and shapes.
+"""Plan the changes that a rule of ``--regroup`` makes to a state dict, from the names and shapes of its tensors.
 
-All errors about names and shapes are raised here. Nothing is known of files, graphs or torch.
+All errors about names and shapes are raised here. This module uses neither files nor graphs nor torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Where a part lies in the whole, both in the shapes that :class:`Geometry` calls refined.
+    """The position of one part in the joined tensor, in the refined shapes of :class:`Geometry`.
 
     Attributes:
         part: The number of the part in the rule.
-        offsets: The first index of the part in the whole.
-        sizes: The number of indices of the part in the whole, 1 in each stacked dimension.
-        shape: The shape of the part.
+        offsets: The first index of the part in the joined tensor.
+        sizes: The sizes of the part in the joined tensor; 1 in each stacked dimension.
+        shape: The shape of the part by itself.
     """
 
     part: int
@@ -38,24 +38,24 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The indices of the part in the whole."""
+        """The slices of the joined tensor that select the part."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How the parts of a group lie in its whole.
+    """The positions of the parts of a group in the joined tensor.
 
-    In the refined shapes, the dimension that is cut is two dimensions if it has groups: the group, and the index in it.
-    Then each part is one box in the whole.
+    If the parts alternate in several groups along a dimension, a part is not one box. So the *refined* shapes have two
+    dimensions for this dimension: the number of the group, and the index in the group. In them, each part is one box.
 
     Attributes:
-        shape: The shape of the whole.
+        shape: The shape of the joined tensor.
         stack: The sizes of its first dimensions, along which parts are stacked.
-        dim: The dimension along which parts follow one another, or None if there is one part.
-        groups: The number of equal groups of that dimension, each of which has a share of each part.
-        sizes: The size of each part along that dimension, in all groups.
-        named: The number of parts that have names; one more is left behind.
+        dim: The dimension of the joined tensor along which it is cut, or None if there is only one part.
+        groups: The number of equal groups of that dimension. Each group contains an equal share of each part.
+        sizes: The size of each part along that dimension, over all groups.
+        named: The number of parts with names. If the rule ends in ``-``, the last part has none and is not written.
     """
 
     shape: _Shape
@@ -66,12 +66,13 @@ class Geometry:
     named: int
 
     def refined(self, values: _Shape, dim: int | None, step: int | None = None) -> _Shape:
-        """Return `values`, one for each dimension, with two for the dimension `dim`, if it has groups.
+        """Return `values` with two values in place of the one for `dim`. If there are no groups, return `values`
+        unchanged.
 
         Args:
-            values: Sizes, or strides if `step` is given.
-            dim: The dimension.
-            step: The number of indices in a group.
+            values: Sizes or strides, by dimension.
+            dim: The dimension that is cut, or None to return `values` unchanged.
+            step: None if `values` are sizes. For strides, the number of indices in a group.
         """
         if dim is None or self.groups == 1:
             return values
@@ -81,17 +82,19 @@ class Geometry:
 
     @property
     def part_dim(self) -> int | None:
-        """The dimension of a part along which it is cut, or None."""
+        """The dimension of a part along which the tensor is cut, without the stacked dimensions, or None if it is not
+        cut.
+        """
         return None if self.dim is None else self.dim - len(self.stack)
 
     def part_shape(self, part: int) -> _Shape:
-        """Return the shape of a part."""
+        """Return the shape of the part with the number `part`, without the stacked dimensions."""
         shape = self.shape[len(self.stack) :]
         d = self.part_dim
         return shape if d is None else (*shape[:d], self.sizes[part], *shape[d + 1 :])
 
     def boxes(self) -> Iterator[Box]:
-        """Yield the boxes of the parts with names, by their index in the stack, then as the rule names them."""
+        """Yield the box of each part that has a name: all parts of the first index of the stack, then of the next."""
         starts = [0, *accumulate(self.sizes)]
         for index in product(*map(range, self.stack)):
             for part in range(self.named):
@@ -104,14 +107,15 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of which others are made.
+    """Tensors that are read together, and the tensors that are built from them.
 
     Attributes:
         rule: The rule.
-        old: The names of the tensors, parts by their index in the stack, then as the rule names them.
+        old: The names of the tensors that are read. Parts are ordered by stack index, then as in the rule.
         new: The names of the new tensors, in the same order.
-        geometry: How the parts lie in the whole.
-        shown: The names that are read and those that are made, with ``{e}`` for the index in the stack, and shapes.
+        geometry: The positions of the parts in the joined tensor.
+        shown: For messages: the names with shapes of the tensors that are read, and of those that are built. ``{e}`` is
+            in place of the index in the stack.
     """
 
     rule: Rule
@@ -123,12 +127,12 @@ class Group:
 
 @dataclass
 class Planned:
-    """What a rule does to a state dict.
+    """The changes that a rule makes to one state dict.
 
     Attributes:
         groups: The groups, in the order of their first names.
-        renamed: The names that change, if the rule is a rename.
-        below: How many names were left alone because a number would be below 0.
+        renamed: The new names by the old ones, if the rule is a rename.
+        below: The number of names that stay because a number in the new name would be negative.
     """
 
     groups: list[Group]
@@ -137,7 +141,13 @@ class Planned:
 
 
 class _Family(NamedTuple):
-    """The names of one group, as they are found: by number of the part and index in the stack."""
+    """The tensors of one group while they are collected.
+
+    Attributes:
+        numbers: The numbers in the names, without those of the stack.
+        wild: The texts that the wildcards match.
+        members: The names of the tensors, by the number of the part and the index in the stack.
+    """
 
     numbers: dict[str, int]
     wild: tuple[str, ...]
@@ -145,10 +155,13 @@ class _Family(NamedTuple):
 
 
 class Planner:
-    """Plans `rule` for state dicts of the checkpoint at `where`, which is named in errors.
+    """Apply `rule` to the state dicts of one checkpoint.
 
-    `tensor` returns the tensor that a value of a state dict is, which has a ``shape`` and a ``dtype``, or None if it is
-    not a plain one.
+    Args:
+        rule: The rule.
+        where: The checkpoint, for errors.
+        tensor: Returns the tensor of a value in a state dict, with the attributes ``shape`` and ``dtype``, or None if
+            the value is not an ordinary tensor.
     """
 
     def __init__(self, rule: Rule, where: object, tensor: Callable[[Any], Any]) -> None:
@@ -160,9 +173,12 @@ class Planner:
         self._tensors: dict[str, Any] = {}
 
     def plan(self, values: Mapping[str, object]) -> Planned:
-        """Return what the rule does to the `values` of a state dict, which are by name.
+        """Return the changes that the rule makes to a state dict. `values` are the values of the state dict by name.
 
-        Raises RefusedError, CollisionError and LimitError.
+        Raises:
+            RefusedError: A tensor or name that matches does not fit the rule, or a part is missing.
+            CollisionError: A new name exists already, or two tensors would get the same name.
+            LimitError: Too many tensors would be built.
         """
         planned = Planned([], {})
         self._tensors = {}
@@ -189,7 +205,11 @@ class Planner:
         return planned
 
     def _matched(self, name: str, planned: Planned) -> tuple[int, Match] | None:
-        """Return the number of the item that is read as `name`, and its numbers and wildcards, or None."""
+        """Return the number of the item of the rule that matches `name`, and the match.
+
+        Return None if no item matches. Return None, and count the name in ``planned.below``, if a number in the new
+        name would be negative. Raises RefusedError if two items match or if the match is ambiguous.
+        """
         rule = self.rule
         found: list[tuple[int, Pattern, Match]] = []
         for number, item in enumerate(rule.read):
@@ -248,13 +268,16 @@ class Planner:
         return Group(rule, old, new, geometry, texts)
 
     def _check_number(self, made: int) -> None:
-        """Raise LimitError if `made` tensors are too many."""
+        """Raise LimitError if `made`, the number of new tensors, exceeds the limit."""
         if made > LIMITS.regrouped:
             what = f"{self.rule}: too many tensors would be made"
             raise LimitError(what, where=self.where, expected=f"at most {LIMITS.regrouped:,}", got=f"{made:,}")
 
     def _joined(self, family: _Family) -> Geometry:
-        """Return the geometry of a join. Raise RefusedError if a part is missing or does not fit."""
+        """Return the geometry of the tensor that joins the members of `family`.
+
+        Raises RefusedError if a member is missing, or if dtypes, shapes or sizes do not fit the rule.
+        """
         rule, members, tensors = self.rule, family.members, self._tensors
         # a number can be huge, so nothing counts up to it; if one is left out, the first that is missing is among these
         stack = tuple(len({index[i] for _, index in members}) for i in range(len(rule.stacked)))
@@ -298,7 +321,9 @@ class Planner:
         return Geometry(whole, stack, dim, groups, sizes, len(sizes))
 
     def _split(self, name: str, shape: _Shape) -> Geometry:
-        """Return the geometry of a split. Raise RefusedError if the tensor `name` of `shape` cannot be cut so."""
+        """Return the geometry of a split. Raise RefusedError if the tensor `name`, of this `shape`, cannot be cut by
+        the rule.
+        """
         rule = self.rule
         depth = len(rule.stacked)
         if len(shape) < depth:
@@ -314,7 +339,16 @@ class Planner:
         return Geometry(shape, stack, dim, groups, sizes, len(rule.named))
 
     def _dim(self, name: str, rank: int, depth: int) -> int:
-        """Return the dimension that is cut, for the tensor or first part `name`. The whole has `rank` dimensions."""
+        """Return the dimension of the joined tensor along which it is cut.
+
+        Args:
+            name: The name of the joined tensor or of its first part, for errors.
+            rank: The number of dimensions of the joined tensor.
+            depth: The number of stacked dimensions.
+
+        Raises:
+            RefusedError: The rule has no dimension and it is ambiguous, or the dimension is stacked or does not exist.
+        """
         dim = self.rule.whole.dim
         if dim is None:
             if not depth and rank > 2:
@@ -337,7 +371,11 @@ class Planner:
         return groups
 
     def _sizes(self, size: int, name: str) -> _Shape:
-        """Return the size of each part of a dimension of `size`, or an empty tuple if the rule does not say them."""
+        """Return the size of each part along a dimension of `size`, or an empty tuple if the rule has no sizes or
+        shares.
+
+        Raises RefusedError if they do not add up to `size`. `name` is the tensor in the error.
+        """
         parts: tuple[Item, ...] = self.rule.parts
         shares = [part.share for part in parts if isinstance(part.share, int)]
         if shares:
@@ -355,7 +393,9 @@ class Planner:
         return tuple(sizes)
 
     def _check_stack(self, geometry: Geometry, name: str) -> None:
-        """Raise RefusedError if another group of the rule had another number of parts to stack."""
+        """Raise RefusedError if the stack of `geometry` has another shape than that of the first group. `name` is for
+        the error.
+        """
         if self._stack is None:
             self._stack = geometry.stack, name
         stack, first = self._stack
@@ -363,7 +403,9 @@ class Planner:
             self._fail(f"{first} and {name} are of groups of different sizes", stack, geometry.stack)
 
     def _check_names(self, planned: Planned, names: Collection[str]) -> None:
-        """Raise CollisionError if a new name is taken, by a tensor that stays or by another new one."""
+        """Raise CollisionError if two tensors would get the same name, or a new name is the name of a tensor that
+        stays.
+        """
         gone = {name for group in planned.groups for name in group.old} | planned.renamed.keys()
         made: dict[str, str] = {}
         pairs = [(new, group.old[0]) for group in planned.groups for new in group.new]

@@ -1,7 +1,4 @@
-"""Select a part of a checkpoint: an object, a state dict, or some tensors.
-
-The result lists what is left behind, with its bytes.
-"""
+"""Reduce a checkpoint to an object, a state dict or some tensors, and list the data that is not in the output."""
 
 from __future__ import annotations
 
@@ -28,20 +25,21 @@ _ADDING = ("APPEND", "APPENDS", "ADDITEMS")
 
 
 def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> list[LeftBehind]:
-    """Reduce a checkpoint to the part that the edits ask for. Paths stay those of the source.
+    """Reduce `checkpoint` to the data that the options select. The paths of objects do not change.
 
     Args:
         checkpoint: The checkpoint, which is changed in place.
-        edits: The edits, of which these count: ``select``, ``state_dict``, ``drop``, ``include``, ``exclude``.
-        is_emitted: Whether the graph will be written as a pickle. Only then the order of effects matters, and the check
-            of that order takes longer than everything else here.
+        edits: The edits. Only ``select``, ``state_dict``, ``drop``, ``include`` and ``exclude`` are used, in this
+            order.
+        is_emitted: Whether the graph will be written as a pickle. If not, the slow check of the order of effects is
+            skipped.
 
     Returns:
-        The parts that are left behind.
+        The data that is not in the output.
 
     Raises:
-        NoMatchError: A path or glob matches nothing, or no tensor is left.
-        RefusedError: It is not clear which state dict is meant, or a part cannot be left out.
+        NoMatchError: A path or glob matches nothing, or no tensor remains.
+        RefusedError: There is no state dict or more than one, or an object cannot be removed.
     """
     before = checkpoint.index
     left: list[LeftBehind] = []
@@ -70,9 +68,9 @@ def select(checkpoint: Checkpoint, edits: Edits, *, is_emitted: bool = True) -> 
 
 
 def _place_at(checkpoint: Checkpoint, path: str) -> Place:
-    """Return the place at `path`, or at the path that ``inspect`` shows so.
+    """Return the place with the path `path`, in its exact form or as ``inspect`` prints it.
 
-    Raises NoMatchError if there is none, and RefusedError if the reader left it out.
+    Raises RefusedError if the reader skipped the data at the path, and NoMatchError if nothing has this path.
     """
     for shown in (str, printable):
         for place in checkpoint.places:
@@ -86,7 +84,10 @@ def _place_at(checkpoint: Checkpoint, path: str) -> Place:
 
 
 def _no_place(checkpoint: Checkpoint, path: str) -> NoMatchError:
-    """Return the error for a `path` without a place, with a hint at what may be meant."""
+    """Return the error for a `path` without a place.
+
+    The hint is a similar path, or the command that lists the paths.
+    """
     known, meant = _candidates(checkpoint), _called(checkpoint, path)
     if not meant and [each.path for each in checkpoint.detected.state_dicts] == ["."]:
         known, meant = "", joined("the checkpoint is itself a state dict", _look_for(checkpoint, Option("tree")))
@@ -99,9 +100,9 @@ def _no_place(checkpoint: Checkpoint, path: str) -> NoMatchError:
 
 
 def _called(checkpoint: Checkpoint, name: str) -> str | None:
-    """Return what to type for `name` if it is a name in a pickled module, or None.
+    """Return a hint with the path of the object that `name` names in a pickled module, or None if there is none.
 
-    It may be a path without the attributes in which modules keep their parts.
+    `name` can be a name as in a state dict, such as ``conv.weight``, also without the path of the module.
     """
     modules = checkpoint.detected.modules
     words = _words(name)
@@ -115,18 +116,24 @@ def _called(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 def _words(path: str) -> tuple[str, ...]:
-    """Return the words of a path or name, without the attributes in which modules keep their parts."""
+    """Return the segments of a path or name, without the attributes in which modules keep their contents
+    (``_modules``).
+    """
     return tuple(word for word in re.split(r"[./\[\]\\]+", path) if word and word not in PARTS)
 
 
 def _look_for(checkpoint: Checkpoint, *options: Option) -> str | None:
-    """Return a hint with the command that shows the checkpoint, or None if it is not a file or folder."""
+    """Return a hint with the ``inspect`` command for the checkpoint and `options`, or None if it is not a file or
+    folder.
+    """
     source = checkpoint.source
     return "to see the contents: " + command("inspect", source.path, *options) if source.is_stored else None
 
 
 def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
-    """Return the main state dict, or the module that would give it. Raise RefusedError if that is not clear."""
+    """Return the main state dict, or the pickled module that contains it. Raise RefusedError if there are none or
+    several.
+    """
     found = checkpoint.detected.main()
     if len(found) == 1:
         return found[0]
@@ -152,8 +159,10 @@ def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
 
 
 def _refuse_partitioned(checkpoint: Checkpoint, found: StateDict) -> None:
-    """Raise RefusedError if `found` has weights without elements in place of those that stage 3 of DeepSpeed ZeRO
-    divides among all ranks.
+    """Raise RefusedError if a tensor of `found` is empty because stage 3 of DeepSpeed ZeRO divided it among the ranks.
+
+    The shape of such a tensor differs from the one in the root's ``param_shapes``. Without ``param_shapes``, nothing is
+    checked.
     """
     root = checkpoint.root.node
     groups = strings_of(root).get("param_shapes") if isinstance(root, Dict) else None
@@ -173,7 +182,10 @@ def _refuse_partitioned(checkpoint: Checkpoint, found: StateDict) -> None:
 
 
 def _nameless(checkpoint: Checkpoint) -> str | None:
-    """Return a text about the object with the tensors of a checkpoint without a state dict, or None."""
+    """Return why a checkpoint with tensors has no state dict, or None if the reason is not known.
+
+    Known reasons are the state of an optimizer and a list of tensors without names.
+    """
     tensors, parts = checkpoint.tensor_nodes, checkpoint.detected.optimizer_nodes
     for place in checkpoint.places:
         node, at = place.node, "it" if place.path == "." else place.path
@@ -189,14 +201,17 @@ def _nameless(checkpoint: Checkpoint) -> str | None:
 
 
 def named_tensors(checkpoint: Checkpoint) -> int:
-    """Return the number of tensors that are items of the root with a string key."""
+    """Return the number of tensors that are values of string keys of the root. Other tensors are not counted."""
     root = checkpoint.graph.root
     entries = root.entries() if isinstance(root, (Dict, Call)) else ()
     return sum(isinstance(key, str) and id(value) in checkpoint.tensor_nodes for key, value in entries)
 
 
 def _candidates(checkpoint: Checkpoint) -> str:
-    """Return the paths of all state dicts and pickled modules, with their sizes. Empty if there are none."""
+    """Return the paths of all state dicts and of all pickled modules with tensors, and their sizes in bytes.
+
+    Long lists are cut and end in ``...``. The text is empty if there are none.
+    """
     detected = checkpoint.detected
     found: list[tuple[str, list[Node]]] = [(each.path, [each.node]) for each in detected.state_dicts]
     found += [(f"{each.path}, a {each.cls}", list(each.tensors.values())) for each in detected.modules if each.tensors]
@@ -208,16 +223,16 @@ def _candidates(checkpoint: Checkpoint) -> str:
 def _restrict(
     checkpoint: Checkpoint, root: Place, left: Mapping[str, Iterable[Place]], before: Index
 ) -> list[LeftBehind]:
-    """Make the object at `root` the complete checkpoint.
+    """Make the object at `root` the root of the checkpoint.
 
     Args:
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint, which is changed in place.
         root: The place of the new root.
-        left: The places that are left behind, by reason.
+        left: The places that are not in the output, by reason.
         before: The index of the checkpoint before the change.
 
     Returns:
-        The parts that are left behind.
+        The data that is not in the output, for the report. Bytes are counted for storages that no tensor uses now.
     """
     checkpoint.restrict(root)
     kept = checkpoint.storages.values()
@@ -225,7 +240,10 @@ def _restrict(
 
 
 def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
-    """Make the object at `place` the complete checkpoint. Return the parts that are left behind."""
+    """Make the object at `place` the root of the checkpoint. Return the data that is not in the output.
+
+    If `place` is the root already, nothing changes and the list is empty.
+    """
     if place.node is checkpoint.graph.root:
         return []
     index = checkpoint.index
@@ -235,15 +253,15 @@ def _take(checkpoint: Checkpoint, place: Place) -> list[LeftBehind]:
 
 
 def _above(place: Place) -> set[int]:
-    """Return the ids of the nodes that contain `place`."""
+    """Return the ids of all nodes that contain `place`, up to the root."""
     return {id(above.node) for above in place.upwards() if above is not place}
 
 
 def _take_module(checkpoint: Checkpoint, module: PickledModule) -> list[LeftBehind]:
-    """Make the state dict of `module` the complete checkpoint. Return the parts that are left behind.
+    """Make the state dict of `module` the root of the checkpoint. Return the data that is not in the output.
 
-    The paths of the tensors are their names, below the path of the module. Raise RefusedError if it is not known which
-    state dict the module would give.
+    The state dict is an OrderedDict from names to detached tensors, at the path of the module. Raises RefusedError if
+    the state dict of the module cannot be determined.
     """
     if module.trouble:
         raise RefusedError(
@@ -296,23 +314,24 @@ def _filter(
     paths: Mapping[str, str],
     before: Index,
 ) -> list[LeftBehind]:
-    """Remove tensors from their mappings: those that no glob of `include` matches, or a glob of `exclude` does.
+    """Remove tensors that no glob of `include` matches, and tensors that a glob of `exclude` matches.
 
-    A glob without a slash is for the names in state dicts, and one with a slash for paths.
+    A glob without a slash is compared with the names in state dicts, and a glob with a slash with the paths of all
+    tensors. If all globs of `include` are without a slash, only tensors in state dicts are removed for it.
 
     Args:
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint, which is changed in place.
         include: The globs of tensors to keep. If there are none, all are kept.
         exclude: The globs of tensors to remove.
-        paths: The paths in the source of the names in a module's state dict.
-        before: The index of the complete source, whose tensors may be left behind already.
+        paths: The paths in the source of the names in a module's state dict. Globs can match these paths, too.
+        before: The index of the complete source. Another edit may have removed some of its tensors already.
 
     Returns:
-        The parts that are left behind.
+        The data that is not in the output.
 
     Raises:
-        NoMatchError: A glob matches nothing, or no tensor is left.
-        RefusedError: A tensor cannot be left out, because it has no key.
+        NoMatchError: A glob matches nothing, or no tensor remains.
+        RefusedError: A tensor cannot be removed, because it is not the value of a key.
     """
     detected = checkpoint.detected
     state_dicts = {id(found.node) for found in detected.state_dicts}
@@ -325,7 +344,7 @@ def _filter(
         return matches(glob, place.path, place.key) or (source is not None and matches(glob, source, place.key))
 
     def meant(field: str, globs: tuple[str, ...]) -> set[int]:
-        """Return the ids of the places that one of `globs`, the option `field`, matches."""
+        """Return the ids of the places that at least one of `globs` matches. `field` is the name of their option."""
         found: set[int] = set()
         for glob in globs:
             searched = places if "/" in glob else named
@@ -351,7 +370,7 @@ def _filter(
 def _no_match(
     checkpoint: Checkpoint, field: str, glob: str, searched: Sequence[Place], unmatched: tuple[str, str] | None
 ) -> NoMatchError:
-    """Return the error for `glob`, the option `field`, that matches none of the places `searched`."""
+    """Return the error for `glob`, which matches none of the places `searched`. `field` is the name of its option."""
     what, near = "tensor", None
     if "/" not in glob:
         what = "name in a state dict"
@@ -366,9 +385,10 @@ def _no_match(
 
 
 def _near_glob(checkpoint: Checkpoint, field: str, glob: str, named: Sequence[Place]) -> str | None:
-    """Return what to type instead of `glob`, which no name matches, or None.
+    """Return a hint with the option to type instead of `glob`, which no name matches, or None if nothing is similar.
 
-    It may be the path of a part of the checkpoint, or a part of the names at the places `named`.
+    The hint is ``--select`` or ``--drop`` if `glob` is the path of an object, or a longer glob if `glob` is a segment
+    of the names at the places `named`.
     """
     part = glob.removesuffix(".*")
     if any(place.path == part for place in checkpoint.index.every_place):
@@ -380,10 +400,10 @@ def _near_glob(checkpoint: Checkpoint, field: str, glob: str, named: Sequence[Pl
 
 
 def _places_at(checkpoint: Checkpoint, path: str, before: Index) -> list[Place]:
-    """Return the places that `path`, a path or a glob with a slash, matches.
+    """Return the places that `path` matches, which is a path or a glob with a slash.
 
-    A place inside another one is left out. The list is empty if only `before`, the index of the complete source, has
-    such places: they are left behind already. Raise NoMatchError if there are none.
+    Places below another match are left out. The list is empty if only `before`, the index of the complete source, has
+    matches: they were removed already. Raises NoMatchError if neither has matches.
     """
     found = _meant_places(checkpoint.index, path)
     if not found and before is not checkpoint.index and _meant_places(before, path):
@@ -403,7 +423,11 @@ def _places_at(checkpoint: Checkpoint, path: str, before: Index) -> list[Place]:
 
 
 def _meant_places(index: Index, path: str) -> list[Place]:
-    """Return the first place in `index` with this `path`, or else all places that the glob `path` matches."""
+    """Return the first place in `index` whose path is `path`. If there is none, return all places that the glob `path`
+    matches.
+
+    The list is empty if nothing matches. A `path` without a slash is not used as a glob.
+    """
     known = [(place.path, place) for place in index.every_place]
     found = [place for written, place in known if path in (written, printable(written))][:1]
     if not found and "/" in path:
@@ -412,9 +436,10 @@ def _meant_places(index: Index, path: str) -> list[Place]:
 
 
 def holder_of(place: Place) -> tuple[Object, str] | None:
-    """Return the object from which the node at `place` can be removed, and its segment there.
+    """Return the object from which the node at `place` can be removed, and the segment of the node in it.
 
-    Return None for arguments and members of tuples, which cannot be removed.
+    For an attribute, the object is the dict of attributes. Return None for the root, arguments and members of tuples,
+    which cannot be removed.
     """
     outer = place.parent.node if place.parent else None
     if place.segment.startswith("/.") and isinstance(outer, Object):  # an attribute is an item of a state
@@ -426,13 +451,20 @@ def holder_of(place: Place) -> tuple[Object, str] | None:
 def leave_out(
     checkpoint: Checkpoint, unwanted: list[Place], why: str = "left out as requested", *, only_keyed: bool = False
 ) -> list[LeftBehind]:
-    """Remove the nodes at the places `unwanted` from the objects that contain them, for the reason `why`.
+    """Remove the nodes at the places `unwanted` from the objects that contain them.
 
-    Return what is left behind.
+    Args:
+        checkpoint: The checkpoint, which is changed in place.
+        unwanted: The places to remove.
+        why: The reason, for the report.
+        only_keyed: Whether to refuse nodes that are not values of keys in a mapping.
+
+    Returns:
+        The data that is not in the output.
 
     Raises:
-        RefusedError: A node cannot be removed, or has no key although `only_keyed` is set.
-        NoMatchError: No tensor is left.
+        RefusedError: A node cannot be removed, or is not the value of a key and `only_keyed` is True.
+        NoMatchError: The checkpoint had tensors, and none remains.
     """
     by_mapping: dict[int, tuple[Object, set[str]]] = {}
     segments_of: dict[int, set[str]] = {}
@@ -466,14 +498,14 @@ def leave_out(
 
 
 def _segments(holder: Object) -> list[str]:
-    """Return the segments of all items of `holder`, or of all elements of a list or set."""
+    """Return the segments of the elements of `holder`, if it is a list or set, or else of the values of its items."""
     if isinstance(holder, (List, Set)):
         return [f"[{i}]" if isinstance(holder, List) else f"/{{{i}}}" for i in range(len([*holder.elements()]))]
     return item_segments(holder)
 
 
 def _remove(holder: Object, segments: set[str]) -> None:
-    """Remove the items or elements with these `segments` from `holder`."""
+    """Remove the items or elements with these `segments` from `holder`. Segments that do not occur are ignored."""
     gone = {n for n, segment in enumerate(_segments(holder)) if segment in segments}
     opcodes, width = (_ADDING, 1) if isinstance(holder, (List, Set)) else (("SETITEM", "SETITEMS"), 2)
     n = 0

@@ -55,13 +55,14 @@ _with_number = struct.Struct("<cI").pack
 
 
 def emit(graph: Graph, *, loadable: bool, short: bool = False) -> list[bytes | Blob]:
-    """Return the pickle of `graph` in pieces: bytes, and the blobs that stay in the source.
+    """Return the pickle of `graph` in pieces: bytes, and the blobs that are copied from the source.
 
     Args:
         graph: The graph to write.
-        loadable: Whether torch's ``weights_only`` unpickler accepts the graph. If so, use only its opcodes.
-        short: Put into the memo only the values that are read from it again, which takes twice the time. Use the short
-            opcode for texts if the header's protocol has it.
+        loadable: Whether torch's ``weights_only`` unpickler accepts the graph. If so, only its opcodes are used, unless
+            the graph needs the replayed way.
+        short: Whether to write a smaller pickle in twice the time: only values that are read again are put into the
+            memo, and short texts have a short opcode if the protocol has it.
     """
     if not graph.discarded:
         with suppress(_OutOfOrder):
@@ -70,13 +71,16 @@ def emit(graph: Graph, *, loadable: bool, short: bool = False) -> list[bytes | B
 
 
 class _OutOfOrder(Exception):
-    """The plain way would change the order of effects."""
+    """Raised if the plain way would change the order of effects."""
 
 
 class _Do:
-    """A step for later: write `code`.
+    """A planned step: write the opcode ``code`` after its operands.
 
-    `order` is the order of the effect, or None. `made` is the node that `code` completes, or None.
+    Attributes:
+        code: The opcode.
+        made: The node that is complete after the opcode, or None.
+        order: The position of the opcode in the source, or None if an edit has added it.
     """
 
     __slots__ = ("code", "made", "order")
@@ -92,7 +96,7 @@ _MARK_STEP = _Do(_MARK)
 
 
 class _Writer:
-    """The output, the memo, and the code for atoms that both ways share."""
+    """The output and the memo of one pickle, and the functions that write atoms. The base of both ways of writing."""
 
     short_texts = False
 
@@ -127,12 +131,12 @@ class _Writer:
         self.out += _BINGET[slot] if slot < 256 else _with_number(_LONG_BINGET, slot)
 
     def put_if_shared(self, value: Node) -> None:
-        """Put `value` into the memo if the source names it more than once."""
+        """Put `value` into the memo if the source refers to it more than once."""
         if value in self.graph.shared:
             self.put(value)
 
     def atom(self, value: Value) -> bool:
-        """Write `value` if it needs no other node. Return whether it was written."""
+        """Write `value` if it is an atom or an empty tuple. Return whether it was written."""
         if type(value) is Tuple and not value.items:
             self.out += CODES["EMPTY_TUPLE"]
             return True
@@ -154,7 +158,10 @@ class _Writer:
 
 
 class _Plain(_Writer):
-    """The plain way, depth first. Raises _OutOfOrder if the result would not do the same as the source."""
+    """The plain way of writing: depth first.
+
+    The methods raise _OutOfOrder if effects would not happen in the order of the source.
+    """
 
     def __init__(self, graph: Graph, loadable: bool) -> None:
         super().__init__(graph, loadable)
@@ -169,7 +176,7 @@ class _Plain(_Writer):
         return self.finish()
 
     def run(self) -> None:
-        """Do all planned steps, and those that they plan."""
+        """Do all planned steps, including those that are added meanwhile."""
         todo = self.todo
         while todo:
             step = todo.pop()
@@ -183,9 +190,10 @@ class _Plain(_Writer):
                 self.start(step)
 
     def row(self, call: RowCall) -> bool:
-        """Write `call` at once, if it is an unchanged row and the memo contains all that it reads.
+        """Write `call` as one row, if it is unchanged since it was read and the memo contains the objects that it
+        needs.
 
-        Return whether it was written.
+        Return whether it was written. Raises _OutOfOrder if a later effect of the source was written already.
         """
         form, reference, slot, memo = call.row, call.reference, self.slots, self.memo
         order, key, tag = reference.order, reference.key, reference.tag
@@ -224,8 +232,9 @@ class _Plain(_Writer):
         """Return the pieces of rows of this `form` with this `tag`.
 
         Returns:
-            The bytes up to the length of the key, a function that packs the rest, and the arguments of this function:
-            bytes and, after each, the memo slot that these bytes end with.
+            The bytes before the length of the key, a function that packs the bytes after the key, and the arguments of
+            this
+            function: bytes and a memo slot in turn.
         """
         pieces = _Pieces(self.graph, self.loadable)
         pieces.memo = self.memo
@@ -241,7 +250,12 @@ class _Plain(_Writer):
         return start, struct.Struct("<" + "".join(sizes)).pack, parts
 
     def done(self, code: bytes, order: int | None, made: Node | None) -> None:
-        """Write `code` after its operands, and plan the effects on the node that it `made`."""
+        """Write `code` after its operands. Then put the node `made` into the memo and plan its effects, if it is not
+        None.
+
+        `order` is the position of the opcode in the source, or None. Raises _OutOfOrder if a later one was written
+        already.
+        """
         if order is not None:
             if order < self.order:
                 raise _OutOfOrder
@@ -256,9 +270,9 @@ class _Plain(_Writer):
                 self.effects(made)
 
     def start(self, node: Value) -> None:
-        """Write `node`, or its first opcode, and plan the remaining steps.
+        """Write `node`, if it is a list, dict or set, or else plan the steps that construct it.
 
-        Raise _OutOfOrder if the node is a part of itself that has to be complete first.
+        Raises _OutOfOrder if the node is being constructed already: then it contains itself.
         """
         if id(node) in self.open:
             raise _OutOfOrder
@@ -272,7 +286,10 @@ class _Plain(_Writer):
             self.todo += _construction(node)[::-1]
 
     def effects(self, target: Object) -> None:
-        """Plan the effects on `target`, which was just written."""
+        """Plan the effects on `target`, which was just written.
+
+        A set in a loadable pickle has none: its members are arguments of ``builtins.set``.
+        """
         if isinstance(target, Set) and self.loadable:
             return
         steps: list[_Step] = []
@@ -282,7 +299,7 @@ class _Plain(_Writer):
 
 
 class _Pieces(_Plain):
-    """A writer that splits its output after each put into the memo, without changing the memo."""
+    """A writer that splits its output after each put into the memo, so that the memo slots can be filled in later."""
 
     def __init__(self, graph: Graph, loadable: bool) -> None:
         super().__init__(graph, loadable)
@@ -295,7 +312,9 @@ class _Pieces(_Plain):
 
 
 class _Replayed(_Writer):
-    """The replayed way: for each effect, push its operands, write it and pop the result."""
+    """The replayed way of writing: for each effect in the order of the source, push its operands, write it, pop the
+    result.
+    """
 
     def pickle(self) -> list[bytes | Blob]:
         """Return the pieces of the pickle."""
@@ -315,7 +334,7 @@ class _Replayed(_Writer):
     def push(self, steps: list[_Step]) -> None:
         """Write `steps`.
 
-        Nodes that are not in the memo yet are made first, with the effects that an edit (not the source) has added.
+        A node that is not in the memo yet is constructed first, with the effects that an edit has added to it.
         """
         todo = steps[::-1]
         while todo:
@@ -336,9 +355,9 @@ class _Replayed(_Writer):
 
 
 def _added_effects(made: Node) -> list[_Step]:
-    """Return the steps, the last one first, of the effects that an edit has added to the node `made`.
+    """Return the steps of the effects that an edit has added to `made`, in reverse order.
 
-    These are the effects without an order. The list is empty if `made` is not an Object.
+    These are the effects without an order. The list is empty if there are none or `made` is not an Object.
     """
     if not isinstance(made, Object):
         return []
@@ -346,7 +365,7 @@ def _added_effects(made: Node) -> list[_Step]:
 
 
 class _Short(_Writer):
-    """A writer that leaves out the puts of values that nothing reads again.
+    """A writer that puts only values into the memo that are read again.
 
     It writes the pickle twice. The first run finds the puts that are needed.
 
@@ -396,7 +415,7 @@ _EMPTY: dict[type, bytes] = {List: CODES["EMPTY_LIST"], Dict: CODES["EMPTY_DICT"
 
 
 def _construction(node: Value) -> list[_Step]:
-    """Return the steps that make `node` from its parts."""
+    """Return the steps that construct `node`, without its effects: its operands, and the opcode."""
     if isinstance(node, Tuple):
         n = len(node.items)
         return [*([_MARK_STEP] if n > 3 else []), *node.items, _Do(_TUPLE[min(n, 4)], made=node)]
@@ -428,7 +447,10 @@ def _as_list(members: Set) -> List:
 
 
 def _effect_steps(effect: Effect) -> list[_Step]:
-    """Return the steps of `effect` on the object on top of the stack."""
+    """Return the steps of `effect` on the object on top of the stack.
+
+    There are none if an edit has removed its item.
+    """
     done = _Do(CODES[effect.opcode], effect.order)
     if effect.opcode not in ("APPEND", "SETITEM", "BUILD"):
         return [_MARK_STEP, *effect.values, done]
@@ -439,7 +461,11 @@ def _effect_steps(effect: Effect) -> list[_Step]:
 
 
 def _with_length(short: str, long: str, data: bytes) -> bytes:
-    """Return an opcode, the length of `data`, and `data`. The length has one byte after `short`, four after `long`."""
+    """Return an opcode, the length of `data`, and `data`.
+
+    The opcode is `short`, with a length of one byte, for less than 256 bytes, or else `long` with a length of four
+    bytes.
+    """
     n = len(data)
     return (CODES[short] + bytes([n]) if n < 256 else CODES[long] + n.to_bytes(4, "little")) + data
 

@@ -73,11 +73,15 @@ Leaf = Callable[[Node], "list[Value] | None"]
 
 @dataclass(eq=False, slots=True)  # not frozen, which would make creation three times as slow
 class Place:
-    """A position of `node`: `segment`, as in the table above, below `parent`.
+    """A position of a node in a graph.
 
-    ``parent`` is None for the root. ``key`` is the string key of the mapping that contains the node, or the name of an
-    attribute, or else None. ``depth`` is the number of segments, and ``length`` the number of characters of the path,
-    once :func:`find_places` has yielded the place.
+    Attributes:
+        parent: The place that contains this one, or None for the root.
+        segment: The last segment of the path, as in the table above.
+        node: The node or atom at this position.
+        depth: The number of segments of the path.
+        key: The string key in the mapping that contains the node, the name of the attribute, or None.
+        length: The number of characters of the path. It is 0 until :func:`find_places` has yielded the place.
     """
 
     parent: Place | None
@@ -103,7 +107,7 @@ class Place:
         return "".join(reversed(segments)).removeprefix("/") or "."
 
     def upwards(self) -> Iterator[Place]:
-        """Yield this place, its parent, the parent of that, up to the root."""
+        """Yield this place, then its parent, and so on up to the root."""
         place: Place | None = self
         while place is not None:
             yield place
@@ -111,13 +115,15 @@ class Place:
 
 
 def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) -> Iterator[Place]:
-    """Yield every place from `start` on, each after its parent.
+    """Yield `start` and every place below it, each after its parent, in the order of the pickle.
+
+    A node with several positions is entered at the first one only.
 
     Args:
         start: The root node, or a known place.
-        leaf: Decides which nodes are leaves.
+        leaf: Returns the states of a leaf, or None for a node that is not a leaf.
         where: Name of the pickle in errors.
-        opcodes: Number of opcodes of the pickle, which limits the characters in all paths.
+        opcodes: Number of opcodes of the pickle. It limits the total number of characters in all paths.
 
     Raises:
         LimitError: The nesting is too deep, the paths are too long, or the budget of work is used up.
@@ -158,9 +164,14 @@ def find_places(start: Value | Place, leaf: Leaf, where: str, opcodes: int = 0) 
 def child_places(place: Place, leaf: Leaf, listed: set[int] | None = None) -> list[Place]:
     """Return the places directly below `place`, in the order of the pickle.
 
-    The places below a leaf are the attributes in the states that `leaf` returns. Arguments and states whose ids are in
-    `listed` are left out. The ids of the others are added to `listed`. Raise LimitError if the segments would be too
-    long.
+    Args:
+        place: The place to look into.
+        leaf: Returns the states of a leaf, or None for a node that is not a leaf. Below a leaf, only the attributes in
+            these states are listed.
+        listed: The ids of arguments and states that were listed before: they are left out, and new ones are added.
+
+    Raises:
+        LimitError: The keys of one mapping are too long.
     """
     node = place.node
     listed = set() if listed is None else listed
@@ -175,7 +186,10 @@ def child_places(place: Place, leaf: Leaf, listed: set[int] | None = None) -> li
 
 
 def parts_listed(node: Call, leaf: Leaf) -> list[Value]:
-    """Return the arguments and states of `node` whose contents :func:`child_places` lists below it."""
+    """Return the arguments and states of `node` whose contents :func:`child_places` lists below it.
+
+    For a leaf, these are the states that `leaf` returns, without the arguments.
+    """
     states = leaf(node)
     return [node.args, node.kwargs, *node.states()] if states is None else states
 
@@ -208,24 +222,31 @@ def _inside(place: Place, listed: set[int]) -> list[Place]:
 
 
 def is_repeated(place: Place) -> bool:
-    """Return whether the same segment occurs below the parent of `place` before `place`: its key is set again."""
+    r"""Return whether the segment of `place` ends in a number such as ``\2``: its parent has set the same key
+    before.
+    """
     return re.search(r"(?<!\\)(\\\\)*\\[0-9]+$", place.segment) is not None
 
 
 def item_segments(mapping: Object) -> list[str]:
-    """Return the segments of the values of `mapping`, in order."""
+    r"""Return the segments of the values of `mapping`, in order. A segment that occurs again ends in ``\2``, ``\3`` and
+    so on.
+    """
     segments = [key_segment(effect.values[i], n) for n, (effect, i) in enumerate(mapping.pairs())]
     return _all_different(segments)
 
 
 def _number_again(siblings: list[Place]) -> None:
-    """Change the segments of `siblings` so that all are different: a key or an attribute can be set twice."""
+    r"""Change the segments of `siblings` so that all are different.
+
+    A key or attribute that is set again ends in ``\2``.
+    """
     for place, segment in zip(siblings, _all_different([place.segment for place in siblings]), strict=True):
         place.segment = segment
 
 
 def _all_different(segments: list[str]) -> list[str]:
-    """Return `segments` with a number at the end of each one that has occurred before."""
+    r"""Return `segments` with ``\2``, ``\3`` and so on added to each segment that occurred before."""
     if len(set(segments)) == len(segments):
         return segments
     times: dict[str, int] = {}
@@ -242,7 +263,10 @@ def _below(place: Place, segment: str, node: Value, key: str | None = None) -> P
 
 
 def _numbered(place: Place, form: str, items: list[Value], start: int = 0) -> list[Place]:
-    """Return places for `items` below `place`, whose segments are `form` with consecutive numbers from `start` on."""
+    """Return the places of `items` below `place`.
+
+    `form` is a format with ``%d`` for the position, which is counted from `start`.
+    """
     depth = place.depth + 1
     return [Place(place, form % i, item, depth) for i, item in enumerate(items, start)]
 
@@ -266,7 +290,7 @@ def _arguments(place: Place, call: Call, listed: set[int]) -> list[Place]:
 
 
 def _is_first(part: Node, listed: set[int]) -> bool:
-    """Return whether the id of `part` is not in `listed`, and add it."""
+    """Return whether the id of `part` is not yet in `listed`, and add it."""
     if id(part) in listed:
         return False
     listed.add(id(part))
@@ -274,9 +298,9 @@ def _is_first(part: Node, listed: set[int]) -> bool:
 
 
 def _check_keys(mapping: Object) -> None:
-    """Raise LimitError if the segments for the string keys of `mapping` would be too long.
+    """Raise LimitError if the string keys of `mapping` are too long in total.
 
-    A pickle can contain a key once and set it many times.
+    A small pickle can contain one long key and set it many times.
     """
     lengths = [len(key) for key, _ in mapping.entries() if isinstance(key, str)]
     most = LIMITS.paths(2 * len(lengths))
@@ -321,9 +345,10 @@ def _items(place: Place, effect: Effect, start: int) -> list[Place]:
 
 
 def _attributes(place: Place, state: Value, listed: set[int]) -> list[Place]:
-    """Return the places of what BUILD gives to an object.
+    """Return the places of the attributes that BUILD sets from `state`.
 
-    These are attributes, if `state` is a dict whose keys are strings. Other state is one place, unless it is empty.
+    If `state` is a dict whose keys are all strings, each item is an attribute. Other state gets one place,
+    ``/.__state__``. The list is empty if `state` is None or empty, or a dict whose id is in `listed`.
     """
     if isinstance(state, Dict) and not _is_first(state, listed):
         return []
@@ -342,7 +367,8 @@ def _attributes(place: Place, state: Value, listed: set[int]) -> list[Place]:
 def key_segment(key: Value, position: int) -> str:
     """Return the segment of the value under `key`.
 
-    `position` is the number of items before it in the mapping. It is used if the key has no short literal.
+    A string key gives ``/key``, another short key its literal in brackets, and any other key ``[<position>]``, where
+    `position` is the number of items before it in the mapping.
     """
     if isinstance(key, str):
         return ("/\\" if key[:1] in _SPECIAL else "/") + escape_segment(key)
@@ -351,16 +377,17 @@ def key_segment(key: Value, position: int) -> str:
 
 
 def escape_segment(word: str) -> str:
-    r"""Return `word` with escapes for the characters that would end a segment. An empty word becomes ``\e``."""
+    r"""Return `word` with a backslash before each ``/``, ``[`` and backslash. An empty word becomes ``\e``."""
     if "/" in word or "[" in word or "\\" in word:
         word = re.sub(r"[\\/\[]", r"\\\g<0>", word)
     return word or "\\e"
 
 
 def _literal(key: Value) -> str | None:
-    """Return the Python literal of `key`, or None unless it is short and consists of atoms only.
+    """Return the Python literal of `key`, or None if the key contains a node that is not bytes or a tuple of at most 8
+    keys.
 
-    Printing a nested key could take forever.
+    Also return None if the literal would be longer than 80 characters.
     """
     if isinstance(key, Call):
         key = _encoded_bytes(key)
@@ -383,7 +410,7 @@ def _literal(key: Value) -> str | None:
 
 
 def _encoded_bytes(call: Call) -> Value:
-    """Return the bytes that `call` stands for, or `call` if it does not stand for bytes."""
+    """Return the bytes that `call` makes from a short Latin-1 text, as torch saves bytes. Otherwise return `call`."""
     text = latin_1_text(call)
     if isinstance(text, str) and len(text) <= _LONGEST_LITERAL:
         with suppress(UnicodeEncodeError):
@@ -392,7 +419,7 @@ def _encoded_bytes(call: Call) -> Value:
 
 
 def parse_path(path: str) -> list[str]:
-    """Return the segments of `path` from the root on, in the form of :func:`key_segment`. The root has no segments."""
+    """Return the segments of `path`, in the form of :func:`key_segment`. The path of the root, ``.``, has none."""
     if path == ".":
         return []
     return _SEGMENT.findall(path if path.startswith("[") else "/" + path)
@@ -402,14 +429,14 @@ _THROWN_AWAY = "what is made and thrown away"
 
 
 class Referrers:
-    """The users of each node of a graph. A user of a node is a node that has it as a child.
+    """The users of each node of a graph. A node uses its children.
 
-    Byte strings count as nodes here. Two equal byte strings are different if they are different objects.
+    Byte strings count as nodes here, each object for itself, also if two are equal.
 
     Args:
         graph: The graph.
-        places: The places of its nodes. The first place of a node counts.
-        nodes: All nodes of the graph in the order of the pickle, if the caller has them.
+        places: The places of its nodes. Of several places of a node, the first is used.
+        nodes: All nodes of the graph in the order of the pickle, or None to walk the graph.
     """
 
     def __init__(self, graph: Graph, places: Iterable[Place], nodes: Iterable[Node] | None = None) -> None:
@@ -452,7 +479,7 @@ class Referrers:
         return user if is_called else node, len(self._more.get(id(node), ()))
 
     def has(self, node: Value) -> bool:
-        """Return whether the graph still contains `node`, in its value or in what it throws away.
+        """Return whether the graph still contains `node`: below its root, or among the objects that it discards.
 
         `node` must be a node or byte string.
         """

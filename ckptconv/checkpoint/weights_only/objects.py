@@ -1,8 +1,8 @@
-"""The values of the unpickler while it runs: one for each node, and the contents of lists and mappings at that time.
+"""The values that torch's ``weights_only`` unpickler would have while it reads a graph.
 
-Only what later steps depend on is modelled. Atoms, tuples, lists, dicts, sets and globals are their own values. The
-value of a Python 2 string is the text that ``encoding="utf-8"`` makes of it. The value of a call is an object of one of
-the classes in this module.
+Only values that later steps depend on are modelled. Atoms, tuples, lists, dicts, sets and globals are their own values.
+The value of a Python 2 string is the text decoded with ``encoding="utf-8"``. The value of a call is an object of one of
+the classes in this module. The contents of lists and mappings depend on the step, because effects come one by one.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from ckptconv.pickles.rows import RowCall, RowId
 
 
 class Made:
-    """An object of which only the class matters.
+    """A value of which only the class is known.
 
     Attributes:
-        cls: Python's name of the class.
-        is_hashable: Whether the object can be a key.
+        cls: The name of the class in Python.
+        is_hashable: Whether the value can be a key.
     """
 
     __slots__ = ("cls", "is_hashable")
@@ -55,7 +55,7 @@ class Made:
 
 
 class SizeValue(Made):
-    """A ``torch.Size`` with these `sizes`."""
+    """A ``torch.Size`` that contains `sizes`."""
 
     __slots__ = ("sizes",)
 
@@ -65,7 +65,7 @@ class SizeValue(Made):
 
 
 class LayoutValue(Made):
-    """The ``torch.layout`` with this `name`."""
+    """A ``torch.layout``. `name` is its name."""
 
     __slots__ = ("name",)
 
@@ -75,7 +75,7 @@ class LayoutValue(Made):
 
 
 class StorageValue:
-    """A storage with this dtype and number of bytes. `node` is the node that refers to it."""
+    """A storage with this dtype and number of bytes. `node` is the persistent id that refers to it."""
 
     __slots__ = ("dtype", "nbytes", "node")
 
@@ -115,7 +115,7 @@ class TensorValue:
 
 
 class _Unknown:
-    """The class of a value that is not known."""
+    """The class of UNKNOWN, the value of a step that is not modelled."""
 
     __slots__ = ()
 
@@ -149,7 +149,7 @@ _WORDS: dict[type, str] = {
 
 
 def describe(held: Held) -> str:
-    """Return a description of `held` for reasons."""
+    """Return a description of `held` for messages, such as ``a tensor`` or ``a dict``, or the name of a global."""
     if isinstance(held, Made):
         return f"a {held.cls.removeprefix('builtins.')}"
     if isinstance(held, Global):
@@ -162,15 +162,15 @@ Known: TypeAlias = Literal["refused", "not known"]
 
 
 class Refused(Exception):
-    """torch raises an exception at this step. The text is the reason, in torch's terms."""
+    """Raised if torch raises an exception at this step. The text is the reason, in torch's terms."""
 
 
 class NotKnown(Exception):
-    """It is not modelled what torch does at this step. The text says what is not known."""
+    """Raised if the result of torch for this step is not modelled. The text describes the missing knowledge."""
 
 
 class AfterUnknown(NotKnown):
-    """The step depends on a value that is not known. The reason has been given for that value."""
+    """Raised if the step depends on an unknown value. Another Reason already describes this value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,11 +178,11 @@ class Reason:
     """A reason why a graph does not load, or why it is not known whether it loads.
 
     Attributes:
-        known: Whether torch refuses the graph or the answer is not known.
+        known: ``refused`` if torch refuses the graph, or ``not known``.
         text: The reason in words, or the name of a global.
         node: The node of the step, or None if the reason concerns the complete file.
-        needs: The module of torch or torchao after whose import the unpickler accepts the global, or None.
-        is_spelling: Whether torch would accept the same content in other opcodes.
+        needs: The module whose import makes the unpickler accept the global, or None.
+        is_spelling: Whether torch would accept the same content if it were written with other opcodes.
     """
 
     known: Known
@@ -200,13 +200,13 @@ _MADE = frozenset((Call, RowCall, PersistentId, RowId))
 
 @dataclass(eq=False)
 class Contents:
-    """The bytes that a graph refers to and does not contain.
+    """The bytes outside of the pickle that a graph refers to.
 
     Attributes:
-        storages: The storages, by the id of the node that refers to them. Others cannot be read.
+        storages: The readable storages, by the id of the persistent id that refers to them.
         blobs: The source of the long texts, or None if they cannot be read.
         byteorder: The byte order of the storages, ``little`` or ``big``.
-        are_there: Whether the storages are filled while the pickle is read. In torch's older format they follow the
+        are_there: Whether the storages are filled while the pickle is read. In torch's older format they come after the
             pickle.
     """
 
@@ -217,9 +217,9 @@ class Contents:
 
 
 def before(order: int | None, now: int | None) -> bool:
-    """Return whether the effect with the number `order` was done before the step `now`.
+    """Return whether the effect with the number `order` comes before the step `now`.
 
-    Effects of edits have no number. They count as done.
+    This is True if either is None: effects of edits have no number and count as done.
     """
     return order is None or now is None or order < now
 
@@ -230,8 +230,8 @@ class Objects:
     Args:
         contents: The bytes that the graph refers to.
         make: Returns the value of a call that has no value yet.
-        steps: The number of steps that may be spent on looking at values repeatedly.
-        rules: The version of torch.
+        steps: The number of steps that may be spent on repeated looks at the same values.
+        rules: The rules of the torch version.
     """
 
     def __init__(self, contents: Contents, make: Callable[[Call], Held], steps: int, rules: Rules) -> None:
@@ -246,7 +246,11 @@ class Objects:
         self._copies_left = LIMITS.values_copied
 
     def held(self, value: Value) -> Held:
-        """Return the value of `value`. Make it first if it is a call or a reference without a value."""
+        """Return the value of `value`.
+
+        The value of a call or persistent id is determined once. The value of a Python 2 string is text. All other nodes
+        and atoms are their own values.
+        """
         kind = type(value)
         if kind in _MADE:
             found = self.made.get(id(value))
@@ -262,22 +266,27 @@ class Objects:
         return value
 
     def charge(self, steps: int) -> None:
-        """Count `steps`. Raise NotKnown if a file asks too often for the same long values."""
+        """Subtract `steps` from the steps left. Raise NotKnown if none are left: the file repeats the same long values
+        too often.
+        """
         self.left -= steps
         if self.left < 0:
             raise NotKnown("more steps than a file of its size should take")
 
     def copy(self, elements: int, itemsize: int) -> None:
-        """Count the memory that torch allocates for `elements`. Raise NotKnown if it is too much: the file may contain
-        only one.
+        """Count the memory that torch would allocate for `elements` of `itemsize` bytes. Raise NotKnown above the
+        limit.
+
+        A small file can make torch allocate much, because it can expand a single element.
         """
         self._copies_left -= elements * itemsize
         if self._copies_left < 0:
             raise NotKnown("more memory than a file of its size should take")
 
     def elements(self, value: Value, now: int | None) -> list[Value] | None:
-        """Return the elements that the tuple, list or set `value` has at the step `now`, or None if `value` is none of
-        these.
+        """Return the elements of the tuple, list or set `value` before the step `now`. Return None for other values.
+
+        Raises NotKnown if too many elements have been looked at.
         """
         if isinstance(value, Tuple):
             found = value.items
@@ -290,9 +299,9 @@ class Objects:
         return found
 
     def keys(self, value: Value, now: int | None) -> list[Value] | None:
-        """Return the keys that the mapping `value` has at the step `now`, or None if `value` is not a mapping.
+        """Return the keys of the mapping `value` before the step `now`. Return None if `value` is not a mapping.
 
-        Raises NotKnown if the mapping was made from arguments.
+        Raises NotKnown if the mapping was constructed from arguments or has attributes.
         """
         if not self.is_mapping(value):
             return None
@@ -304,7 +313,7 @@ class Objects:
         return found
 
     def items(self, value: Dict, now: int | None) -> Iterator[tuple[Value, Value]]:
-        """Return the items that the dict `value` has at the step `now`."""
+        """Yield the items of the dict `value` before the step `now`."""
         return ((e.values[i], e.values[i + 1]) for e, i in value.pairs() if before(e.order, now))
 
     def is_mapping(self, value: Value) -> bool:
@@ -322,7 +331,10 @@ class Objects:
         return True
 
     def is_empty(self, value: Value, now: int | None) -> bool:
-        """Return whether Python takes `value` for false at the step `now`. Raises AfterUnknown and NotKnown."""
+        """Return whether `value` is false in a condition at the step `now`.
+
+        Raises AfterUnknown if the value is not known, and NotKnown if its truth is not.
+        """
         held = self.held(value)
         if isinstance(held, (bool, int, float, str)) or held is None:
             return not held
@@ -338,12 +350,15 @@ class Objects:
         raise NotKnown(f"whether {describe(held)} counts as empty")
 
     def check_hashable(self, value: Value, what: str = "key") -> None:
-        """Raise Refused if Python cannot hash `value`. `what` names its role in the message."""
+        """Raise Refused if Python cannot hash `value`. `what` is the word for the value in the message."""
         if not self._is_hashable(value, 0):
             raise Refused(f"a {what} that Python cannot hash")
 
     def _is_hashable(self, value: Value, depth: int) -> bool:
-        """Return whether Python can hash `value`, which is inside `depth` tuples."""
+        """Return whether Python can hash `value`, which is inside of `depth` tuples.
+
+        Raises AfterUnknown if the value is not known, and NotKnown if tuples are nested too deeply.
+        """
         if isinstance(value, Tuple):
             known = self._hashable.get(id(value))
             if known is not None:
@@ -369,7 +384,7 @@ class Objects:
         return self._latin_1[id(text)]
 
     def _windows(self, text: Blob) -> Iterator[bytes]:
-        """Yield the bytes of `text`, one window at a time. Raise NotKnown if they cannot be read."""
+        """Yield the bytes of `text` in windows of 1 MiB. Raise NotKnown if the source of long texts is missing."""
         blobs = self.contents.blobs
         if blobs is None:
             raise NotKnown("a long text that cannot be read here")
@@ -377,10 +392,10 @@ class Objects:
             yield blobs.read(text.offset + at, min(_WINDOW, text.length - at))
 
     def numbers(self, tensor: TensorValue, *, at_end: bool = False) -> list[int]:
-        """Return the elements of `tensor`, which has int64 or int32, in row-major order.
+        """Return the elements of `tensor`, of dtype int64 or int32, in row-major order.
 
-        `at_end` says that torch reads them when all storages are filled, and not at this step. Raises NotKnown if they
-        cannot be read, or if too many bytes have been read in this way.
+        `at_end` is True if torch reads them when all storages are filled, and not at this step. Raises NotKnown if the
+        elements cannot be read, or if too many bytes have been read by this method.
         """
         if not (self.contents.are_there or at_end):
             raise NotKnown("it needs the values of a tensor before they are there")
@@ -401,7 +416,7 @@ class Objects:
 
 
 def _storage(node: PersistentId) -> Held:
-    """Return the storage that `node` refers to in either of torch's formats, or UNKNOWN."""
+    """Return the storage that the persistent id `node` names, or UNKNOWN if it is not in one of torch's two forms."""
     parts = node.id.items if isinstance(node.id, Tuple) else []
     cls, numel = (parts[1], parts[4]) if len(parts) in (5, 6) else (None, None)
     dtype = BY_STORAGE_CLASS.get(cls.name) if isinstance(cls, Global) else None
@@ -414,7 +429,13 @@ _INT64 = 1 << 63
 
 
 class Arguments:
-    """The arguments `items` of a call at the step `now`. Each method refuses what torch or Python refuses."""
+    """The arguments of a call at one step. Each method raises Refused if torch or Python refuses the argument.
+
+    Args:
+        items: The arguments.
+        objects: The values of all nodes.
+        now: The step, or None after all steps.
+    """
 
     __slots__ = ("items", "now", "objects")
 
@@ -424,9 +445,9 @@ class Arguments:
         self.now = now
 
     def check_count(self, least: int, most: int | None = None) -> int:
-        """Return the number of arguments. Raise Refused unless it is `least` to `most`.
+        """Return the number of arguments. Raise Refused if it is not between `least` and `most`.
 
-        If `most` is None, it must be `least`.
+        If `most` is None, the number must be `least`.
         """
         n = len(self.items)
         most = least if most is None else most
@@ -442,14 +463,18 @@ class Arguments:
         return found
 
     def integer(self, i: int, what: str) -> int:
-        """Return argument `i`, an integer of 64 bits. `what` names it in messages."""
+        """Return argument `i`, which must be an integer of 64 bits. `what` is its name in messages."""
         value = self.items[i]
         if type(value) is int and -_INT64 <= value < _INT64:
             return value
         return _integer(self.held(i), what)
 
     def integers(self, i: int, what: str) -> list[int]:
-        """Return the integers in argument `i`, a tuple, list or torch.Size. `what` names it in messages."""
+        """Return the integers in argument `i`, which must be a tuple, list or torch.Size. `what` is its name in
+        messages.
+
+        Raises NotKnown for more dimensions than the limit.
+        """
         value = self.items[i]
         if type(value) is Tuple:
             items = value.items
@@ -469,28 +494,31 @@ class Arguments:
         return items  # type: ignore[return-value]  # integers, all of them
 
     def flag(self, i: int, what: str) -> bool:
-        """Return argument `i`, True or False. `what` names it in messages."""
+        """Return argument `i`, which must be True or False. `what` is its name in messages."""
         value = self.items[i]
         if value is True or value is False:
             return value
         raise Refused(f"its {what} must be True or False, and is {describe(self.held(i))}")
 
     def storage(self, i: int) -> StorageValue:
-        """Return argument `i`, a storage."""
+        """Return argument `i`, which must be a storage."""
         held = self.held(i)
         if isinstance(held, StorageValue):
             return held
         raise Refused(f"it needs a storage, and gets {describe(held)}")
 
     def tensor(self, i: int, what: str) -> TensorValue:
-        """Return argument `i`, a tensor. `what` names it in messages."""
+        """Return argument `i`, which must be a tensor. `what` is its name in messages."""
         held = self.held(i)
         if isinstance(held, TensorValue):
             return held
         raise Refused(f"its {what} must be a tensor, and is {describe(held)}")
 
     def dtype(self, i: int) -> str:
-        """Return the name of the dtype in argument `i`, without ``torch.``."""
+        """Return the name of the dtype in argument `i`, without ``torch.``.
+
+        Raise Refused if it is not a known dtype.
+        """
         held = self.held(i)
         module, _, name = imported_name(held, 2).rpartition(".") if isinstance(held, Global) else ("", "", "")
         if module != "torch" or name not in BY_NAME:
@@ -498,9 +526,9 @@ class Arguments:
         return name
 
     def global_name(self, i: int) -> str | None:
-        """Return the name of the global in argument `i`, or None if it is not a global.
+        """Return the name of the global in argument `i`, or None if the argument is not a global.
 
-        Raises AfterUnknown if the unpickler does not accept the global: the reason has been given for the global.
+        Raises AfterUnknown if the unpickler does not accept the global, which another Reason describes.
         """
         held = self.held(i)
         if not isinstance(held, Global):
@@ -511,7 +539,10 @@ class Arguments:
         return name
 
     def tuple(self, i: int, what: str) -> Arguments:
-        """Return the elements of argument `i`, a tuple or list, as arguments. `what` names it in messages."""
+        """Return the elements of argument `i`, a tuple or list, as arguments. `what` is its name in messages.
+
+        Raises NotKnown for other values, except for numbers and None, which torch refuses.
+        """
         items = self.objects.elements(self.items[i], self.now)
         if items is None or not isinstance(self.items[i], (Tuple, List)):
             held = self.held(i)
@@ -522,7 +553,10 @@ class Arguments:
 
 
 def _integer(held: Held, what: str) -> int:
-    """Return `held` as an integer of 64 bits. `what` names it in messages."""
+    """Return `held` if it is an integer of 64 bits. `what` is its name in messages.
+
+    Raises Refused for other values, NotKnown for a tensor, and AfterUnknown for a value that is not known.
+    """
     if type(held) is int:
         if -_INT64 <= held < _INT64:
             return held

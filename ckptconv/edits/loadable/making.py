@@ -1,7 +1,8 @@
-"""Replace the objects of a graph that the table knows by their plain forms, and refuse all other objects at once.
+"""Convert the objects of a graph that the table knows to plain data, and refuse all other objects in one error.
 
-This changes only the pickle's graph: nothing is imported or called. The plain form of an object is made once, so
-sharing and cycles stay.
+Plain data is data that ``torch.load(weights_only=True)`` accepts: dicts, lists, texts, numbers and tensors. Only the
+graph changes; nothing is imported or called. Each object is converted once, so objects that are shared before are
+shared after, and cycles stay cycles.
 """
 
 from __future__ import annotations
@@ -64,16 +65,18 @@ _NOT_DESCRIBED = ("builtins.", "copyreg.", "operator.")  # functions that return
 
 
 def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) -> None:
-    """Make all objects plain that are only data.
+    """Convert all objects of `checkpoint` that contain only data to plain data.
+
+    If there is nothing to convert, a note in `changes` reports this.
 
     Args:
         checkpoint: The checkpoint, which is changed in place.
-        changes: The changes, to which the objects that became plain are added.
-        objects: Whether objects that are not in the table become dicts that name their classes.
+        changes: The report of changes. The converted objects are added as ``made_plain``.
+        objects: Whether to convert objects of other classes, too: to dicts that name their classes.
 
     Raises:
-        RefusedError: torch's safe loader refuses an object that is left.
-        LimitError: Arrays would take far more bytes than the file.
+        RefusedError: An object remains that torch's safe loader refuses, or two keys would become equal.
+        LimitError: Converted arrays would take far more bytes than the file.
     """
     places = (checkpoint.before_renaming or checkpoint.index).every_place
     making = _Making(checkpoint, objects=objects)
@@ -90,7 +93,7 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
                 why.setdefault(id_, making.failed.get(id_, reason))
 
         def objects_help() -> bool:
-            """Return whether ``loadable_objects`` would refuse nothing. This changes the graph."""
+            """Return whether the option ``loadable_objects`` would convert all objects. This changes the graph."""
             again = _Making(checkpoint, objects=True)
             again.run()
             _refresh(checkpoint, list(walk([*checkpoint.graph.discarded, checkpoint.graph.root])))
@@ -104,7 +107,7 @@ def make_loadable(checkpoint: Checkpoint, changes: Changes, *, objects: bool) ->
 
 
 def _refresh(checkpoint: Checkpoint, nodes: list[Node]) -> None:
-    """Bring the data that `checkpoint` derives from its graph up to date. `nodes` are all nodes of the graph."""
+    """Update the lists that `checkpoint` derives from its graph. `nodes` are all nodes of the graph now."""
     graph, reached = checkpoint.graph, set(map(id, nodes))
     # so that bytes and sets are written with opcodes that torch's safe loader knows
     graph.used |= {CODES["BINBYTES"][0]}
@@ -118,12 +121,17 @@ def _refresh(checkpoint: Checkpoint, nodes: list[Node]) -> None:
 
 
 class _Making:
-    """The plain forms of the objects of a graph.
+    """The conversion of the objects of one graph to plain data.
+
+    Args:
+        checkpoint: The checkpoint, whose graph is changed.
+        objects: Whether objects of classes outside the table become dicts that name their classes.
 
     Attributes:
         old_of: The objects that new nodes replace, by the ids of the new nodes.
-        failed: The reasons why objects of the table did not become plain, by the ids of the objects.
-        troubles: Reasons to refuse an object although torch's safe loader would not, with the object.
+        failed: The reasons why objects of the table could not be converted, by the ids of the objects.
+        troubles: Pairs of a reason and an object that must be refused although torch's safe loader would accept it:
+            a mapping or set with keys that became unhashable or equal.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, objects: bool) -> None:
@@ -138,7 +146,7 @@ class _Making:
         self.troubles: list[tuple[str, Node]] = []
 
     def run(self) -> None:
-        """Replace all objects that become plain."""
+        """Convert all objects below the root, in place."""
         graph = self._graph
         graph.root = self.plain(graph.root)
         for node in walk([graph.root]):  # this visits the children after the changes of their parent
@@ -149,11 +157,11 @@ class _Making:
                 self._replace_in(node)
 
     def report(self, places: Sequence[Place], nodes: Sequence[Node]) -> list[MadePlain]:
-        """Return the objects that became plain and have a place.
+        """Return the converted objects that have a place in the source and that their row lists in reports.
 
         Args:
-            places: The places in the source. A place in an object that is still in the graph is preferred: a dtype, for
-                example, may also have a place in a number that became plain.
+            places: The places in the source. If an object has several, a place whose parent is still in the graph is
+                preferred.
             nodes: The nodes of the graph now.
         """
         left = {id(self.old_of.get(id(node), node)) for node in nodes}
@@ -167,7 +175,11 @@ class _Making:
         ]
 
     def plain(self, value: Value) -> Value:
-        """Return the plain form of `value`, which is `value` itself if it is plain or no row of the table is for it."""
+        """Return the plain form of `value`.
+
+        Return `value` itself if it is plain already, if no row of the table is for it, or if the conversion failed.
+        Calls with the same node return the same object.
+        """
         chain: list[Node] = []
         while isinstance(value, (Call, Global, FrozenSet)) and value not in self._made:
             self._made[value] = value  # for an object that contains itself
@@ -186,7 +198,11 @@ class _Making:
         return value
 
     def _by_row(self, node: Call | Global | FrozenSet) -> tuple[Row | None, Value]:
-        """Return the row of the table for `node`, and the value that it gives. Without one: None and `node`."""
+        """Return the row of the table for `node` and the converted value.
+
+        Return None and `node` if there is no row for it, or if the conversion failed. The reason of a failure is added
+        to ``failed``.
+        """
         if isinstance(node, FrozenSet):
             return FROZEN_SET, frozen_set(node.items)
         if isinstance(node, Global):
@@ -207,9 +223,11 @@ class _Making:
         return None, node
 
     def _can_be_described(self, call: Call, name: str) -> bool:
-        """Return whether `call`, which makes an object of `name`, may become a dict that describes the object.
+        """Return whether `call`, which makes an object of the class `name`, may become a dict that describes the
+        object.
 
-        It must not make a tensor, be on torch's list, or be dangerous.
+        The callable must be a global. The call must not make a tensor, torch's safe loader must not accept the
+        callable, and `name` must be neither dangerous nor a function that can return any object.
         """
         called = call.callable
         return (
@@ -220,7 +238,7 @@ class _Making:
         )
 
     def _replace_in(self, node: Object) -> None:
-        """Replace the parts of `node` by their plain forms."""
+        """Replace the arguments of `node` and the values of its effects by their plain forms."""
         if isinstance(node, Call):
             members = members_of(node) if is_global(node.callable, *SET_CLASSES) else None
             if members:
@@ -240,13 +258,13 @@ class _Making:
         self._check_keys(node, old_keys, keys, "keys")
 
     def _check_keys(self, holder: Node, old: list[Value], new: list[Value], what: str) -> None:
-        """Add a trouble if the plain form of a key cannot be a key, or is equal to that of another one.
+        """Add to ``troubles`` if a plain form is not hashable or if two plain forms are equal.
 
         Args:
             holder: The mapping or set.
             old: Its keys or members.
-            new: Their plain forms.
-            what: Their name in the reason.
+            new: Their plain forms, in the same order.
+            what: The word for them in the reason: ``keys`` or ``members``.
         """
         if all(a is b and not isinstance(b, Tuple) for a, b in zip(old, new, strict=True)):
             return
@@ -257,9 +275,10 @@ class _Making:
             self.troubles.append((f"a mapping or set of which two {what} would become one", holder))
 
     def _note_states(self, node: Node) -> None:
-        """Record the arrays in the state of a numpy generator, which takes lists and no tensors.
+        """Record the arrays in `node`, if it is the state of a numpy random generator.
 
-        The older states, of MT19937 only, are tuples.
+        These arrays become lists, because numpy does not accept tensors there. A state is a dict with a
+        ``bit_generator`` or, in older files, a tuple of 3 or 5 items that starts with ``MT19937``.
         """
         if isinstance(node, Tuple) and len(node.items) in (3, 5) and text_of(node.items[0]) == "MT19937":
             self._arrays.in_states |= {id(node.items[1])} if is_array(node.items[1]) else set()
@@ -272,21 +291,25 @@ class _Making:
 
 
 def _hashable(key: Value, plain: Callable[[Value], Value], depth: int = 4) -> object:
-    """Return an object that is equal for equal keys: `plain` of an atom or node, or a tuple of such objects."""
+    """Return an object that is equal for equal keys.
+
+    This is `plain` of the key, or a tuple of such objects for a tuple of at most 64 items that is at most `depth`
+    levels deep.
+    """
     if isinstance(key, Tuple) and depth and len(key.items) <= _LONGEST_KEY:
         return tuple(_hashable(item, plain, depth - 1) for item in key.items)
     return plain(key)
 
 
 def _kind(value: Value) -> str:
-    """Return a word for the kind of a plain `value`."""
+    """Return a word for the kind of a plain `value`, such as ``dict`` or ``tensor``. For other nodes: ``object``."""
     if isinstance(value, Call):
         return "complex" if is_global(value.callable, "builtins.complex") else "tensor"
     return next((word for kind, word in _KINDS if isinstance(value, kind)), "object")
 
 
 def _reads(row: Row, place: Place, value: Value) -> str:
-    """Return the code that reads the plain `value` at `place`, as `row` describes it."""
+    """Return the code that reads the plain `value` at `place`: the template of `row`, with the names filled in."""
     name = place.key if place.key and place.key.isidentifier() else "x"
     keys: Iterable[Value] = strings_of(value) if isinstance(value, Dict) else ()
     key = next(iter(keys), "name")
@@ -298,7 +321,9 @@ def _reads(row: Row, place: Place, value: Value) -> str:
 
 
 def _placed(node: Value, referrers: Referrers, old_of: Mapping[int, Value], places: Mapping[int, Place]) -> set[int]:
-    """Return the ids of the nearest nodes of the source that have a place: `node`, or nodes that contain it.
+    """Return the ids of the nearest nodes of the source that have a place: `node`, or the nodes that contain it.
+
+    A global that is called has the place of its calls. The set is empty if no place is found.
 
     Args:
         node: A node of the graph now.
