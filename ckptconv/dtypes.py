@@ -14,10 +14,10 @@ class DType:
     """A dtype of torch or safetensors.
 
     Attributes:
-        name: The name in torch without ``torch.``, or safetensors' name if torch has none.
-        storage_class: The class of its storages, or None if they are UntypedStorage.
+        name: The name in torch without ``torch.``, or safetensors' name if torch has no such dtype.
+        storage_class: The name of the class of its storages, or None if these are UntypedStorage.
         itemsize: The bytes of an item.
-        packed: The elements in an item.
+        packed: The number of elements in an item.
         word: The name in safetensors, or None.
     """
 
@@ -28,7 +28,7 @@ class DType:
     word: str | None = None
 
     def bytes_of(self, elements: int) -> int:
-        """Return how many bytes `elements` elements take."""
+        """Return how many bytes `elements` elements need. A last item that is not full counts completely."""
         return -(-elements // self.packed) * self.itemsize
 
 
@@ -76,19 +76,19 @@ _WITHOUT_TORCH = (
     DType("F6_E3M2", None, 3, 4, "F6_E3M2"),
 )
 
-#: ``UntypedStorage`` counts bytes.
+#: The dtype of ``UntypedStorage``, whose items are bytes.
 UNTYPED = DType("uint8", "UntypedStorage", 1)
 
 BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in (*_TABLE, UNTYPED) if dtype.storage_class}
-#: By safetensors' name. Elements are counted as safetensors does.
+#: By safetensors' name. Elements are counted as in safetensors.
 BY_WORD = {dtype.word: dtype for dtype in (*_TABLE, *_WITHOUT_TORCH) if dtype.word}
-#: Dtypes of the codes of quantized weights, here and in layouts of other programs.
+#: Dtypes of the codes of quantized weights, in torch and in layouts of other programs.
 CODES = frozenset(
     ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2", "int8", "uint8", "int32"]
 )
 
 
 def get_dtype(name: str) -> DType:
-    """Return the dtype with this `name` in torch, or else in safetensors. Raises KeyError."""
+    """Return the dtype whose name in torch, or else in safetensors, is `name`. Raises KeyError without one."""
     return BY_NAME.get(name) or BY_WORD[name]

@@ -1,13 +1,15 @@
-"""The exceptions, each one line for a person and data for a program, and functions that format such lines.
+"""The exceptions, and functions that format texts in messages.
+
+An exception is one line of text and has its parts as data.
 
 CkptconvError
 ├── UsageError          the request contradicts itself or cannot be understood (a ValueError too)
-│   └── ArgumentTypeError   an argument has a wrong type, or there is none of that name (a TypeError too)
-├── InputError          something is wrong with what was read
+│   └── ArgumentTypeError   an argument has a wrong type, or no argument has that name (a TypeError too)
+├── InputError          something is wrong with the input
 │   ├── MissingInputError   it does not exist (a FileNotFoundError too)
 │   ├── MalformedError      it breaks the rules of its format, or can be read in two ways
-│   ├── LimitError          it asks for more than ckptconv is willing to spend
-│   ├── UnsupportedError    it is sound, but not something that this version handles
+│   ├── LimitError          it needs more memory, time or nesting than ckptconv allows
+│   ├── UnsupportedError    it is valid, but this version cannot handle it
 │   ├── DangerousError      the output would contain code that no checkpoint needs
 │   └── UnreadableError     its bytes could not be read, so nothing is known about them
 │       ├── InputChangedError   it changed while it was being read
@@ -16,10 +18,10 @@ CkptconvError
 ├── DeviceUnavailable   tensors would go to a device that torch does not have here
 ├── RefusedError        the request would lose data or surprise the user
 │   ├── TargetExistsError   the output exists (a FileExistsError too)
-│   ├── CollisionError      two names would become one
-│   └── NoMatchError        a filter or prefix that matches nothing: a typo
+│   ├── CollisionError      two names would become the same name
+│   └── NoMatchError        a filter or prefix matches nothing, probably because of a typo
 │       └── UnknownDeviceError  a mapping of a word that is not a device's name (a UsageError too)
-└── OutputError         the system could not write, and the old output is as it was
+└── OutputError         the system could not write; the old output is unchanged
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ def printable(text: object) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return `text` without the names, passwords, queries and fragments of the URLs in it, also of malformed ones."""
+    """Return `text` without the user names, passwords, queries and fragments of the URLs in it.
+
+    Malformed URLs are included.
+    """
     if ":/" not in text:
         return text
     import re  # few messages need it
@@ -64,8 +69,11 @@ def redacted(text: str) -> str:
 
 
 def _without_secrets(scheme: str, rest: str) -> tuple[str, bool]:
-    """Return `rest`, the text after the `scheme` of a URL, without that URL's secrets; and whether all of it is URL, up
-    to a query that the next scheme can be in.
+    """Remove the secrets of a URL from `rest`, the text after its `scheme`.
+
+    Return the new text, and whether `rest` ends inside the query of the URL. Then the next scheme may be a value of
+    that
+    query.
     """
     import re
 
@@ -82,7 +90,7 @@ def _without_secrets(scheme: str, rest: str) -> tuple[str, bool]:
 
 
 def size(nbytes: int) -> str:
-    """Return `nbytes` in the decimal units that disks and the Hub use."""
+    """Return `nbytes` as text in decimal units (kB, MB), as disks and the Hub use them, with three digits."""
     if nbytes < 1000:
         return f"{nbytes} B"
     power = next((power for power in (1, 2, 3) if nbytes < 999.5 * 1000**power), 4)
@@ -95,35 +103,35 @@ def count(n: int, noun: str) -> str:
 
 
 def some(words: Sequence[str], most: int = 3) -> str:
-    """Return `words` with commas; if there are more than `most`, return the first of them and the number of others."""
+    """Return the first `most` of `words`, joined by commas, and the number of the others, if there are any."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more
 
 
 def _fact(fact: object, most: int = _LONGEST_FACT) -> str:
-    """Return `fact` without its middle if it is longer than `most`: names in files can have megabytes."""
+    """Return `fact` as text. If it is longer than `most`, its middle is replaced: names in files can have megabytes."""
     text = str(fact)
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
 def _sayable(fact: object) -> object:
-    """Return `fact`, or the size of an integer that has more digits than Python prints."""
+    """Return `fact`. An integer with more digits than Python prints is replaced by a text with its size in bits."""
     if isinstance(fact, int) and fact.bit_length() > _LONGEST_NUMBER:
         return f"an integer of {fact.bit_length():,} bits"
     return fact
 
 
 class CkptconvError(Exception):
-    """The base class of the exceptions. ``str(error)`` is one printable line of all parts.
+    """The base class of the exceptions. ``str(error)`` is one printable line with all parts.
 
     No part contains the password or the query of a URL.
 
     Attributes:
         what: What went wrong.
-        where: The file, and the place in it.
-        expected: What was expected.
-        got: What was found.
-        hint: What to do or type next.
+        where: The file, and the position in it.
+        expected: The expected value.
+        got: The value that was found.
+        hint: What the user can do or type next.
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class CkptconvError(Exception):
         super().__init__(self.what)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set the attribute, without the secrets of URLs if it is a text."""
+        """Set the attribute. If `value` is a text, secrets of URLs in it are removed."""
         super().__setattr__(name, redacted(value) if isinstance(value, str) else value)
 
     def __str__(self) -> str:
@@ -150,7 +158,7 @@ class CkptconvError(Exception):
 
     @property
     def verdict(self) -> str:
-        """The printable line without the hint."""
+        """The printable line, without the hint."""
         line = _fact(self.what, _LONGEST_PART)
         if self.where is not None:
             line = f"{_fact(self.where, _LONGEST_PART)}: {line}"
@@ -165,13 +173,13 @@ class CkptconvError(Exception):
 
 
 class _OfPath(OSError):
-    """An error with the number and the path that Python's own error about a file has."""
+    """A base class for errors that have ``errno`` and ``filename``, as Python's own errors about files have."""
 
     where: object
 
     @property
     def filename(self) -> object:
-        """The path, as Python calls it."""
+        """The path, under the name that OSError uses."""
         return self.where
 
     @filename.setter
@@ -189,7 +197,7 @@ class ArgumentTypeError(UsageError, TypeError):
 
 
 class InputError(CkptconvError):
-    """Something is wrong with what was read."""
+    """Something is wrong with the input."""
 
 
 class MissingInputError(InputError, _OfPath, FileNotFoundError):
@@ -207,7 +215,7 @@ class LimitError(InputError):
 
 
 class UnsupportedError(InputError):
-    """The input is sound, but this version does not handle it."""
+    """The input is valid, but this version cannot handle it."""
 
 
 class DangerousError(InputError):
@@ -231,7 +239,10 @@ class MissingTorchError(CkptconvError, ImportError):
 
 
 def require_torch(what: str, where: object = None) -> None:
-    """Raise MissingTorchError if torch, which `what` needs, is not installed. It is not imported."""
+    """Raise MissingTorchError if torch is not installed. torch is not imported.
+
+    `what` is the operation that needs torch, and `where` the file, both for the error.
+    """
     import importlib.util
 
     try:
@@ -253,21 +264,23 @@ class RefusedError(CkptconvError):
 
 
 class TargetExistsError(RefusedError, _OfPath, FileExistsError):
-    """The output exists, and the request does not say that it may be replaced."""
+    """The output exists, and the request does not allow to replace it."""
 
     errno = errno.EEXIST
 
 
 class CollisionError(RefusedError):
-    """Two names would become one."""
+    """Two names would become the same name."""
 
 
 class NoMatchError(RefusedError):
     """A prefix, filter or path matches nothing.
 
     Attributes:
-        unmatched: The field of :class:`~ckptconv.edits.options.Edits` and the item in it that matches nothing, if the
-            rest could be done without it: in a batch it may match something in another file. Otherwise None.
+        unmatched: The name of a field of :class:`~ckptconv.edits.options.Edits`, and the item in it that matches
+            nothing.
+            None if the request makes no sense without the item. In a batch, the item may match something in another
+                file.
     """
 
     def __init__(

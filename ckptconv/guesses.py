@@ -1,4 +1,4 @@
-"""How an option is declared, and what people type in place of options and keywords."""
+"""The declaration of options, and words that users type instead of the names of options and keywords."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ckptconv.light_dataclass import dataclass
 
 @dataclass(frozen=True)
 class Flag:
-    """The declaration of an option, which stands in ``Annotated[type, Flag(...)]`` at the key of a TypedDict.
+    """The declaration of an option. It occurs as ``Annotated[type, Flag(...)]`` at a key of a TypedDict.
 
-    The command line makes its option of it, and functions their keyword and its entry in the docstring.
+    The command line creates an option from it. Functions get a keyword and an entry in their docstring from it.
 
     Attributes:
-        help: What ``--help`` says.
-        doc: What the docstring says. If it is empty, the docstring says the same as ``--help``.
-        metavar: What ``--help`` calls the value.
+        help: The text of ``--help``.
+        doc: The text of the docstring. If it is empty, the docstring has the same text as ``--help``.
+        metavar: The name of the value in ``--help``.
         short: The short flag, such as ``-f``.
     """
 
@@ -32,8 +32,8 @@ DOWNLOAD = Flag(
     " after it is read.",
 )
 
-#: Keywords, their values (None: what is given; it also stands for {}), and what they are taken for. Of several with one
-#: guess, that is meant which the command or function has.
+#: Keywords, their values, and the guesses that stand for them. A value None or {} is replaced by the value that the
+#: user gave. If several keywords have the same guess, the first that the command or function has is used.
 OPTIONS: tuple[tuple[str, str | bool | None, str], ...] = (
     ("map_location", None, "device devices target to-device dev d t"),
     ("map_location", "cpu", "cpu to-cpu no-cuda no-gpu"),
@@ -74,7 +74,7 @@ OPTIONS: tuple[tuple[str, str | bool | None, str], ...] = (
     ("fail_on", "nan", "nan nans check-nan isnan has-nan"),
     ("expect_sha256", None, "sha256 sha hash checksum"),
 )
-#: Options that others have for what stands here first or last, as a path.
+#: Words that other programs use for an input path (first, 0) or an output path (last, -1).
 PATHS = {
     guess: place
     for place, guesses in (
@@ -83,11 +83,11 @@ PATHS = {
     )
     for guess in guesses.split()
 }
-#: The value where none is given, or a number, as in --shards 4.
+#: Values that are used if the user gave none, or gave a number, as in --shards 4.
 USUAL_VALUES = {"strip_prefix": "module.", "max_shard_size": "5GB"}
-#: Options that others have for what is always done here.
+#: Options of other programs for things that are always done here.
 ALWAYS = ("recursive", "r", "backup", "tensors", "list-tensors", "shapes", "params", "q", "quiet", "silent", "s")
-#: The same for keywords alone: what the command line calls them, and what torch does.
+#: The same for keywords only: names of options of the command line, and keywords of torch.
 _KEYWORDS = (
     ("map_location", None, "to map maps"),
     ("path", None, "f filename"),
@@ -103,26 +103,29 @@ _UNNEEDED = {
 
 
 def normal(guess: str) -> str:
-    """Return `guess`, an option or a keyword, in lower case and with dashes."""
+    """Return `guess`, an option or a keyword, in lower case and with dashes instead of underscores."""
     return guess.lower().replace("_", "-")
 
 
 def unneeded(guess: str, known: Sequence[str]) -> str | None:
-    """Return why a function with the keywords `known` does not need torch's keyword `guess`, or None."""
+    """Return the reason why a function with the keywords `known` does not need torch's keyword `guess`.
+
+    Return None if `guess` has no such reason, or the function writes a file.
+    """
     return None if "dst" in known else _UNNEEDED.get(guess)
 
 
 def close_matches(word: str, known: Iterable[str], *, n: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return up to `n` of the `known` words that are similar to `word`, as ``difflib.get_close_matches`` does."""
+    """Return up to `n` words of `known` that are similar to `word`, as ``difflib.get_close_matches`` does."""
     from difflib import get_close_matches
 
     return get_close_matches(word, [*known], n, cutoff)
 
 
 def keyword_for(guess: str, value: object, known: Sequence[str]) -> tuple[str, object] | None:
-    """Return which of the keywords `known`, and which value, is meant by `guess` with `value`.
+    """Return the keyword of `known` that was probably intended by `guess`, and its value.
 
-    The value is None if it is unknown. Return None if nobody knows what is meant.
+    The value in the result is None if it is not known. Return None if no keyword is similar.
     """
     word = normal(guess)
     for keyword, fixed, guesses in (*_KEYWORDS, *OPTIONS):

@@ -1,6 +1,6 @@
-"""What messages suggest, as data: options and commands of ckptconv, in the words of a shell or of Python.
+"""Options and commands in messages, as data. They are printed in the words of a shell or of Python.
 
-A message is in the words of Python if it is made while a public function runs, and in those of a shell otherwise.
+A message that is created while a public function runs is in the words of Python, any other in those of a shell.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ckptconv.system import calls
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_LONGEST = 80  # characters of a value that is shown
+_LONGEST = 80  # characters of a value that is printed
 #: The name of a file object without a name in messages. In a command and a call it is a placeholder.
 UNNAMED = "<file object>"
 #: The start of advice by which another program unpickles the input, which can run any code.
 TRUSTED = "if you trust who made it, for it can run code"
-#: Options that only commands have, and the attribute or method of a result that has what they show.
+#: Options that only commands have, and the attribute or method of a result that has the same information.
 _TERMINAL_ONLY = {"tree": "tensors", "json": "as_dict()", "verbose": "as_dict()"}
 #: Flags that are not the keyword with dashes.
 FLAGS = {"verbose": "-v", "sizes": "--size"}
-#: One item for each public function that runs, in any thread.
+#: One item for each public function that is running, in any thread.
 _public_calls: list[None] = []
 
 
 class Placeholder(str):
-    """A word that the reader replaces, such as OUT."""
+    """A word that the user replaces, such as OUT. Its ``repr`` has no quotes."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -55,7 +55,7 @@ class Option:
     value: Any = True
 
     def words(self) -> list[tuple[str, ...]]:
-        """Return what a user types for it: each flag with its value."""
+        """Return the option as it is typed in a shell: a list of flags, each with its value."""
         flag = FLAGS.get(self.keyword, f"--{self.keyword.replace('_', '-')}")
         if self.value is None or self.value is True:
             return [(flag,)]
@@ -65,7 +65,10 @@ class Option:
         return [(flag, *value) if isinstance(value, tuple) else (flag, str(value)) for value in values]
 
     def in_python(self) -> str:
-        """Return the keyword with its value. For an option that only commands have, return what replaces it."""
+        """Return the option as a keyword argument.
+
+        For an option that only commands have, return the equivalent in Python.
+        """
         if self.keyword in _TERMINAL_ONLY:
             return _TERMINAL_ONLY[self.keyword]
         value = self.value
@@ -78,20 +81,22 @@ class Option:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of ckptconv: its name, ``convert_many`` for a batch, and its paths and options."""
+    """A command of ckptconv. Its name is ``convert_many`` for a batch. Its arguments are paths and options."""
 
     name: str
     arguments: tuple[str | os.PathLike[str] | Option, ...]
 
     def words(self) -> list[tuple[str, ...]]:
-        """Return what a user types: each flag with its value, every other word by itself."""
+        """Return the command as it is typed in a shell: a flag together with its value, and each other word by
+        itself.
+        """
         words: list[tuple[str, ...]] = [("ckptconv",), (self.name.removesuffix("_many"),)]
         for argument in self.arguments:
             words += argument.words() if isinstance(argument, Option) else [(_no_option(argument),)]
         return words
 
     def in_python(self) -> str:
-        """Return the call that does the same."""
+        """Return the equivalent call in Python. Options that only commands have are left out."""
         arguments = ", ".join(
             argument.in_python() if isinstance(argument, Option) else repr(placed(argument))
             for argument in self.arguments
@@ -103,11 +108,12 @@ class Command:
 
 
 class Message(str):
-    """A text of parts, some of them options and commands.
+    """A text that contains options and commands as objects, its parts.
 
-    ``+`` adds a part. An f-string or ``join`` makes a text of it, in which the parts are lost: outside of
-    :mod:`ckptconv.cli` and :mod:`ckptconv.render` the tests let none pass. In the words of Python it is pickled as a
-    plain text. In those of a shell its parts are pickled, so that it can become one of Python in another process.
+    ``+`` adds a part. An f-string or ``join`` returns a plain text without the parts. Tests forbid both outside of
+    :mod:`ckptconv.cli` and :mod:`ckptconv.render`. A message in the words of Python is pickled as a plain text. A
+    message in
+    the words of a shell is pickled with its parts, so that another process can print it in the words of Python.
     """
 
     parts: tuple[str | Option | Command, ...]
@@ -115,7 +121,7 @@ class Message(str):
     is_shell: bool
 
     def __new__(cls, *parts: str | Option | Command, is_typed: bool = False) -> Message:
-        """Make a message. `is_typed`: it is in the words of a shell, wherever it is made."""
+        """Create a message. With `is_typed`, it is always in the words of a shell."""
         is_shell = is_typed or not _public_calls
         words = (
             part if isinstance(part, str) else shell(*chain(*part.words())) if is_shell else part.in_python()
@@ -142,22 +148,25 @@ def _parts(text: str) -> tuple[str | Option | Command, ...]:
 
 
 def option(keyword: str, value: object = True) -> Message:
-    """Make a message of an option, which is then added to a text or to another message with ``+``."""
+    """Return a message that consists of an option. It can be added to a text or to another message with ``+``."""
     return Message(Option(keyword, value))
 
 
 def command(name: str, *arguments: str | os.PathLike[str] | Option) -> Message:
-    """Make a message of a command. A path object that begins with a dash gets the current folder before it."""
+    """Return a message that consists of a command. A path object that begins with a dash gets ``./`` before it."""
     return Message(Command(name, arguments))
 
 
 def command_line(name: str, *arguments: str | os.PathLike[str] | Option) -> Message:
-    """Return :func:`command` as it is typed, which a public function gives so too."""
+    """Return :func:`command` in the words of a shell, even inside a public function."""
     return Message(Command(name, arguments), is_typed=True)
 
 
 def joined(*messages: str | None, separator: str = "; ") -> str:
-    """Join those of `messages` that are neither empty nor None, at least one, and keep their parts."""
+    """Return `messages` joined by `separator`, without those that are empty or None. Their parts are kept.
+
+    At least one of them must be a text that is not empty.
+    """
     return functools.reduce(lambda text, message: text + separator + message, filter(None, messages))
 
 
@@ -173,7 +182,7 @@ def command_in(message: str | None) -> Command | None:
 
 @contextmanager
 def python_words() -> Iterator[None]:
-    """Have messages that are made meanwhile, in any thread, speak of keywords and calls."""
+    """Create messages in the words of Python inside this block, in all threads."""
     _public_calls.append(None)
     try:
         yield
@@ -182,8 +191,10 @@ def python_words() -> Iterator[None]:
 
 
 def for_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `function` as a public one: its messages are in the words of Python, also those about a keyword that it
-    has not.
+    """Return `function` as a public function: its messages are in the words of Python.
+
+    The returned function also raises ArgumentTypeError with a hint for an unknown keyword, and for a path of a wrong
+    type.
     """
 
     @functools.wraps(function)
@@ -212,16 +223,22 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
 
 
 def _check_paths(function: Callable[..., Any], *args: object, **kwargs: object) -> None:
-    """Raise ArgumentTypeError if an argument of `function` has the name of a path and is not one."""
+    """Raise ArgumentTypeError if an argument whose name is that of a path has another type."""
     for name, value in (*zip(_keywords(function), args, strict=False), *kwargs.items()):
         if name in PLACES and not isinstance(value, (str, bytes, os.PathLike)):
             raise ArgumentTypeError(f"{name} must be a path, not {value!r}")
 
 
 def unknown_keyword(function: str, guess: str, value: object, known: Sequence[str]) -> ArgumentTypeError:
-    """Return the error for the unknown keyword `guess` with `value` of a `function` that has the keywords `known`.
+    """Return the error for an unknown keyword argument.
 
-    Its hint is the keyword that is probably meant, or why none is needed.
+    Its hint is the keyword that was probably intended, or the reason why none is needed.
+
+    Args:
+        function: The name of the function.
+        guess: The unknown keyword.
+        value: Its value.
+        known: The keywords of the function.
     """
     hint = None
     if why := unneeded(guess, known):
@@ -237,18 +254,18 @@ def unknown_keyword(function: str, guess: str, value: object, known: Sequence[st
 
 
 def shell(*words: str | os.PathLike[str]) -> str:
-    """Return a command of these `words`.
+    """Return a shell command that consists of `words`, quoted where needed.
 
-    No program in a message may take code or settings from the current folder or from a file's folder, which another
-    user may have filled. So messages do not suggest git, and Python is run by :func:`python_command`.
+    No program in a message may take code or settings from the current folder or from a file's folder, because another
+    user may have put files there. So messages do not suggest git, and run Python by :func:`python_command`.
     """
     return calls.command_line([_no_option(word) for word in words])
 
 
 def python_command(*words: str | os.PathLike[str]) -> str:
-    """Return a command that runs Python with these `words`, ``-c`` or ``-m`` first.
+    """Return a command that runs Python with `words`, of which the first is ``-c`` or ``-m``.
 
-    ``-I`` keeps the current folder off the search for modules. Python 3.10 has no ``-P``.
+    ``-I`` excludes the current folder from the search for modules. Python 3.10 has no ``-P``.
     """
     return shell("python", "-I", *words)
 
@@ -260,7 +277,7 @@ def saved_by_torch(expression: str, *modules: str) -> str:
 
 
 def literal(path: str | os.PathLike[str]) -> str:
-    """Return `path` as a Python literal in the quotes that a word of a shell command can contain."""
+    """Return `path` as a Python literal whose quotes do not end a quoted word of a shell command."""
     text = json.dumps(os.fspath(path), ensure_ascii=False)
     if calls.QUOTE == '"':
         return text
@@ -268,15 +285,15 @@ def literal(path: str | os.PathLike[str]) -> str:
 
 
 def placed(word: str | os.PathLike[str]) -> str:
-    """Return `word` as text, or a placeholder for a file object without a name."""
+    """Return `word` as text. For a file object without a name, return a placeholder."""
     text = os.fspath(word)
     return Placeholder("FILE") if text == UNNAMED else text
 
 
 def _no_option(word: str | os.PathLike[str]) -> str:
-    """Return `word`, a text or path. A path gets the current folder before it if a program could misread it.
+    """Return `word` as text. A path gets ``./`` before it if a program could misread its start.
 
-    A program could take its start for an option (-), a list of paths (@) or, as tar does, another machine (host:).
+    A program could read the start as an option (-), a list of paths (@) or, as tar does, another machine (host:).
     """
     if isinstance(word, str):
         return word

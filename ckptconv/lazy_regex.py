@@ -1,4 +1,4 @@
-"""Regular expressions that are compiled when they are first used, because a command uses few of them."""
+"""Regular expressions that are compiled at their first use, because a command uses only few of them."""
 
 from __future__ import annotations
 

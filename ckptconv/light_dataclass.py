@@ -1,8 +1,8 @@
-"""The standard library's ``dataclass`` without the code that it generates and compiles for each class.
+"""A faster replacement for ``dataclasses.dataclass``, without the code that it generates and compiles for each class.
 
-That code would take a third of the time of ``inspect`` for a small file. Classes with many objects have slots: their
-``__init__`` is generated, because it is faster. ``fields``, ``replace``, ``asdict``, ``inspect.signature`` and pickling
-work as with the standard one. Fields are not inherited.
+Classes with many objects use ``slots=True``: their ``__init__`` is generated, because it is faster for each object.
+``fields``, ``replace``, ``asdict``, ``inspect.signature`` and pickling work as with the standard decorator. Fields are
+not inherited.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls=None, /, *, frozen=False, eq=True, repr=True, slots=False, unsafe_hash=False):
-        """Return `cls` with the methods of a dataclass, except for those that it defines itself."""
+        """Return `cls` with the methods of a dataclass. Methods that `cls` defines itself are kept."""
         if cls is None:
             return partial(dataclass, frozen=frozen, eq=eq, repr=repr, slots=slots, unsafe_hash=unsafe_hash)
         if slots:
@@ -60,7 +60,7 @@ else:
             return self.compute()
 
     def _construction_of(cls, fields):
-        """Return ``__init__``, and the attributes that describe its parameters."""
+        """Return ``__init__``, and the class attributes that describe its parameters."""
         names = [name for name, field in fields.items() if field.init]
         missing = dataclasses.MISSING
         defaults = [(name, fields[name].default) for name in names if fields[name].default is not missing]

@@ -10,27 +10,27 @@ from ckptconv.hints import python_words
 
 
 class Result:
-    """Plain data with ``as_dict()``, ``str()``, a short ``repr()``, and HTML for notebooks.
+    """A result as plain data, with ``as_dict()``, ``str()``, a short ``repr()``, and HTML for notebooks.
 
-    The renderers import the classes of results, so a result imports its renderer only when it is drawn.
+    The renderers import the classes of results. So a result imports its renderer only when it is printed.
     """
 
-    #: The module of ``ckptconv.render`` that draws the result, by a function of the same name and ``_lines``.
+    #: The module of ``ckptconv.render`` that prints the result. Its function has the same name and ``_lines``.
     _drawn_by: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints: a plain and versioned dict, with all sizes in bytes."""
+        """Return the data that ``--json`` prints: a versioned dict of plain values, with all sizes in bytes."""
         found: dict[str, Any] = import_module("ckptconv.render.json_views").as_dict(self)
         return found
 
     def _lines(self) -> Iterator[str]:
-        """Return the lines that the command prints into a pipe."""
+        """Return the lines that the command prints if its output is a pipe."""
         draw = getattr(import_module(f"ckptconv.render.{self._drawn_by}"), f"{self._drawn_by}_lines")
         lines: Iterator[str] = draw(self)
         return lines
 
     def _title(self) -> str:
-        """Return the line that says the most."""
+        """Return the most important line."""
         return next(self._lines())
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Result:
             return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML that a notebook displays."""
         with python_words():
             html: str = import_module("ckptconv.render.notebook").html(self, self._title(), self._lines())
             return html

@@ -1,8 +1,9 @@
-"""The budget of work: count the steps that a command takes on what files contain, and refuse what takes too many.
+"""The budget of work: count the steps that a command spends on the contents of files, and stop if there are too many.
 
-Code that visits nodes, lists paths or pairs values charges its steps while it works. Pickles and headers that are read
-add to the budget, in proportion to their bytes. So the time and the memory of a command are bounded by the size of
-what it reads, whatever that contains. No clock is read: the same files are refused on every machine.
+Code that visits nodes, lists paths or pairs values charges its steps while it works. Each pickle and header that is
+read
+adds to the budget, in proportion to its size. So the time and the memory of a command are bounded by the size of its
+input, whatever the input contains. No clock is read: the same files are refused on every machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ckptconv.limits import LIMITS
 
 
 class Work:
-    """The steps that are ``left``, and the bytes for which they were granted."""
+    """A budget: the number of steps that are ``left``, and the number of bytes for which steps were granted."""
 
     __slots__ = ("left", "nbytes")
 
@@ -26,22 +27,25 @@ class Work:
         self.nbytes = 0
 
     def grant(self, nbytes: int) -> None:
-        """Add the steps for `nbytes` of a pickle or header."""
+        """Add the steps for a pickle or header of `nbytes` bytes."""
         self.nbytes += nbytes
         self.left += LIMITS.work_each * nbytes
 
     def charge(self, steps: int) -> None:
-        """Take `steps`. Raise LimitError if too few are left, each time from then on."""
+        """Subtract `steps` from the budget. Raise LimitError if it is exhausted, in this call and in each later one."""
         self.left -= steps
         if self.left < 0:
             raise self.used_up()
 
     def check(self) -> None:
-        """Raise LimitError if the steps are used up: an error that another error hid must not be lost."""
+        """Raise LimitError if the budget is exhausted.
+
+        Called at the end, because other code may have caught the first error.
+        """
         self.charge(0)
 
     def used_up(self) -> LimitError:
-        """Return the error for too many steps."""
+        """Return the error for an exhausted budget."""
         return LimitError(
             "its contents take too much work",
             expected=f"at most {LIMITS.work + LIMITS.work_each * self.nbytes:,} steps for {self.nbytes:,} bytes",
@@ -53,7 +57,7 @@ _WORK: ContextVar[Work | None] = ContextVar("_WORK", default=None)
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Bound the work in this block. A block inside another one has no budget of its own."""
+    """Limit the work in this block to a new budget. A block inside another one uses the budget of the outer block."""
     if _WORK.get() is not None:
         yield
         return
@@ -65,5 +69,5 @@ def bounded() -> Iterator[None]:
 
 
 def work() -> Work:
-    """Return the budget of the current block. Outside of blocks it has no end: there, commands work on results."""
+    """Return the budget of the current block. Outside of all blocks, return an unlimited one."""
     return _WORK.get() or Work(sys.maxsize)

@@ -1,8 +1,9 @@
-"""What a reader does with a fault in its input: raise it, or collect it and go on.
+"""Fault sinks: the objects that decide whether a fault in an input is raised, or is collected so that reading goes on.
 
-A command that needs a checkpoint has the first fault raised; ``verify`` collects all. A reader gives a fault to
-:meth:`FaultSink.found` of its source, and goes on without the member, the tensor or the shard. If it cannot go on, it
-raises the fault, and a caller that collects faults adds it.
+Most commands raise the first fault. ``verify`` collects all of them. A reader passes a fault to :meth:`FaultSink.found`
+of its source. If this call returns, the reader goes on without the member, the tensor or the shard. If the reader
+cannot
+go on, it raises the fault, and a caller that collects faults adds it.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from ckptconv.limits import LIMITS
 
 
 class UnreadRecord(NamedTuple):
-    """Bytes that a reader does not need to read, and their name in errors."""
+    """A record whose bytes the reader does not need, but whose checksum can be verified. `name` is for errors."""
 
     name: str
     data: ByteRange | Inflate
 
 
 class PickleSequence(NamedTuple):
-    """Consecutive pickles, `number` of them, from the start of `of` on, and their name in errors.
+    """A sequence of `number` pickles at the start of `of`. `name` is for errors.
 
-    `known` contains the globals that a program that reads them has to know.
+    `known` contains the globals that every reader of this format knows, and that are therefore not scanned.
     """
 
     name: str
@@ -35,10 +36,11 @@ class PickleSequence(NamedTuple):
 
 
 class FaultSink:
-    """A sink that raises each fault.
+    """A sink that raises each fault, and the base class of all sinks.
 
-    A context manager: an InputError that is raised in the block is given to :meth:`found`. If that returns, the reader
-    goes on after the block.
+    A context manager: an InputError that is raised in the block is passed to :meth:`found`. If that returns, the code
+    after
+    the block runs.
     """
 
     def __enter__(self) -> FaultSink:
@@ -51,27 +53,30 @@ class FaultSink:
         return False
 
     def found(self, error: CkptconvError) -> None:
-        """Take the fault `error`, and return if the reader should go on."""
+        """Raise `error`. In other sinks: record it, and return, so that the reader goes on."""
         raise error
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
-        """Take `records` that have a checksum or a deflate stream to check. This sink does not check them."""
+        """Receive `records` that have a checksum or a deflate stream to check. This sink ignores them."""
 
     def unreachable(self, error: CkptconvError) -> None:
-        """Take the reason why bytes could not be read, an `error` that the caller will raise, handle or drop.
+        """Receive the reason why bytes could not be read. The caller raises, handles or ignores `error` itself.
 
-        Later faults may be consequences of it.
+        Later faults may follow from it.
         """
 
     def pickles(self, found: PickleSequence) -> None:
-        """Take pickles that are about to be parsed. A sink that goes on if they are invalid scans what they name."""
+        """Receive the pickles that are about to be parsed.
 
-    def about(self, part: str) -> FaultSink:  # noqa: ARG002 - a raised error passes code that knows the part
-        """Return the sink for a `part` of the file."""
+        A collecting sink scans their globals if they turn out to be invalid.
+        """
+
+    def about(self, part: str) -> FaultSink:  # noqa: ARG002 - whoever catches the error knows it
+        """Return a sink for faults in `part` of the file. Here: this sink."""
         return self
 
     def again(self) -> FaultSink:
-        """Return the sink for a whole that is merged from parts that were read before."""
+        """Return a sink for a checkpoint that is merged from files that were read with this sink. Here: this sink."""
         return self
 
 
@@ -80,14 +85,14 @@ RAISED = FaultSink()
 
 
 class CollectingSink(FaultSink):
-    """A sink that keeps all faults.
+    """A sink that records all faults.
 
     Attributes:
-        errors: The faults in the order in which they were found, each message once, at most ``LIMITS.findings``.
+        errors: The faults in the order in which they were found, without repetitions, at most ``LIMITS.findings``.
         more: The number of further faults.
-        not_read: For each time that bytes could not be read, the number of faults before and the reason.
-        records: The records that were not read.
-        named: The pickles.
+        not_read: Reasons why bytes could not be read, each with the number of faults that were recorded before.
+        records: The records whose bytes were not read.
+        named: The pickles that were parsed.
     """
 
     def __init__(self) -> None:
@@ -99,7 +104,7 @@ class CollectingSink(FaultSink):
         self._lines: set[str] = set()
 
     def found(self, error: CkptconvError) -> None:
-        """Keep `error`."""
+        """Record `error`, unless the same message was recorded before."""
         line = str(error)
         if line in self._lines:
             return
@@ -107,34 +112,34 @@ class CollectingSink(FaultSink):
             self.more += 1
             return
         self._lines.add(line)
-        self.errors.append(error.with_traceback(None))  # the traceback would keep all that was read
+        self.errors.append(error.with_traceback(None))  # the traceback would keep all data of the reader in memory
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
-        """Keep `records`."""
+        """Record `records`."""
         self.records += records
 
     def unreachable(self, error: CkptconvError) -> None:
-        """Keep `error`."""
+        """Record `error`, with the number of faults so far."""
         self.not_read.append((len(self.errors), error))
 
     def pickles(self, found: PickleSequence) -> None:
-        """Keep the pickles."""
+        """Record the pickles `found`."""
         self.named.append(found)
 
     def about(self, part: str) -> FaultSink:
-        """Return a sink that names `part` in each fault, and gives it to this one."""
+        """Return a sink that adds the name `part` to each fault and passes it to this sink."""
         return _About(self, part)
 
     def again(self) -> FaultSink:
-        """Return this sink if it has no faults, so that it takes those that only the whole has.
+        """Return this sink if it has no faults. Otherwise return a new one, whose faults are ignored.
 
-        Otherwise return a sink that is dropped, because the whole has the faults of its parts again.
+        A merged checkpoint would repeat the faults of its files. If these have none, its faults are new.
         """
         return CollectingSink() if self.errors else self
 
 
 class _About(FaultSink):
-    """A sink that gives the faults of a `part` to the sink `of`."""
+    """A sink that adds the name `part` to faults and records, and passes them to the sink `of`."""
 
     def __init__(self, of: FaultSink, part: str) -> None:
         self.of = of

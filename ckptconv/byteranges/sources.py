@@ -20,7 +20,7 @@ from ckptconv.system import calls
 
 _R = TypeVar("_R", bound="Readable")
 
-_HELD = 1 << 15  # the largest file, in bytes, that is read in one call: some twenty parts of it are needed
+_HELD = 1 << 15  # the largest file, in bytes, that is read in one call: readers need some twenty slices of it
 
 _SPARE = 64  # open files that the rest of the process may need
 _LEAST_SPARE = 8  # open files that imports and outputs need
@@ -34,16 +34,16 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 class Readable:
-    """An open file that is read by position. A context manager.
+    """An input that is read by position, and the base class of all sources. A context manager.
 
     Attributes:
         path: The path, for messages.
-        fd: The descriptor, or -1 if the kernel has no file for it.
+        fd: The file descriptor, or -1 if the kernel cannot read the source as one file.
         size: The number of bytes.
         mode: The permissions that a copy may have.
-        faults: The sink for what readers find wrong with it.
-        is_stored: Whether a file is at `path`, so that a command can name it and other files can be next to it.
-        is_far: Whether each read can cost a request to a server.
+        faults: The sink to which readers pass violations of the format.
+        is_stored: Whether a file exists at `path`, so that commands can name it and other files can be next to it.
+        is_far: Whether the source is remote, so that a read can cost a request to a server.
     """
 
     path: Path
@@ -61,10 +61,13 @@ class Readable:
         self.close()
 
     def close(self) -> None:
-        """Close what is open. A second call does nothing."""
+        """Close the files. A second call does nothing."""
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes at `offset`. Raises InputChangedError if the file has become shorter, InputError."""
+        """Return `length` bytes at `offset`.
+
+        Raises InputChangedError if the file has become shorter, and UnreadableError if the system cannot read it.
+        """
         parts = []
         while length:
             try:
@@ -91,30 +94,35 @@ class Readable:
             buffer = buffer[done:]
 
     def is_same_file(self, other: os.stat_result) -> bool:  # noqa: ARG002 - bytes in memory are not a file
-        """Return whether `other` is this file, perhaps under another name."""
+        """Return whether the file with the status `other` is this file, perhaps under another name.
+
+        Here: always False.
+        """
         return False
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if the file has changed since it was opened."""
+        """Raise InputChangedError if the file has changed since it was opened. Here: do nothing."""
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Take the `ranges`, pairs of start and end, that will be read. A remote source requests them together."""
+        """Announce that `ranges`, pairs of start and end, will be read. A remote source requests them together."""
 
     def announce(self, ranges: Iterable[tuple[int, int]], *, keep: Path | None = None) -> None:
-        """Take the `ranges`, pairs of start and end, that will be read in this order. A remote source fetches ahead.
+        """Announce that `ranges`, pairs of start and end, will be read in this order. A remote source fetches ahead.
 
-        `keep` is the folder to keep them in if they are read more than once.
+        `keep` is the folder in which they are kept if they are read more than once.
         """
 
     def spares(self, offset: int, length: int, what: str) -> bool:  # noqa: ARG002 - local bytes are read
-        """Return whether to skip the integrity check `what`, which reads these bytes and nothing else needs them.
+        """Return whether to skip the integrity check `what`, for which only these bytes would be read.
+
+        Local sources: False.
 
         A skipped check is reported by :meth:`about`.
         """
         return False
 
     def about(self) -> list[str]:
-        """Return notes about how it was read."""
+        """Return notes about how the source was read, such as skipped checks."""
         return []
 
     def _unreadable(self, error: OSError, offset: int) -> InputError:
@@ -130,7 +138,7 @@ class Readable:
 
 
 class BytesSource(Readable):
-    """The bytes `data` in memory. `path` is for messages."""
+    """The bytes `data` in memory. `path` is only for messages."""
 
     def __init__(self, data: bytes, path: Path) -> None:
         self.path, self.fd, self.size = path, -1, len(data)
@@ -146,26 +154,26 @@ class BytesSource(Readable):
 
 
 class SliceSource(Readable):
-    """`length` bytes at `offset` of the source `of`, read like a file."""
+    """A source that consists of `length` bytes at `offset` of the source `of`."""
 
     def __init__(self, of: Readable, offset: int, length: int) -> None:
         self.path, self.fd, self.size, self.faults = of.path, -1, length, of.faults
         self.of, self.offset = of, offset
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes at `offset`. Raises InputChangedError if the file has become shorter, InputError."""
+        """Return `length` bytes at `offset` of the slice. Raises what the source `of` raises."""
         return self.of.read(self.offset + offset, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
+        """Fill `buffer` with the bytes at `offset` of the slice. Raises what the source `of` raises."""
         self.of.read_into(self.offset + offset, buffer)
 
 
 class ComputedSource(Readable):
-    """A base class for sources that the kernel does not read. Subclasses have :meth:`read_into`."""
+    """A base class for sources that have no file descriptor. Subclasses define :meth:`read_into`."""
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes at `offset`. Raises InputChangedError if the file has become shorter, InputError."""
+        """Return `length` bytes at `offset`. Raises what :meth:`read_into` raises."""
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
@@ -177,9 +185,11 @@ class Source(Readable):
     is_stored = True
 
     def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED, *, locked: bool = False) -> None:
-        """Open `path`. `locked`: it cannot be changed in place until it is closed.
+        """Open `path`. With `locked`, the file cannot be changed in place until it is closed.
 
-        Raises InputError if it cannot be read, is not a regular file, or is being changed in place.
+        Raises MissingInputError if it does not exist, UnreadableError if it cannot be read or is being changed in
+        place, and
+        InputError if it is not a regular file.
         """
         self.faults = faults
         if not os.fspath(path):  # pathlib takes it for the current folder
@@ -207,11 +217,13 @@ class Source(Readable):
                 self.close()
                 raise
         self._stat = os.fstat(self.fd)
-        if not stat.S_ISREG(self._stat.st_mode):  # another took its place in between
+        if not stat.S_ISREG(self._stat.st_mode):  # the path was replaced between stat and open
             self.close()
             raise _no_file(self.path, self._stat.st_mode)
         self.size, self.mode = self._stat.st_size, self._stat.st_mode & 0o777
-        self._held: bytes | None = b"" if self.size > _HELD else None  # all of a small file; None: not read yet
+        self._held: bytes | None = (
+            b"" if self.size > _HELD else None
+        )  # the content of a small file; None: not read yet; empty: the file is large or failed to be read
 
     def read(self, offset: int, length: int) -> bytes:
         """Return `length` bytes at `offset`. A small file is read completely by the first call.
@@ -221,7 +233,7 @@ class Source(Readable):
         if self._held is None:
             try:
                 self._held = calls.pread(self.fd, self.size, 0)
-            except OSError:  # a part of it may still be readable
+            except OSError:  # a slice of it may still be readable
                 self._held = b""
         held = self._held[offset : offset + length]
         return held if len(held) == length else super().read(offset, length)
@@ -234,7 +246,7 @@ class Source(Readable):
             self.fd = -1
 
     def is_same_file(self, other: os.stat_result) -> bool:
-        """Return whether `other` is this file, perhaps under another name."""
+        """Return whether the file with the status `other` is this file, perhaps under another name."""
         return (self._stat.st_dev, self._stat.st_ino) == (other.st_dev, other.st_ino)
 
     def check_unchanged(self) -> None:
@@ -251,10 +263,11 @@ class Source(Readable):
 
 
 class PartSource(Source):
-    """One of the files of a checkpoint, locked.
+    """A locked file that is one of several files of a checkpoint.
 
-    If the process has nearly as many files open as it may, ``fd`` is -1, and each read opens, locks and closes the
-    file. It must not have changed meanwhile.
+    If the process is near its limit of open files, ``fd`` is -1, and each read opens, locks and closes the file again.
+    An
+    error is raised if the file has changed between two reads.
     """
 
     def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
@@ -266,7 +279,7 @@ class PartSource(Source):
             super().close()
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes at `offset`. Raises UnreadableError, also if the file was replaced."""
+        """Return `length` bytes at `offset`. Raises UnreadableError if the file cannot be read or was replaced."""
         if (place := self._place) is None:
             return super().read(offset, length)
         with self._reopened(place) as file:
@@ -280,7 +293,10 @@ class PartSource(Source):
             return file.read_into(offset, buffer)
 
     def check_unchanged(self) -> None:
-        """Raise UnreadableError if the file has changed since it was opened."""
+        """Raise InputChangedError if the file has changed since it was opened.
+
+        Raises UnreadableError if it was closed to save descriptors and cannot be opened again.
+        """
         if (place := self._place) is None:
             return super().check_unchanged()
         return self._reopened(place).close()
@@ -296,7 +312,7 @@ class PartSource(Source):
                 raise
         except InputError as error:
             error.where = self.path
-            if not isinstance(error, UnreadableError):  # it is gone, or not a file
+            if not isinstance(error, UnreadableError):  # the file is missing, or is not a regular file
                 error = InputChangedError("the file changed while it was read", where=self.path, got=error.what)
             self.faults.unreachable(error)
             raise error from None
@@ -309,10 +325,11 @@ class PartSource(Source):
 
 
 class SourceFolder(Readable):
-    """Files that are one checkpoint. `path` is their folder, or the index that names them.
+    """The files of one checkpoint, as one source. `path` is their folder, or the index that names them.
 
-    Its bytes are those of its parts in order. Its ``mode`` has the permissions that all of them have. It has no
-    descriptor: the kernel copies ranges of its parts.
+    The bytes of the source are those of its parts, one after the other. ``mode`` contains the permissions that all
+    parts
+    have. ``fd`` is always -1, and the kernel copies from the parts.
     """
 
     is_stored = True
@@ -323,8 +340,11 @@ class SourceFolder(Readable):
         faults: FaultSink = RAISED,
         open_file: Callable[[Path, FaultSink], Readable] = Source,
     ) -> None:
-        """Open parts by `open_file`, whose errors may say more than those of a source."""
-        self.path = path if isinstance(path, Path) else Path(os.fsdecode(path))  # a remote path stays one
+        """Make a source without parts. No file is opened yet.
+
+        `open_file` opens a part. Its errors may be more specific than those of :class:`Source`.
+        """
+        self.path = path if isinstance(path, Path) else Path(os.fsdecode(path))  # a remote path keeps its class
         self.faults = faults
         self._open_file = open_file
         self.folder = self.path if self.path.is_dir() else self.path.parent
@@ -336,7 +356,7 @@ class SourceFolder(Readable):
         self._open: dict[str, Readable] = {}
 
     def open(self, name: str) -> Readable:
-        """Return the file `name` in the folder, opened once and closed with the folder. Raises InputError."""
+        """Return the file `name` of the folder, opened by the first call and added to the parts. Raises InputError."""
         if name not in self._open:
             self._open[name] = self._open_file(self.folder / name, self.faults)
             self.add(self._open[name])
@@ -344,24 +364,27 @@ class SourceFolder(Readable):
 
     @property
     def is_whole(self) -> bool:
-        """Whether `path` is the folder, not an index or a pattern."""
+        """Whether `path` is the folder itself, and not an index or a pattern."""
         return self.path == self.folder
 
     def missing(self, names: Iterable[str]) -> set[str]:
-        """Return which of `names` are not in the folder. A dangling link, to a file that was not fetched, is not."""
+        """Return the names among `names` that do not exist in the folder.
+
+        A link whose target is missing does not exist.
+        """
         return {name for name in names if not os.path.exists(self.folder / name)}
 
     def peek(self, name: str) -> Readable:
-        """Open the file `name` without making it a part. Raises InputError."""
+        """Open the file `name` without adding it to the parts. The caller closes it. Raises InputError."""
         return self._open_file(self.folder / name, RAISED)
 
     def names(self) -> list[str]:
-        """Return the names of all files and folders in the folder. Raises InputError."""
+        """Return the names of all files and folders in the folder. Raises InputError if it cannot be listed."""
         folders, files = list_local(self.folder)
         return [*folders, *files]
 
     def add(self, part: Readable) -> int:
-        """Make `part` one of the parts, and return the offset of its bytes."""
+        """Add `part` to the parts. Return the offset of its first byte in this source."""
         self.parts.append(part)
         self._start_of[id(part)] = self.size
         self._starts.append(self.size)
@@ -370,18 +393,18 @@ class SourceFolder(Readable):
         return self._starts[-1]
 
     def start_of(self, part: Readable) -> int:
-        """Return the offset of the bytes of `part`, which becomes a part unless it is one."""
+        """Return the offset of the first byte of `part` in this source. A source that is not a part yet is added."""
         if id(part) not in self._start_of:
             self.add(part)
         return self._start_of[id(part)]
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes at `offset`, all in one part. Raises what the part raises."""
+        """Return `length` bytes at `offset`. The range must be inside one part. Raises what the part raises."""
         part, start = self._part_at(offset)
         return part.read(offset - start, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `offset`, all in one part. Raises what the part raises."""
+        """Fill `buffer` with the bytes at `offset`. The range must be inside one part. Raises what the part raises."""
         part, start = self._part_at(offset)
         part.read_into(offset - start, buffer)
 
@@ -390,16 +413,16 @@ class SourceFolder(Readable):
         return self.parts[i], self._starts[i]
 
     def is_same_file(self, other: os.stat_result) -> bool:
-        """Return whether `other` is one of the files."""
+        """Return whether one of the parts is the file with the status `other`."""
         return any(part.is_same_file(other) for part in self.parts)
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if one of the files has changed since it was opened."""
+        """Raise the error of the first part that has changed since it was opened."""
         for part in self.parts:
             part.check_unchanged()
 
     def about(self) -> list[str]:
-        """Return the notes about the files, each once."""
+        """Return the notes of all parts, without repetitions."""
         return [*dict.fromkeys(note for part in self.parts for note in part.about())]
 
     def close(self) -> None:
@@ -409,9 +432,10 @@ class SourceFolder(Readable):
 
 
 def list_local(folder: Path) -> tuple[dict[str, bool], list[str]]:
-    """Return the names in `folder`: those of folders, with whether they are links, and the sorted others.
+    """Return a dict of the subfolders of `folder` and the sorted names of its other entries.
 
-    Raises InputError.
+    The dict tells for each subfolder whether it is a link or junction. Raises InputError if the folder cannot be
+    listed.
     """
     folders: dict[str, bool] = {}
     files = []
@@ -435,9 +459,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def leave_spare(fd: int) -> bool:
-    """Raise the limit of open files, up to the system's hard limit, if `fd` is near it. Return whether some are left.
+    """Raise the limit of open files, up to the hard limit, if `fd` is near it. Return False if hardly any are left.
 
-    A set can have more shards than the usual limit of 1,024.
+    A sharded set can have more files than the usual limit of 1,024.
     """
     soft, hard = calls.open_limits()
     if soft != hard and fd + _SPARE >= soft:
@@ -446,7 +470,7 @@ def leave_spare(fd: int) -> bool:
 
 
 def _are_few_left(fd: int) -> bool:
-    """Return whether `fd` is near the limit of open files, which has been raised as far as possible."""
+    """Return whether `fd` is near the limit of open files, after :func:`leave_spare` has raised it."""
     soft, _ = calls.open_limits()
     return fd >= soft - min(_SPARE, soft // 2)
 
@@ -456,22 +480,25 @@ def _too_many(path: Path) -> UnreadableError:
 
 
 def kind_of(mode: int) -> str:
-    """Return what `mode` describes, in words: something else than a regular file."""
+    """Return the name for `mode`, the mode of something that is not a regular file, such as "a folder"."""
     return _KINDS.get(stat.S_IFMT(mode), "a device")
 
 
 def _no_file(path: Path, mode: int) -> InputError:
-    """Return the error for a `path` that is not a regular file."""
+    """Return the error for `path`, whose `mode` is not that of a regular file.
+
+    Its hint is about streams, if it is one.
+    """
     is_stream = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
     hint = "save it to a file first: streams cannot be read" if is_stream else None
     return InputError(f"{kind_of(mode)} and not a file", where=path, hint=hint)
 
 
 def lock_exclusive(fd: int, where: object) -> None:
-    """Lock the open file `fd` for a change, until it is closed.
+    """Lock the open file `fd` for writing, until it is closed. `where` is the path, for errors.
 
     Raises:
-        RefusedError: Another process reads or changes it, or the filesystem has no locks.
+        RefusedError: Another process reads or changes the file, or the filesystem has no locks.
     """
     try:
         calls.lock(fd, exclusive=True)
@@ -488,10 +515,12 @@ def lock_exclusive(fd: int, where: object) -> None:
 
 
 def lock_shared(fd: int, where: object) -> None:
-    """Lock the open file `fd` for reading, until it is closed, if the filesystem has locks.
+    """Lock the open file `fd` for reading, until it is closed. `where` is the path, for errors.
+
+    Without an error, the file stays unlocked if the filesystem has no locks.
 
     Raises:
-        UnreadableError: Another process changes it.
+        UnreadableError: Another process changes the file.
     """
     try:
         calls.lock(fd, exclusive=False)

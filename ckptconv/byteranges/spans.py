@@ -1,6 +1,7 @@
-"""Byte ranges and what is computed from them, as data: the pieces of storages and output files.
+"""Byte ranges and computations on them, as data: the pieces of storages and of output files.
 
-All kinds have the methods of :class:`Piece`. The modules ``reading`` and ``materialise`` produce the bytes.
+A piece describes bytes without reading them. All kinds have the methods of :class:`Piece`. The modules ``reading`` and
+``materialise`` produce the bytes.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from ckptconv.byteranges.checksums import combined
 from ckptconv.dtypes import BY_NAME
 from ckptconv.light_dataclass import dataclass
 
-#: How many numbers were too large for their new dtype, by the paths of the tensors on their storage.
+#: The number of elements that were too large for their new dtype, by the paths of the tensors that share a storage.
 Overflow: TypeAlias = Mapping[tuple[str, ...], int]
 
 #: Called with the number of bytes written since the last call.
 Progress: TypeAlias = Callable[[int], None]
 
-#: Called with the number of bytes that there will be. Returns a context manager for the function that reports them.
+#: Called with the total number of bytes. Returns a context manager for the function that reports progress.
 Meter: TypeAlias = "Callable[[int], AbstractContextManager[Progress | None]]"
 
-#: Bytes of a block that filesystems share between files, if both offsets agree modulo this number.
+#: The size of the blocks that filesystems share between files, if both offsets agree modulo this number.
 FILESYSTEM_BLOCK = 4096
 
 
 class ByteSource(Protocol):
-    """A source of bytes that are read by position.
+    """The protocol of a source of bytes that are read by position.
 
-    It is :class:`~ckptconv.byteranges.sources.Readable` without its sink for faults, whose module needs byte ranges.
+    It is :class:`~ckptconv.byteranges.sources.Readable` without the attribute `faults`, whose module imports this one.
     """
 
     path: Path
@@ -48,9 +49,9 @@ class ByteSource(Protocol):
 
 
 class Piece:
-    """A part of an output file or of a storage: ``length`` bytes, and what is known of them without reading them.
+    """A slice of an output file or of a storage: ``length`` bytes, and the facts that are known before they are read.
 
-    The methods here are those of most kinds.
+    The methods of this base class are correct for most kinds. Other kinds override them.
     """
 
     __slots__ = ()
@@ -64,35 +65,44 @@ class Piece:
     is_computed: ClassVar[bool] = False
 
     def ranges(self) -> tuple[ByteRange, ...]:
-        """Return the ranges that this piece consists of, in order, or none if it does not consist of ranges."""
+        """Return the ranges that this piece consists of, in order.
+
+        Empty if the bytes are computed or made by this program.
+        """
         return ()
 
     def read_from(self) -> tuple[ByteRange, ...]:
-        """Return the ranges that are read to produce the bytes."""
+        """Return the ranges of sources that are read to produce the bytes."""
         return self.ranges()
 
     def is_at_hand(self) -> bool:
-        """Return whether each byte is known, or is stored in a source, before anything is written."""
+        """Return whether all bytes are known, or stored unchanged in a source, before anything is written."""
         return bool(self.ranges())
 
     def part_at(self, offset: int) -> tuple[Piece, int]:
-        """Return the part that contains the byte at `offset`, and the offset in it. Most pieces are their only part."""
+        """Return the simplest piece that contains the byte at `offset`, and the offset inside that piece.
+
+        Usually `self`.
+        """
         return self, offset
 
     def resolved(self, sums: Sequence[int]) -> Piece:  # noqa: ARG002
-        """Return the piece with the checksums `sums` in it, if it contains checksums."""
+        """Return this piece with the checksums `sums` filled in. Only a :class:`Deferred` piece contains checksums."""
         return self
 
     def stored(self) -> ByteRange | None:
-        """Return the range that this is made of if it is stored in one: the range that has the checksum. Else None."""
+        """Return the range that contains all bytes and has the checksum, if there is one such range.
+
+        Else return None.
+        """
         return None
 
     def crc32_known(self) -> int | None:
-        """Return the CRC-32 that the source declares for the bytes, or None."""
+        """Return the CRC-32 that the source declares for exactly these bytes, or None."""
         return None
 
     def with_checksums(self) -> tuple[ByteRange, ...]:
-        """Return the ranges that this is made of and that have checksums."""
+        """Return the ranges with a checksum from which the bytes are taken."""
         whole = self.stored()
         return tuple(span for span in ((whole,) if whole else self.ranges()) if span.crc32 is not None)
 
@@ -101,24 +111,30 @@ class Piece:
         return None
 
     def spooled(self) -> Inflate | None:
-        """Return the deflated bytes that have to be inflated into a file, to be read at any offset, or None."""
+        """Return the deflated piece that has to be inflated into a temporary file first, or None.
+
+        Inflated bytes are needed there if they are read at arbitrary offsets.
+        """
         return None
 
     def uncast(self) -> Piece:
-        """Return what a cast converts, or the piece itself if it is not a cast."""
+        """Return the piece that a cast converts. For all other kinds, return the piece itself."""
         return self
 
     def slice(self, offset: int, length: int) -> Piece:
-        """Return the piece of `length` bytes at `offset`; of a cast, these must be whole elements."""
+        """Return a piece of `length` bytes at `offset` of this one. In a cast, both must be at the borders of elements.
+
+        Raises NotImplementedError for a kind that is always used completely, unless the slice is the complete piece.
+        """
         return self if (offset, length) == (0, self.length) else self._part(offset, length)
 
     def _part(self, offset: int, length: int) -> Piece:
-        raise NotImplementedError  # what is made for one tensor, or for the file, is used completely
+        raise NotImplementedError  # pieces made for one tensor, or for the file, are always used completely
 
 
 @dataclass(slots=True)
 class Literal(Piece):
-    """Bytes that this program wrote."""
+    """Bytes that this program made."""
 
     data: bytes
     length: int = field(init=False, repr=False)
@@ -133,7 +149,7 @@ class Literal(Piece):
         return Literal(self.data[offset : offset + length])
 
 
-@dataclass(unsafe_hash=True, slots=True)  # not frozen: that makes them four times as slow
+@dataclass(unsafe_hash=True, slots=True)  # not frozen, because creating frozen objects takes four times as long
 class ByteRange(Piece):
     """`length` bytes at `offset` of `source`. ``crc32`` is the checksum that the source declares, or None."""
 
@@ -201,8 +217,9 @@ class InflateSlice(Piece):
 class Concat(Piece):
     """The bytes of `parts` in order, `length` bytes in all.
 
-    If `whole` is a range, they are parts of it and it has the checksum. If it is None, each part has its own, and
-    `verified` has the ranges with checksums of which there are only parts.
+    If `whole` is a range, the parts are slices of that range, and only `whole` has a checksum. If it is None, each part
+    has
+    its own checksum. `verified` contains ranges with checksums of which only slices are among the parts.
     """
 
     parts: tuple[ByteRange, ...]
@@ -212,7 +229,7 @@ class Concat(Piece):
 
     @cached_property
     def starts(self) -> list[int]:
-        """The offset of each part, and of the end."""
+        """The offset of each part, followed by the total length."""
         return [0, *accumulate(part.length for part in self.parts)]
 
     def ranges(self) -> tuple[ByteRange, ...]:
@@ -225,7 +242,10 @@ class Concat(Piece):
         return (*super().with_checksums(), *self.verified)
 
     def crc32_known(self) -> int | None:
-        """Return the checksum that follows from those of the parts, or None if one is unknown or they are not whole."""
+        """Return the checksum computed from those of the parts.
+
+        None if a part has none, or if the parts are slices of `whole`.
+        """
         if self.whole is not None:
             return None
         crc32 = 0
@@ -276,13 +296,13 @@ class Gather(Piece):
 
 @dataclass(frozen=True)
 class ChunkPlacement:
-    """A rectangular part of a tensor, all of it in `of`.
+    """A rectangular block of a tensor, all of it in the range `of`.
 
     Attributes:
-        of: The range that contains its elements.
-        offsets: Its first index in each dimension of the tensor.
-        sizes: The number of its indices in each dimension.
-        stride: Its strides in `of`, in elements.
+        of: The range that contains the elements.
+        offsets: The first index of the block in each dimension of the tensor.
+        sizes: The size of the block in each dimension.
+        stride: The strides of the block in `of`, in elements.
     """
 
     of: ByteRange
@@ -291,7 +311,10 @@ class ChunkPlacement:
     stride: tuple[int, ...]
 
     def rows(self, first: int, stop: int, itemsize: int) -> ChunkPlacement | None:
-        """Return the part of it in the rows from `first` to `stop` of the tensor, counted from `first`, or None."""
+        """Return the intersection of this block with rows `first` to `stop` (exclusive) of the tensor.
+
+        The row offset of the result is relative to `first`. Return None if the intersection is empty.
+        """
         start, end = max(self.offsets[0], first), min(self.offsets[0] + self.sizes[0], stop)
         if start >= end:
             return None
@@ -306,8 +329,9 @@ class ChunkPlacement:
 class Assemble(Piece):
     """The elements of a tensor of `shape` in row-major order, `length` bytes in all, `itemsize` bytes each.
 
-    Each element is in one of `placements`, which are in the order of their first indices. `verified` has the ranges
-    with checksums of which there are only parts.
+    Each element is in one of `placements`, which are sorted by their offsets. `verified` contains ranges with checksums
+    of
+    which only slices are used.
     """
 
     placements: tuple[ChunkPlacement, ...]
@@ -328,7 +352,7 @@ class Assemble(Piece):
     def _part(self, offset: int, length: int) -> Assemble:
         row = self.length // self.shape[0]
         first, stop = offset // row, (offset + length) // row
-        assert (first * row, stop * row) == (offset, offset + length)  # only rows are cut out
+        assert (first * row, stop * row) == (offset, offset + length)  # callers cut only complete rows
         cut = [placement.rows(first, stop, self.itemsize) for placement in self.placements]
         return Assemble(tuple(each for each in cut if each), (stop - first, *self.shape[1:]), self.itemsize, length)
 
@@ -338,12 +362,14 @@ class Cast(Piece):
     """The elements of `of` cast from the dtype `old` to the dtype `new`, `length` bytes in all.
 
     Attributes:
-        conj: Conjugate each number: torch's lazy bit is resolved.
-        neg: Negate each number: torch's lazy bit is resolved.
-        swapped_in: In `of`, the bytes of each number are in the reverse order.
-        swapped_out: In the result, the bytes of each number are in the reverse order.
-        paths: The paths of the tensors that show these elements.
-        shown: The elements that these show, as pairs of a first element and the one after the last. Empty: all.
+        conj: Conjugate each number, because torch's lazy conjugate bit is set.
+        neg: Negate each number, because torch's lazy negative bit is set.
+        swapped_in: The bytes of each number in `of` are in reverse order.
+        swapped_out: The bytes of each number in the result are in reverse order.
+        paths: The paths of the tensors that use these elements.
+        shown: The elements that these tensors use, as pairs of a first element and an exclusive end. Empty: all. Only
+            in
+            these elements are overflows counted.
     """
 
     of: Piece
@@ -387,23 +413,24 @@ class Cast(Piece):
 class Scaled(Piece):
     """The float32 numbers of a quantized weight, each a code times a scale, `length` bytes in all.
 
-    The weight consists of matrices with rows of whole blocks. `codes` and `scales` are stored in row-major order.
+    The weight consists of matrices, and these consist of blocks. `codes` and `scales` are stored in row-major order.
 
     Attributes:
         codes: The codes.
         scales: The scale of each block.
-        second: One number for all scales, or None.
+        second: A second factor, one number for all scales, or None.
         code_dtype: The dtype of a code, or ``fp4`` for two codes of float4_e2m1 in a byte, the first in the low bits.
-        scale_dtype: The dtype of a scale. ``uint8`` is the exponent of a power of two, of which the largest is
-            infinite, and ``ldexp`` one that is finite.
+        scale_dtype: The dtype of a scale. ``uint8`` and ``ldexp`` are exponents of a power of two. The largest
+            ``uint8``
+            stands for infinity, the largest ``ldexp`` is finite.
         second_dtype: The dtype of `second`.
         matrix: The number of matrices, and the rows and columns of each.
         block: The rows and columns of a block. The last block of a row or column can be smaller.
-        start: The first element, of all that the codes are for.
-        divides: Divide each scale by `second`. Otherwise it is multiplied.
+        start: The index of the first element of this piece among all elements of the weight.
+        divides: Divide each scale by `second` instead of multiplying it.
         transposed: Transpose each matrix.
         label: The name of the layout, for reports.
-        verified: The ranges with checksums of which there are only parts.
+        verified: Ranges with checksums of which only slices are used.
     """
 
     codes: Piece
@@ -436,7 +463,10 @@ class Scaled(Piece):
 
 @dataclass(frozen=True)
 class Deferred(Piece):
-    """`length` bytes that contain checksums: `make` returns them for the checksums of :attr:`OutFile.sums`."""
+    """`length` bytes that contain checksums of the output.
+
+    `make` computes them from the checksums of :attr:`OutFile.sums`.
+    """
 
     length: int
     make: Callable[[Sequence[int]], bytes]
@@ -445,7 +475,7 @@ class Deferred(Piece):
         return Literal(self.make(sums))
 
 
-#: The pieces that the bytes of a storage can be.
+#: The kinds of pieces that a storage can consist of.
 Data: TypeAlias = "ByteRange | Inflate | Concat | Assemble | Cast | Scaled"
 
 
@@ -457,10 +487,13 @@ class OutFile:
         path: Its path.
         pieces: Its bytes, in order.
         size: The number of its bytes.
-        sums: Pieces whose CRC-32 is computed while the file is written. It is checked if a range declares one, and
-            given to the :class:`Deferred` pieces. A computed piece among them is also one of `pieces`.
-        mode: Its permissions if it is new, less the umask.
-        direct: What is copied is written around the page cache.
+        sums: Pieces whose CRC-32 is computed while the file is written. It is compared with the checksum of the range,
+            if
+            the range declares one, and given to the :class:`Deferred` pieces. A computed piece among them is also one
+                of
+            `pieces`.
+        mode: The permissions of a new file, before the umask is applied.
+        direct: Whether copied bytes are written with direct I/O, without the page cache.
     """
 
     path: Path
@@ -472,13 +505,16 @@ class OutFile:
 
     @classmethod
     def copy_of(cls, source: ByteSource, path: Path) -> OutFile:
-        """Return a plan to copy all of `source` to `path`."""
+        """Return a plan that copies all bytes and the permissions of `source` to `path`."""
         pieces = (ByteRange(source, 0, source.size),) if source.size else ()
         return cls(path, pieces, source.size, mode=source.mode)
 
 
 def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Return `pieces` with adjacent literals joined, and ranges that are adjacent in one source."""
+    """Return `pieces` with adjacent literals joined, and adjacent ranges of the same source joined.
+
+    Empty ones are dropped.
+    """
     out: list[Piece] = []
     literal = bytearray()
     for piece in pieces:

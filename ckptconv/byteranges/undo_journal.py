@@ -1,7 +1,8 @@
-"""The undo journal: which bytes of a file an in-place change replaces, the old ones and the new ones.
+"""The undo journal: the bytes of a file that a change in place replaces, before and after the change.
 
-It is next to the file as ``.NAME.ckptconv-undo`` from before the first byte changes. *Hot*: the change has begun and is
-not finished. *Done*: it is finished. A file is restored from its journal only when the user asks for that.
+The journal of a file is next to the file, as ``.NAME.ckptconv-undo``, before the first byte changes. Its state is *hot*
+from the start of the change to its end, and *done* afterwards. A file is restored from its journal only if the user
+requests that.
 
 Layout, integers little-endian:
 
@@ -10,10 +11,10 @@ Layout, integers little-endian:
     length    4 bytes: the length of the header
     header    JSON: version, inode, old_size, new_size, patches [[offset, old length, new length], ...],
               poison [[offset, byte], ...], leader, members, rest
-    bytes     of each change the old ones, then the new ones
+    bytes     for each patch the old bytes, then the new ones
     sum       32 bytes: SHA-256 of everything except the state
 
-A journal is hostile input: any user who can write the folder can plant one. It is trusted only if no user except the
+A journal is hostile input: any user who can write to the folder can plant one. It is trusted only if no user except the
 owner of the file and the current user can have written it (:func:`read_journal`).
 """
 
@@ -51,12 +52,13 @@ SECTOR = 512
 
 @dataclass(frozen=True)
 class Patch:
-    """Bytes of a file that are replaced.
+    """A range of a file whose bytes are replaced.
 
     Attributes:
-        offset: Their offset in the file.
-        old: The bytes before.
-        new: The bytes afterwards, as many unless this is the last patch of a file whose size changes.
+        offset: The offset of the range in the file.
+        old: The bytes before the change.
+        new: The bytes after the change. They have the same length, except in the last patch of a file that changes its
+            size.
     """
 
     offset: int
@@ -65,7 +67,7 @@ class Patch:
 
     @property
     def end(self) -> int:
-        """The offset of the end of the longer one."""
+        """The end of the range, for the longer of the old and new bytes."""
         return self.offset + max(len(self.old), len(self.new))
 
 
@@ -89,14 +91,14 @@ class Patches:
 
     @property
     def nbytes(self) -> int:
-        """The number of new bytes."""
+        """The total number of new bytes."""
         return sum(len(patch.new) for patch in self.patches)
 
 
 def between(offset: int, old: bytes, new: bytes) -> Iterator[Patch]:
-    """Yield patches for the sectors in which `old`, the bytes at `offset`, and `new` differ, one for adjacent sectors.
+    """Yield patches that replace `old`, the bytes at `offset`, by `new`. Both have the same length.
 
-    Both have the same length.
+    Patches consist of complete sectors. Adjacent sectors that differ are in one patch.
     """
     start: int | None = None
     at = 0
@@ -115,17 +117,20 @@ def between(offset: int, old: bytes, new: bytes) -> Iterator[Patch]:
 
 @dataclass(frozen=True)
 class Journal:
-    """One in-place change of one file.
+    """A change in place of one file.
 
     Attributes:
-        inode: The inode of the file. The device is not recorded, because a reboot changes its number.
-        old_size: The size of the file before, in bytes.
-        new_size: The size of the file afterwards, in bytes.
+        inode: The inode of the file. The device is not recorded, because its number can change at a reboot.
+        old_size: The size of the file before the change, in bytes.
+        new_size: The size of the file after the change, in bytes.
         patches: The changes in the order of their offsets. They do not overlap.
-        poison: Pairs of an offset and the byte that is there while the change goes on: every reader refuses the file.
-        leader: The name of the file whose journal says whether the whole set is done, or None for this file.
+        poison: Pairs of an offset and a byte. While the change is in progress, these bytes are in the file, so that
+            every
+            reader refuses the file.
+        leader: The name of the file whose journal tells whether the change of the complete set is done. None: this
+            file.
         members: In the leader's journal, the names of all files of the set.
-        rest: The SHA-256, in hex, of everything except tensors in the old file, or None if the patches contain that.
+        rest: The SHA-256, in hex, of all bytes of the old file except tensors. None if the patches contain all of them.
     """
 
     inode: int
@@ -139,12 +144,15 @@ class Journal:
 
     @property
     def fits_a_sector(self) -> bool:
-        """Whether the disk writes the whole change in one step, so that no reader can see a part of it."""
+        """Whether all changes are within one sector.
+
+        The disk writes a sector in one step, so no reader sees half of the change.
+        """
         first, last = self.patches[0].offset, self.patches[-1].end - 1
         return self.old_size == self.new_size and first // SECTOR == last // SECTOR
 
     def packed(self) -> bytes:
-        """Return the bytes of the journal in the state hot."""
+        """Return the bytes of the journal with the state hot."""
         header = {
             "version": 1,
             "inode": self.inode,
@@ -169,7 +177,10 @@ def journal_path(target: Path) -> Path:
 
 
 def target_of(name: str) -> str | None:
-    """Return the name of the file whose journal is called `name`, or None if `name` is not that of a journal."""
+    """Return the name of the file whose journal has the name `name`.
+
+    Return None if `name` is not the name of a journal.
+    """
     match = _NAME.fullmatch(name)
     return match and match[1]
 
@@ -179,7 +190,7 @@ def journals_of(path: Path, *, follow: bool = True) -> list[tuple[Path, bytes]]:
 
     Args:
         path: A file, or a folder of files. A folder that cannot be listed has no journals.
-        follow: If `path` is a link to a file, look next to that file.
+        follow: If `path` is a link to a file, look next to the target of the link.
     """
     targets = [Path(os.path.realpath(path)) if follow and path.is_symlink() else path]
     if path.is_dir():
@@ -190,10 +201,11 @@ def journals_of(path: Path, *, follow: bool = True) -> list[tuple[Path, bytes]]:
 
 
 def state_of(target: Path) -> bytes | None:
-    """Return the state that the journal of `target` claims, or None if there is no journal. It is not trusted.
+    """Return the state that the journal of `target` claims, or None without a journal. The claim is not verified.
 
-    A file with unexpected bytes counts as hot, so that a person looks at it. A link, a FIFO or a folder is not a
-    journal, because this program never writes one.
+    A journal with unexpected bytes counts as hot, so that the user looks at it. A link, a FIFO or a folder does not
+    count as
+    a journal, because this program never creates one.
     """
     path = journal_path(target)
     try:
@@ -211,7 +223,7 @@ def state_of(target: Path) -> bytes | None:
 
 
 def refuse_no_journal(target: Path) -> None:
-    """Raise RefusedError if something else than a file has the name of the journal of `target`."""
+    """Raise RefusedError if the name of the journal of `target` is taken by something that is not a regular file."""
     path = journal_path(target)
     with contextlib.suppress(OSError):
         mode = os.lstat(path).st_mode
@@ -228,7 +240,7 @@ def read_journal(target: Path, owner: int) -> tuple[Journal, bytes]:
 
     Args:
         target: The file that was changed.
-        owner: The number of the user who owns that file.
+        owner: The user id of the owner of that file.
 
     Raises:
         InputError: There is no journal, or it cannot be read.
@@ -268,7 +280,10 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def read_bytes(fd: int, length: int, offset: int) -> bytes:
-    """Return `length` bytes at `offset` of the open file `fd`, or fewer if it ends before. Raises OSError."""
+    """Return `length` bytes at `offset` of the open file `fd`. Return fewer if the file ends earlier.
+
+    Raises OSError.
+    """
     parts = []
     while length and (part := calls.pread(fd, length, offset)):
         parts.append(part)
@@ -278,7 +293,9 @@ def read_bytes(fd: int, length: int, offset: int) -> bytes:
 
 
 def _check_owner(path: Path, info: os.stat_result, owner: int) -> None:
-    """Raise RefusedError if a user other than `owner` and the current one can have written what `info` describes."""
+    """Raise RefusedError if a user other than `owner` and the current user can have written the file with the status
+    `info`.
+    """
     problem = None
     if not stat.S_ISREG(info.st_mode):
         problem = "it is not a regular file"
@@ -340,7 +357,10 @@ def _from_header(header: dict[str, Any], data: memoryview) -> Journal:
 
 
 def _is_sound(journal: Journal) -> bool:
-    """Return whether the numbers and names in `journal`, which may be any values of JSON, make sense together."""
+    """Return whether the values in `journal` have the right types and are consistent.
+
+    They may be any values of JSON.
+    """
     numbers = [journal.inode, journal.old_size, journal.new_size]
     numbers += [number for offset, byte in journal.poison for number in (offset, byte)]
     numbers += [patch.offset for patch in journal.patches]

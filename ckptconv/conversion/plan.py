@@ -1,4 +1,4 @@
-"""Plan a conversion: everything that is decided before the first byte is written."""
+"""Plan a conversion: decide everything about the output before the first byte is written."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from ckptconv.stores.base import NO_OLD_SET, OldSet
 
 
 class _Planned(ComputedSource):
-    """A planned file that is read by position."""
+    """A file that is planned but not written, as a source that is read by position."""
 
     def __init__(self, file: OutFile) -> None:
         self.path, self.fd, self.size = file.path, -1, file.size
         self._stream = VirtualFile(file)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`."""
+        """Fill `buffer` with the planned bytes at `offset`."""
         self._stream.seek(offset)
         self._stream.readinto(buffer)
 
 
 def prove_that_it_loads(file: OutFile, source: Path) -> None:
-    """Read a planned `file`, which is made from `source`, and check that torch loads it.
+    """Read the planned `file`, and check that torch would load it. `source` is the input, for errors.
 
-    Raises RefusedError if torch refuses it, or if that is not known.
+    Raises RefusedError if torch refuses the file, or if the answer is not known.
     """
     loading = torch_loading(opening.read_file(_Planned(file)))
     if not loading.loads:
@@ -65,7 +65,7 @@ def prove_that_it_loads(file: OutFile, source: Path) -> None:
 
 
 _SHOWN = 5  # dangers in an error
-#: What is done to numbers, by the pieces that stand for it.
+#: How each kind of computed piece is called in errors.
 _COMPUTED: dict[type[Piece], str] = {
     Cast: "a cast",
     Gather: "writing out views",
@@ -83,14 +83,14 @@ class Plan:
         target: The file to write, or the folder if `is_folder`.
         is_folder: Whether the target is a folder.
         files: The files to write.
-        changes: What the edits changed.
-        ties: The names that the target contains only as texts, each with the name that it is tied to.
-        left_behind: What the source contains and the target does not.
-        notes: What else the report says.
-        others: The files of a folder that are copied as they are.
+        changes: The changes that the edits made.
+        ties: Names that the target stores only as texts, each with the name of the tensor that it is tied to.
+        left_behind: Objects of the source that the target does not contain.
+        notes: Notes that the report includes.
+        others: The files of a folder that are copied unchanged.
         failed: The checkpoints of a folder that cannot be converted, with their errors.
-        may_go: Whether a file of an old target folder, given by its relative path, may be deleted.
-        like: The folder whose attributes a new folder gets.
+        may_go: Returns whether a file of an old target folder may be deleted. Its argument is the relative path.
+        like: The folder whose attributes a new folder gets, or None.
         old: The files of an old set in a store that are deleted.
     """
 
@@ -110,11 +110,11 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
+        """The sum of the sizes of all files, in bytes."""
         return sum(file.size for file in self.files) + sum(other.size for other in self.others)
 
     def as_new(self) -> NewFolder:
-        """Return what is to be written."""
+        """Return the description of the output for the module that writes files and folders."""
         return NewFolder(self.target, self.files, self.others, self.may_go, self.like, self.is_folder)
 
 
@@ -124,9 +124,9 @@ class InPlace:
 
     Attributes:
         way: ``same size`` if the new bytes replace the old pickle or header, ``appended`` if the file grew, ``nothing``
-            if nothing had to change.
-        nbytes: How many bytes were written, or would be.
-        journal: The path of the undo journal, or None.
+            if there was nothing to change.
+        nbytes: The number of bytes that were written, or in a dry run would be.
+        journal: The path of the undo journal, or None if none was kept.
     """
 
     way: str
@@ -136,12 +136,12 @@ class InPlace:
 
 @dataclass(frozen=True)
 class Verified:
-    """What ``verify=True`` compared and found to be right.
+    """The checks that ``verify=True`` made, all of them successful.
 
     Attributes:
-        records: How many records of the input have a checksum of their own.
+        records: The number of records of the input that have a checksum in the file.
         nbytes: The bytes of these records.
-        output: Whether the output was read back. A change in place has no output.
+        output: Whether the output was read back. False for a change in place, which has no output.
     """
 
     records: int
@@ -151,26 +151,27 @@ class Verified:
 
 @dataclass(frozen=True, repr=False)
 class Report(Result):
-    """What a conversion did, or after a dry run would do. Sizes are in bytes.
+    """The result of a conversion or of a dry run. Sizes are in bytes.
 
     Attributes:
         src: The input.
         dst: The output.
         formats: The formats of the input and of the output.
         size: The size of the output.
-        changes: What the edits changed: devices, names, dtypes.
-        ties: The names that the output contains only as texts, each with the name that it is tied to.
-        left_behind: What the input contains and the output does not.
-        notes: What else to know.
+        changes: The changes that the edits made to devices, names, dtypes and others.
+        ties: Names that the output stores only as texts, each with the name of the tensor that it is tied to.
+        left_behind: Objects of the input that the output does not contain.
+        notes: Further remarks.
         seconds: How long the conversion took.
-        written: Whether something was written. In a dry run nothing is.
-        overflowed: How many numbers were too large for their new dtype, by the paths of the tensors that share their
-            storage. Only writing finds it out.
-        files: The files in a folder, with their sizes.
+        written: Whether something was written. False in a dry run.
+        overflowed: The number of elements that were too large for their new dtype, by the paths of the tensors that
+            share
+            their storage. Known only after writing.
+        files: The names of the files in an output folder, with their sizes.
         failed: The checkpoints of a folder that could not be converted, with their errors.
         in_place: How the input itself was changed, or None.
-        verified: What was compared, or None.
-        direct: Whether the output was written around the page cache.
+        verified: The checks of ``verify=True``, or None.
+        direct: Whether the output was written with direct I/O, without the page cache.
     """
 
     src: str
@@ -193,7 +194,7 @@ class Report(Result):
 
     @property
     def changed(self) -> bool:
-        """Whether the output has other content or another format than the input."""
+        """Whether the output differs from the input in content or format."""
         changes = self.changes
         edited = changes.devices or changes.names or changes.dtypes or changes.compacted.storages or changes.made_plain
         followed = changes.regrouped or changes.optimizers or changes.reordered
@@ -201,7 +202,7 @@ class Report(Result):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes were written, or would be."""
+        """The number of bytes that were written, or in a dry run would be."""
         return self.in_place.nbytes if self.in_place else self.size
 
 
@@ -213,10 +214,10 @@ def make_plan(
     *,
     is_folder: bool = False,
 ) -> Plan:
-    """Edit `checkpoint`, and return everything about the output before a byte of it is written.
+    """Edit `checkpoint`, and plan the output. Nothing is written.
 
     Args:
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint, which is changed by the edits.
         path: The output.
         edits: The edits.
         output: The options of the output.
@@ -262,7 +263,10 @@ def make_plan(
 
 
 def _check_layout(layout: Layout, checkpoint: Checkpoint, writer: Writer, *, is_loadable: bool) -> None:
-    """Raise an error if the files of `layout` are too large, need torch, or if torch may refuse a loadable one."""
+    """Check the planned files: their sizes, whether torch is installed if they need it, and whether torch loads them.
+
+    The last check is made only if `is_loadable`. Raises LimitError, MissingTorchError or RefusedError.
+    """
     views = "" if writer.views else option("format", DEFAULT.word) + " keeps views as they are; "
     check_growth(
         layout.files, checkpoint, views + "to take some of the tensors: " + option("include", Placeholder("GLOB"))
@@ -276,12 +280,15 @@ def _check_layout(layout: Layout, checkpoint: Checkpoint, writer: Writer, *, is_
 
 
 def _beside(path: str | None, opened: ExitStack) -> Checkpoint | None:
-    """Return the checkpoint at `path`, which an option names, or None. Its source is closed with `opened`."""
+    """Read the checkpoint at `path`, which an option names. Return None if `path` is None.
+
+    `opened` closes its source.
+    """
     return None if path is None else opening.read(opened.enter_context(opening.open_input(path)))
 
 
 def _check_writer(writer: Writer, path: Path, *, copy_tied: bool, loadable: bool, is_folder: bool) -> None:
-    """Raise UsageError if an option has no meaning for the format that `writer` writes to `path`."""
+    """Raise UsageError if an option has no meaning for the format of `writer`, or if the format needs a folder."""
     if writer.is_folder and not is_folder:
         raise UsageError(option("format", writer.word) + ": the output must be a folder", where=path)
     if copy_tied and writer.ties:
@@ -298,9 +305,10 @@ def _check_writer(writer: Writer, path: Path, *, copy_tied: bool, loadable: bool
 def read_and_plan(
     source: Readable, path: Path, edits: Edits, output: OutputOptions = USUAL, *, is_folder: bool = False
 ) -> Plan:
-    """Read the checkpoint in `source` and return :func:`make_plan` for it.
+    """Read the checkpoint in `source`, and return :func:`make_plan` for it.
 
-    If neither an option nor the suffix of `path` decides the format, the format of the source does.
+    If neither an option nor the suffix of `path` determines the format, the format of the source is used. If the suffix
+    allows another format too, a note tells how to choose it.
     """
     checkpoint, selected = opening.read_selected(source, edits.select)
     edits = replace(edits, select=selected)
@@ -324,15 +332,15 @@ def report_of(
     verified: Verified | None = None,
     notes: tuple[str, ...] = (),
 ) -> Report:
-    """Return the report about `plan` on `source`, which was carried out if `written`.
+    """Return the report about `plan` for the input `source`.
 
     Args:
         plan: The complete plan.
         source: The input.
         seconds: How long the conversion took.
         written: Whether the plan was carried out.
-        overflowed: The numbers that were too large for their new dtype, which writing found out.
-        verified: What was compared.
+        overflowed: The numbers that were too large for their new dtype, counted while writing.
+        verified: The checks that were made.
         notes: More notes.
     """
     inside: list[OutFile | OtherFile] = []
@@ -358,7 +366,12 @@ def report_of(
 
 
 def _about_rounding(changes: Changes, overflowed: Overflow | None) -> list[str]:
-    """Return a note that names the torch that cast, if versions of torch differ in what they made."""
+    """Return a note with the version of torch, if numbers overflowed in a cast to float8_e4m3fn.
+
+    Else return an empty list.
+
+    Versions of torch differ in the result of such a cast.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not overflowed or all(new != "float8_e4m3fn" for _, new in changes.dtypes):
         return []
@@ -369,7 +382,10 @@ def _about_rounding(changes: Changes, overflowed: Overflow | None) -> list[str]:
 
 
 def _edits_for(writer: Writer, edits: Edits, *, in_shards: bool) -> Edits:
-    """Return `edits` without those that the format of `writer` cannot hold, with those that it or a shard needs."""
+    """Return `edits` without those that the format of `writer` cannot store, and with those that it needs.
+
+    For shards (`in_shards`) and formats without objects, ``state_dict`` is set.
+    """
     if writer.objects and writer.devices and writer.views and not in_shards:
         return edits
     return replace(
@@ -383,10 +399,12 @@ def _edits_for(writer: Writer, edits: Edits, *, in_shards: bool) -> Edits:
 
 
 def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[str]:
-    """Return notes about edits, devices and storages that the format of `writer` does not store."""
+    """Return notes about edits that have no effect, and devices that are lost, because of the format of `writer`."""
     notes = []
     if edits.devices and not writer.devices:
-        unmatched_rules(checkpoint, edits.devices, tags_of(checkpoint))  # a typo is one for every format
+        unmatched_rules(
+            checkpoint, edits.devices, tags_of(checkpoint)
+        )  # even here: a rule that matches no device is a typo
         notes.append(f"no device was changed: {writer.name} stores none; the device is chosen when the file is loaded")
     elif not writer.devices and (tags := tags_of(checkpoint) - {"cpu"}):
         lost = ", ".join(sorted(tags))
@@ -399,7 +417,10 @@ def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[s
 
 
 def _about_code(checkpoint: Checkpoint) -> list[str]:
-    """Return a note if torch.load(weights_only=True) refuses the output, because of code that it needs."""
+    """Return a note if ``torch.load(weights_only=True)`` refuses the output, or needs an import first.
+
+    Return an empty list otherwise.
+    """
     obstacles = checkpoint.index.obstacles if may_have_obstacles(checkpoint.graph) else []
     found = dict.fromkeys(f"its {node}" if isinstance(node, Global) else reason for reason, node in obstacles)
     if not found:
@@ -413,9 +434,9 @@ def _about_code(checkpoint: Checkpoint) -> list[str]:
 
 
 def refuse_dangers(checkpoint: Checkpoint, *, as_archive: bool) -> None:
-    """Raise DangerousError if converting `checkpoint` would carry over what no checkpoint needs.
+    """Raise DangerousError if the output would contain a dangerous call or a pickle that cannot be judged.
 
-    `as_archive` says whether the output is an archive, which keeps other records too.
+    `as_archive` tells whether the output is a zip archive, which also keeps records other than the main pickle.
     """
     found = dangers_carried(checkpoint, as_archive=as_archive)
     dangers = [concern for concern in found if concern.dangerous]

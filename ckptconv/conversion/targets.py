@@ -1,4 +1,4 @@
-"""Find out what a command converts: each input, and the path and the kind of its output."""
+"""Find the checkpoints that a command converts, and the path and kind of each output."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ckptconv.system import calls
 
 @dataclass(frozen=True)
 class Request:
-    """One conversion, with everything that was asked for.
+    """One conversion and its options.
 
     Attributes:
         src: The input: a file, a sharded set (its folder or index), a folder of torch.distributed.checkpoint, or the
             rank files of a run (their folder or pattern).
         dst: The file to write, or the folder if `is_folder`. With ``output.in_place`` it is `src`.
-        kind: What `src` is. ``other`` is not a checkpoint, and is copied.
-        edits: What changes in the checkpoint.
-        output: What is written, and how.
-        is_folder: Whether `dst` becomes a folder of files.
-        within: For ``other``, the folder that a link may not leave.
-        notes: What the report says in addition.
+        kind: The kind of `src`. ``other`` is not a checkpoint and is copied unchanged.
+        edits: The changes to the checkpoint.
+        output: The options of the output.
+        is_folder: Whether `dst` is a folder of files.
+        within: For ``other``: the folder that the target of a link must be inside. Otherwise None.
+        notes: Notes that the report includes.
     """
 
     src: Path
@@ -51,14 +51,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Listing:
-    """All conversions that a command asks for.
+    """All conversions that a command requests.
 
     Attributes:
         requests: The conversions.
-        is_batch: Whether the command could have meant any number of them.
+        is_batch: Whether the arguments can select any number of checkpoints, even if they select one.
         other: The files in the input folders that are not converted.
         unentered: The hidden folders and the links to folders, which are not searched.
-        notes: What to say about all of them.
+        notes: Notes about the command as such.
     """
 
     requests: tuple[Request, ...]
@@ -69,12 +69,15 @@ class Listing:
 
 
 def is_there(request: Request) -> bool:
-    """Return whether the output of `request` exists. An empty folder does not count."""
+    """Return whether the output of `request` exists. An empty folder does not count as existing."""
     return store_of(request.dst, writing=True).exists(request.dst, is_folder=request.is_folder)
 
 
 def size_of(request: Request) -> int:
-    """Return the bytes of the input of `request`, with everything below a folder. Return 0 if it cannot be listed."""
+    """Return the size of the input of `request`, in bytes. For a folder, this includes everything below it.
+
+    Return 0 if the input cannot be listed.
+    """
     try:
         if not is_folder(request.src):
             return request.src.stat().st_size
@@ -89,9 +92,9 @@ def size_of(request: Request) -> int:
 def find_request(
     src: str | os.PathLike[str], dst: str | os.PathLike[str], edits: Edits = NO_EDITS, output: OutputOptions = USUAL
 ) -> Request:
-    """Return the one conversion that `src` and `dst` mean.
+    """Return the one conversion that `src` and `dst` select.
 
-    With ``output.in_place``, `dst` is ignored and nothing is looked up.
+    With ``output.in_place``, `dst` is ignored and no folder is listed.
 
     Raises:
         UsageError: `src` contains several checkpoints.
@@ -112,16 +115,19 @@ def find_request(
 
 
 def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> tuple[Path, str | None]:
-    """Return the file that `dst` means for the file `src`, and its format.
+    """Return the path of the output for the file `src`, and its format.
 
-    In a folder, the file keeps the name of `src`. If the suffix of that name does not allow `format`, the file has the
-    Hub's name for it (``pytorch_model.bin`` becomes ``model.safetensors``), or another suffix.
+    If `dst` is a folder, the output keeps the name of `src`. If the suffix of that name does not allow `format`, the
+    name
+    becomes the Hub's name for the format (``pytorch_model.bin`` becomes ``model.safetensors``), or gets another suffix.
 
     Returns:
-        The path, and `format`, or the format that the suffix of the path stands for, or None if that is ambiguous.
+        The path and the format: `format`, or else the only format that the suffix of the path allows. None if the
+            suffix
+        allows several.
 
     Raises:
-        UsageError: The format and the suffix contradict each other, or `dst` cannot be a path.
+        UsageError: `format` and the suffix contradict each other, or `dst` cannot be a path.
     """
     path = _checked(dst, format)
     if not _is_folder(dst):
@@ -132,9 +138,11 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
 
 
 def format_of(path: Path, format: str | None) -> str | None:
-    """Return `format`, or the format that the suffix of `path` stands for, or None if that is ambiguous.
+    """Return `format`, or else the only format that the suffix of `path` allows.
 
-    Raises UsageError if the format and the suffix contradict each other.
+    Return None if the suffix allows several.
+
+    Raises UsageError if `format` and the suffix contradict each other.
     """
     words = [writer.word for writer in admitted(path.name)]
     if format and format not in words:
@@ -147,7 +155,11 @@ def format_of(path: Path, format: str | None) -> str | None:
 
 
 def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
-    """Return `dst` as a path. Raise an error if no output can have it, and UsageError if `format` is unknown."""
+    """Return `dst` as a path.
+
+    Raises UsageError if `dst` is empty or impossible, or `format` is unknown. Raises another error if `dst` cannot be
+    written, such as a URL of a web server.
+    """
     path = calls.usable(dst if isinstance(dst, Path) else Path(dst))
     if not os.fspath(dst):
         raise UsageError("no output given: its path is empty")
@@ -161,13 +173,13 @@ def _checked(dst: str | os.PathLike[str], format: str | None) -> Path:
 
 
 def _refuse_odd_suffix(path: Path, format: str | None, sources: Iterable[Path]) -> None:
-    """Raise UsageError if no `format` is chosen and the suffix of `path` is that of a file that would not be made."""
+    """Raise UsageError if `format` is None and the suffix of `path` belongs to a kind of file that is never written."""
     if format is None and (error := odd_suffix_error(path, SUFFIXES, sources)):
         raise error
 
 
 def _is_folder(dst: str | os.PathLike[str]) -> bool:
-    """Return whether `dst` is a folder or ends in a slash."""
+    """Return whether `dst` is an existing folder, or ends in a slash."""
     return os.path.isdir(locate(dst)) or os.fspath(dst).endswith(calls.SEPARATORS)
 
 
@@ -180,23 +192,25 @@ def list_requests(
     edits: Edits = NO_EDITS,
     output: OutputOptions = USUAL,
 ) -> Listing:
-    """Return all conversions that `srcs` and `dst` mean. Folders are listed, and no file is read.
+    """Return all conversions that `srcs` and `dst` select. Folders are listed. No file is opened.
+
+    `dst` is a folder if it exists as one, ends in a slash, or has no suffix and does not exist.
 
     Raises:
         UsageError: The arguments contradict each other.
-        RefusedError: Two outputs would have one name.
+        RefusedError: Two outputs would have the same path.
         InputError: A folder contains no checkpoint.
     """
     dst = locate(dst) if is_url(dst) else dst
     path = _checked(dst, output.format)
     if output.max_shard_size is not None:
-        from ckptconv.formats.sharded.writing import parse_size  # for shards alone
+        from ckptconv.formats.sharded.writing import parse_size  # only needed for shards
 
         parse_size(output.max_shard_size)
     if not all(map(os.fspath, srcs)):  # pathlib takes it for the current folder
         raise InputError("no path given: it is empty")
     paths: Sequence[Path] = [locate(src) for src in srcs]
-    # If another process makes the folder between these two look-ups, the output still is a folder.
+    # If another process creates the folder between these two look-ups, the output is still a folder.
     to_folder = not (suffix_of(path.name) or os.path.lexists(path)) or _is_folder(dst)
     if not _is_folder(dst):
         _refuse_odd_suffix(path, output.format, paths)
@@ -232,7 +246,10 @@ def list_requests(
 
 
 def _check_ranks(output: OutputOptions, path: Path) -> None:
-    """Raise UsageError if options do not go with a format that is, or is not, a folder with a file for each process."""
+    """Raise UsageError if ``--ranks`` is used without a format with a file for each process, or is out of bounds.
+
+    With such a format, raise UsageError also for options that cannot be combined with it.
+    """
     if not output.is_for_ranks:
         if output.ranks != 1:
             raise UsageError(option("ranks", output.ranks) + " needs " + option("format", "dcp"), where=path)
@@ -248,17 +265,18 @@ def _check_ranks(output: OutputOptions, path: Path) -> None:
 def list_in_place(
     srcs: Sequence[str | os.PathLike[str]], edits: Edits = NO_EDITS, output: OutputOptions = USUAL
 ) -> Listing:
-    """Return the changes in place of all checkpoints that `srcs` mean, those in and below folders included.
+    """Return the changes in place of all checkpoints that `srcs` select, including those in and below folders.
 
     Raises:
-        MissingInputError: One of several `srcs` does not exist. If it is the last one, the hint says that it may be
-            meant as the output.
+        MissingInputError: One of several `srcs` does not exist. If it is the last one, the hint explains that it would
+            be
+            the output without ``--in-place``.
         InputError: A folder contains no checkpoint.
     """
     requests: list[Request] = []
     unentered: list[Path] = []
     for src in map(Path, srcs if len(srcs) > 1 else ()):
-        if not os.path.lexists(src):  # looked up before the first one changes
+        if not os.path.lexists(src):  # before the first file is changed
             last = "without " + option("in_place") + " the last path is the output"
             hint = last if src == Path(srcs[-1]) else None
             raise MissingInputError("no such file, so nothing was changed", where=src, hint=hint)
@@ -276,19 +294,22 @@ def list_in_place(
 
 
 def _merging(srcs: Sequence[Path], path: Path) -> str | None:
-    """Return a hint how to merge `srcs` into `path` if they are in one folder with an index, else None."""
+    """Return a hint with the command that merges `srcs` into `path`.
+
+    Return None unless they are in one folder with an index.
+    """
     folder, *others = {src.parent for src in srcs}
     is_set = not others and any(map(is_index_file, folder.glob("*.index.json")))
     return "to merge a sharded set: " + command("convert", folder, path) if is_set else None
 
 
 def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder: bool) -> Listing:
-    """Return what `src` means as the only input.
+    """Return the conversions for `src`, which is the only input.
 
     Args:
         src: The input.
-        dst: The output as it was given.
-        asked: The request without its input. Its ``dst`` is the path of the output.
+        dst: The output as the user gave it.
+        asked: A request without an input. Its ``dst`` is the path of the output.
         to_folder: Whether that path is a folder, or becomes one.
     """
     path, output = asked.dst, asked.output
@@ -321,18 +342,21 @@ def _of_one(src: Path, dst: str | os.PathLike[str], asked: Request, *, to_folder
 
 
 def _are_ranks(folder: Path) -> bool:
-    """Return whether the files of all ranks in `folder` become one checkpoint."""
+    """Return whether `folder` contains the files of all ranks of a run, which are read as one checkpoint."""
     return rank_names.are_in(folder) or zero_names.files_of(folder) is not None
 
 
 def _kind_of(folder: Path) -> Kind | None:
-    """Return what the files directly in `folder` are together, or None unless they are one checkpoint."""
+    """Return the kind of the checkpoint that the files directly in `folder` form: ``shards`` or ``dcp``.
+
+    None without one.
+    """
     kinds = {each.kind for each in find_in(folder)}
     return "shards" if "shards" in kinds else "dcp" if "dcp" in kinds else None
 
 
 def _beside(folder: Path, kind: Kind) -> tuple[Path, ...]:
-    """Return the files in and below `folder` that are not part of the checkpoint of this `kind` in it."""
+    """Return the files in and below `folder` that do not belong to its own checkpoint, which is of this `kind`."""
     return tuple(
         each.path
         for each in find(folder)
@@ -341,7 +365,10 @@ def _beside(folder: Path, kind: Kind) -> tuple[Path, ...]:
 
 
 def _about_others(folder: Path, other: Sequence[Path], *, hint: bool = True) -> tuple[str, ...]:
-    """Return a note about the `other` files in `folder`, which becomes one file. Without any, return no note."""
+    """Return a tuple with a note about the `other` files in `folder`, which are not converted. Empty if there are none.
+
+    With `hint`, the note names the option that copies them.
+    """
     if not other:
         return ()
     left = f"{count(len(other), 'other file')} left: {some([str(path.relative_to(folder)) for path in other])}"
@@ -350,7 +377,10 @@ def _about_others(folder: Path, other: Sequence[Path], *, hint: bool = True) -> 
 
 
 def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
-    """Return a note if some of `srcs` are single shards, whose index is not converted."""
+    """Return a tuple with a note about the inputs that are single shards without their index.
+
+    Empty if there are none.
+    """
     shards = [src for src in srcs if sets_in([src.name]) and not is_index_file(src)]
     if not shards:
         return ()
@@ -359,7 +389,10 @@ def _about_shards(srcs: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _of_several(src: Path, asked: Request) -> Listing:
-    """Return what `src` means as one of several inputs. Its output has its name in ``asked.dst``, as with ``cp -r``."""
+    """Return the conversions for `src`, one of several inputs.
+
+    The output keeps its name, in ``asked.dst``, as in ``cp -r``.
+    """
     if not is_folder(src):
         kind: Kind = "shards" if is_index_file(src) else "file"
         return Listing((_in_folder(Found(src, kind, (src,)), asked.dst, asked),))
@@ -371,9 +404,11 @@ def _of_several(src: Path, asked: Request) -> Listing:
 
 
 def _as_pattern(srcs: Sequence[Path]) -> Sequence[Path]:
-    """Return the pattern of `srcs` if they are rank files of one run, else `srcs`.
+    """Return a list with the pattern of `srcs` if all of them are rank files of one run in one folder.
 
-    Raises UsageError if `srcs` lack some rank files of the run that are in the folder.
+    Else return `srcs`.
+
+    Raises UsageError if the folder contains more rank files of the run than `srcs`.
     """
     found, folder = rank_names.set_of(srcs[0]), srcs[0].parent
     if found is None or any(src.parent != folder or rank_names.pattern_of(src.name) != found.pattern for src in srcs):
@@ -390,7 +425,7 @@ def _as_pattern(srcs: Sequence[Path]) -> Sequence[Path]:
 
 
 def _of_ranks(src: Path, asked: Request, *, to_folder: bool) -> Listing:
-    """Return the request that makes one checkpoint of the rank files `src`, a folder or a pattern."""
+    """Return the one request that merges the rank files `src`, a folder or a pattern, into one checkpoint."""
     path, output = asked.dst, asked.output
     is_set = to_folder and output.writes_folder
     if not to_folder:
@@ -410,10 +445,11 @@ def _of_ranks(src: Path, asked: Request, *, to_folder: bool) -> Listing:
 
 
 def _of_tree(src: Path, path: Path, asked: Request) -> Listing:
-    """Return the requests for everything in the folder `src`, whose files go to the folder `path`.
+    """Return the requests for everything in the folder `src`. The outputs are in the folder `path`.
 
-    A checkpoint that `src` itself is goes to the folder ``asked.dst``. A folder that directly contains a sharded set is
-    one request, with everything below it.
+    If `src` itself is a checkpoint, its output is in ``asked.dst``. A folder that directly contains a sharded set gives
+    one
+    request, which includes everything below it. Raises InputError if there is no checkpoint.
     """
     found = find(src)
     sets = {each.parts[0].parent for each in found if each.kind == "shards" and each.parts}
@@ -461,14 +497,14 @@ def _refuse_inside(path: Path, folder: Path) -> None:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Return whether `path`, which need not exist, is below `folder` after all links are followed."""
+    """Return whether `path` is below `folder`, after all links are resolved. `path` need not exist."""
     return any(_is_same(each, folder) for each in Path(os.path.realpath(path)).parents)
 
 
 def _refuse_among_parts(listing: Listing) -> None:
-    """Raise UsageError if an output would be among the parts of its input, where nobody could tell them apart.
+    """Raise UsageError if an output could be mistaken for one of the files of its input checkpoint.
 
-    A file with a name of its own may be next to them.
+    An output file with an unrelated name may be next to them.
     """
     for request in listing.requests:
         if request.kind not in ("dcp", "shards", "ranks"):
@@ -489,7 +525,7 @@ def _refuse_among_parts(listing: Listing) -> None:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Return whether both paths lead to one place. The case of letters may make no difference."""
+    """Return whether both paths lead to the same file, on systems that ignore the case of letters too."""
     try:
         return os.path.samefile(path, other)
     except OSError:  # one does not exist
@@ -497,7 +533,10 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _refuse_one_name(requests: Sequence[Request]) -> None:
-    """Raise RefusedError if two of `requests` have one output, or one output is inside the output folder of another."""
+    """Raise RefusedError if two of `requests` have the same output.
+
+    It is raised also if an output is inside the output folder of another request.
+    """
     refuse_one_place((request.dst, request.src) for request in requests)
     folders = {request.dst: request for request in requests if request.is_folder}
     for request in requests if folders else ():
@@ -511,7 +550,7 @@ def _refuse_one_name(requests: Sequence[Request]) -> None:
 
 
 def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
-    """Raise RefusedError if two of `targets`, which are pairs of an output and its input, have the same output."""
+    """Raise RefusedError if two of `targets` have the same output. Each item is a pair of an output and its input."""
     origin: dict[Path, Path] = {}
     spelled: dict[str, Path] = {}  # by the text without the case of its letters
     for path, src in targets:
@@ -526,7 +565,7 @@ def refuse_one_place(targets: Iterable[tuple[Path, Path]]) -> None:
 
 
 def _ignores_case(path: Path) -> bool:
-    """Return whether the case of letters makes no difference in the folder of `path`, which need not exist."""
+    """Return whether the filesystem of `path` ignores the case of letters. `path` need not exist."""
     for folder in Path(os.path.abspath(path)).parents:
         other = folder.name.swapcase()
         if other != folder.name and os.path.lexists(folder):
@@ -535,10 +574,11 @@ def _ignores_case(path: Path) -> bool:
 
 
 def through_link(src: Path, dst: Path) -> tuple[Path, tuple[str, ...]]:
-    """Return the file to replace if `dst` is the same path as `src`, and a note if that path is a link.
+    """Return the path to write for `dst`, and notes. They differ from `dst` only if `dst` is the same link as `src`.
 
-    The link stays, and the file to which it leads is converted. In the Hub's cache the link itself is replaced, because
-    the name of that file is its checksum. Any other `dst` is returned without a note.
+    Then the file that the link leads to is converted, and the link is kept. A link into the Hub's cache is itself
+    replaced,
+    because the name of the file in the cache is its checksum.
     """
     if not os.path.islink(dst) or os.path.abspath(src) != os.path.abspath(dst):
         return dst, ()

@@ -72,7 +72,7 @@ _KINDS = get_args(_Kind)
 
 @dataclass(frozen=True)
 class Share:
-    """The number of tensors that have something in common, and the bytes of their storages."""
+    """The number of tensors in a group (of one dtype or one device), and the sum of their bytes."""
 
     tensors: int
     nbytes: int
@@ -80,11 +80,18 @@ class Share:
 
 @dataclass(frozen=True)
 class StateDictSummary:
-    """A state dict: its path, its size, and how many of its names start with each first segment.
+    """The size of a state dict, and the prefixes of its names.
 
     Attributes:
-        quantized: The number of quantized weights of each layout. In ``parameters`` they count with the elements that
-            they have once they are not quantized, and their scales do not count.
+        path: Its path in the graph.
+        tensors: The number of its tensors.
+        parameters: The number of their elements. Tied tensors count once. A quantized weight counts with the elements
+            that
+            it has after dequantization, and its scales do not count.
+        nbytes: The bytes of its tensors. Tied tensors count once.
+        prefixes: How many names start with each prefix, the most frequent first.
+        names: The number of its names, including those of values that are not tensors.
+        quantized: The number of quantized weights of each layout.
     """
 
     path: str
@@ -102,15 +109,18 @@ class OptimizerSummary:
 
     Attributes:
         path: Its path.
-        keyed_by: ``names`` or ``numbers``, by which it lists its parameters.
-        has_names: Whether the names of its parameters are in it.
-        has_texts: Whether its state has texts in place of numbers, which ``load_state_dict`` ignores.
-        groups: The number of its groups.
-        parameters: The number of parameters in them.
+        keyed_by: ``names`` or ``numbers``: the keys by which it lists its parameters.
+        has_names: Whether it contains the names of its parameters.
+        has_texts: Whether its state is keyed by texts instead of numbers, which ``load_state_dict`` ignores.
+        groups: The number of its parameter groups.
+        parameters: The number of parameters in the groups.
         entries: The number of parameters that have a state.
-        models: The paths of the state dicts to which it can belong, by its names or else by shapes.
-        shapes_agree: Whether the shapes of its state are those of the weights. None if there is nothing to compare.
-        trouble: Why it cannot be understood, or None.
+        models: The paths of the state dicts that it can belong to. They are found by its names, or by shapes if it
+            contains no names.
+        shapes_agree: Whether the shapes of its state match those of the weights in `models`. None if there is nothing
+            to
+            compare.
+        trouble: The reason why its structure is not understood, or None.
     """
 
     path: str
@@ -138,9 +148,17 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class ModuleSummary:
-    """A whole module: its class, as the file names it, and the state dict that it would give.
+    """A module that was pickled as an object, and the state dict that ``module.state_dict()`` would return.
 
-    ``trouble`` says why it gives none. ``unknown`` are the names of parameters and buffers that are not known tensors.
+    Attributes:
+        path: Its path in the graph.
+        class_name: Its class, as the file names it.
+        tensors: The names and tensors of the state dict.
+        parameters: The number of elements of these tensors. Tied ones count once.
+        nbytes: The bytes of these tensors. Tied ones count once.
+        prefixes: How many names start with each prefix, the most frequent first.
+        unknown: The names of parameters and buffers that could not be read as tensors.
+        trouble: The reason why no state dict can be formed, or None.
     """
 
     path: str
@@ -158,10 +176,16 @@ class TensorSummary:
     """A row of the tensor table. Shape, stride and offset are in elements.
 
     Attributes:
-        name: The key in a mapping, or the name in the state dict that the whole module at the path ``module`` would
-            give.
-        storage: The number of its storage, from 0. Tensors with the same number share it.
-        values: None if the values were not asked for, or are not numbers.
+        path: The path of the tensor in the graph.
+        name: The tensor's key in a mapping. For a tensor of a pickled module: its name in the module's state dict.
+        module: The path of the pickled module that contains the tensor, or None.
+        kind: Which kind of tensor this is, such as ``tensor`` or ``wrapper`` (a tensor subclass).
+        device: The device in the file, or None for a format that stores none.
+        nbytes: The bytes of the tensor's elements.
+        storage_nbytes: The bytes of its storage, or None without a storage.
+        tied_to: The path of the first tensor with the same data, or None.
+        storage: The number of its storage, from 0. Tensors with the same number share a storage.
+        values: Statistics of the elements. None if they were not requested, or if the elements are not numbers.
     """
 
     path: str
@@ -183,13 +207,13 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class ReasonSummary:
-    """A reason why torch refuses the file, or why that is not known.
+    """A reason why torch refuses the file, or why the answer is not known.
 
     Attributes:
-        refused: Whether torch refuses it.
+        refused: True if torch refuses the object; False if the answer is not known.
         text: The reason in words.
-        path: Where the reason is, or None if it is the file as a whole.
-        needs: The module of torch or torchao that has to be imported first, if that is all.
+        path: The path of the object, or None if the reason concerns the complete file.
+        needs: The module of torch or torchao to import first, if that is enough to load the object. Otherwise None.
     """
 
     refused: bool
@@ -204,15 +228,17 @@ class TorchLoadSummary:
 
     Attributes:
         answer: ``loads``, ``refused`` or ``not known``.
-        call: The call that was followed.
-        torch: The version of torch whose rules were followed.
-        reasons: Why it is refused, or not known.
-        other_torch: The version of torch that was asked about, if its rules are not known.
-        needs: The lowest version of torch that the call needs, if it needs one.
+        call: The call of ``torch.load`` that was simulated.
+        torch: The version of torch whose rules were applied.
+        reasons: Why the file is refused, or why the answer is not known.
+        other_torch: The version of torch that was requested or is installed, if its rules are not known. Otherwise
+            None.
+        needs: The lowest version of torch that has the call, if the call needs a newer version only. Otherwise None.
         installed: The version of torch that is installed, or None.
-        flaws: The vulnerabilities of the safe loader in the version that was asked about.
-        versions: The answers of all known versions, or None if they were not asked for and `torch` loads the file or no
-            version has another answer.
+        flaws: The known vulnerabilities of the safe loader in the requested version.
+        versions: The answer of each known version of torch. None if all versions give the same answer, or if `torch`
+            loads
+            the file and the answers of all versions were not requested.
     """
 
     answer: Answer
@@ -228,7 +254,7 @@ class TorchLoadSummary:
 
 @dataclass(frozen=True)
 class JournalSummary:
-    """An undo journal next to a file, and its size. It is ``hot`` if the change was not finished."""
+    """An undo journal next to a file, and its size. ``hot`` means that the change in place was not finished."""
 
     path: str
     nbytes: int
@@ -237,7 +263,7 @@ class JournalSummary:
 
 @dataclass(frozen=True)
 class RecordSummary:
-    """A record of the file, and its size."""
+    """A record (zip member) of the file, and its size in bytes."""
 
     name: str
     nbytes: int
@@ -245,9 +271,15 @@ class RecordSummary:
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors that belong together: what they are, their path, their number, and their bytes. Tied ones count once.
+    """The tensors that belong to one model, optimizer or group of random states.
 
-    A state dict is an EMA if its path has a word for one.
+    A state dict is an ``EMA`` if its path contains a word such as "ema".
+
+    Attributes:
+        kind: The kind of the group. ``other`` is for all remaining tensors.
+        path: The path of the state dict, module or optimizer. Empty for random states and for the remaining tensors.
+        tensors: The number of tensors, with tied ones.
+        nbytes: The bytes of the tensors. Tied ones count once.
     """
 
     kind: _Kind
@@ -258,43 +290,44 @@ class Part:
 
 @dataclass(frozen=True, repr=False)
 class Summary(Result):
-    """What :func:`inspect` returns. Sizes are in bytes.
+    """The result of :func:`inspect`. Sizes are in bytes.
 
     Attributes:
         path: The file or folder.
         format: The name of its format.
         size: Its size on the disk.
-        loads_here: Whether a plain ``torch.load(path)`` loads it on this machine. None if that is not known, as with a
-            version of torch whose rules are not known.
-        findings: What is in the way, or unusual, each with the command that mends it.
-        remedy: One command that mends all findings, if there is one.
+        loads_here: Whether ``torch.load(path)`` without options loads it on this machine. None if that is not known,
+            for
+            example because the rules of this version of torch are not known.
+        findings: Problems and unusual facts, each with the command that corrects it.
+        remedy: One command that corrects all findings, or None.
         protocol: The protocol of the pickle, or None if there is no pickle.
-        nbytes: The size of all tensors; tied ones count once.
+        nbytes: The size of all tensors. Tied ones count once.
         stored_nbytes: The size of their storages.
         storages: The number of storages.
-        dtypes: The number of tensors of each dtype, and their bytes; tied ones count once.
-        devices: The same for devices. Empty if the format stores none.
+        dtypes: The number of tensors of each dtype, and their bytes. Tied ones count once.
+        devices: For each device, the number of tensors and the bytes of storages. Empty if the format stores no device.
         state_dicts: The state dicts, and the prefixes of their names.
-        modules: The modules that were pickled whole, with the state dict that each would give.
-        ties: The paths of tensors that are the same.
-        views: The paths of tensors that show a part of their storage, or not in its order.
+        modules: The modules that were pickled as objects, each with its state dict.
+        ties: Groups of paths that lead to the same tensor.
+        views: The paths of tensors that use only a slice of their storage, or use it in another order.
         rng_states: The paths of states of random generators.
         optimizers: The states of optimizers.
-        weights_only: Whether ``torch.load(path, weights_only=True)`` is proved to load it, or there is no pickle.
-        obstacles: What ``weights_only=True`` refuses, and how often.
-        torch_load: The proof: its answer, the call, the version of torch, the reasons.
+        weights_only: True if ``torch.load(path, weights_only=True)`` is proved to load it, or if there is no pickle.
+        obstacles: The objects that ``weights_only=True`` refuses, and how often they occur.
+        torch_load: The proof: the answer, the call, the version of torch, the reasons.
         safety: How safe loading is.
-        concerns: What ``safety`` is based on, with the paths.
+        concerns: The findings on which ``safety`` is based, with their paths.
         dangerous: The names of the concerns that attacks use and no checkpoint needs.
         globals: All globals that the pickle names, and how often.
         user_devices: Devices in the user's own data, by path. Conversions do not change them.
-        others: Everything but tensors, by path, in words.
+        others: A short text for each value that is not a tensor, by path.
         metadata: The texts in the header of a safetensors file.
         journals: Undo journals of changes in place.
         superseded: Records that a change in place replaced and left in the file.
-        notes: What else to know.
-        tensors: A row for each tensor, in the file's order.
-        parts: Tensors by what they belong to. ``as_dict()`` does not contain them.
+        notes: Further remarks.
+        tensors: A row for each tensor, in the order of the file.
+        parts: The tensors grouped by model, optimizer and random states. ``as_dict()`` does not contain them.
         has_values: Whether the values of tensors were read.
     """
 
@@ -367,8 +400,11 @@ def inspect(
 
 @dataclass(frozen=True)
 class ValuesWanted:
-    """Which values are read: those of the tensors that `select` returns for a summary, with histograms if `histogram`
-    is set.
+    """The tensors whose values are read.
+
+    Attributes:
+        histogram: Whether to make a histogram for each tensor.
+        select: Returns the tensors to read for a summary. The default is all of them.
     """
 
     histogram: bool = False
@@ -383,9 +419,14 @@ def summary_of(
     torch: str | None = None,
     progress: Meter | None = None,
 ) -> Summary:
-    """Return what :func:`inspect` returns, in the words of the command line.
+    """Return the same summary as :func:`inspect`, with messages in the words of the command line.
 
-    `values` says which values are read; None: none. `progress` is called with the bytes to read.
+    Args:
+        path: A checkpoint, or a binary file object.
+        values: The tensors whose values are read, or None to read no values.
+        download: Whether to download a remote file completely first.
+        torch: A version of torch, ``"all"``, or None for the installed one.
+        progress: Called with the number of bytes that will be read.
     """
     host = this_host()
     if torch not in (None, ALL):
@@ -459,7 +500,10 @@ def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Sum
 
 
 def _about_experts(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the command that stacks the experts of `checkpoint`, if they are stored one by one."""
+    """Yield a note with the command that stacks the experts of `checkpoint`.
+
+    Yield nothing unless they are stored one by one.
+    """
     if any(".experts." in path for path in checkpoint.tensors):
         from ckptconv.inspection.grouping import rules_that_stack  # lazily, for start-up
 
@@ -469,7 +513,7 @@ def _about_experts(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _optimizers(checkpoint: Checkpoint) -> Iterator[OptimizerSummary]:
-    """Yield the optimizers of `checkpoint`, with the weights that they can belong to."""
+    """Yield a summary of each optimizer of `checkpoint` (at most 100), with the state dicts that it can belong to."""
     from ckptconv.checkpoint.optimizers import candidates, mismatched, optimizers_in, weights_in  # for start-up
 
     index, detected = checkpoint.index, checkpoint.detected
@@ -494,7 +538,7 @@ def _optimizers(checkpoint: Checkpoint) -> Iterator[OptimizerSummary]:
 
 
 def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
-    """Yield a row for each tensor of `checkpoint`, in the file's order."""
+    """Yield a row for each tensor of `checkpoint`, in the order of the file."""
     in_modules = {
         place.path: (name, module.path)
         for module in checkpoint.detected.modules
@@ -522,7 +566,7 @@ def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
 
 
 def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
-    """Return the tensors of `checkpoint` by what they belong to."""
+    """Return the tensors of `checkpoint` grouped by model, EMA, optimizer, random states and others, in this order."""
     detected = checkpoint.detected
     part_at: dict[int, tuple[_Kind, str]] = {}
     for state_dict in detected.state_dicts:
@@ -548,7 +592,12 @@ def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
 
 
 def _torch_load(loading: Loading, checkpoint: Checkpoint, host: Host, *, every: bool) -> TorchLoadSummary:
-    """Return whether torch loads `checkpoint`, with the paths of the reasons."""
+    """Return the summary of `loading`, with the paths of at most ``LIMITS.concerns`` reasons.
+
+    `every` requests the answers of all known versions of torch. They are also included if versions differ and `torch`
+    does
+    not load the file.
+    """
     texts = {reason.text for reason in loading.reasons}
     wanted = every or (loading.varies and not loading.loads and not checkpoint.is_state_dict)
     uses = checkpoint.index.referrers if loading.reasons else None
@@ -574,7 +623,10 @@ def _torch_load(loading: Loading, checkpoint: Checkpoint, host: Host, *, every: 
 
 
 def _journals(source: Readable) -> tuple[JournalSummary, ...]:
-    """Return the undo journals next to the files of `source`."""
+    """Return the undo journals next to the files of `source`.
+
+    The result is empty if the source is not a file on a disk.
+    """
     if not source.is_stored:
         return ()
     folder = source.folder if isinstance(source, SourceFolder) else source.path
@@ -586,14 +638,14 @@ def _journals(source: Readable) -> tuple[JournalSummary, ...]:
 
 
 def _devices(checkpoint: Checkpoint, tensors: list[TensorInfo]) -> dict[str, Share]:
-    """Return the storages of each device by their bytes, and its `tensors` by their number."""
+    """Return, for each device, the number of `tensors` and the bytes of the storages on it."""
     own = {info.storage: info.own_device for info in tensors if info.storage and info.own_device}
     stored = [(own.get(each) or each.device, 0, each.nbytes) for each in checkpoint.storages.values()]
     return _shares([*stored, *((info.device, 1, 0) for info in tensors)])
 
 
 def _shares(counted: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
-    """Return the sums of (word, number of tensors, bytes), by word."""
+    """Return the sums of `counted` by word. Each item is (word, number of tensors, bytes)."""
     tensors, sizes = Counter[str](), Counter[str]()
     for (word, n, nbytes), times in Counter(counted).items():  # most are alike
         tensors[word] += times * n
@@ -627,7 +679,7 @@ def _state_dict(state_dict: StateDict, checkpoint: Checkpoint) -> StateDictSumma
 
 
 def _subclasses(wrappers: list[Value]) -> list[str]:
-    """Return the layouts of those of `wrappers` that are tensors of torchao."""
+    """Return the torchao layouts of `wrappers`, without those that are not tensors of torchao."""
     if not wrappers:
         return []
     from ckptconv.checkpoint.quantization import torchao_layout  # lazily, for start-up
@@ -636,7 +688,7 @@ def _subclasses(wrappers: list[Value]) -> list[str]:
 
 
 def _quantized(state_dict: StateDict, checkpoint: Checkpoint) -> list[Quantized]:
-    """Return the quantized weights of a state dict whose layout is known."""
+    """Return the quantized weights of a state dict, without those whose layout is not understood."""
     from ckptconv.checkpoint.quantization import find_quantized  # lazily, for start-up
     from ckptconv.edits.dequantizing import known_config
 
@@ -646,7 +698,7 @@ def _quantized(state_dict: StateDict, checkpoint: Checkpoint) -> list[Quantized]
 
 
 def _module(module: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
-    """Return the summary of a whole module."""
+    """Return the summary of a pickled module."""
     tensors = checkpoint.tensor_nodes
     infos = dict.fromkeys(tensors[id(node)] for node in module.tensors.values())  # a module can occur twice
     parameters, nbytes = _sizes([*infos], checkpoint)
@@ -664,7 +716,10 @@ def _module(module: PickledModule, checkpoint: Checkpoint) -> ModuleSummary:
 
 
 def _sizes(infos: list[TensorInfo], checkpoint: Checkpoint) -> tuple[int, int]:
-    """Return the elements and bytes of `infos`, which are tensors of `checkpoint`. Ties count once."""
+    """Return the number of elements and of bytes of `infos`, which are tensors of `checkpoint`.
+
+    Tied ones count once.
+    """
     if not checkpoint.index.is_unshared:
         distinct = {(id(info.storage), info.offset, info.shape) if info.storage else id(info): info for info in infos}
         infos = list(distinct.values())
@@ -672,7 +727,7 @@ def _sizes(infos: list[TensorInfo], checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def _ties(tensors: list[TensorInfo]) -> tuple[tuple[str, ...], ...]:
-    """Return the paths of tied tensors, the first one and those that are tied to it together."""
+    """Return the groups of tied paths. Each group begins with the tensor that the others are tied to."""
     groups: dict[str, list[str]] = {}
     for info in tensors:
         if info.tied_to is not None:
@@ -684,11 +739,12 @@ def _ties(tensors: list[TensorInfo]) -> tuple[tuple[str, ...], ...]:
 
 
 def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, str]]:
-    """Yield the path and a short text of everything but tensors, unless it is inside something that is shown as a
-    whole.
+    """Yield the path and a short text of each value that is not a tensor.
+
+    Values inside a value that is printed as one text (such as a flat list) are left out, and so is ``._metadata``.
     """
     hidden, tensors, budget = set[int](), checkpoint.tensor_nodes, work()
-    shown: dict[int, tuple[bool, str | None]] = {}  # shared nodes, which can occur in any number of places
+    shown: dict[int, tuple[bool, str | None]] = {}  # for shared nodes, which can occur at any number of paths
     for place in places:
         node = place.node
         if place.parent is not None and id(place.parent) in hidden:
@@ -711,7 +767,9 @@ def _others(checkpoint: Checkpoint, places: list[Place]) -> Iterator[tuple[str, 
 
 
 def _shown(node: Value) -> tuple[bool, str | None]:
-    """Return whether `node` is shown as a whole, and the words for it, or None."""
+    """Return whether the text of `node` includes everything inside `node`, and the text. The text is None for a plain
+    container, whose items have texts of their own.
+    """
     if not isinstance(node, (Dict, List, Tuple, Set, FrozenSet, Call)) or is_flat(node):
         return True, describe(node)
     if isinstance(node, Call) and isinstance(node.callable, Global) and node.callable.name == "scalar":

@@ -1,4 +1,4 @@
-"""Verify a checkpoint: collect every fault, compare every checksum, and judge whether loading it runs code.
+"""Verify a checkpoint: collect all faults, compare all checksums, and judge whether loading it can run code.
 
 Nothing in the file is executed, and torch is not needed.
 """
@@ -51,28 +51,29 @@ from ckptconv.stores.memory import Input
 _SHA256_DIGITS = 64
 _HEAD = 64  # bytes
 
-#: ``not checked``: bytes could not be read. ``unknown``: this version cannot judge it. ``needs code``, ``not proved``,
+#: ``not checked``: bytes could not be read. ``unknown``: this version cannot judge the object. ``needs code``, ``not
+#: proved``, ``warning`` and ``note`` are not damage. ``not proved`` occurs only in a strict verification.
 #: ``warning`` and ``note`` are not damage. Only a strict verification finds ``not proved``.
 Level: TypeAlias = Literal[
     "damaged", "not checked", "unknown", "dangerous", "needs code", "not proved", "warning", "note"
 ]
 
-#: ``not checked``: nothing is wrong with what could be read, but something could not be read.
+#: ``not checked``: everything that could be read is right, but some bytes could not be read.
 Status: TypeAlias = Literal["ok", "failed", "not checked"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. ``str`` returns it as a printable line.
+    """A finding. ``str(finding)`` is one printable line.
 
     Attributes:
-        level: How bad it is.
-        what: What was found, in words.
+        level: How severe it is.
+        what: The problem in words.
         where: The file or record.
-        expected: What was expected there.
-        got: What is there.
-        hint: What to do.
-        path: The path in the checkpoint of what needs code.
+        expected: The expected value.
+        got: The value that was found.
+        hint: What the user can do.
+        path: The path in the graph of the object that needs code. None for other findings.
     """
 
     level: Level
@@ -91,19 +92,20 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Verdict(Result):
-    """What :func:`verify` found.
+    """The result of :func:`verify`.
 
     Attributes:
         path: The file or folder.
         format: The name of its format, or None if it could not be read as a checkpoint.
-        safety: How safe loading is, or None as above.
+        safety: How safe loading is, or None if that is not known.
         checked: The number of records that have a checksum.
         nbytes: The bytes of those records.
-        findings: What was found.
+        findings: The findings.
         more: The number of findings beyond the limit.
-        strict: Whether a checkpoint is ``ok`` only if it is proved to load with ``weights_only=True`` or has no pickle.
-        torch: The version of torch whose rules `safety` follows.
-        versions: The answers of all known versions, or None as in :class:`TorchLoadSummary`.
+        strict: Whether `status` is ``ok`` only if the checkpoint is proved to load with ``weights_only=True`` or has no
+            pickle.
+        torch: The version of torch whose rules `safety` is based on. None if the file could not be read.
+        versions: The answer of each known version of torch. None if it was not computed.
     """
 
     path: str
@@ -125,7 +127,10 @@ class Verdict(Result):
 
     @property
     def status(self) -> Status:
-        """``failed`` if anything is wrong, else ``not checked`` if bytes could not be read, else ``ok``."""
+        """``failed`` if a finding is severe, else ``not checked`` if bytes could not be read, else ``ok``.
+
+        Severe are ``damaged``, ``unknown`` and ``dangerous``. With `strict`, ``needs code`` and ``not proved`` are too.
+        """
         bad = {"damaged", "unknown", "dangerous"} | ({"needs code", "not proved"} if self.strict else set())
         levels = {finding.level for finding in self.findings}
         return "failed" if levels & bad else "not checked" if "not checked" in levels else "ok"
@@ -144,14 +149,14 @@ def verify(
     torch: str | None = None,
     progress: Meter | None = None,
 ) -> Verdict:
-    """Find all that is wrong with the checkpoint at `path`. All bytes that have a checksum are read.
+    """Find all faults of the checkpoint at `path`. All bytes that have a checksum are read.
 
     Args:
         path: A file, a folder with a set of shards or of torch.distributed.checkpoint, or the index of one; or a binary
             file object, as for :func:`ckptconv.open`.
         strict: Accept a checkpoint only if it is proved to load with ``weights_only=True``, or contains no pickle
             (safetensors).
-        expect_sha256: The SHA-256 of the file in hexadecimal digits. The whole file is then read.
+        expect_sha256: The SHA-256 of the file in hexadecimal digits. The complete file is then read.
         download: For a URL, as for :func:`ckptconv.convert`.
         torch: The version of torch that loads the file, as for :func:`ckptconv.inspect`. With ``"all"``, `strict`
             demands that all known versions load it.
@@ -159,7 +164,7 @@ def verify(
             is called with the number of bytes checked since its last call.
 
     Returns:
-        The findings. ``.ok`` is True if none of them matters.
+        The findings. ``.ok`` is True if none of them is severe.
 
     Raises:
         InputError: Nothing can be opened at `path`.
@@ -179,7 +184,7 @@ def verdict_on(
     torch: str | None = None,
     progress: Meter | None = None,
 ) -> Verdict:
-    """Return what :func:`verify` returns, in the words of the command line."""
+    """Return the verdict of :func:`verify`, with messages in the words of the command line."""
     expected, version = _digits(expect_sha256), asked_version(torch)
     faults = CollectingSink()
     with _opened(path, faults, download=download, progress=progress) as source, gc_paused():
@@ -219,7 +224,7 @@ def verdict_on(
 
 
 def _opened(path: Input, faults: CollectingSink, **how: Any) -> Readable:
-    """Open `path`. If that fails because bytes could not be read, raise the InputError that says why."""
+    """Open `path`. If bytes could not be read, raise the original reason instead of a fault that follows from it."""
     try:
         return open_input(path, faults, **how)
     except InputError:
@@ -229,16 +234,18 @@ def _opened(path: Input, faults: CollectingSink, **how: Any) -> Readable:
 
 
 def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> list[str]:
-    """Return the checkpoints that `path` means: itself, or those in the folder `path` and below it.
+    """Return the checkpoints at `path`: the file itself, or all checkpoints in and below the folder `path`.
 
-    The files of all ranks of a run are one checkpoint, named by their pattern or, if DeepSpeed wrote them, by their
-    folder. `pickles`: add all other pickles too,
-    whatever their name, since somebody may load them.
+    The files of all ranks of a run are one checkpoint. It is named by a pattern or, if DeepSpeed wrote it, by its
+    folder.
+    With `pickles`, all other pickles are included too, whatever their names, because somebody may load them. If a
+    folder
+    contains no checkpoint, return the folder.
 
     Raises InputError if a folder cannot be listed.
     """
     folder = locate(path)
-    if not os.fspath(path) or not is_folder(folder):  # pathlib reads an empty path as the current folder
+    if not os.fspath(path) or not is_folder(folder):  # pathlib would read an empty path as the current folder
         return [os.fsdecode(path)]
     paths = [
         str(each.path)
@@ -249,17 +256,17 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
 
 
 def _is_pickle(path: Path) -> bool:
-    """Return whether the file at `path` starts like a pickle. A file that cannot be read does not."""
+    """Return whether the file at `path` starts like a pickle. False if it cannot be read."""
     try:
         with open_input(path) as source:
             head = source.read(0, min(_HEAD, source.size))
             return bool(head) and looks_like_pickle(source, head)
-    except InputError:  # it cannot be loaded either
+    except InputError:  # a file that cannot be read cannot be loaded either
         return False
 
 
 def _digits(sha256: str | None) -> str | None:
-    """Return `sha256` in lower case, or None for None. Raise UsageError if it is not a SHA-256."""
+    """Return `sha256` in lower case, or None if `sha256` is None. Raise UsageError if it is not a SHA-256."""
     if sha256 is None:
         return None
     digits = sha256.strip().lower()
@@ -274,11 +281,13 @@ def _digits(sha256: str | None) -> str | None:
 def _findings(
     checkpoint: Checkpoint | None, concerned: list[Concern], faults: CollectingSink, path: Path
 ) -> list[Finding]:
-    """Return the findings about `checkpoint`, with its `faults`, the concerns `concerned` in it, and notes.
+    """Return the findings about `checkpoint`: its `faults`, the concerns `concerned`, and notes.
 
-    If it has faults, names that the reader met outside of the checkpoint are judged too.
+    If there are faults, the globals of pickles outside of the checkpoint's graph are judged too. `checkpoint` is None
+    if it
+    could not be read.
     """
-    if faults.errors:  # then the checkpoint may lack some of the file
+    if faults.errors:  # the checkpoint may then lack some objects of the file
         known = {concern.name for concern in concerned}
         concerned = concerned + [concern for concern in concerns_in(faults.named) if concern.name not in known]
     findings = [finding_of(error) for error in faults.errors if not (concerned and isinstance(error, DangerousError))]
@@ -289,8 +298,9 @@ def _findings(
 def _unproved(
     checkpoint: Checkpoint, loading: Loading, findings: list[Finding], versions: Mapping[str, Answer] | None
 ) -> Iterator[Finding]:
-    """Yield the finding that `checkpoint` is not proved to load, unless other `findings` fail a strict verification
-    anyway. If there are `versions`, all of them must load it.
+    """Yield a finding if `checkpoint` is not proved to load, by the rules of one version or of all `versions`.
+
+    Nothing is yielded if other `findings` already fail a strict verification.
     """
     has_pickle = not checkpoint.is_state_dict
     if loading.loads and versions and {*versions.values()} != {"loads"}:
@@ -306,7 +316,7 @@ def _unproved(
 def _safety(
     checkpoint: Checkpoint | None, concerned: list[Concern], findings: list[Finding], loading: Loading | None
 ) -> Safety | None:
-    """Return how safe loading is, or None if that is not known."""
+    """Return how safe loading is. Return None if `checkpoint` is None and no finding needs code or is dangerous."""
     levels = {finding.level for finding in findings}
     if "dangerous" in levels:
         return "dangerous"
@@ -316,7 +326,7 @@ def _safety(
 
 
 def _keep_unread(faults: CollectingSink) -> None:
-    """Replace the faults that follow from bytes that could not be read by the reasons why those could not be read."""
+    """Add the reasons why bytes could not be read, and remove the faults that may only follow from these."""
     if faults.not_read:
         first, _ = faults.not_read[0]
         later = faults.errors[first:]
@@ -326,12 +336,12 @@ def _keep_unread(faults: CollectingSink) -> None:
 
 
 def status_of(error: CkptconvError) -> Status:
-    """Return ``not checked`` if `error` says that bytes could not be read, else ``failed``."""
+    """Return ``not checked`` if `error` is about bytes that could not be read, else ``failed``."""
     return "not checked" if isinstance(error, UnreadableError) else "failed"
 
 
 def finding_of(error: CkptconvError) -> Finding:
-    """Return the finding that `error` is, which was raised or found while a checkpoint was read."""
+    """Return `error`, which was raised or collected by a reader, as a finding."""
     level: Level = "unknown" if isinstance(error, (UnsupportedError, LimitError)) else "damaged"
     level = "dangerous" if isinstance(error, DangerousError) else level
     level = "not checked" if status_of(error) == "not checked" else level
@@ -340,7 +350,7 @@ def finding_of(error: CkptconvError) -> Finding:
 
 
 def _of_concern(concern: Concern, path: Path) -> Finding:
-    """Return the finding that `concern` is, for the file at `path`."""
+    """Return `concern` as a finding about the file at `path`."""
     more = f", and {count(concern.more, 'time')} more" if concern.more else ""
     hints = {
         "dangerous": "no checkpoint needs it, but attacks use it: do not load it",
@@ -350,7 +360,7 @@ def _of_concern(concern: Concern, path: Path) -> Finding:
 
 
 def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Finding]:
-    """Yield the findings that are neither damage nor danger."""
+    """Yield the findings that are neither damage nor danger, among them the absence of checksums."""
     path = checkpoint.source.path
     if not records and NO_CHECKSUMS not in checkpoint.notes:
         yield Finding(
@@ -366,7 +376,7 @@ def _notes(checkpoint: Checkpoint, records: list[UnreadRecord]) -> Iterator[Find
 
 
 def _check_sha256(source: Readable, expected: str, faults: CollectingSink) -> None:
-    """Read all of `source`, and add a fault if its SHA-256 is not `expected`."""
+    """Read all of `source`. Add a fault if its SHA-256 is not `expected`, or if it cannot be read."""
     import hashlib  # few commands need it
 
     digest = hashlib.sha256()

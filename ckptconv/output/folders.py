@@ -1,12 +1,12 @@
 """Write a folder of planned files, completely or not at all.
 
-Each file is filled and fsynced as any other (:mod:`ckptconv.output.files`). An old folder and the new one exchange
-names in one step (``renameat2``, RENAME_EXCHANGE). If the system has no such call, the old folder is moved aside, and
-back if the new one cannot take its place.
+The new folder is filled under a temporary name, and each file is fsynced (:mod:`ckptconv.output.files`). Then the old
+folder and the new one exchange their names in one step (``renameat2`` with RENAME_EXCHANGE). On a system without this
+call, the old folder is renamed first, and renamed back if the new one cannot take its name.
 
-Files of a converted folder that are not checkpoints are copied with their modes. Links stay links, and a link that
-leads out of the folder is not followed. Remote folders have neither links nor modes. In place nothing is copied: the
-new folder gets hard links to the old folder's files.
+Files of a converted folder that are not checkpoints are copied with their modes. Links stay links. A link that leads
+out of the folder is not followed. Remote folders have neither links nor modes. For a conversion in place nothing is
+copied: the new folder gets hard links to the old folder's files.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from ckptconv.output.files import (
 )
 from ckptconv.system import calls, filesystem
 
-_ATTEMPTS = 3  # to delete a folder: a signal can end the first
-_APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of rename, if something has the name now
+_ATTEMPTS = 3  # attempts to delete a folder, because a signal can end the first
+_APPEARED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of rename if the name is taken now
 
 
 @dataclass(frozen=True)
 class OtherFile:
-    """Something that is not a checkpoint and is copied.
+    """A file, link or folder that is not a checkpoint and is copied.
 
     Attributes:
-        path: Where it will be.
-        source: Where it is.
-        kind: ``file``, ``link`` or ``folder``, or ``kept`` if it stays in a folder that is converted in place.
-        size: The number of bytes to copy.
+        path: Its path in the output.
+        source: Its path in the input.
+        kind: ``file``, ``link``, ``folder``, or ``kept`` for a file of a folder that is converted in place.
+        size: The number of bytes to copy. 0 unless it is a ``file``.
         open: Opens `source`.
     """
 
@@ -69,12 +69,15 @@ class OtherFile:
 
 
 def no_name(name: str) -> bool:  # noqa: ARG001 - the signature of `NewFolder.may_go`
-    """Return False: no file of an old folder may be removed that the new one does not have."""
+    """Return False for any `name`.
+
+    As `NewFolder.may_go`, it forbids to remove files that the new folder does not have.
+    """
     return False
 
 
 def names_in(folder: Path) -> Iterator[str]:
-    """Yield the files and the empty folders below `folder`, as paths relative to it. Raises OSError."""
+    """Yield the relative paths of all files, links and empty folders below `folder`. Raises OSError."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -94,11 +97,12 @@ class NewFolder:
 
     Attributes:
         target: Its path.
-        files: Planned files, whose paths are below `target`.
-        others: What is copied to paths below `target`.
-        may_go: Returns whether a name in an old folder may be removed although the new one does not have it.
-        like: The folder whose modes, and those of its folders, new folders get. None: the usual modes.
-        is_folder: False for a single file, which is at `target`.
+        files: The planned files. Their paths are below `target`.
+        others: The files, links and folders to copy. Their paths are below `target`.
+        may_go: Returns whether a file of an old folder may be deleted although the new folder does not have it. The
+            argument is its relative path.
+        like: A folder. New folders get its mode and the modes of its subfolders. None: the usual modes.
+        is_folder: False for a single file, whose path is `target`.
     """
 
     target: Path
@@ -110,31 +114,32 @@ class NewFolder:
 
     @cached_property
     def entries(self) -> list[OutFile | OtherFile]:
-        """All files, links and folders that it will contain."""
+        """All files, links and folders of the new folder."""
         return [*self.files, *self.others]
 
     @cached_property
     def names(self) -> set[str]:
-        """The paths of these, relative to `target`."""
+        """The paths of all entries, relative to `target`."""
         return {str(each.path.relative_to(self.target)) for each in self.entries}
 
 
 def write_folder(
     new: NewFolder, source: Readable, *, replace: bool, verify: bool, jobs: int = 1, progress: Progress | None = None
 ) -> Overflow:
-    """Write the folder `new`, and return what overflowed.
+    """Write the folder `new`, and return the numbers of elements that overflowed in casts.
 
     Args:
         new: The folder.
-        source: What the ranges of its files are in, and what must not change meanwhile.
+        source: The input, which must not change while the files are written.
         replace: Whether an old folder may be replaced.
-        verify: Whether to read the files back before the folder appears.
+        verify: Whether to read the files back before the folder gets its name.
         jobs: The number of threads that write files.
-        progress: Called with each number of bytes written.
+        progress: Called with the number of bytes written since the last call.
 
     Raises:
         OutputError, RefusedError, TargetExistsError, InputChangedError, MalformedError: As for
-            :func:`ckptconv.output.files.writing`. An old folder is as it was.
+            :func:`ckptconv.output.files.writing`. An old folder is then unchanged. One exception: OutputError is also
+            raised if the new folder is complete but the old one could not be deleted.
     """
     target = new.target
     _check_target(target, new, replace=replace)
@@ -146,7 +151,7 @@ def write_folder(
             with as_output_error(target):
                 try:
                     _make_folder(temporary, Path(), new)
-                except FileExistsError:  # another writer's, by the same random name
+                except FileExistsError:  # another writer chose the same random name
                     ours = False
                     raise
                 fd = calls.open_folder(temporary)
@@ -175,12 +180,11 @@ def write_folder(
 
 
 def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
-    """Raise unless `new` may be put at `target`.
+    """Raise an error unless `new` may take the path `target`. An empty folder may always be replaced.
 
     Raises:
-        RefusedError: There is something else than a folder, or the folder contains what `new` would not have and what
-            may not be removed.
-        TargetExistsError: There is a folder that is not empty, and `replace` is False.
+        RefusedError: The target is not a folder, or contains files that would be deleted and must not be.
+        TargetExistsError: The target is a folder that is not empty, and `replace` is False.
     """
     mode = mode_at(target)
     if mode is None:
@@ -211,12 +215,15 @@ def _check_target(target: Path, new: NewFolder, *, replace: bool) -> None:
 
 
 def _remove(folder: Path) -> bool:
-    """Delete `folder`, even if signals arrive meanwhile, and return whether it is gone. Then raise their exception."""
+    """Delete `folder`, and return whether it is gone.
+
+    A signal that arrives meanwhile raises its exception afterwards.
+    """
     came: BaseException | None = None
     for _ in range(_ATTEMPTS):
         try:
             shutil.rmtree(folder, ignore_errors=True)
-        except OSError as error:  # where Ctrl-C came as it closed a folder, rmtree closes that once more
+        except OSError as error:  # if Ctrl-C arrives while rmtree closes a folder, it closes the folder again
             came = error.__context__ or error
         except BaseException as error:  # Ctrl-C
             came = error
@@ -228,9 +235,9 @@ def _remove(folder: Path) -> bool:
 
 
 def _make_folders(temporary: Path, new: NewFolder) -> None:
-    """Make the folders of `new` below `temporary`.
+    """Create the subfolders of `new` below `temporary`, outer ones first.
 
-    Each has everything that the old folder with its name has, or the mode of the source's folder with its name.
+    A subfolder gets all attributes of the old folder of the same name, or else the mode of the source's folder.
     """
     needed: set[Path] = set()
     for each in new.entries:
@@ -245,23 +252,26 @@ def _is_folder(entry: OutFile | OtherFile) -> bool:
 
 
 def _make_folder(path: Path, place: Path, new: NewFolder) -> None:
-    """Make the folder `path`, which will be at `place` in `new`. It is never more open than the old one there.
+    """Create the folder `path`, which will have the relative path `place` in `new`.
 
-    Its owner may write it. Raises OSError, RefusedError.
+    It gets the attributes of the old folder at that place, or else the mode of the one in ``new.like``. It never has
+    more
+    permissions than the old one, and its owner may always write. Raises OSError, RefusedError.
     """
     old = new.target / place
     if not old.is_dir():
         os.mkdir(path, folder_mode(new.like / place) if new.like else 0o777)
         return
-    os.mkdir(path, stat.S_IRWXU if calls.HAS_OWNERS else 0o777)  # Windows takes 0o700 for a list of one user
+    os.mkdir(path, stat.S_IRWXU if calls.HAS_OWNERS else 0o777)  # Windows reads 0o700 as a list with one user
     filesystem.take_over(path, old)
     os.chmod(path, folder_mode(path))
 
 
 def _check_space(temporary: Path, new: NewFolder) -> None:
-    """Raise OutputError if `new` needs more space than is free, unless the blocks of its files will be shared.
+    """Raise OutputError if `new` needs more space than is free.
 
-    The space of each file is reserved when it is written.
+    It is not raised if the filesystem shares blocks with the source. The space of each file is reserved when it is
+    written.
     """
     needed = sum(each.size for each in new.entries)
     space = calls.free_space(temporary)
@@ -280,9 +290,9 @@ def _check_space(temporary: Path, new: NewFolder) -> None:
 def _fill_all(
     temporary: Path, new: NewFolder, source: Readable, *, verify: bool, jobs: int, progress: Progress | None
 ) -> Overflow:
-    """Write the files of `new` below `temporary`, `jobs` at a time, and return what overflowed.
+    """Write the files of `new` below `temporary` with `jobs` threads. Return the numbers of elements that overflowed.
 
-    After an error, or Ctrl-C, the other threads end at their next report of progress.
+    After an error or Ctrl-C, the other threads end at their next report of progress, and the first error is raised.
     """
     files = [entry for entry in new.entries if not _is_folder(entry)]
     failures: list[BaseException] = []
@@ -320,21 +330,22 @@ def _fill_all(
 
 
 class _Stopped(Exception):
-    """Another file could not be written, or Ctrl-C came."""
+    """Another file could not be written, or Ctrl-C was pressed."""
 
 
 def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> None:
-    """Give the finished folder its name. `check` raises an error if the old folder must not be removed.
+    """Rename the complete folder `temporary` to `target`, and exchange it with an old folder.
 
-    Raises TargetExistsError if something else took the name meanwhile.
+    `check` raises an error if the old folder must not be removed. It is called before the exchange and after it; in the
+    latter case the exchange is undone. Raises TargetExistsError if something else got the name `target` meanwhile.
     """
     with contextlib.suppress(FileNotFoundError):
         filesystem.take_over(temporary, target)
         if os.listdir(target):
-            check(target)  # again: filling the new one took a while
+            check(target)  # again, because filling the new folder took a while
             _change_names(temporary, target)
             try:
-                check(temporary)  # now the old folder, into which no other program puts anything by its name
+                check(temporary)  # now the old folder: other programs no longer reach it by its name
             except BaseException:
                 _change_names(temporary, target)
                 raise
@@ -350,7 +361,10 @@ def _publish(temporary: Path, target: Path, check: Callable[[Path], None]) -> No
 
 
 def _change_names(a: Path, b: Path) -> None:
-    """Exchange the names of the folders `a` and `b`, in one step or in three. If the second fails, undo the first."""
+    """Exchange the names of the folders `a` and `b`, in one step or in three.
+
+    If the second of the three steps fails, the first is undone.
+    """
     if filesystem.exchange(str(a), str(b)):
         return
     aside = a.with_name(f"{a.name}.old")
@@ -366,14 +380,14 @@ def _change_names(a: Path, b: Path) -> None:
 def others_in(
     folder: Path, target: Path, taken: Collection[str], *, deep: bool, has_links: bool
 ) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
-    """Return what to copy from `folder` to `target`, and the paths that cannot be copied, each with the reason.
+    """Return the entries of `folder` to copy to `target`, and the paths that cannot be copied, each with its error.
 
     Args:
         folder: The folder.
         target: The new folder.
-        taken: Names of files that are not to be copied, relative to `folder`.
-        deep: Whether to look below `folder` too.
-        has_links: Whether there can be links in `target`. If not, a link becomes the file that it leads to.
+        taken: The relative paths of files that are not copied, because they belong to checkpoints.
+        deep: Whether to include everything in subfolders.
+        has_links: Whether `target` can contain links. If not, a link is copied as the file that it leads to.
     """
     found: list[OtherFile] = []
     left: list[tuple[Path, CkptconvError]] = []
@@ -381,7 +395,7 @@ def others_in(
         if name in taken:
             continue
         try:
-            if stat.S_ISLNK(status.st_mode) and not has_links:  # it becomes a file there
+            if stat.S_ISLNK(status.st_mode) and not has_links:  # the link becomes a file in the target
                 check_inside(folder / name, folder)
             kind = _kind(folder, name, status)
         except RefusedError as error:
@@ -393,9 +407,10 @@ def others_in(
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Raise RefusedError if the link `path` leads out of `folder`: a planted link would copy what only we may read.
+    """Raise RefusedError if the link `path` leads out of `folder`.
 
-    A link from a snapshot in the Hub's cache to the blobs of that cache is allowed.
+    A link planted by another user could otherwise copy files that only we may read. A link from a snapshot in the Hub's
+    cache to the blobs of that cache is allowed.
     """
     real = Path(os.path.realpath(path))
     here = Path(os.path.realpath(path.parent))
@@ -405,7 +420,8 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFile]:
-    """Return what is in `folder` and below and is to stay as it is, all except the files `taken` and their journals.
+    """Return the entries in and below `folder` that stay unchanged: all except the files `taken` and their undo
+    journals.
 
     `target` is the same folder, perhaps under another name.
     """
@@ -417,10 +433,11 @@ def rest_of(folder: Path, target: Path, taken: Collection[str]) -> list[OtherFil
 
 
 def _entries(folder: Path, *, deep: bool, journals: bool = False) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield what is in `folder` and, if `deep`, below it, as relative paths with their status, folders first.
+    """Yield the relative path and status of everything in `folder` and, with `deep`, in its subfolders.
 
-    Links are not followed. Temporaries of this program are left out, and its undo journals unless `journals` is set.
-    Raises OSError.
+    A folder is yielded before its contents. Links are not followed. Temporary files of this program are left out, and
+    so
+    are its undo journals unless `journals` is set. Raises OSError.
     """
     waiting = [""]
     while waiting:
@@ -437,15 +454,16 @@ def _entries(folder: Path, *, deep: bool, journals: bool = False) -> Iterator[tu
 
 
 def _is_real_folder(status: os.stat_result) -> bool:
-    """Return whether `status` is of a folder that leads nowhere else."""
+    """Return whether `status` is that of a folder, and not of a link or junction."""
     return stat.S_ISDIR(status.st_mode) and not calls.is_junction(status)
 
 
 def _kind(folder: Path, name: str, status: os.stat_result) -> str:
     """Return how to copy `name` in `folder`: ``file``, ``folder`` or ``link``.
 
-    A link whose text leads to a path in the folder is copied as a link, any other as the file that it leads to. Raises
-    RefusedError if it cannot be copied.
+    A link with a relative text that stays inside the folder is copied as a link. Any other link is copied as the file
+    that
+    it leads to. Raises RefusedError if it leads out of the folder, and for special files.
     """
     if stat.S_ISREG(status.st_mode):
         return "file"
@@ -462,7 +480,10 @@ def _kind(folder: Path, name: str, status: os.stat_result) -> str:
 
 
 def copy_into(other: OtherFile, path: Path, *, verify: bool, progress: Progress | None) -> None:
-    """Copy `other` to `path`. Raises OSError, and what :func:`ckptconv.output.files.fill` raises."""
+    """Copy `other` to `path`. A ``kept`` file becomes a hard link, if the filesystem and its owner allow that.
+
+    Raises OSError, InputChangedError, and the errors of :func:`ckptconv.output.files.fill`.
+    """
     if other.kind == "link":
         os.symlink(os.readlink(other.source), path)
     elif other.kind == "kept":

@@ -1,4 +1,4 @@
-"""Compare two checkpoints: select parts, pair names, compare tensors and other objects, read values."""
+"""Compare two checkpoints: select state dicts, pair names, compare tensors and other objects, read values."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from ckptconv.stores.memory import Input
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PARTS = 64  # state dicts of one file that are tried
-_TRIED = 8  # names whose prefix in the other file is looked for
+_PARTS = 64  # state dicts of one file that are tried at most
+_TRIED = 8  # names whose prefix is looked for in the other file
 _T = TypeVar("_T")
 _SHOWN = 3  # paths in a brief note
 _ASKED = "left out as requested"
@@ -57,7 +57,7 @@ _ASKED = "left out as requested"
 
 @dataclass(frozen=True)
 class _Part:
-    """A state dict, or a module that gives one: its path, its names, and the options that take it."""
+    """A state dict, or a pickled module: its path, its names, and the options that select it."""
 
     path: str
     names: Collection[str]
@@ -67,14 +67,16 @@ class _Part:
 def command_that_fits(
     a: Checkpoint, b: Checkpoint, edits: Edits, paths: tuple[str, str], more: Sequence[Option] = ()
 ) -> str | None:
-    """Return the ``ckptconv diff`` that compares what `a` and `b` have in common, or None if there is none.
+    """Return the ``ckptconv diff`` command that compares the common tensors of `a` and `b`.
+
+    None if no such command is found.
 
     Args:
-        a: The first checkpoint, none of whose names is in `b`.
+        a: The first checkpoint. None of its names is in `b`.
         b: The second checkpoint.
-        edits: The edits of `a`, whose part is taken of `b` too.
+        edits: The edits of `a`. Its selection is applied to `b` too.
         paths: The paths of both.
-        more: Options to repeat.
+        more: Further options of the command.
     """
     if edits.unwrap or edits.strip_prefix or edits.rename or edits.add_prefix:
         return None  # another edit of names could apply in the wrong order
@@ -89,14 +91,14 @@ def command_that_fits(
 
 
 def options_of(edits: Edits) -> tuple[Option, ...]:
-    """Return the options for the parts that `edits` take, and for the names that they change."""
+    """Return the options that select state dicts and edit names in `edits`."""
     asked = ("state_dict", "select", "include", "exclude", "unwrap", "rename", "strip_prefix", "add_prefix")
     values = ((name, getattr(edits, name)) for name in asked)
     return tuple(Option(name, value) for name, value in values if value not in (None, False, ()))
 
 
 def _parts(checkpoint: Checkpoint, edits: Edits) -> list[_Part]:
-    """Return the state dicts and modules of `checkpoint`, or only the part that `edits` take."""
+    """Return the state dicts and modules of `checkpoint`. If `edits` already select one, return only that."""
     detected = checkpoint.detected
     taken = edits.select is not None or edits.state_dict
     parts = [
@@ -113,14 +115,17 @@ def _parts(checkpoint: Checkpoint, edits: Edits) -> list[_Part]:
 
 
 def _taking(path: str) -> tuple[Option, ...]:
-    """Return the options that take the part at `path`."""
+    """Return the options that select the object at `path`. None are needed for the root."""
     return () if path == "." else (Option("select", path),)
 
 
 def _options(ours: list[_Part], theirs: list[_Part]) -> tuple[Option, ...]:
-    """Return the options with which most names of a part of `ours` are those of a part of `theirs`, or nothing.
+    """Return options with which at least half of the names of one of `ours` match those of one of `theirs`.
 
-    The part of `theirs` is the whole checkpoint, or is at the same path.
+    Else nothing.
+
+    The state dict of `theirs` must be its root, or have the same path. Of several results, the one with the most common
+    names is returned.
     """
     best: tuple[tuple[int, int, list[str]], tuple[Option, ...]] = (0, 0, []), ()
     by_path = {their.path: their for their in theirs}
@@ -137,15 +142,18 @@ def _options(ours: list[_Part], theirs: list[_Part]) -> tuple[Option, ...]:
 
 
 def _simple(options: tuple[Option, ...]) -> tuple[int, list[str]]:
-    """Return a sort key that is larger for less to type. ``--unwrap`` counts as more than the prefix that
-    it takes off.
+    """Return a sort key for `options`. It is larger for options that are shorter to type.
+
+    ``--unwrap`` counts as longer than a single prefix that has the same effect.
     """
     words = [word for each in options for group in each.words() for word in group]
     return -len(words) - 2 * (Option("unwrap") in options), words
 
 
 def _renamed(ours: Collection[str], theirs: Collection[str]) -> Iterator[tuple[tuple[Option, ...], Collection[str]]]:
-    """Yield `ours` without edits, and after each edit that could make them `theirs`, with the option for the edit."""
+    """Yield pairs of options and names: `ours` unchanged, and `ours` after each edit that could make them equal
+    `theirs`.
+    """
     yield (), ours
     yield (Option("unwrap"),), set(unwrapped(ours).values())
     for prefix in _before(theirs, ours):
@@ -155,7 +163,7 @@ def _renamed(ours: Collection[str], theirs: Collection[str]) -> Iterator[tuple[t
 
 
 def _before(short: Collection[str], long: Collection[str]) -> set[str]:
-    """Return the prefixes that some of the first `short` names have in `long`."""
+    """Return the prefixes that some of `short` have in `long`. Only the first names of `short` are tried."""
     return {
         name.removesuffix(each)
         for each, _ in zip(short, range(_TRIED), strict=False)
@@ -167,11 +175,13 @@ def _before(short: Collection[str], long: Collection[str]) -> set[str]:
 @for_python
 @takes(DiffOptions, Compared)
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], **options: Unpack[DiffOptions]) -> Difference:
-    """Compare the checkpoints `a` and `b`, in whatever containers.
+    """Compare the checkpoints `a` and `b`. Their formats may differ.
 
-    Neither is executed, loaded or changed. Options that take a part apply to both, and `b` is compared as a whole if it
-    does not have that part. Options that edit names apply to `a`. If one of the two is safetensors, the state dict of
-    the other is taken.
+    Neither is executed, loaded or changed. Options that select a part of a checkpoint apply to both. If `b` does not
+    have
+    this part, all of `b` is compared. Options that edit names apply only to `a`. If one of the two is safetensors, only
+    the
+    state dict of the other is compared.
 
     Args:
         a: The first checkpoint.
@@ -179,11 +189,11 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], **options: Unpack
         **options: The keys of :class:`~ckptconv.inspection.comparison.options.DiffOptions`.
 
     Returns:
-        What differs. ``.same`` is True if nothing does.
+        The differences. ``.same`` is True if there are none.
 
     Raises:
-        CkptconvError: One of its subclasses, if one cannot be read or an edit cannot be made of `a`.
-        ArgumentTypeError: An option has a wrong type, or there is none of that name.
+        CkptconvError: One of its subclasses, if a checkpoint cannot be read or an edit cannot be applied to `a`.
+        ArgumentTypeError: An option has a wrong type, or no option has that name.
     """
     edits, others = split_edits(options)
     return compare(a, b, edits, Compared(**others))
@@ -198,16 +208,16 @@ def compare(
     brief: bool = False,
     progress: Meter | None = None,
 ) -> Difference:
-    """Return what :func:`diff` returns, with its options as data. File objects can be compared too.
+    """Return the result of :func:`diff`. `a` and `b` can also be file objects.
 
     Args:
         a: The first checkpoint.
         b: The second checkpoint.
-        edits: What is edited.
-        compared: What is compared, and how exactly.
-        brief: Whether notes name only a few paths of many.
-        progress: Called with the bytes to compare. It returns a context manager for a function that is called with each
-            number of bytes compared.
+        edits: The edits of `a`, and the selection for both.
+        compared: The facts to compare, and the tolerances.
+        brief: Whether notes name only a few of many paths.
+        progress: Called with the number of bytes to compare. It returns a context manager for a function that is called
+            with the number of bytes compared since its last call.
     """
     with _paired(a, b, edits, compared, brief=brief, progress=progress, judged=True) as comparison:
         comparison.values.run(progress)
@@ -225,7 +235,7 @@ def are_same(
     *,
     progress: Meter | None = None,
 ) -> bool:
-    """Return whether :func:`compare` would find nothing. It stops at the first difference."""
+    """Return whether :func:`compare` would find no difference. The comparison stops at the first difference."""
     with _paired(a, b, edits, compared, brief=True, progress=progress) as comparison:
         if comparison.differs_already():
             return False
@@ -241,11 +251,11 @@ def are_same(
 def _paired(
     a: Input, b: Input, edits: Edits, compared: Compared, *, brief: bool, progress: Meter | None, judged: bool = False
 ) -> Iterator[_Comparison]:
-    """Open `a` and `b`, and yield their comparison, in which everything but values was compared.
+    """Open `a` and `b`, and yield their comparison. Everything except tensor values has been compared.
 
-    `judged` says whether it also tells what is dangerous in them.
-
-    Raise InputChangedError if one of them changes before the end.
+    With `judged`, dangerous calls in both are recorded too. Raises InputChangedError at the end of the block if a file
+    has
+    changed.
     """
     with (
         open_input(a, download=compared.download, progress=progress) as source_a,
@@ -265,7 +275,7 @@ def _paired(
 
 
 class _Comparison:
-    """The steps of one comparison, in order."""
+    """The steps of one comparison, in the order in which they run."""
 
     def __init__(
         self,
@@ -294,8 +304,9 @@ class _Comparison:
     # Parts
 
     def take_parts(self) -> None:
-        """Take the part that is asked for on both sides, or that the other side can be compared with, and edit the
-        names of `a`.
+        """Reduce both sides to the state dict that the options select, and edit the names of `a`.
+
+        If one side has only tensors (safetensors), both are reduced to their state dicts.
         """
         alone = bool(self.weights_alone)
         if alone and not (self.a.tensors or self.b.tensors):
@@ -324,7 +335,7 @@ class _Comparison:
             self.rest[1].extend(each.path for each in left_in_b)
 
     def show_values(self) -> None:
-        """Give the quantized weights of one side their values if the other side has numbers of that name."""
+        """Dequantize the quantized weights of each side whose names on the other side belong to unquantized tensors."""
         both = self.a, self.b
         plain = [
             {name for found in each.detected.state_dicts for name in found.names()}
@@ -338,7 +349,7 @@ class _Comparison:
                 self.notes.append(f"{side} stores {weights} as {layout}: compared by value, in float32, without scales")
 
     def hint_of_other_order(self, edits: Edits) -> str | None:
-        """Return the hint to give `b` first, or None if `edits` cannot be made of `b` either. `b` is changed."""
+        """Return a hint to give `b` first, if `edits` can be applied to `b`. Else return None. `b` is changed."""
         try:
             apply(self.b, edits, is_emitted=False)
         except CkptconvError:
@@ -349,7 +360,12 @@ class _Comparison:
         return f"{why}: " + command("diff", *files, *options_of(self.edits), *self.compared.options())
 
     def take_part_of_b(self, *, alone: bool) -> list[LeftBehind]:
-        """Take the part of `b` that is asked for, if `b` has it, and return what is left behind."""
+        """Reduce `b` to the selected part, if `b` has it, and return the objects that are left out.
+
+        `alone` requests the state dict. A note is added if all of `b` is compared instead. Raises RefusedError if `b`
+        has several
+        state dicts, or none although one is needed.
+        """
         path = self.edits.select
         if path is not None:
             try:
@@ -370,7 +386,7 @@ class _Comparison:
             raise RefusedError(error.what, where=error.where, hint=hint) from None
 
     def filter_b(self) -> None:
-        """Apply the globs to `b`, except those that match nothing there, which are noted."""
+        """Apply the globs to `b`. A glob that matches nothing in `b` is not applied, and a note names it."""
         include, exclude = (_meaningful(self.b, globs) for globs in (self.edits.include, self.edits.exclude))
         for glob in (*self.edits.include, *self.edits.exclude):
             if glob not in include and glob not in exclude:
@@ -381,7 +397,7 @@ class _Comparison:
     # Names, and everything but values
 
     def pair(self) -> None:
-        """Pair the names of both sides, and compare everything but values, unless only names are asked for."""
+        """Pair the names of both sides. Unless only names are compared, compare everything except tensor values."""
         self.pairing.run()
         if self.compared.names_only:
             return
@@ -398,7 +414,7 @@ class _Comparison:
                     self.others.append((OtherDifference(f"__metadata__/{key}", *words), None))
 
     def compare_tensors(self, pair: tuple[Place, Place]) -> None:
-        """Compare two tensors of one name, except for their values, which are noted to be compared."""
+        """Compare two tensors with the same name, except for their values. Their values are queued for comparison."""
         place_a, place_b = pair
         side_a, side_b = self.pairing.a, self.pairing.b
         a, b = side_a.tensor(place_a.node), side_b.tensor(place_b.node)
@@ -428,7 +444,10 @@ class _Comparison:
             self.places[place_a.path] = pair
 
     def compare_storages(self, place_a: Place, place_b: Place) -> None:
-        """Compare two storages without tensors, as bytes."""
+        """Compare the class, size and device of two storages without tensors.
+
+        If they agree, queue their bytes for comparison.
+        """
         a, b = self.pairing.a.storages[id(place_a.node)], self.pairing.b.storages[id(place_b.node)]
         words = self.pairing.a.words(place_a.node), self.pairing.b.words(place_b.node)
         classes = storage_id(place_a.node).cls.name, storage_id(place_b.node).cls.name
@@ -443,7 +462,7 @@ class _Comparison:
     # Results
 
     def with_statistics(self, differing: Sequence[TensorDifference]) -> tuple[TensorDifference, ...]:
-        """Return `differing`, each with what its elements are on both sides."""
+        """Return `differing` with statistics of the elements on both sides. The tensors are read."""
         a, b = (
             values_of(
                 {each.path: side.at(self.places[each.path][i]) for each in differing},
@@ -455,7 +474,7 @@ class _Comparison:
         return tuple(replace(each, statistics=(a.get(each.path), b.get(each.path))) for each in differing)
 
     def differs_already(self) -> bool:
-        """Return whether something other than values differs."""
+        """Return whether a difference is known before tensor values are read."""
         pairing = self.pairing
         if pairing.a.only or pairing.b.only:
             return True
@@ -464,7 +483,7 @@ class _Comparison:
         return bool(others) or next(unlike, None) is not None or None in self.values.found.values()
 
     def result(self) -> Difference:
-        """Return the difference."""
+        """Return the complete difference, after tensor values were compared."""
         differing = []
         for difference, keys in self.found:
             values = _sum([self.values.found[key] for key in keys]) if keys else None
@@ -497,8 +516,11 @@ class _Comparison:
         )
 
     def suggestion(self) -> str | None:
-        """Return the command that makes `b` of `a` if only their grouping differs; else, if no name is in both, the
-        one that compares what is alike. None if there is none.
+        """Return a command that is useful for this difference, or None.
+
+        If only the grouping of tensors differs (such as fused weights), the command converts `a` to the grouping of
+        `b`. If no
+        name is common, the command compares matching names.
         """
         pairing = self.pairing
         if not (pairing.a.only and pairing.b.only):
@@ -511,14 +533,17 @@ class _Comparison:
         return command_that_fits(self.a, self.b, self.edits, self.paths, self.compared.options())
 
     def differs(self, key: Key) -> bool:
-        """Return whether the values of `key` differ, or cannot be compared."""
+        """Return whether the values of `key` differ or could not be compared."""
         values = self.values.found[key]
         return values is None or values.differing > 0
 
     # Notes
 
     def more_notes(self, near: list[str]) -> Iterator[str]:
-        """Yield what else to know. `near` are the paths of tensors that differ within the tolerance."""
+        """Yield notes about differences within the tolerance, unread storages, and objects that were not compared.
+
+        `near` are the paths of tensors that differ within the tolerance.
+        """
         if near:
             most = max(self.values.near.values())
             yield (
@@ -544,7 +569,7 @@ class _Comparison:
                     )
 
     def notes_of_rest(self) -> Iterator[str]:
-        """Yield what was not compared because one side has only tensors with names."""
+        """Yield a note for each side about objects that were not compared because the other side has only tensors."""
         for side, own, passed_over in zip("AB", self.rest, self.pairing.passed_over, strict=True):
             paths = [*own, *passed_over]
             if paths:
@@ -552,11 +577,11 @@ class _Comparison:
                 yield f"not compared: {what}; {self.weights_alone[0]}"
 
     def some(self, paths: Sequence[str]) -> str:
-        """Return `paths` as text: all of them, or only a few in a brief note."""
+        """Return `paths` as text. A brief comparison includes only the first few."""
         return some(paths, _SHOWN if self.brief else len(paths))
 
     def notes_of_ties(self) -> Iterator[str]:
-        """Yield which names are one tensor on one side only."""
+        """Yield notes about names that are tied on one side only."""
         names = [place.path for place, _ in self.pairing.tensors]
         groups = _groups(self.a, names), _groups(self.b, names)
         for this, other, word in ((0, 1, "A"), (1, 0, "B")):
@@ -570,7 +595,10 @@ class _Comparison:
 
 
 def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of `globs` that match a tensor of `checkpoint`."""
+    """Return the `globs` that match a tensor of `checkpoint`.
+
+    A glob with a slash is matched with the paths of all tensors, any other with the names in state dicts only.
+    """
     state_dicts = {id(state_dict.node) for state_dict in checkpoint.detected.state_dicts} if globs else set()
     tensors = [place for place in checkpoint.places if id(place.node) in checkpoint.tensor_nodes] if globs else []
     named = [place for place in tensors if place.parent is not None and id(place.parent.node) in state_dicts]
@@ -580,7 +608,10 @@ def _meaningful(checkpoint: Checkpoint, globs: tuple[str, ...]) -> tuple[str, ..
 
 
 def _why_weights_alone(checkpoint: Checkpoint) -> str | None:
-    """Return why only tensors with names are compared if `checkpoint` is one side, or None if more is compared."""
+    """Return the reason why only named tensors can be compared with `checkpoint`.
+
+    None if it has other comparable objects.
+    """
     if is_exported(checkpoint):
         return f"of a {checkpoint.format} the weights are compared"
     if checkpoint.is_state_dict:
@@ -591,19 +622,19 @@ def _why_weights_alone(checkpoint: Checkpoint) -> str | None:
 
 
 def _pair(a: _T, b: _T) -> tuple[_T, _T] | None:
-    """Return `a` and `b` if they differ, else None."""
+    """Return `a` and `b` as a pair if they differ, else None."""
     return None if a == b else (a, b)
 
 
 def _are_numbers(a: str, b: str) -> bool:
-    """Return whether the dtypes `a` and `b` can be compared as numbers."""
+    """Return whether elements of the dtypes `a` and `b` can be compared as numbers."""
     from ckptconv.byteranges.kernels.comparing import comparable
 
     return comparable(a, b)
 
 
 def _class_of(node: Call, info: TensorInfo, side: Side) -> str:
-    """Return the name of the class of the tensor that `node` makes."""
+    """Return the class of the tensor that `node` makes: ``Parameter``, ``Tensor``, or the name of a subclass."""
     cls = args_of(node)[1] if str(node.callable) in FROM_TYPE and len(args_of(node)) > 1 else None
     if isinstance(cls, Global) and not info.is_parameter:
         return side.name(cls)
@@ -611,7 +642,7 @@ def _class_of(node: Call, info: TensorInfo, side: Side) -> str:
 
 
 def _groups(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:
-    """Return for each of `names` the first of them that is the same tensor."""
+    """Return, for each of `names`, the first of `names` that is the same tensor in `checkpoint`."""
     first: dict[str, str] = {}
     groups = {}
     for name in names:
@@ -621,7 +652,10 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:
 
 
 def _sum(parts: list[ValueDifference | None]) -> ValueDifference | None:
-    """Return the difference of a tensor that consists of several, or None if that of one of them is not known."""
+    """Return the difference of a tensor with several components, from the differences `parts` of these components.
+
+    Return None if one of them is None.
+    """
     values = [each for each in parts if each is not None]
     if len(values) < len(parts) or len(values) == 1:
         return parts[0] if len(parts) == 1 else None

@@ -9,14 +9,14 @@ from ckptconv.result import Result
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What the header of one side says about a tensor.
+    """The description of a tensor in the checkpoint of one side.
 
     Attributes:
         path: Its path.
-        dtype: Its dtype, as torch calls it.
+        dtype: Its dtype, in torch's spelling.
         shape: Its shape.
         nbytes: The bytes of its elements.
-        tied_to: The path of an earlier tensor that is the same, or None.
+        tied_to: The path of an earlier tensor with the same data, or None.
     """
 
     path: str
@@ -28,26 +28,29 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class OnlyIn(TensorFacts):
-    """A tensor whose name the other side does not have."""
+    """A tensor whose name exists only on one side."""
 
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How far two tensors of one shape are apart.
+    """The difference between the values of two tensors of the same shape.
 
     NaN equals NaN, an infinity equals itself, and -0.0 equals 0.0. Integers are compared exactly.
 
     Attributes:
         elements: The number of elements.
-        differing: How many of them differ.
+        differing: The number of elements that differ by more than the tolerance.
         largest: The largest ``|a - b|`` of the elements that are finite on both sides. None for dtypes whose bits torch
             does not read as numbers.
-        largest_relative: The largest ``|a - b| / |b|`` of the same elements, inf if b is 0 and a is not. None as above.
-        not_finite: How many of the differing elements are NaN or an infinity on at least one side.
-        histogram: The distribution of ``|a - b|`` over the finite elements that are not equal, also those within the
-            tolerance. None if it was not asked for.
-        relative_to_max: ``largest`` divided by the largest ``|b|`` of all finite elements, also of equal ones. It is
-            inf if that is 0, and None if it is not known.
+        largest_relative: The largest ``|a - b| / |b|`` of the same elements, inf if b is 0 and a is not. None for the
+            same
+            dtypes as `largest`.
+        not_finite: The number of differing elements that are NaN or infinite on at least one side.
+        histogram: The distribution of ``|a - b|`` over the finite elements that are not equal, including those within
+            the
+            tolerance. None if it was not requested.
+        relative_to_max: ``largest`` divided by the largest ``|b|`` of all finite elements, including equal ones. It is
+            inf if the divisor is 0, and None if it is not known.
     """
 
     elements: int
@@ -61,7 +64,8 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """Two tensors of one name, and what differs. A fact that differs is a pair, of A and of B; otherwise it is None.
+    """The differences between two tensors of the same name. An attribute is a pair of the values in A and in B if they
+    differ, and None if they are the same.
 
     Attributes:
         path: The path in both.
@@ -69,14 +73,14 @@ class TensorDifference:
         shape: Their shapes.
         device: Their devices.
         requires_grad: Whether they require gradients.
-        class_name: ``Tensor``, ``Parameter``, or the name of their own class.
-        made_of: Their kinds (strided, sparse) in words, or what else the calls that make them contain.
-        values: How far the values are apart. None if they were not compared, because shapes or kinds differ. If nothing
-            else differs, None means that the elements share bytes with other data and the storages are not equal.
-        rng_state: Whether it is the state of a random generator.
-        statistics: What the elements are on each side, if that was asked for; None for a side whose elements are not
-            numbers.
-        sides: What the headers of A and B say.
+        class_name: ``Tensor``, ``Parameter``, or the name of a subclass.
+        made_of: Their kinds (strided, sparse, ...), or a description of other differences in the calls that make them.
+        values: The difference of the values. None if they were not compared, because shapes or kinds differ. If nothing
+            else differs, None means that the elements are smaller than a byte and their storages are not equal.
+        rng_state: Whether the tensor is the state of a random generator.
+        statistics: Statistics of the elements on each side, if they were requested. None for a side whose elements are
+            not numbers.
+        sides: The descriptions of the tensor in A and in B.
     """
 
     path: str
@@ -94,7 +98,10 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class OtherDifference:
-    """What is at `path` in `a` and in `b`, in words, if it is not a tensor in both. None: nothing is there."""
+    """Descriptions of the objects at `path` in A and B, of which at least one is not a tensor.
+
+    None: the path does not exist.
+    """
 
     path: str
     a: str | None
@@ -103,24 +110,24 @@ class OtherDifference:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Result):
-    """What two checkpoints do not have in common.
+    """The differences between two checkpoints.
 
     Attributes:
         a: The first checkpoint.
         b: The second checkpoint.
         formats: The format of each.
-        tensors: The number of names that both have.
-        nbytes: The bytes of those tensors in `a`; tied ones count once.
-        only_in_a: Tensors whose name `b` does not have.
-        only_in_b: Tensors whose name `a` does not have.
-        differing: Tensors of both in which anything differs. Empty if only names were compared.
-        others: What differs and is not a tensor. Empty if only names were compared.
-        notes: What was not compared, and what else to know.
-        suggestion: The command that regroups the tensors of `a` as in `b`, if only that differs by names and shapes;
-            else, if no name is in both, the one that compares the tensors under their other paths or prefixes. None if
-            there is no such command.
-        near: The number of tensors in which numbers differ, all within the tolerance.
-        dangers: What attacks use and no checkpoint needs, in the words of ``inspect``, each after its side.
+        tensors: The number of tensor names that both have.
+        nbytes: The bytes of those tensors in `a`. Tied ones count once.
+        only_in_a: The tensors whose name exists only in `a`.
+        only_in_b: The tensors whose name exists only in `b`.
+        differing: The tensors of both that differ. Empty if only names were compared.
+        others: The differences between objects that are not tensors. Empty if only names were compared.
+        notes: Objects that were not compared, and further remarks.
+        suggestion: A command, or None. If only the grouping of tensors differs, it converts `a` to the grouping of `b`.
+            If
+            no name is common, it compares the tensors under other paths or prefixes.
+        near: The number of tensors whose numbers differ, but only within the tolerance.
+        dangers: Dangerous calls in `a` and `b`, in the words of ``inspect``. Each text begins with the side.
     """
 
     a: str
@@ -140,5 +147,5 @@ class Difference(Result):
 
     @property
     def same(self) -> bool:
-        """Whether everything that was compared is the same."""
+        """Whether no difference was found."""
         return not (self.only_in_a or self.only_in_b or self.differing or self.others)

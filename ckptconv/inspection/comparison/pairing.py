@@ -1,9 +1,10 @@
-"""Walk two graphs at once: pair tensors by name, and compare everything that is no tensor.
+"""Walk two graphs at the same time: pair tensors by path, and compare all objects that are not tensors.
 
-Things are paired by their paths, so the order of keys does not count; members of sets are paired by what they are. A
-pair of nodes is looked into once, wherever else the two meet again, so that what one side shares and the other has
-twice is the same. What pickles and torch's loader spell in several ways (bytes, sets, bytearrays, names of Python 2) is
-taken for what it means.
+Objects are paired by their paths, so the order of keys makes no difference. Members of sets are paired by their values.
+A pair of nodes is visited only once, even if both occur at several common paths. So an object that is shared on one
+side
+and stored twice on the other counts as the same. Values that pickles can write in several ways (bytes, sets,
+bytearrays, names of Python 2) are compared after decoding.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _SETS = {"builtins.set": "set", "builtins.frozenset": "frozenset"}
 
 
 class Side:
-    """One of the two checkpoints, after its names were edited, and the meaning of its nodes."""
+    """One of the two checkpoints, after edits of its names, with caches of facts about its nodes."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -74,38 +75,46 @@ class Side:
         self.reader = TensorReader(self.storages, str(checkpoint.source.path))
         self.root = Place(None, "", checkpoint.graph.root, 0)
         self.only: list[OnlyIn] = []
-        self.listed: set[int] = set()  # nodes below what the other side does not have
-        self.shown: set[int] = set()  # arguments and states below it
+        self.listed: set[int] = set()  # nodes below objects that the other side does not have
+        self.shown: set[int] = set()  # arguments and states below such objects
         self.said: dict[int, str] = {}
         self.meant: dict[int, Meant] = {}  # keys and members, by the ids of their nodes
         self.sorted: dict[int, list[Said] | None] = {}
 
     def tensor(self, node: Value) -> TensorInfo | None:
-        """Return the tensor that `node` makes, if it has a name, else None."""
+        """Return the tensor that the call `node` makes, or None if `node` does not make a tensor that has a path."""
         return self.checkpoint.tensor_nodes.get(id(node)) if isinstance(node, Call) else None
 
     def at(self, place: Place) -> TensorInfo:
-        """Return the tensor at `place`. A node can be at several places; all but the first have a tensor that is tied
-        to the first.
+        """Return the tensor at `place`.
+
+        A node can occur at several places. Then the tensors at all places but the first are marked as tied to the
+        first.
         """
         return self.checkpoint.tensors.get(place.path) or self.checkpoint.tensor_nodes[id(place.node)]
 
     def facts(self, place: Place) -> tuple[str, str, tuple[int, ...], int, str | None]:
-        """Return the path, dtype, shape, bytes and tie of the tensor at `place`."""
+        """Return the path, dtype, shape, bytes, and tie (a path or None) of the tensor at `place`."""
         info = self.at(place)
         return place.path, info.dtype, info.shape, info.nbytes, info.tied_to
 
     def inner_tensor(self, node: Value) -> TensorInfo | None:
-        """Return the tensor with a storage that `node` makes, even inside another tensor, else None."""
+        """Return the strided tensor that `node` makes, even if that is only a component of another tensor.
+
+        None without one.
+        """
         part = strided_part(node) if isinstance(node, Call) else None
         return self.reader.strided_or_none(part.function, part.args.items) if part else None
 
     def name(self, node: Value) -> str:
-        """Return the name that unpickling looks up for `node`, or "" if it is not a global."""
+        """Return the name that unpickling looks up for `node`, after translation from Python 2.
+
+        Empty if it is not a global.
+        """
         return imported_name(node, self.protocol) if isinstance(node, Global) else ""
 
     def kind(self, node: Value) -> str:
-        """Return the type of `node` in a word or two, or the class of an object."""
+        """Return the type of `node` in one or two words. For a call, return the name of the class."""
         if isinstance(node, Call):
             name = self.name(node.callable)
             data = self.data(node)
@@ -115,7 +124,7 @@ class Side:
         return _KINDS.get(type(node)) or type_of(node).__name__
 
     def data(self, node: Value) -> _Data | None:
-        """Return `node` as text or bytes, or None if it is neither."""
+        """Return `node` as text or bytes, also if it is a call that makes bytes. Return None for all other nodes."""
         if isinstance(node, str):
             return _Data("str", node.encode("utf-8", "surrogatepass"))
         if isinstance(node, bytes):
@@ -140,8 +149,9 @@ class Side:
         return None
 
     def encoded(self, kind: str, args: list[Value]) -> _Data | None:
-        """Return the bytes that a pickle of protocol 2 writes as a text and its encoding, or None if `args` are not
-        that.
+        """Return the bytes that `args`, a text and the encoding Latin-1, stand for in pickles of protocol 2.
+
+        Return None if `args` are different.
         """
         text, encoding = args
         if encoding not in _LATIN_1:
@@ -154,12 +164,13 @@ class Side:
             return None
 
     def members(self, node: Value) -> list[Value] | None:
-        """Return the members of a set, or None for everything else."""
+        """Return the members of the set `node`. Return None if `node` is not a set."""
         return None if isinstance(node, (List, Tuple)) else members_of(node)
 
     def set_of(self, node: Value) -> Node | None:
-        """Return the node that contains the members of a set: itself, or the list it is made of. None for everything
-        else.
+        """Return the node that contains the members of the set `node`. Return None if `node` is not a set.
+
+        For a call that makes a set of a list, this is the list. Otherwise it is `node` itself.
         """
         if isinstance(node, Call) and members_of(node, 0) is not None:
             made_of = args_of(node)
@@ -167,15 +178,15 @@ class Side:
         return node if isinstance(node, (Set, FrozenSet)) else None
 
     def words(self, node: Value) -> str:
-        """Return `node` in words."""
+        """Return a short description of `node`. Descriptions of nodes are cached."""
         if not isinstance(node, Node):
             return describe(node)
-        if id(node) not in self.said:  # it can occur in any number of places
+        if id(node) not in self.said:  # a node can occur at any number of paths
             self.said[id(node)] = self._words(node)
         return self.said[id(node)]
 
     def _words(self, node: Node) -> str:
-        """Return the words of a `node` that were not asked for before."""
+        """Return the description of `node` without the cache."""
         if isinstance(node, Call) and (info := self.tensor(node)):
             return f"a tensor, {info.dtype} {list(info.shape)}"
         if isinstance(node, PersistentId):
@@ -222,7 +233,7 @@ class _Data:
     is_text: bool = False
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the bytes."""
+        """Yield the bytes, encoded as Latin-1 if the range contains text."""
         chunks = iter([self.of]) if isinstance(self.of, bytes) else read(self.of)
         if not self.is_text:
             yield from chunks
@@ -235,10 +246,16 @@ class _Data:
 
 @dataclass(slots=True)
 class Meaning:
-    """The meaning of a key or member of `side`, with `room` for so many atoms.
+    """A computation of the meaning of a key or of a member of a set: a value that can be compared between both sides.
 
-    The meaning of a tuple or frozenset is a number, the same in `numbers` for the same items. So each is looked into
-    once, however large it is and however often it is shared.
+    The meaning of a tuple or frozenset is a number that equal items share. So each is visited once, even if it is large
+    and
+    occurs often.
+
+    Attributes:
+        side: The side that contains the key.
+        numbers: The numbers of tuples and frozensets, common to both sides.
+        room: How many atoms may still be visited. Large byte strings count as several.
     """
 
     side: Side
@@ -246,7 +263,10 @@ class Meaning:
     room: int = KEY_SIZE
 
     def of(self, value: Value, depth: int) -> Meant:
-        """Return the meaning of `value`, down to `depth` levels. None if it is too large or contains an object."""
+        """Return the meaning of `value`.
+
+        Return None if it contains an object, is too large, or is nested deeper than `depth`.
+        """
         if id(value) in self.side.meant:
             return self.side.meant[id(value)]
         data = self.side.data(value)
@@ -263,7 +283,10 @@ class Meaning:
         return meant
 
     def of_items(self, value: Node, depth: int) -> Meant:
-        """Return the meaning of a tuple or frozenset, made of that of its items. None for everything else."""
+        """Return the meaning of the tuple or frozenset `value`, from the meanings of its items.
+
+        None for all other nodes.
+        """
         is_tuple = isinstance(value, Tuple)
         items = value.items if isinstance(value, Tuple) else self.side.members(value)
         if items is None or not (is_tuple or self.side.kind(value) == "frozenset"):
@@ -279,19 +302,19 @@ class Meaning:
 
 
 def inside_word(word: Call) -> Value:
-    """Return the node that contains the arguments of `word`, which makes a ``torch.device`` or ``torch.Size``."""
+    """Return the node with the arguments of `word`, a call that makes a ``torch.device`` or ``torch.Size``."""
     args = args_of(word)
     return args[0] if len(args) == 1 and isinstance(args[0], Tuple) else word.args
 
 
 def said_in(word: Call) -> list[Said]:
-    """Return the arguments of `word`, which makes a ``torch.device`` or ``torch.Size``."""
+    """Return the arguments of `word`, a call that makes a ``torch.device`` or ``torch.Size``, in comparable form."""
     inside = inside_word(word)
     return [_atom(item) for item in inside.items] if isinstance(inside, Tuple) else []
 
 
 def _atom(value: Value) -> Said:
-    """Return `value` as a kind and a value that sorts among others of its kind. A node is its own id."""
+    """Return `value` as a pair of its type and a value that can be sorted. For a node, this is its id."""
     if isinstance(value, float):
         return "float", struct.pack(">d", value + 0.0 if value == value else float("nan"))  # -0.0 is 0.0
     if value is None or isinstance(value, bool):
@@ -307,16 +330,16 @@ _KEY_DEPTH = 16  # levels of a key or member that is compared by its meaning
 
 @dataclass
 class Pairing:
-    """The walk through the sides `a` and `b`, and what it found.
+    """The walk through the sides `a` and `b`, and its results.
 
     Attributes:
         a: The first side.
         b: The second side.
-        tensors_alone: Whether to pair only the tensors that are items of the roots.
-        tensors: The pairs of places where both have a tensor.
-        storages: The pairs of places where both have a storage without a tensor.
-        others: What differs already.
-        passed_over: The paths on each side that were skipped because they are not tensors.
+        tensors_alone: Whether to pair only the tensors that are direct items of the roots.
+        tensors: The pairs of places at which both sides have a tensor.
+        storages: The pairs of places at which both sides have a storage without a tensor.
+        others: The differences between objects that are not tensors.
+        passed_over: The paths on each side that were skipped, because `tensors_alone` is set and they are not tensors.
     """
 
     a: Side
@@ -338,11 +361,14 @@ class Pairing:
         self._meanings: dict[object, int] = {}  # numbers of tuples and frozensets that are keys or members
 
     def run(self) -> None:
-        """Find everything. Raise LimitError if two graphs share their parts in ways that take too much work."""
+        """Walk through both graphs, and fill the attributes.
+
+        Raises LimitError if the graphs share nodes in ways that take too much work.
+        """
         if self.tensors_alone:
             self._items(self.a.root, self.b.root)
             return
-        todo = [self.b.root, self.a.root]  # in turn, because a million pairs take less memory so
+        todo = [self.b.root, self.a.root]  # alternating, because a list of a million pairs takes more memory
         while todo:
             a, b = todo.pop(), todo.pop()
             self._step(a)
@@ -350,9 +376,9 @@ class Pairing:
                 todo += self._pairs_below(a, b)[::-1]
 
     def same_parts(self, a: Call, b: Call) -> tuple[bool, list[tuple[TensorInfo, TensorInfo]]]:
-        """Compare the calls `a` and `b`, which make tensors without a storage of their own.
+        """Compare the calls `a` and `b`, which make tensors without a storage of their own, such as sparse ones.
 
-        Return whether everything but the tensors in them is the same, and the pairs of those tensors.
+        Return whether they are the same except for the tensors inside them, and the pairs of these inner tensors.
         """
         same = True
         tensors = []
@@ -378,8 +404,9 @@ class Pairing:
     # Steps
 
     def _step(self, place: Place | None) -> None:
-        """Charge the work for a pair, and count the length of the path of `place`. Raise LimitError if there is too
-        much.
+        """Charge the work for one pair, and the length of the path of `place`.
+
+        Raise LimitError if a limit is exceeded.
         """
         self._work.charge(_STEPS)
         if place:
@@ -389,7 +416,10 @@ class Pairing:
             raise LimitError("the paths in the two are too long", where=self.a.checkpoint.source.path)
 
     def _differ(self, a: Place, b: Place) -> bool:
-        """Note how the nodes at `a` and `b` differ, and return whether to look into them."""
+        """Record a difference between the nodes at `a` and `b`.
+
+        Return whether their children have to be compared too.
+        """
         left, right = a.node, b.node
         tensors = bool(self.a.tensor(left)), bool(self.b.tensor(right))
         if isinstance(left, Call) and isinstance(right, Call) and all(tensors):
@@ -416,8 +446,9 @@ class Pairing:
         return True
 
     def _same_alone(self, a: Value, b: Value) -> bool:
-        """Return whether `a` and `b` are the same without what is inside them. What is not looked into is compared as a
-        whole.
+        """Return whether `a` and `b` are the same without their children.
+
+        Nodes whose children are never visited, such as byte strings, are compared completely.
         """
         if type(a) is type(b) and isinstance(a, (str, bytes, int)):
             return a == b
@@ -426,12 +457,12 @@ class Pairing:
         if a not in self._shared[0] and b not in self._shared[1]:
             return self._is_same(a, b)
         pair = id(a), id(b)
-        if pair not in self._alike:  # a text of gigabytes can occur in any number of places
+        if pair not in self._alike:  # a text of gigabytes can occur at any number of paths
             self._alike[pair] = self._is_same(a, b)
         return self._alike[pair]
 
     def _is_same(self, a: Value, b: Value) -> bool:
-        """Return what :meth:`_same_alone` does, without its memory."""
+        """Return the result of :meth:`_same_alone`, without its cache."""
         data = self.a.data(a), self.b.data(b)
         if data[0] and data[1]:
             return data[0].kind == data[1].kind and same_streams(data[0].chunks(), data[1].chunks())
@@ -456,7 +487,7 @@ class Pairing:
         return True
 
     def _same_words(self, a: Call, b: Call) -> bool:
-        """Return whether two devices or two sizes are the same."""
+        """Return whether the calls `a` and `b` make the same ``torch.device`` or ``torch.Size``."""
         devices = torch_device(a), torch_device(b)
         if devices != (None, None):
             return devices[0] == devices[1]
@@ -466,9 +497,9 @@ class Pairing:
         return self._alike[pair]
 
     def _pairs_below(self, a: Place, b: Place) -> list[Place]:
-        """Return the places below `a` and `b` that both have, in turn. What only one has is noted.
+        """Return the places below `a` and `b` that both sides have, alternating between the sides.
 
-        Equal atoms in two lists or two tuples are left out.
+        Places that only one side has are recorded as differences. Equal atoms in two lists or two tuples are left out.
         """
         ours, theirs = _items_of(a.node), _items_of(b.node)
         if ours is not None and theirs is not None:
@@ -496,7 +527,12 @@ class Pairing:
         return pairs
 
     def _pairs_of_items(self, a: Place, b: Place, left: list[Value], right: list[Value]) -> list[Place]:
-        """Return the places of the items `left` and `right` that both sequences have and that are not equal atoms."""
+        """Return the places of the items that both sequences have, without equal atoms.
+
+        `left` and `right` are the items.
+
+        The items that only the longer sequence has are recorded as differences.
+        """
         pairs: list[Place] = []
         for i, (x, y) in enumerate(zip(left, right, strict=False)):
             if type(x) is not type(y) or isinstance(x, Node) or x != y:
@@ -508,7 +544,7 @@ class Pairing:
         return pairs
 
     def _listed_again(self, a: Value, b: Value) -> tuple[set[int], set[int]]:
-        """Return the ids of the arguments and states of `a` and of `b` whose pairs were looked into before."""
+        """Return the ids of the arguments and states of `a` and `b` whose pairs were visited before, for each side."""
         if not (isinstance(a, Call) and isinstance(b, Call)):  # only calls have arguments and states
             return set(), set()
         parts = zip(parts_listed(a, self.a.leaf), parts_listed(b, self.b.leaf), strict=False)
@@ -518,10 +554,11 @@ class Pairing:
         return {pair[0] for pair in again}, {pair[1] for pair in again}
 
     def _below(self, place: Place, side: Side, again: set[int]) -> dict[object, Place]:
-        """Return the places directly below `place` by what they are paired by.
+        """Return the places directly below `place`, by the key with which they are paired.
 
-        That is the segment, or the meaning of a key that is not a text. Arguments and states whose ids are in `again`
-        are left out.
+        The key is the segment of the path, or the meaning of a dict key that is not a text. Arguments and states whose
+        ids are
+        in `again` are left out.
         """
         node = place.node
         keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []
@@ -547,8 +584,9 @@ class Pairing:
         return by_key
 
     def _sorted(self, node: Value, side: Side) -> list[Said] | None:
-        """Return the members of a set sorted by their meaning, or None if some are objects, which are paired by their
-        places.
+        """Return the members of the set `node` sorted by their meaning. Return None if some members are objects.
+
+        Sets with objects are compared by the positions of their members.
         """
         stand_in = id(side.set_of(node))
         if stand_in not in side.sorted:  # any number of sets can be made of one list
@@ -567,7 +605,7 @@ class Pairing:
     # Differences
 
     def _other(self, a: Place, b: Place) -> None:
-        """Note that what is at `a` and `b` differs."""
+        """Record that the nodes at `a` and `b` differ, with descriptions that show the difference."""
         words = self.a.words(a.node), self.b.words(b.node)
         if words[0] == words[1]:
             kinds = self.a.kind(a.node), self.b.kind(b.node)
@@ -579,7 +617,7 @@ class Pairing:
         self.others.append(OtherDifference(a.path, *words))
 
     def _alone(self, place: Place, side: Side) -> None:
-        """Note what is at `place` of `side` and not in the other: each tensor, and everything else as one."""
+        """Record that `place` exists only on `side`: one difference for the object, one for each tensor below it."""
         self._step(place)
         if side.tensor(place.node):
             side.only.append(OnlyIn(*side.facts(place)))
@@ -598,7 +636,7 @@ class Pairing:
                 side.only.append(OnlyIn(*side.facts(at)))
 
     def _items(self, a: Place, b: Place) -> None:
-        """Pair the tensors that are items of the roots `a` and `b`, by name."""
+        """Pair the tensors that are direct items of the roots `a` and `b`, by name. All other items are passed over."""
         tensors_of: list[dict[str, Place]] = []
         for side, root, others in ((self.a, a, self.passed_over[0]), (self.b, b, self.passed_over[1])):
             tensors = {}
@@ -619,9 +657,10 @@ class Pairing:
 
 
 def _parts(node: Node, side: Side) -> list[Value]:
-    """Return what `node`, in the call of a tensor, consists of, without its device and its attributes.
+    """Return the function, arguments and states of `node`, a call that makes a tensor, without its device and
+    attributes.
 
-    Those are compared elsewhere.
+    The device and the attributes are compared elsewhere. For other nodes, return their children.
     """
     if side.data(node) is not None or is_word(node):
         return []
@@ -642,23 +681,23 @@ def _parts(node: Node, side: Side) -> list[Value]:
 
 
 def _quantizer(node: Value) -> Value:
-    """Return the scheme, scales and zero points of the quantized tensor that `node` makes."""
+    """Return the argument with the scheme, scale and zero point of the quantized tensor that `node` makes."""
     part = strided_part(node) if isinstance(node, Call) else None
     return next(iter(part.args.items[4:5]), None) if part else None
 
 
 def _items_of(node: Value) -> list[Value] | None:
-    """Return the items of a tuple or list, or None for everything else."""
+    """Return the items of a tuple or list, or None for all other nodes."""
     return node.items if isinstance(node, Tuple) else [*node.elements()] if isinstance(node, List) else None
 
 
 def _numbered(place: Place, members: list[Value]) -> dict[object, Place]:
-    """Return the `members` of the set at `place`, by their numbers."""
+    """Return places for the `members` of the set at `place`, by their position."""
     return {n: Place(place, f"/{{{n}}}", member, place.depth + 1) for n, member in enumerate(members)}
 
 
 def _apart(a: Value, b: Value, words: str) -> tuple[str, str]:
-    """Return where `a` and `b` differ, although both start like `words`."""
+    """Return descriptions of `a` and `b`, which both start like `words`, at the position of the first difference."""
     if isinstance(a, (str, bytes)) and isinstance(b, (str, bytes)) and type(a) is type(b):
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         start = max(0, at - 10)

@@ -1,7 +1,7 @@
-"""Compare the values of paired tensors: as bytes first, and as numbers if those differ.
+"""Compare the values of paired tensors: as bytes first, and as numbers if the bytes differ.
 
-torch is imported only if bytes differ, or are not stored in the order of their tensors. A storage that has the same
-known checksum on both sides is read only if that is asked for.
+torch is imported only if bytes differ, or are not stored in the order of the elements. A storage that has the same
+known checksum on both sides is read only with ``full``.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from ckptconv.inspection.values import BLOCK, Budget, Histogram, check_repeats, 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.comparing import Comparer
 
-_BUFFER = 1 << 20  # bytes of each side that a thread holds
-_SEGMENT = 16 << 20  # bytes that a thread takes at once
+_BUFFER = 1 << 20  # bytes of each side that a thread keeps in memory
+_SEGMENT = 16 << 20  # bytes that a thread takes in one step
 _SMALL = 128 << 10  # bytes; a smaller range is not worth another thread
 _MOST_THREADS = 4
 
-#: A part of a pair of ranges: the offset in both, and the length.
+#: A range in a pair of ranges: the offset in both, and the length.
 Unequal = tuple[int, int]
 #: The views of a pair of tensors.
 Key = tuple[tuple[object, ...], tuple[object, ...]]
-#: The codes with which :mod:`struct` reads dtypes, and how much of a part that differs is read with it.
+#: The codes with which :mod:`struct` reads dtypes.
 _STRUCT_CODES = {
     **dict(zip(("float16", "bfloat16", "float32", "float64"), "effd", strict=True)),
     **dict(zip(("int8", "int16", "int32", "int64"), "bhiq", strict=True)),
     **dict(zip(("uint8", "uint16", "uint32", "uint64"), "BHIQ", strict=True)),
 }
-_LOOKED_AT = 1 << 20  # bytes, a multiple of each size
+_LOOKED_AT = 1 << 20  # bytes of a differing range that are read with struct; a multiple of each item size
 
 
 def unequal_parts(
@@ -54,17 +54,18 @@ def unequal_parts(
     progress: Callable[[int], None] | None = None,
     counts: Callable[[int, Unequal], bool] = lambda i, part: True,
 ) -> dict[int, list[Unequal]]:
-    """Return the parts, of some megabytes, in which `pairs` of ranges of one length differ, by the index of the pair.
+    """Return the ranges in which `pairs` differ, by the index of the pair. Each range has up to some megabytes.
 
-    Pairs that are equal are not in it.
+    The two ranges of a pair have the same length. A pair that is equal is not in the result.
 
     Args:
         pairs: The ranges to compare.
         progress: Called with the number of bytes that were compared since its last call.
-        counts: Called with the index of a pair and an unequal part of it, in any thread. It returns whether the part
-            matters.
+        counts: Called with the index of a pair and a range in which it differs, in any thread. If it returns False,
+            that
+            range is not included in the result.
 
-    Raises what reading and these functions raise.
+    Raises the errors of reading and of these functions.
     """
     unequal: dict[int, list[Unequal]] = {}
     large = []
@@ -87,7 +88,7 @@ def unequal_parts(
 
 
 class _Reader:
-    """What the threads share: the segments that no thread has taken, and what was found."""
+    """The state that the comparing threads share: the segments that no thread has taken yet, and the results."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class _Reader:
         )
 
     def run(self) -> None:
-        """Compare segments until there are none."""
+        """Compare segments until none are left, or another thread has failed."""
         buffers = bytearray(_BUFFER), bytearray(_BUFFER)
         try:
             while (segment := self.take()) is not None:
@@ -126,14 +127,17 @@ class _Reader:
             raise
 
     def take(self) -> tuple[int, int, int] | None:
-        """Return the next segment, or None if there are no more."""
+        """Return the next segment as (index of the pair, offset, length). Return None if there are no more."""
         with self.lock:
             return None if self.stopped else next(self.segments, None)
 
     def same_bytes(
         self, a: ByteRange, b: ByteRange, offset: int, length: int, buffers: tuple[bytearray, bytearray]
     ) -> int:
-        """Return how many bytes of a segment are the same, in whole buffers."""
+        """Return how many bytes at the start of a segment are equal, as a multiple of the buffer size.
+
+        If all are equal, return `length`.
+        """
         for at in range(0, length, _BUFFER):
             n = min(_BUFFER, length - at)
             left, right = buffers if n == _BUFFER else (bytearray(n), bytearray(n))
@@ -145,11 +149,11 @@ class _Reader:
 
 
 class DifferenceFound(Exception):
-    """Values differ, and only whether they do was asked for."""
+    """Values differ. Raised if the caller only needs to know whether they do."""
 
 
 class Values:
-    """Compares the values of pairs of tensors of `a` and `b`, each pair of views once.
+    """The comparison of the values of paired tensors of `a` and `b`. Each pair of views is compared once.
 
     Args:
         a: The first checkpoint.
@@ -177,7 +181,7 @@ class Values:
         self.rtol, self.atol = rtol, atol
         self.full = full
         self.histogram = histogram
-        #: The results. None if bytes differ and it is not known whether those of the tensors do.
+        #: The results. None if bytes differ, but it is not known whether they belong to the tensors.
         self.found: dict[Key, ValueDifference | None] = {}
         self.near: dict[Key, float] = {}
         self.wanted: dict[Key, tuple[TensorInfo, TensorInfo]] = {}
@@ -185,10 +189,13 @@ class Values:
         self._packed: dict[Key, int] = {}
         self._believed: set[tuple[int, int]] = set()
         self._budget = Budget((), "")
-        self._rest = 2 * (a.source.size + b.source.size)  # bytes that may be read only to find the largest of B
+        self._rest = 2 * (a.source.size + b.source.size)  # bytes that may be read only to find the largest element of B
 
     def want(self, a: TensorInfo, b: TensorInfo) -> Key:
-        """Note that `a` and `b`, of one shape, are to be compared, and return the key of the result."""
+        """Queue the comparison of `a` and `b`, which have the same shape. Return the key of the result in `found`.
+
+        The result is entered at once if the tensors are empty or known to be equal.
+        """
         a, b = in_numbers(a), in_numbers(b)
         key = a.view, b.view
         if key not in self.found and key not in self.wanted:
@@ -205,9 +212,9 @@ class Values:
         return key
 
     def want_storages(self, key: Key, a: TensorInfo, b: TensorInfo) -> None:
-        """Note that the storages of `a` and `b` are to be compared, whose elements share bytes with other data.
+        """Queue the comparison of the complete storages of `a` and `b`, whose elements are smaller than a byte.
 
-        The elements are known to be equal only if the storages are.
+        The result is "equal" if the storages are equal, and None (not known) otherwise.
         """
         assert a.storage and b.storage
         if a.view[1:] != b.view[1:] or a.storage.nbytes != b.storage.nbytes:
@@ -219,11 +226,11 @@ class Values:
 
     @property
     def unread(self) -> int:
-        """The number of pairs of storages that are taken for equal by their checksums."""
+        """The number of pairs of storages that were not read, because their checksums are equal."""
         return len(self._believed.difference(_storages(a, b) for a, b in self.wanted.values()))
 
     def known_equal(self, a: TensorInfo, b: TensorInfo) -> bool:
-        """Return whether `a` and `b` are the same view of storages for which their files have the same checksum."""
+        """Return whether `a` and `b` are the same view of storages for which both files declare the same checksum."""
         if not a.storage or not b.storage or not self.is_same_view(a, b):
             return False
         data = a.storage.data, b.storage.data
@@ -231,11 +238,14 @@ class Values:
         return a.storage.nbytes == b.storage.nbytes and len(sums) == 2 and sums[0] is not None and sums[0] == sums[1]
 
     def is_same_view(self, a: TensorInfo, b: TensorInfo) -> bool:
-        """Return whether `a` and `b` are the same elements of their storages, in the same byte order."""
+        """Return whether `a` and `b` have the same offset, shape, stride and byte order in their storages."""
         return a.view[1:] == b.view[1:] and self.orders[0] == self.orders[1]
 
     def run(self, progress: Meter | None) -> None:
-        """Compare what was noted: as bytes if possible, and as numbers if those differ."""
+        """Compare all queued pairs: as bytes if possible, and as numbers if the bytes differ.
+
+        `progress` gets the bytes to read.
+        """
         self._budget = Budget(chain.from_iterable(self.wanted.values()), "compare a part: ")
         as_bytes = {key: spans for key, (a, b) in self.wanted.items() if (spans := self.spans(a, b))}
         pairs, homes = _merged(as_bytes)
@@ -266,17 +276,19 @@ class Values:
             self.found[key] = None if values is None or values.differing else ValueDifference(elements, 0)
 
     def elements(self, infos: tuple[TensorInfo, TensorInfo]) -> tuple[Piece, Piece]:
-        """Return the elements of both in row-major order."""
+        """Return pieces with the elements of both tensors in row-major order."""
         return piece_of(infos[0], self.orders[0]), piece_of(infos[1], self.orders[1])
 
     def equal(self, key: Key) -> None:
-        """Note that the values of `key` are equal."""
+        """Record that the values of `key` are equal."""
         self.found[key] = _equal(prod(self.wanted[key][0].shape) * self._repeats[key])
 
     def spans(self, a: TensorInfo, b: TensorInfo) -> tuple[ByteRange, ByteRange] | None:
-        """Return ranges of the files that are equal if `a` and `b` are, or None if there are none.
+        """Return a pair of ranges of the files. If the bytes in them are equal, then `a` and `b` are equal.
 
-        They contain the elements, or the whole storages of the same view.
+        The ranges contain the elements, or the complete storages if both tensors are the same view. Return None if
+        there are no
+        such ranges, for example because dtypes differ or storages are deflated.
         """
         if a.dtype != b.dtype or (a.conj, a.neg) != (b.conj, b.neg) or self.orders[0] != self.orders[1]:
             return None
@@ -302,10 +314,11 @@ class Values:
         home: tuple[ByteRange, ByteRange],
         unequal: Sequence[Unequal],
     ) -> None:
-        """Compare views as numbers that differ as bytes.
+        """Compare views as numbers whose bytes differ.
 
-        The views `keys` have one dtype and may overlap in `home`. So what is between two of their ends is compared
-        once.
+        The views `keys` have one dtype and may overlap in `home`. So each range between two of their ends is compared
+        once, and
+        the results are combined for each view.
         """
         infos = self.wanted[keys[0]]
         starts = {key: spans[key][0].offset - home[0].offset for key in keys}
@@ -326,10 +339,11 @@ class Values:
             self.conclude(key, together.of(at[starts[key]], at[stops[key]]))
 
     def see_rest(self, comparer: Comparer, b: TensorInfo, span: ByteRange, parts: Sequence[Unequal]) -> None:
-        """Pass `comparer` the elements of `b`, stored in `span`, outside of `parts`: its largest may be there.
+        """Pass `comparer` the elements of `b`, stored in `span`, outside of `parts`, because the largest element may
+        be there.
 
-        Views that are paired with several others are read until all together have as many bytes as the files. After
-        that the largest element is not known.
+        The total amount read in this way is limited to the size of the files. After that the largest element is not
+        known.
         """
         ends = [(0, 0), *parts, (span.length, 0)]
         gaps = [(at + length, stop) for (at, length), (stop, _) in pairwise(ends) if at + length < stop]
@@ -347,7 +361,9 @@ class Values:
     def compared(
         self, infos: tuple[TensorInfo, TensorInfo], spans: Sequence[ByteRange], parts: Sequence[Unequal]
     ) -> Comparer:
-        """Compare `parts` of `spans`, which are the elements of `infos`, as numbers."""
+        """Return a comparer that has compared the ranges `parts` of `spans`, which contain the elements of `infos`,
+        as numbers.
+        """
         for info in infos:
             self._budget.spend(sum(length for _, length in parts), f"the tensors up to {info.path}")
         comparer = self.comparer(*infos)
@@ -364,9 +380,11 @@ class Values:
         return comparer
 
     def without_equal_storages(self, slow: list[tuple[Key, Piece, Piece]]) -> list[tuple[Key, Piece, Piece]]:
-        """Return `slow` without the pairs that are the same view of equal storages.
+        """Return `slow` without the pairs that are the same view of equal deflated storages.
 
-        Deflated storages are compared once, however many views they have.
+        They are recorded as equal.
+
+        Two deflated storages are compared once, even if they have many views.
         """
         same: dict[tuple[int, int], bool] = {}
         left = []
@@ -389,7 +407,7 @@ class Values:
         return left
 
     def compare_streams(self, slow: list[tuple[Key, Piece, Piece]]) -> None:
-        """Compare what has to be inflated, gathered, byte-swapped or widened."""
+        """Compare pairs that have to be inflated, gathered, byte-swapped or cast before they can be compared."""
         for key, *pieces in slow:
             for info, piece in zip(self.wanted[key], pieces, strict=True):
                 check_repeats(info)
@@ -421,7 +439,10 @@ class Values:
         return Comparer(a.dtype, b.dtype, self.rtol, self.atol, histogram=self.histogram)
 
     def conclude(self, key: Key, comparer: Comparer) -> None:
-        """Note what `comparer` found about `key`. Raise DifferenceFound if it differs and only that was asked for."""
+        """Record the result of `comparer` for `key`.
+
+        Raises DifferenceFound if values differ and ``stops`` is set.
+        """
         if comparer.differing and self.stops:
             raise DifferenceFound
         from ckptconv.byteranges.kernels.summing import bins_of
@@ -442,7 +463,10 @@ class Values:
 
 
 class _Together:
-    """The results of `comparers` of adjacent ranges, and of any neighbours among them together, in few steps."""
+    """A segment tree of the results of `comparers`, which compared adjacent ranges.
+
+    Combines any consecutive results quickly.
+    """
 
     def __init__(self, comparers: Sequence[Comparer]) -> None:
         self.n = len(comparers)
@@ -451,7 +475,7 @@ class _Together:
             self.nodes[i] = self.nodes[2 * i] | self.nodes[2 * i + 1]
 
     def of(self, first: int, stop: int) -> Comparer:
-        """Return the result of those from `first` to before `stop`."""
+        """Return the combined result of the comparers from `first` to `stop` (exclusive)."""
         nodes, first, stop = [], first + self.n, stop + self.n
         while first < stop:
             nodes += self.nodes[first : first + (first & 1)] + self.nodes[stop - (stop & 1) : stop]
@@ -460,7 +484,7 @@ class _Together:
 
 
 class _Judge:
-    """Compares parts of `pairs` whose bytes differ as numbers at once, as far as they are elements of tensors."""
+    """A check of ranges that differ as bytes, while they are read: do they differ as numbers of the tensors in them?"""
 
     def __init__(
         self,
@@ -475,8 +499,9 @@ class _Judge:
             self.keys.setdefault(i, []).append(key)
 
     def counts(self, i: int, part: Unequal) -> bool:
-        """Return whether something in the `part` of pair `i` is left to compare. Raise DifferenceFound if
-        it differs.
+        """Return whether the range `part` of pair `i` has to be compared again later.
+
+        Raises DifferenceFound if numbers in it differ.
         """
         is_left = False
         for key in self.keys[i]:
@@ -493,7 +518,11 @@ class _Judge:
         return is_left
 
     def surely_differ(self, dtype: str, spans: tuple[ByteRange, ByteRange], part: Unequal) -> bool:
-        """Return whether numbers at the start of a `part` of `spans` differ, if that can be told without torch."""
+        """Return True if numbers at the start of the range `part` of `spans` differ, as far as Python can tell
+        without torch.
+
+        False means that the answer is not known.
+        """
         offset, length = part[0], min(part[1], _LOOKED_AT)
         code = _STRUCT_CODES.get(dtype)
         if code is None or self.values.rtol or self.values.atol or self.values.orders[0] != "little":
@@ -504,14 +533,14 @@ class _Judge:
 
 
 def _widened(data: bytes) -> bytes:
-    """Return numbers in bfloat16 as float32."""
+    """Return `data`, numbers in bfloat16, as float32."""
     wide = bytearray(2 * len(data))
     wide[2::4], wide[3::4] = data[::2], data[1::2]
     return bytes(wide)
 
 
 def bytes_of(storage: Storage) -> TensorInfo:
-    """Return all bytes of `storage` as a tensor of them."""
+    """Return a tensor of dtype uint8 with all bytes of `storage`."""
     return TensorInfo(
         "",
         None,
@@ -530,15 +559,15 @@ def bytes_of(storage: Storage) -> TensorInfo:
 
 
 def _relative(largest: float | int | None, largest_of_b: float | None) -> float | None:
-    """Return `largest` divided by `largest_of_b`, or None if one of them is not known."""
+    """Return `largest` divided by `largest_of_b`. None if one of them is not known, inf for a division by 0."""
     if largest is None or largest_of_b is None:
         return None
     return float(largest) / largest_of_b if largest_of_b else inf if largest else 0.0
 
 
-@lru_cache(maxsize=64)  # most tensors have the shape of others
+@lru_cache(maxsize=64)  # many tensors have the same number of elements
 def _equal(elements: int) -> ValueDifference:
-    """Return the result for tensors that are the same."""
+    """Return the result for equal tensors with this number of `elements`."""
     return ValueDifference(elements, 0)
 
 
@@ -548,8 +577,9 @@ def _storages(a: TensorInfo, b: TensorInfo) -> tuple[int, int]:
 
 
 def _merged(spans: dict[Key, tuple[ByteRange, ByteRange]]) -> tuple[list[tuple[ByteRange, ByteRange]], dict[Key, int]]:
-    """Return `spans` with those that overlap merged, so that nothing is read twice, and the index of each
-    in that list.
+    """Return `spans` with overlapping pairs merged, so that nothing is read twice.
+
+    Return also the index of the merged pair for each key.
     """
 
     def place(key: Key) -> tuple[int, int]:
@@ -574,7 +604,9 @@ def _merged(spans: dict[Key, tuple[ByteRange, ByteRange]]) -> tuple[list[tuple[B
 
 
 def _shared(parts: Sequence[Unequal], home: ByteRange, span: ByteRange, info: TensorInfo) -> list[Unequal]:
-    """Return the `parts` of `home` that are in `span`, as parts of `span`, in whole elements of `info`."""
+    """Return the intersections of `parts` of `home` with `span`, relative to `span`, extended to complete elements of
+    `info`.
+    """
     itemsize, before = get_dtype(info.dtype).itemsize, span.offset - home.offset
     shared = []
     for offset, length in parts:
