@@ -161,14 +161,14 @@ def publish(temporary: Path, target: Path) -> bool:
 
     Return False if this filesystem cannot do that safely. Raises FileExistsError, OSError.
     """
-    from ckptconv.system import filesystem
+    from ckptconv.system.filesystem import rename_if_absent
 
     try:
         os.link(temporary, target)
     except OSError as error:
         if error.errno not in _CANNOT_LINK:
             raise
-        return filesystem.rename_if_absent(str(temporary), str(target))
+        return rename_if_absent(str(temporary), str(target))
     return True
 
 
