@@ -112,7 +112,7 @@ def test_a_failing_sync_of_the_folder_is_that_of_all_who_waited(
         real(fd)
 
     disk.real = fail
-    assert all("the new file was written" in str(outcome.error) for outcome in run(jobs))
+    assert all("the new file is in place" in str(outcome.error) for outcome in run(jobs))
     assert len(os.listdir("out")) == len(jobs)
 
 

@@ -407,7 +407,7 @@ def test_a_folder_that_cannot_be_synced(
         return stat.S_ISDIR(os.stat(file).st_mode) if isinstance(file, int) or file.exists() else False
 
     monkeypatch.setattr(os, call, failing(errno.EIO, is_folder, getattr(os, call)))
-    failure(OutputError, "was written", source, target, monkeypatch)
+    failure(OutputError, "is in place", source, target, monkeypatch)
     assert_alone(target, plan(source, target)[1])
 
 

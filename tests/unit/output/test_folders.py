@@ -295,7 +295,7 @@ def test_a_call_that_fails_leaves_the_old_folder_or_the_new_one(
         try:
             convert_to(target, source)
         except OutputError as error:
-            in_place = "was written" in str(error)
+            in_place = "is in place" in str(error)
             assert tree(target) == (new if in_place else OLD), (nth, failed)
         else:
             assert tree(target) == new, (nth, failed)

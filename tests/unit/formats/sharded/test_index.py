@@ -112,10 +112,10 @@ def test_a_shard_is_of_the_format_of_its_index() -> None:
         (b'{"weight_map": {"a": ["a.safetensors"]}}', "no name of a shard"),
         (b'{"metadata": [], "weight_map": {"a": "a.safetensors"}}', "metadata is no object"),
         (b'{"metadata": null, "weight_map": {"a": "a.safetensors"}}', "metadata is no object"),
-        (b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', "in the index twice"),
+        (b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', "the index contains a key twice"),
         (
             b'{"weight_map": {"a": "a.safetensors"}, "weight_map": {"a": "b.safetensors"}}',
-            "in the index twice",
+            "the index contains a key twice",
         ),
         (b'{"weight_map": {"\\ud800": "a.safetensors"}}', "surrogate"),
         (b'{"weight_map": {"a": "\\ud800.safetensors"}}', "surrogate"),
