@@ -1,12 +1,12 @@
-"""Plan what an in-place change writes into a file: a new pickle or header in the bytes of the old one, or after them.
+"""Plan the bytes that an in-place change writes: a new pickle or header over the old one, or after it.
 
-*Same size*: The new pickle is at most as long as the old one, because it puts nothing into the memo that is not read
-again. It is padded with opcodes that do nothing. Tensor bytes stay at their positions.
+*Same size*: The new pickle is at most as long as the old one, because it stores in the memo only what is read again. It
+is padded with opcodes that do nothing. Tensor bytes stay at their positions.
 
 *Appended* (zip): The new pickle replaces the directory, and a new directory follows. The old pickle stays as a member
 with another name of the same length, so that every byte still belongs to one member. ``convert`` drops that member.
 
-In a plain pickle, the bytes of storages are between opcodes. The parts between these bytes change, one by one.
+In a plain pickle, the bytes of storages are between opcodes. The ranges between these bytes change, one by one.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ _CRC32_IN_LOCAL, _CRC32_IN_CENTRAL = 14, 16  # offsets of the checksum in a head
 
 
 def patches_of(checkpoint: Checkpoint) -> Patches | None:
-    """Return what changes in the file of the edited `checkpoint`, or None if the file must be written anew.
+    """Return the changes in the file of the edited `checkpoint`, or None if they do not fit.
 
-    This changes the graph of `checkpoint`. Raises UnsupportedError if the format cannot be changed in place.
+    If they do not fit, a new file must be written. The graph of `checkpoint` is changed. Raises UnsupportedError if the
+    format cannot be changed in place.
     """
     container = checkpoint.container
     if isinstance(container, Archive) and checkpoint.script_classes is None:
@@ -85,7 +86,7 @@ def patches_of(checkpoint: Checkpoint) -> Patches | None:
 
 
 def tensor_spans(checkpoint: Checkpoint) -> list[ByteRange]:
-    """Return the bytes of the tensors in the file of `checkpoint`, in the order of their offsets."""
+    """Return the ranges of the storages in the file of `checkpoint`, as they are stored, sorted by offset."""
     stored = [
         storage.data.of if isinstance(storage.data, Inflate) else storage.data.stored()
         for storage in checkpoint.storages.values()
@@ -95,7 +96,7 @@ def tensor_spans(checkpoint: Checkpoint) -> list[ByteRange]:
 
 
 def rest_sum(checkpoint: Checkpoint) -> str:
-    """Return the SHA-256, in hex, of all bytes in the file of `checkpoint` that do not belong to a tensor."""
+    """Return the SHA-256, in hex, of all bytes in the file of `checkpoint` that do not belong to a storage."""
     import hashlib  # lazily, for start-up
 
     digest = hashlib.sha256()
@@ -108,7 +109,7 @@ def rest_sum(checkpoint: Checkpoint) -> str:
 
 
 def _unsupported(checkpoint: Checkpoint, what: str) -> UnsupportedError:
-    """Return the error `what`, with the command that writes a new file."""
+    """Return an UnsupportedError with the message `what`. Its hint is the command that writes a new file."""
     path = checkpoint.source.path
     return UnsupportedError(
         what,
@@ -119,12 +120,13 @@ def _unsupported(checkpoint: Checkpoint, what: str) -> UnsupportedError:
 
 
 def _same_size(source: Readable, parts: Sequence[tuple[int, bytes]], poison: tuple[int, int]) -> Patches:
-    """Return the differences between `source` and `parts`.
+    """Return the patches where `parts` differ from `source`.
 
     Args:
         source: The file.
         parts: The new bytes with their offsets, in the order of the offsets.
-        poison: The offset of a byte, and its value that makes every reader refuse the file.
+        poison: The offset of a byte, and the value for it that makes every reader refuse the file. The byte has this
+            value while the patches are written, unless they are in one disk sector.
     """
     patches = [patch for offset, new in parts for patch in between(offset, source.read(offset, len(new)), new)]
     if not patches or patches[0].offset // SECTOR == (patches[-1].end - 1) // SECTOR:  # a disk writes a sector whole
@@ -140,10 +142,10 @@ def _same_size(source: Readable, parts: Sequence[tuple[int, bytes]], poison: tup
 
 
 def _fitted(checkpoint: Checkpoint, length: int, graph: Graph | None = None) -> bytes | None:
-    """Return the pickle of `checkpoint`, or of another `graph` in it, in exactly `length` bytes.
+    """Return the pickle of `checkpoint`, or of `graph`, padded to exactly `length` bytes. None if it does not fit.
 
-    Return None if it does not fit. The padding before STOP puts values into a slot that is not read again, which every
-    unpickler accepts, also torch's safe one.
+    The padding before STOP stores a value in a memo slot that is not read again. Every unpickler accepts these opcodes,
+    including torch's safe one.
     """
     for short in (False, True):
         pieces = pickle_pieces(checkpoint, graph, short=short)
@@ -156,7 +158,7 @@ def _fitted(checkpoint: Checkpoint, length: int, graph: Graph | None = None) -> 
 
 
 def _joined(pieces: Iterable[Piece]) -> bytes:
-    """Return the bytes of `pieces`."""
+    """Read and return the bytes of `pieces`."""
     return b"".join(chain.from_iterable(map(read, pieces)))
 
 
@@ -164,7 +166,10 @@ def _joined(pieces: Iterable[Piece]) -> bytes:
 
 
 def _plain(checkpoint: Checkpoint, files: dict[str, plain_pickle.StorageFile]) -> Patches | None:
-    """Return what changes in a plain pickle: the parts between the bytes of the storages in `files`, and their tags."""
+    """Return the changes in a plain pickle, or None if they do not fit.
+
+    The ranges between the storages' bytes change, and the location tags in `files`, the files inside the pickle.
+    """
     heads: dict[str, bytes] = {}
     for storage in checkpoint.storages.values():
         head = _head(checkpoint, storage, files[storage.key]) if storage.key in files else None
@@ -181,7 +186,7 @@ def _plain(checkpoint: Checkpoint, files: dict[str, plain_pickle.StorageFile]) -
 
 
 def _head(checkpoint: Checkpoint, storage: Storage, file: plain_pickle.StorageFile) -> bytes | None:
-    """Return the part of `file` before the bytes of `storage`, with the new tag of the storage, in the same length.
+    """Return the bytes of `file` before those of `storage`, with the storage's new location tag, in the same length.
 
     Return None if the new tag does not fit.
     """
@@ -200,14 +205,14 @@ def _around(
     calls: dict[Blob, tuple[bytes, Storage]],
     files: dict[str, plain_pickle.StorageFile],
 ) -> list[tuple[int, bytes]] | None:
-    """Return everything but the bytes of the storages, with its offsets, if those bytes stay where they are.
+    """Return the new bytes between the storages with their offsets, so that the storages' bytes keep their positions.
 
-    Return None if that is not possible.
+    Return None if the new bytes do not fit into these ranges.
 
     Args:
         checkpoint: The checkpoint.
         pieces: The new pickle.
-        calls: For each blob that is a storage's file, the part before the storage's bytes, and the storage.
+        calls: For each blob that is a storage's file, the bytes before the storage's bytes, and the storage.
         files: The positions of the storages' files, by key.
     """
     parts: list[tuple[int, bytes]] = []
@@ -237,9 +242,9 @@ def _around(
 
 
 def _metadata(checkpoint: Checkpoint, folder: dcp.DcpFolder) -> Patches:
-    """Return what changes in ``.metadata`` of a folder of torch.distributed.checkpoint. The file's size may change.
+    """Return the changes in ``.metadata`` of a DCP folder. The size of this file may change.
 
-    Raises UnsupportedError if something changes that is in another file.
+    Raises UnsupportedError if anything but names changes, because the rest is in other files.
     """
     paths = dcp.new_paths(folder, checkpoint.graph.root)
     if paths is None or any(storage.device != folder.devices.get(key) for key, storage in checkpoint.storages.items()):
@@ -278,7 +283,7 @@ class _Directory(NamedTuple):
 
 
 def _directory(source: Readable) -> _Directory:
-    """Return the unparsed central directory of `source`, which was read as an archive before."""
+    """Return the unparsed central directory of `source`, which was read as a valid archive before."""
     count, _, start = read_end(source)
     data = source.read(start, source.size - start)
     entries, at = {}, 0
@@ -292,7 +297,10 @@ def _directory(source: Readable) -> _Directory:
 
 
 def _zip(checkpoint: Checkpoint, archive: Archive) -> Patches | None:
-    """Return what changes in an `archive`."""
+    """Return the changes in a zip `archive`: the pickle and its checksums, in place or appended.
+
+    Return None if there is no free name for a replaced record.
+    """
     source = checkpoint.source
     member = archive.names()[torch_zip.PICKLE]
     directory = _directory(source)
@@ -316,9 +324,9 @@ def _zip(checkpoint: Checkpoint, archive: Archive) -> Patches | None:
 
 
 def _appended(checkpoint: Checkpoint, archive: Archive, directory: _Directory) -> Patches | None:
-    """Return the patches that write the new pickle over the directory, and a directory with the old one renamed.
+    """Return the patches that write the new pickle over the directory, followed by a new directory.
 
-    Return None if there is no free name for an old record.
+    The old pickle and the records that describe the layout are renamed. Return None if there is no free name for one.
     """
     source = checkpoint.source
     names = archive.names()
@@ -359,7 +367,7 @@ def _appended(checkpoint: Checkpoint, archive: Archive, directory: _Directory) -
 
 
 def _free_name(name: str, names: Mapping[str, Member]) -> str | None:
-    """Return a name of the same length as `name` that no record in `names` has, or None."""
+    """Return a name of the same length as `name` that no record in `names` has, or None if 1,000 names are taken."""
     taken = {other.casefold() for other in names}
     tries = (f"{name[:-4]}.{number:03}" for number in range(1000))
     return next((free for free in tries if free.casefold() not in taken), None)

@@ -1,6 +1,6 @@
-"""Open an input, detect its format and read it. The content of a file decides its format, never its suffix.
+"""Open an input, detect its format and read it. The format is decided by the content of a file, never by its suffix.
 
-The files next to a file decide whether it is one part of a distributed checkpoint.
+Names of files next to the input tell whether it is one file of a distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _R = TypeVar("_R", bound=Readable)
 
 
 class Format(Protocol):
-    """The interface of the module of a format."""
+    """The interface of a module that reads one kind of file."""
 
     NAME: str
 
@@ -41,9 +41,9 @@ class Format(Protocol):
 
 
 class FolderFormat(Protocol):
-    """The interface of the module of a format of several files.
+    """The interface of a module that reads one kind of folder.
 
-    `read_file` reads one of the files, if it is a checkpoint itself.
+    `read_file` is a function that reads a file of the folder which is a checkpoint itself.
     """
 
     NAME: str
@@ -58,7 +58,7 @@ _HEAD = 64
 
 
 def _file_formats() -> Iterator[Format]:
-    """Yield the formats of files. Each is imported only if the formats before it do not match the start of the file.
+    """Yield the modules of the file formats. A module is imported only if no module before it matches the file.
 
     safetensors comes before plain pickles, because the length of a header can have the bytes with which a pickle
     starts.
@@ -76,7 +76,7 @@ def _file_formats() -> Iterator[Format]:
 
 
 def _folder_formats() -> Iterator[FolderFormat]:
-    """Yield the formats of folders."""
+    """Yield the modules of the folder formats."""
     from ckptconv.formats.distributed import dcp, rank_files, safetensors_parts
     from ckptconv.formats.sharded import reading as sharded
 
@@ -94,14 +94,15 @@ def open_input(
     download: bool | Path = False,
     progress: Meter | None = None,
 ) -> Readable:
-    """Open `path`: a folder, the index of shards, the pattern of rank files, any other file, or a file object.
+    """Open `path`: a folder, an index of shards, a pattern of rank files, any other file, or a file object.
 
     Args:
         path: The input.
-        faults: Receives the faults that readers find.
-        skims: Whether only the content of a remote file is wanted, and no integrity checks.
-        download: Whether to download a remote file if its server cannot send ranges; or the folder for the download.
-        progress: Is informed about the download.
+        faults: The sink that receives the faults that readers find.
+        skims: Whether to skip integrity checks of a remote file that cost requests.
+        download: Whether to download a remote file if its server cannot send ranges. A path is the folder for the
+            download.
+        progress: A function that reports the progress of the download.
 
     Returns:
         The source, which is a context manager.
@@ -122,9 +123,9 @@ def open_input(
 
 
 def _open_url(given: str | os.PathLike[str], faults: FaultSink, **how: Any) -> Readable:
-    """Open the URL `given`: a folder, the index of shards, the pattern of rank files, or any other file.
+    """Open the URL `given`: a folder, an index of shards, a pattern of rank files, or any other file.
 
-    `how` and the errors are as for :func:`open_input`.
+    `how` are the remaining arguments of :func:`open_input`. The errors are the same.
     """
     from ckptconv.stores.remote import FarFolder, FarPath, open_far
 
@@ -142,10 +143,10 @@ def _open_url(given: str | os.PathLike[str], faults: FaultSink, **how: Any) -> R
 
 
 def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED, *, is_part: bool = False) -> Source:
-    """Open the file `path`, which can be one of several files of a checkpoint.
+    """Open the local file `path`. `is_part` is whether it is one of several files of a checkpoint.
 
-    Raises InputError. For a folder the error says what the folder contains, and for a missing file it names a similar
-    file.
+    Raises InputError. If `path` is a folder, the error lists its content. If it is missing, the error suggests a file
+    with a similar name.
     """
     try:
         return PartSource(path, faults) if is_part else Source(path, faults, locked=True)
@@ -169,17 +170,17 @@ def open_file(path: str | os.PathLike[str], faults: FaultSink = RAISED, *, is_pa
 
 
 def open_part(path: str | os.PathLike[str], faults: FaultSink = RAISED) -> Source:
-    """Open the file `path`, which is one of several files of a checkpoint.
+    """Open the local file `path`, which is one of several files of a checkpoint.
 
-    Raises InputError, and MalformedError if the file can be read in two ways.
+    Raises InputError, and MalformedError if another program could read the file as something else.
     """
     return checked_part(open_file(path, faults, is_part=True))
 
 
 def checked_part(source: _R) -> _R:
-    """Return `source`, one of several files of a checkpoint. Raise MalformedError if it can be read in two ways.
+    """Return `source`, one of several files of a checkpoint, unchanged.
 
-    After an error the source is closed.
+    Raises MalformedError if another program could read the file as something else. The source is then closed.
     """
     try:
         format_ = _format_of(source)
@@ -192,9 +193,9 @@ def checked_part(source: _R) -> _R:
 
 
 def read(source: Readable) -> Checkpoint:
-    """Return the checkpoint in `source`, which may have any format.
+    """Return the checkpoint in `source`, a file or folder of any format.
 
-    Raises UnsupportedError, which names the format of the source, if it is not a checkpoint, and every error of a
+    Raises UnsupportedError if it is not a checkpoint (the error names its format), and the errors of the format's
     reader.
     """
     unfinished = interrupted(source)
@@ -209,10 +210,10 @@ def read(source: Readable) -> Checkpoint:
 
 
 def read_selected(source: Readable, select: str | None) -> tuple[Checkpoint, str | None]:
-    """Return the checkpoint in `source`, and the path of the part that remains to be selected, or None.
+    """Return the checkpoint in `source`, and the path that remains to be selected in it, or None.
 
-    If a byte string at the path `select` is a file of torch.save, the checkpoint is the one in that file, and nothing
-    remains to be selected. Raises the same errors as :func:`read`.
+    Usually the path is `select`. But if a byte string at this path is a file of torch.save, the checkpoint in that file
+    is returned with None. Raises the same errors as :func:`read`.
     """
     checkpoint = read(source)
     if select is None:
@@ -228,7 +229,10 @@ def read_selected(source: Readable, select: str | None) -> tuple[Checkpoint, str
 
 
 def interrupted(source: Readable) -> Message | None:
-    """Return a message if an in-place change of `source`, or of a file in it, was not finished, and otherwise None."""
+    """Return a message if an in-place change of `source`, or of a file in the folder, was interrupted.
+
+    Otherwise return None.
+    """
     if not source.is_stored:
         return None
     path = source.folder if isinstance(source, SourceFolder) else source.path
@@ -240,7 +244,7 @@ def interrupted(source: Readable) -> Message | None:
 
 
 def read_folder(source: SourceFolder) -> Checkpoint:
-    """Return the checkpoint whose files are in `source`. Raises the same errors as :func:`read`."""
+    """Return the checkpoint in the folder `source`. Raises the same errors as :func:`read`."""
     format_ = folder_format(source)
     if format_:
         return format_.read(source, read_part)
@@ -248,14 +252,14 @@ def read_folder(source: SourceFolder) -> Checkpoint:
 
 
 def folder_format(source: SourceFolder) -> FolderFormat | None:
-    """Return the format of the files in `source`, by their names, or None."""
+    """Return the format of the folder `source`, by the names of its files, or None if no format matches."""
     return next((format_ for format_ in _folder_formats() if format_.looks_like(source)), None)
 
 
 def read_file(source: Readable) -> Checkpoint:
     """Return the checkpoint in the file `source`.
 
-    Raises the same errors as :func:`read`, and MalformedError if the file can be read in two ways.
+    Raises the same errors as :func:`read`, and MalformedError if another program could read the file as something else.
     """
     format_ = _format_of(source)
     if format_:
@@ -268,12 +272,15 @@ def read_file(source: Readable) -> Checkpoint:
 
 
 def read_part(source: Readable) -> Checkpoint:
-    """Return the checkpoint in `source`, which :func:`open_part` has opened. Raises the same errors as :func:`read`."""
+    """Return the checkpoint in `source`, a file that :func:`open_part` opened.
+
+    Raises the same errors as :func:`read`.
+    """
     return _read_as(source, _format_of(source))
 
 
 def _format_of(source: Readable) -> Format | None:
-    """Return the format that the start of `source` matches, or None."""
+    """Return the format that the first bytes of `source` match, or None."""
     head = source.read(0, min(_HEAD, source.size))
     for format_ in _file_formats():
         if format_.looks_like(head):
@@ -286,8 +293,9 @@ def _format_of(source: Readable) -> Format | None:
 
 
 def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
-    """Return the checkpoint in `source`, a file in `format_`, or raise an error that says what the file is if that is
-    None.
+    """Return the checkpoint in the file `source`, read by `format_`.
+
+    If `format_` is None, raise an error that says what the file is.
     """
     part = distributed_part_error(source)
     if part:

@@ -100,7 +100,8 @@ _NUMBERS = {
 def looks_like(head: bytes) -> bool:
     """Return whether a file that starts with `head` can be a pickle.
 
-    Protocols 2 and higher have a signature. In older protocols only dicts, lists and objects are recognised.
+    Protocols 2 and higher start with a signature. A pickle of an older protocol is recognised only if it starts with a
+    dict, a list or an object.
     """
     return (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5")) or bool(_OLD_START.match(head))
 
@@ -109,7 +110,7 @@ def looks_like(head: bytes) -> bool:
 
 
 class StorageFile(NamedTuple):
-    """A file in the pickle, from byte `start` to `end`: one storage in torch's older format."""
+    """A file inside the pickle, in its bytes `start` to `end`. It contains one storage in torch's older format."""
 
     start: int
     end: int
@@ -118,15 +119,20 @@ class StorageFile(NamedTuple):
 
 @dataclass(eq=False)
 class PickleFile:
-    """The files in a pickle by the keys of their storages, without those that are not byte for byte in it."""
+    """The container of a checkpoint that was read from a plain pickle.
+
+    `files` has the files inside the pickle by the keys of their storages. Files that are not stored as plain bytes are
+    missing from it.
+    """
 
     files: dict[str, StorageFile]
 
 
 def read(source: Readable) -> Checkpoint:
-    """Return the checkpoint in `source`.
+    """Return the checkpoint in the pickle `source`.
 
-    Raises UnsupportedError, which names the content if there are no tensors in it, MalformedError, LimitError.
+    Raises UnsupportedError if there are no tensors in it (the error names the content), MalformedError, LimitError, and
+    DangerousError if a storage's file names dangerous functions.
     """
     where = str(source.path)
     source.faults.pickles(PickleSequence(where, source, 1, (LOADER,)))
@@ -171,7 +177,7 @@ def read(source: Readable) -> Checkpoint:
 
 
 def _numbers(call: Call) -> List | None:
-    """Return the list of numbers from which `call` makes a storage, or None.
+    """Return the list of numbers from which `call` creates a storage, as torch before 0.4 did. None for other calls.
 
     The list must be complete before the call.
     """
@@ -185,11 +191,11 @@ def _numbers(call: Call) -> List | None:
 
 
 class _Reader:
-    """Replaces the calls in `graph` that make storages by references to storages.
+    """Replaces the calls in `graph` that create storages by references to storages.
 
     Attributes:
         spans: The bytes of the storages by key.
-        files: The files that contain the storages by key, if they are in the pickle byte for byte.
+        files: The files that contain the storages by key, if their bytes are part of the pickle.
         notes: Notes for the checkpoint.
         warnings: Warnings for the checkpoint.
     """
@@ -207,7 +213,11 @@ class _Reader:
         self.warnings: list[str] = []
 
     def read(self, calls: list[Call]) -> None:
-        """Replace `calls`, which this sorts. Raises MalformedError, UnsupportedError, LimitError, DangerousError."""
+        """Replace `calls` in the graph by references to storages.
+
+        The keys are their numbers in the order of the pickle. `calls` is sorted in place. Raises MalformedError,
+        UnsupportedError, LimitError, DangerousError.
+        """
         graph = self.graph
         calls.sort(key=lambda call: call.order or 0)
         new: dict[Node, Node] = {}
@@ -225,7 +235,7 @@ class _Reader:
         graph.references = [node for node in new.values() if isinstance(node, PersistentId)]
 
     def reference(self, call: Call, key: str) -> PersistentId:
-        """Return the reference for `call`, whose storage gets the key `key`."""
+        """Return the reference that replaces `call`, to a storage with the key `key`, and add its bytes to `spans`."""
         numbers, cls = _numbers(call), call.callable
         if numbers is not None and isinstance(cls, Global):
             self.use(numbers, key)
@@ -244,7 +254,10 @@ class _Reader:
         return PersistentId(new_id(cls, key, tag, numel), call.order)
 
     def nested(self, call: Call, key: str) -> tuple[Global, str, int, ByteRange]:
-        """Return the class, tag, number of elements and bytes of the storage in the file that `call` loads."""
+        """Return the class, tag, number of elements and bytes of the storage in the file that `call` loads.
+
+        Raises UnsupportedError if the file contains anything but one storage, and DangerousError.
+        """
         args = args_of(call)
         if call.kind != "REDUCE" or call.effects or len(args) != 1:
             self.refuse(key, "something else is done to it than torch does")
@@ -267,7 +280,10 @@ class _Reader:
         return cls, tag, numel, next(iter(spans.values()))
 
     def legacy(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
-        """Return the graph and the storages of a file in torch's older format."""
+        """Return the graph, and the bytes of the storages by key, of a file in torch's older format.
+
+        It is stored in bytes `start` to `end` of `file`, and loaded by the call for the storage `key`.
+        """
         parsed = torch_legacy.parse_file(file, start, end, self.where(key))
         self.notes += [note for note in parsed.notes if note not in self.notes]
         self.warnings += [text for text in parsed.warnings if text not in self.warnings]
@@ -276,7 +292,11 @@ class _Reader:
         return parsed.graph, parsed.spans
 
     def zipped(self, file: Readable, start: int, end: int, key: str) -> tuple[Graph, dict[str, ByteRange]]:
-        """Return the graph and the storages of a file in torch's zip format."""
+        """Return the graph, and the bytes of the storages by key, of a file in torch's zip format.
+
+        It is stored in bytes `start` to `end` of `file`, and loaded by the call for the storage `key`. Raises
+        UnsupportedError if its storages are big-endian or compressed.
+        """
         window = SliceSource(file, start, end - start)
         window.faults = self.source.faults.about(f"storage {key}")
         inner = torch_zip.read_inner(window)
@@ -290,7 +310,10 @@ class _Reader:
         return inner.graph, spans
 
     def bytes_of(self, value: Value, key: str) -> Span:
-        """Return the bytes that `value` represents."""
+        """Return the source, start and length of the bytes that `value` represents.
+
+        `value` is a bytes object, or a text that encodes bytes. Raises UnsupportedError if it does not represent bytes.
+        """
         self.use(value, key)
         if (text := latin_1_text(value)) is not None:
             self.use(text, key)
@@ -300,17 +323,20 @@ class _Reader:
         return found
 
     def use(self, value: Value, key: str) -> None:
-        """Refuse one `value` for two storages: torch never writes that, and it could make a small file large."""
+        """Record that the storage `key` uses `value`. Raises UnsupportedError if another storage uses this value too.
+
+        torch never writes such pickles, and a small pickle could become a large output.
+        """
         if id(value) in self.used:
             self.refuse(key, "its bytes are another storage's as well")
         self.used.add(id(value))
 
     def where(self, key: str) -> str:
-        """Return the place of the storage `key` for errors."""
+        """Return the name of the storage `key` for errors."""
         return f"{self.source.path}: storage {key}"
 
     def refuse(self, key: str, why: str) -> NoReturn:
-        """Raise UnsupportedError for the storage `key`."""
+        """Raise UnsupportedError with the message `why` for the storage `key`."""
         raise UnsupportedError(
             why, where=self.where(key), hint="torch writes no such pickle; do not load it unless you trust who made it"
         )
@@ -320,7 +346,7 @@ class _Reader:
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """Plan the file at `path` for an edited `checkpoint`. Raises RefusedError if torch could not read it back."""
+    """Plan the file at `path` for an edited `checkpoint`. Raises RefusedError if torch could not read the file."""
     refuse_unknown_dtypes(checkpoint)
     _refuse_loader(checkpoint)
     say_for_older_loaders(checkpoint)
@@ -345,9 +371,9 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 
 
 def _refuse_loader(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError if the source names the function that makes storages here.
+    """Raise RefusedError if the source refers to ``torch.storage._load_from_bytes``.
 
-    A reader could not distinguish such a name from the calls of this format.
+    A reader could not distinguish this reference from the calls of this format.
     """
     if any(is_global(node, LOADER) for node in checkpoint.graph.globals):
         raise RefusedError(
@@ -358,20 +384,21 @@ def _refuse_loader(checkpoint: Checkpoint) -> None:
 
 
 def _head_of(reference: Reference, number: int) -> bytes:
-    """Return the bytes before the storage of `reference` in its file, in which its key is `number`."""
+    """Return the bytes before the storage of `reference` in the file inside the pickle. Its key there is `number`."""
     cls, _, _, numel = storage_id(reference.node)
     return torch_legacy.storage_file_head(cls, str(number), reference.storage.device, numel)
 
 
 def call_again(checkpoint: Checkpoint, head_of: Callable[[Reference, int], bytes]) -> dict[Blob, tuple[bytes, Storage]]:
-    """Replace each reference to a storage by a call, and equal references by the same call.
+    """Replace each reference to a storage in the graph by a call. References to one storage and class share a call.
 
     Args:
         checkpoint: The checkpoint, whose graph changes.
-        head_of: Return the bytes before the storage in its file, for a reference and its number.
+        head_of: A function that returns the bytes before the storage in its file. Its arguments are a reference and the
+            number of this reference.
 
     Returns:
-        For the argument of each call, the bytes before the storage, and the storage.
+        For the argument of each call, a blob: the bytes before the storage, and the storage.
     """
     loader = Global("torch.storage", "_load_from_bytes")
     calls: dict[tuple[str, str], Call] = {}

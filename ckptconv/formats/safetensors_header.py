@@ -37,14 +37,14 @@ _WINDOW = 1024  # bytes of JSON
 
 
 class Entry(NamedTuple):
-    """A tensor.
+    """An entry of the header, which describes a tensor.
 
     Attributes:
-        name: Its name.
-        word: Its dtype in safetensors' spelling.
-        shape: Its shape in elements of that dtype.
-        start: Offset of its first byte from the start of the data.
-        end: Offset after its last byte.
+        name: The name of the tensor.
+        word: The dtype in safetensors' spelling, for example ``BF16``.
+        shape: The shape in elements of that dtype.
+        start: The offset of the first byte from the start of the data.
+        end: The offset after the last byte.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """A header.
+    """The content of a header.
 
     Attributes:
-        metadata: The texts, or None if there are none.
+        metadata: The strings in ``__metadata__``, or None if the key is missing.
         entries: The tensors in the order of the header.
-        data_offset: Offset of the data in the file.
+        data_offset: The offset of the data in the file.
     """
 
     metadata: dict[str, str] | None
@@ -85,8 +85,9 @@ def check_nesting(data: bytes) -> None:
 
 
 def _may_be_deep(data: bytes) -> bool:
-    """Return False only if too many open brackets at once are impossible, however the brackets in each window are
-    ordered.
+    """Return whether `data` may have more than ``LIMITS.nesting`` brackets open at once.
+
+    The brackets are counted by windows, so the answer True may be wrong, but the answer False never is.
     """
     depth = 0
     for start in range(0, len(data), _WINDOW):
@@ -101,17 +102,22 @@ def _may_be_deep(data: bytes) -> bool:
 def read_header(source: Readable) -> Header:
     """Return the header of `source`, checked against the size of the file.
 
-    Raises MalformedError, LimitError, UnsupportedError.
+    An entry with a defect is reported as a fault and left out.
+
+    Raises:
+        MalformedError: The header is damaged, or the file is shorter than its tensors.
+        UnsupportedError: A dtype or a field is unknown. This is also reported as a fault of the entry.
+        LimitError: The header is nested too deeply or too large.
     """
     return _Reader(source).header()
 
 
 class StrictJson:
-    """A reader of JSON that refuses what two parsers could read differently, and what takes too much memory.
+    """A JSON reader that refuses data which two parsers could read differently, or which takes too much memory.
 
     Attributes:
-        title: What is read, for messages.
-        word: The same after its file is named.
+        title: The name of the data in messages.
+        word: The name of the data in messages that begin with the path of its file.
     """
 
     title = word = "the index"
@@ -120,11 +126,15 @@ class StrictJson:
         self.source = source
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
-        """Raise the error for damaged JSON."""
+        """Raise MalformedError with this message. A subclass implements it."""
         raise NotImplementedError
 
     def json(self, raw: bytes, *, commas: int) -> Any:
-        """Return the value of the JSON `raw`. `commas` are allowed, and as many for each bracket as a shape has."""
+        """Return the value of the JSON in `raw`.
+
+        Raises LimitError if there are more than `commas` commas, apart from those in shapes, or too many brackets or
+        quotes, and the error of :meth:`fail` if `raw` is not JSON in UTF-8.
+        """
         brackets, quotes = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
         many = raw.count(b",") > commas + LIMITS.rank * brackets
         if many or brackets > LIMITS.header_brackets or quotes > LIMITS.header_quotes:
@@ -148,7 +158,10 @@ class StrictJson:
             raise LimitError(f"{self.title} is nested too deeply", where=self.source.path) from None
 
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return a JSON object. Raise an error if a key occurs twice or is not valid text."""
+        """Return a JSON object from its key-value `pairs`.
+
+        Raises the error of :meth:`fail` if a key occurs twice or is not valid.
+        """
         if len(result := dict(pairs)) != len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)
             self.fail(f"{self.word} contains a key twice", got=repr(twice[0][0]))
@@ -157,42 +170,42 @@ class StrictJson:
         return result
 
     def check_text(self, text: str) -> None:
-        """Raise an error if `text` contains half of a surrogate pair."""
+        """Raise the error of :meth:`fail` if `text` contains half of a surrogate pair, which UTF-8 cannot encode."""
         if not is_text(text):
             self.fail("half of a surrogate pair is no text", got=repr(text))
 
     def integer(self, digits: str) -> int:
-        """Return an integer, or raise an error."""
+        """Return the integer written as `digits`, or raise an error. A subclass implements it."""
         raise NotImplementedError
 
     def number(self, digits: str) -> Any:
-        """Return a number with a fraction or an exponent, an infinity or NaN, or raise an error."""
+        """Return the number written as `digits`: a fraction, a power, an infinity or NaN. A subclass implements it."""
         raise NotImplementedError
 
 
 class _Reader(StrictJson):
-    """A reader of one header, which reports its faults."""
+    """A reader of one header, which reports the faults of its entries."""
 
     title, word = "the header", "it"
 
     def error(
         self, what: str, *, expected: object = None, got: object = None, hint: str | None = None
     ) -> MalformedError:
-        """Return the error for a damaged header."""
+        """Return a MalformedError for this header."""
         return MalformedError(
             what, where=f"{self.source.path}: safetensors header", expected=expected, got=got, hint=hint
         )
 
     def fail(self, what: str, *, expected: object = None, got: object = None, hint: str | None = None) -> NoReturn:
-        """Raise the error for a damaged header."""
+        """Raise MalformedError for this header."""
         raise self.error(what, expected=expected, got=got, hint=hint)
 
     def refuse(self, what: str, got: str) -> NoReturn:
-        """Raise the error for a header that this version does not know."""
+        """Raise UnsupportedError for this header."""
         raise UnsupportedError(what, where=f"{self.source.path}: safetensors header", got=got)
 
     def header(self) -> Header:
-        """Return the complete header."""
+        """Read, check and return the complete header. See :func:`read_header`."""
         size = self.source.size
         if size < _LENGTH:
             self.fail("the file is too short", expected=f"at least {_LENGTH} bytes", got=size)
@@ -223,7 +236,10 @@ class _Reader(StrictJson):
         return Header(metadata, tuple(entries), data_offset)
 
     def parsed(self, raw: bytes) -> dict[str, Any]:
-        """Return the JSON object in `raw`, without checking its entries."""
+        """Return the JSON object in `raw`, whose entries are not checked yet.
+
+        Raises MalformedError if it is not an object.
+        """
         start = raw.lstrip(_SPACES)[:1]
         if start != b"{":
             self.fail("it is no JSON object", expected="{", got=start or "nothing")
@@ -232,17 +248,20 @@ class _Reader(StrictJson):
         return top
 
     def integer(self, digits: str) -> int:
-        """Return a number without a sign, below 2^64."""
+        """Return the integer written as `digits`. Raises MalformedError if it is negative or at least 2^64."""
         if digits[0] == "-" or len(digits) > 20 or int(digits) >= LIMITS.header_number:
             self.fail("a number is negative or too large", expected="0 to 2^64 - 1", got=digits)
         return int(digits)
 
     def number(self, digits: str) -> NoReturn:
-        """Raise an error: no number in a header has a fraction or an exponent."""
+        """Raise MalformedError: a header contains no numbers with a fraction or an exponent."""
         self.fail("a number is no integer", got=digits)
 
     def metadata(self, value: Any) -> dict[str, str] | None:
-        """Return the texts `value`, or None if there are none."""
+        """Return the strings in `value`, the content of ``__metadata__``, or None if `value` is None.
+
+        Raises MalformedError if it is not an object of strings.
+        """
         if value is None:
             return None
         if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
@@ -252,7 +271,11 @@ class _Reader(StrictJson):
         return value
 
     def entry(self, name: str, value: Any) -> Entry:
-        """Return the tensor `name` that `value` describes."""
+        """Return the entry `name`, which `value` describes.
+
+        Raises MalformedError if a field is wrong or the number of bytes does not fit the shape, and UnsupportedError if
+        the dtype or a field is unknown.
+        """
         if not isinstance(value, dict) or not value.keys() >= {*_FIELDS}:
             got = ", ".join(value) if isinstance(value, dict) else type(value).__name__
             self.fail(f"{name!r} does not describe a tensor", expected=", ".join(_FIELDS), got=got)
@@ -273,7 +296,10 @@ class _Reader(StrictJson):
         return entry
 
     def nbytes(self, entry: Entry) -> int:
-        """Return the number of bytes of the tensor `entry`, from its dtype and shape."""
+        """Return the number of bytes of `entry`, from its dtype and shape.
+
+        Raises MalformedError if the number is too large, or if the bits of a packed dtype do not fill whole bytes.
+        """
         dtype = BY_WORD[entry.word]
         bits = 1
         for factor in (*entry.shape, 8 * dtype.itemsize // dtype.packed):
@@ -285,7 +311,7 @@ class _Reader(StrictJson):
         return bits // 8
 
     def check_data(self, entries: Iterable[Entry], size: int, data_offset: int) -> None:
-        """Report a fault unless every byte of the file from `data_offset` on belongs to exactly one tensor.
+        """Report a fault unless every byte of the file from `data_offset` on belongs to exactly one of `entries`.
 
         `size` is the size of the file. Raises MalformedError if the file is too short.
         """
@@ -306,21 +332,20 @@ class _Reader(StrictJson):
 
 
 def _are_counts(value: Any) -> bool:
-    """Return whether `value` is a list of integers."""
+    """Return whether `value` is a list of integers. The JSON reader has refused negative ones already."""
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def is_text(string: str) -> bool:
-    """Return whether `string` can be written as UTF-8, because it contains no half of a surrogate pair."""
+    """Return whether `string` can be written as UTF-8: it contains no half of a surrogate pair."""
     return string.isascii() or not any("\ud800" <= c <= "\udfff" for c in string)
 
 
 def header_bytes(metadata: dict[str, str] | None, entries: Iterable[Entry], *, like: int | None = None) -> bytes:
-    """Return the length and the header of a new file, padded with spaces so that the data starts at a multiple of 8
-    bytes.
+    """Return the length and the header of a new file, padded with spaces so that the data starts at a multiple of 8.
 
-    If `like` is given, the data starts at the same position as `like` modulo a block, so that filesystems can share
-    blocks with another file whose data starts there. Raises LimitError if the header is too long.
+    With `like`, the data starts at the same position in a filesystem block as `like`. It can then share blocks with
+    another file whose data starts at `like`. Raises LimitError if the header is too long.
     """
     top: dict[str, object] = {} if metadata is None else {METADATA: metadata}
     for entry in entries:

@@ -101,7 +101,11 @@ _EARLY_READERS = regex(
 
 
 def read(source: Readable) -> Checkpoint:
-    """Return the checkpoint in `source`. Raises MalformedError, UnsupportedError, LimitError."""
+    """Return the checkpoint in `source`, a file in this format.
+
+    Raises MalformedError if the file is damaged, UnsupportedError if its version or a persistent id is unknown, and
+    LimitError.
+    """
     parsed = parse_file(source, 0, source.size, str(source.path))
     checkpoint = checkpoint_of(NAME, source, parsed.graph, parsed, parsed.spans.get, str(source.path))
     checkpoint.class_ids = parsed.class_ids
@@ -112,9 +116,9 @@ def read(source: Readable) -> Checkpoint:
 
 
 def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile:
-    """Return the file in bytes `start` to `end` of `source`, with its graph as in torch's zip format.
+    """Return the parsed file in bytes `start` to `end` of `source`. Its graph is spelled as in torch's zip format.
 
-    `where` is the place for errors. Raises MalformedError, UnsupportedError, LimitError.
+    `where` names the file in errors. Raises the same errors as :func:`read`.
     """
     source.faults.pickles(PickleSequence(where, SliceSource(source, start, end - start), _PICKLES))
     try:
@@ -151,13 +155,14 @@ def parse_file(source: Readable, start: int, end: int, where: str) -> LegacyFile
 def _read_head(
     source: Readable, start: int, end: int, where: str
 ) -> tuple[ByteRange | None, list[str], list[Graph], int]:
-    """Read the three pickles before the object.
+    """Read the three pickles before the object, which begin at `start`.
 
-    Return:
-    - their bytes, or None if torch's safe loader refuses them, or if they contain other texts than torch's;
-    - notes;
-    - their graphs, or an empty list if they are as torch writes them;
-    - the position of the object.
+    Returns:
+        - Their bytes, to be copied to an output. None if torch's safe loader refuses them, or if ``sys_info`` contains
+          other strings than torch's.
+        - Notes for the report.
+        - Their graphs. Empty if the bytes are exactly those that torch writes.
+        - The position of the object.
     """
     usual = _head()
     if source.read(start, min(len(usual), end - start)) == usual:
@@ -183,7 +188,10 @@ def _read_head(
 
 
 def _refuse_code(graph: Graph, where: str) -> None:
-    """Raise MalformedError if the pickle `graph`, which should contain only numbers and texts, contains code."""
+    """Raise MalformedError if the pickle `graph` contains globals, calls or references.
+
+    It is one of the pickles around the object, which contain only numbers, strings and containers of them.
+    """
     if graph.calls or graph.globals or graph.references or graph.extensions:
         raise MalformedError(
             "there is code in the pickles around the object, which hold numbers and texts", where=where
@@ -191,7 +199,7 @@ def _refuse_code(graph: Graph, where: str) -> None:
 
 
 class _View(NamedTuple):
-    """A view of a storage: its own key, and its first element and number of elements."""
+    """A view of a storage, stored under a key of its own: `elements` elements from element `offset` of the storage."""
 
     key: str
     offset: int
@@ -199,7 +207,7 @@ class _View(NamedTuple):
 
 
 class _Id(NamedTuple):
-    """A reference to a storage, or to a view of it."""
+    """A reference to a storage, or to a view of the storage if `view` is not None."""
 
     node: PersistentId
     storage: StorageId
@@ -207,10 +215,10 @@ class _Id(NamedTuple):
 
 
 def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, PersistentId]]:
-    """Rewrite the persistent ids of `graph` as torch's zip format has them.
+    """Rewrite the persistent ids of `graph` as torch's zip format spells them.
 
-    Return the ids of storages, which now have five parts, and the ids of classes, which are replaced by the classes.
-    Raises MalformedError, UnsupportedError.
+    Return the references to storages, whose ids now have five items, and the references to classes by class. In the
+    graph, the classes replace their references. Raises MalformedError, UnsupportedError.
     """
     ids: list[_Id] = []
     classes: dict[Node, Node] = {}
@@ -243,9 +251,10 @@ def _read_ids(graph: Graph, where: str) -> tuple[list[_Id], dict[Global, Persist
 
 
 def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], where: str) -> _Id:
-    """Give `node`, whose id has the six parts `items`, an id of five parts, and return what it refers to.
+    """Give `node` a persistent id with five items, and return the storage or view to which it refers.
 
-    `texts` are the texts of string nodes, so that each becomes one object. Raises MalformedError.
+    `items` are the six items of the old id. `texts` has the strings of string nodes, so that equal nodes share one
+    object. Raises MalformedError if an item has the wrong type, or if the view does not lie in the storage.
     """
 
     def text(value: Value) -> str | None:
@@ -271,7 +280,10 @@ def _read_id(node: PersistentId, items: list[Value], texts: dict[Node, str], whe
 
 
 def _from_text(text: str, where: str) -> Tuple:
-    """Return the id of the storage that `text`, a persistent id of protocol 0, names. Raises UnsupportedError."""
+    """Return the six-item persistent id in `text`, the repr of a tuple, which protocol 0 stores.
+
+    Raises UnsupportedError if `text` is not the id of a storage.
+    """
     match = _ID_TEXT.fullmatch(text)
     if not match or max(map(len, match.group(2, 3))) > LIMITS.id_text:
         raise UnsupportedError(
@@ -283,16 +295,16 @@ def _from_text(text: str, where: str) -> Tuple:
 
 
 def _in_six(five: Value) -> Tuple:
-    """Return the id of a storage in six parts, of which the last one, for a view, is None, from one in `five`."""
+    """Return the persistent id `five`, which has five items, with a sixth item: None, because it is not a view."""
     assert isinstance(five, Tuple)
     return Tuple([*five.items, None])
 
 
 def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], where: str) -> list[str]:
-    """Move tensors from views to their storages, at an offset, as in torch's later formats. Return warnings.
+    """Replace tensors on views by tensors on their storages, at a larger offset, as torch's later formats do.
 
-    A view that is not only the first argument of calls that rebuild tensors becomes a storage of its own. This adds the
-    bytes of such views to `spans`, the bytes of the storages by key. Raises MalformedError.
+    If a view is used in another way than as the first argument of a rebuild call, it becomes a storage of its own. Its
+    bytes are added to `spans`, the bytes of the storages by key, and a warning is returned. Raises MalformedError.
     """
     views = {id_.node: id_ for id_ in ids if id_.view}
     if not views:
@@ -329,7 +341,10 @@ def _flatten_views(graph: Graph, ids: list[_Id], spans: dict[str, ByteRange], wh
 
 
 def _check_keys(ids: list[_Id], where: str) -> None:
-    """Raise MalformedError if a view has the key of a storage (torch has one table for both) or two descriptions."""
+    """Raise MalformedError if a view has the key of a storage, or if two ids describe one view differently.
+
+    torch has one table for the keys of storages and views.
+    """
     storages = {id_.storage.key for id_ in ids}
     known: dict[str, tuple[str, _View]] = {}
     for _, storage, view in ids:
@@ -340,7 +355,10 @@ def _check_keys(ids: list[_Id], where: str) -> None:
 
 
 def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> None:
-    """Raise MalformedError if a tensor at `offset` reaches outside of `view`. `sizes` are its shape and stride."""
+    """Raise MalformedError if a tensor with the first element `offset` reaches outside of `view`.
+
+    `sizes` contains the shape and the stride.
+    """
     shape, stride = [ints_of(size) or () for size in (*sizes, None, None)[:2]]
     end = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=False)) + 1
     if 0 not in shape and end > view.elements:
@@ -355,9 +373,10 @@ def _check_within(view: _View, offset: int, sizes: list[Value], where: str) -> N
 def _read_sizes(
     source: Readable, at: int, end: int, keys: list[str], ids: list[_Id], where: str
 ) -> dict[str, ByteRange]:
-    """Return the bytes of the storages by key. They must fill the file from `at` to `end`.
+    """Return the bytes of the storages by key. They must fill `source` from `at` to `end`, in the order of `keys`.
 
-    Raises MalformedError, and reports faults after which the storages can still be read.
+    Raises MalformedError if a storage is missing, truncated or of another size than its persistent id in `ids`. Smaller
+    defects, such as bytes after the last storage, are reported as faults.
     """
     first: dict[str, StorageId] = {}
     for _, storage, _ in ids:
@@ -413,7 +432,11 @@ def _read_sizes(
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """Plan the file at `path` for an edited `checkpoint`. Raises RefusedError if torch could not read it back."""
+    """Plan the file at `path` for an edited `checkpoint`.
+
+    Raises RefusedError if torch could not read the file, because a tensor needs its values while the object is
+    unpickled or has a dtype without a storage class.
+    """
     refuse_unknown_dtypes(checkpoint)
     say_for_older_loaders(checkpoint)
     _refuse_early_readers(checkpoint)
@@ -440,20 +463,23 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 
 
 def storage_file_head(cls: Global, key: str, tag: str, numel: int) -> bytes:
-    """Return the bytes before the storage in a file of one storage, for ``torch.storage._load_from_bytes``."""
+    """Return the bytes before the storage in a file that contains only one storage.
+
+    ``torch.storage._load_from_bytes`` loads such files. `cls`, `key`, `tag` and `numel` go into the persistent id.
+    """
     reference = PersistentId(_in_six(new_id(cls, key, tag, numel)))
     return _head() + _pickled(reference) + _pickled(_list([key])) + numel.to_bytes(_SIZE, "little")
 
 
 def retagged(file: LegacyFile, tag: str) -> Graph:
-    """Return the object of a `file` of one storage with another `tag`, as this format spells it."""
+    """Return the graph of `file`, which contains one storage, with location tag `tag`, spelled as in this format."""
     reference = file.graph.root
     assert isinstance(reference, PersistentId)
     return replace(file.graph, root=PersistentId(_in_six(changed_id(reference, tag=tag)), reference.order))
 
 
 def unreadable(checkpoint: Checkpoint) -> str | None:
-    """Return a description of the tensors that torch cannot read back from this format, or None."""
+    """Return a description of the tensors in `checkpoint` that torch cannot read from this format, or None."""
     if _early_readers(checkpoint):
         return "nested tensors, generators and packed weights of quantized modules"
     untyped = {ref.storage for ref in checkpoint.references if storage_id(ref.node).dtype is UNTYPED}
@@ -462,12 +488,15 @@ def unreadable(checkpoint: Checkpoint) -> str | None:
 
 
 def _early_readers(checkpoint: Checkpoint) -> set[int]:
-    """Return the ids of calls that need the values of storages while the pickle is read, which is before them."""
+    """Return the Python ids of calls that need the values of storages while the object is unpickled.
+
+    In this format the storages follow the object, so these calls would see memory without defined content.
+    """
     return {id(call) for call in checkpoint.graph.calls if _EARLY_READERS.fullmatch(str(call.callable))}
 
 
 def _refuse_early_readers(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError if `checkpoint` has calls that need values too early."""
+    """Raise RefusedError if `checkpoint` has calls that need the values of storages while the object is unpickled."""
     if early := _early_readers(checkpoint):
         paths = [place.path for place in checkpoint.source_places if id(place.node) in early]
         raise RefusedError(
@@ -480,7 +509,10 @@ def _refuse_early_readers(checkpoint: Checkpoint) -> None:
 
 
 def respell(checkpoint: Checkpoint) -> None:
-    """Change the ids of storages and classes in the graph of `checkpoint` to the spelling of this format."""
+    """Change the ids of storages and the references to classes in the graph to the spelling of this format.
+
+    The graph of `checkpoint` is changed in place.
+    """
     for reference in checkpoint.references:
         reference.node.id = _in_six(reference.node.id)
     if checkpoint.class_ids:
@@ -490,25 +522,25 @@ def respell(checkpoint: Checkpoint) -> None:
 
 @cache
 def _head() -> bytes:
-    """Return the three pickles before the object."""
+    """Return the three pickles before the object, as torch writes them."""
     sizes = _dict([("short", 2), ("int", 4), ("long", 4)])
     sys_info = _dict([("protocol_version", _VERSION), ("little_endian", True), ("type_sizes", sizes)])
     return _pickled(MAGIC) + _pickled(_VERSION) + _pickled(sys_info)
 
 
 def _pickled(value: Value) -> bytes:
-    """Return `value` as a pickle."""
+    """Return `value` as a pickle of protocol 2."""
     graph = Graph(value, 2, 0, frozenset(), [], [], [], [], set())
     return b"".join(piece for piece in emit(graph, loadable=True) if isinstance(piece, bytes))
 
 
 def _dict(items: list[tuple[str, Value]]) -> Dict:
-    """Return a dict of `items`."""
+    """Return a dict node with `items`."""
     return set_items(Dict(), [part for item in items for part in item])
 
 
 def _list(items: list[str]) -> List:
-    """Return a list of `items`."""
+    """Return a list node with `items`."""
     result = List()
     for at in range(0, len(items), AT_ONCE):
         values: list[Value] = [*items[at : at + AT_ONCE]]

@@ -91,26 +91,26 @@ _ALIGNMENT = 64  # torch's storages start at multiples of this: _get_storage_ali
 
 
 def looks_like(head: bytes) -> bool:
-    """Return whether a file that starts with `head` is a zip archive."""
+    """Return whether `head`, the first bytes of a file, starts like a zip archive."""
     return head[:4] == b"PK\x03\x04"
 
 
 @dataclass(frozen=True, eq=False)
 class ExportedProgram:
-    """The archive of a program of torch.export."""
+    """The container of a checkpoint that was read from the archive of a torch.export program."""
 
     archive: Archive
 
 
 def is_exported(checkpoint: Checkpoint) -> bool:
-    """Return whether `checkpoint` has the weights of a program of torch.export."""
+    """Return whether `checkpoint` contains the weights of a torch.export program."""
     return isinstance(checkpoint.container, ExportedProgram)
 
 
 def is_program(checkpoint: Checkpoint) -> bool:
-    """Return whether `checkpoint`, read from a zip of torch, is the module of a program.
+    """Return whether `checkpoint` was read from a TorchScript archive: a zip with the record ``constants.pkl``.
 
-    torch recognises a program by the same record.
+    torch.jit.load recognises a program by the same record.
     """
     return isinstance(checkpoint.container, Archive) and CONSTANTS in checkpoint.container.names()
 
@@ -119,7 +119,14 @@ def is_program(checkpoint: Checkpoint) -> bool:
 
 
 def read(source: Readable) -> Checkpoint:
-    """Return the checkpoint in `source`. Raises MalformedError, UnsupportedError, LimitError."""
+    """Return the checkpoint in the zip archive `source`.
+
+    Raises:
+        MalformedError: The archive or its pickle is damaged. Smaller defects are faults: a wrong record ``version`` or
+            ``byteorder``, or a record whose name differs from torch's only in case.
+        UnsupportedError: The zip is of another kind.
+        LimitError: A record is too large.
+    """
     try:
         archive = read_archive(source, lambda names: refuse_foreign_zips(source, names), _is_storage)
     except EndMissing as error:
@@ -172,11 +179,10 @@ def read(source: Readable) -> Checkpoint:
 
 
 def read_inner(source: Readable) -> Checkpoint:
-    """Return the checkpoint in `source`, an archive inside another file, of which only the content of the pickle is
-    kept.
+    """Return the checkpoint in `source`, an archive inside another file. Only the graph of its pickle is used.
 
-    Raises the same errors as :func:`read`, and UnsupportedError if it contains more than torch.save writes. An archive
-    with ``constants.pkl`` is a program: torch.load runs it, whatever names its code has.
+    Raises the same errors as :func:`read`, and UnsupportedError if the archive contains records that torch.save does
+    not write. For example, torch.load runs the program of an archive with ``constants.pkl``, whatever its code does.
     """
     checkpoint = read(source)
     archive = checkpoint.container
@@ -193,9 +199,10 @@ def read_inner(source: Readable) -> Checkpoint:
 
 
 def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) -> tuple[Graph, Readable]:
-    """Return the graph of the pickle `member`, and the file that contains its blobs: `source`, or the inflated pickle.
+    """Return the graph of the pickle `member`, and the source of its bytes: `source`, or the inflated pickle in memory.
 
-    `checked` is whether the archive has checksums.
+    Bytes after the end of the pickle are a fault. `checked` is whether the record has a checksum, which is verified.
+    `where` is the name for errors.
     """
     file, start, size = source, 0, member.size
     if member.method == STORED:
@@ -214,17 +221,17 @@ def read_pickle(source: Readable, member: Member, where: str, *, checked: bool) 
 
 
 def _others(names: Iterable[str]) -> list[str]:
-    """Return the `names` outside the folder of the storages. There are only a few."""
+    """Return those of `names` that are not in the folder ``data/`` of the storages. There are only a few."""
     return [name for name in names if not name.startswith("data/")]
 
 
 def _is_storage(name: str) -> bool:
-    """Return whether the record `name` is a storage and not a folder."""
+    """Return whether the record `name` is a storage: in ``data/``, and not a folder."""
     return name.startswith("data/") and not name.endswith("/")
 
 
 def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
-    """Report records whose names differ from torch's only in case.
+    """Report a fault for each record whose name differs from one of torch's only in case.
 
     torch ignores case, and would read such a record as its own.
     """
@@ -240,9 +247,9 @@ def _check_case(source: Readable, names: Mapping[str, Member]) -> None:
 
 
 def _inflated(source: Readable, member: Member, where: str, checked: bool) -> bytes:
-    """Return the bytes of a deflated record.
+    """Return the inflated bytes of the deflated record `member`.
 
-    Raise LimitError if it is longer than the limit on pickles, or far longer than its deflated bytes.
+    Raises LimitError if the record is longer than the limit on pickles, or far longer than its deflated bytes.
     """
     most = min(LIMITS.pickle_bytes, LIMITS.pickle_inflate_ratio * member.stored_size + LIMITS.inline_bytes)
     if member.size > most or member.stored_size > LIMITS.pickle_bytes:
@@ -256,13 +263,16 @@ def _inflated(source: Readable, member: Member, where: str, checked: bool) -> by
 
 
 def _check_crc(source: Readable, member: Member, where: str) -> None:
-    """Report a fault if the checksum of a stored record is wrong."""
+    """Report a fault if the checksum of the stored record `member` is wrong. All its bytes are read."""
     with source.faults:
         check_crc32(member.crc32, crc32_of(ByteRange(source, member.data_start(source), member.size)), where)
 
 
 def _note(source: Readable, names: Mapping[str, Member], name: str, checked: bool) -> bytes | None:
-    """Return the bytes of the short record `name`, or None if it does not exist or is too long."""
+    """Return the bytes of the short record `name`, or None if it does not exist.
+
+    A record longer than ``LIMITS.note_bytes`` is a fault, and None is returned.
+    """
     member = names.get(name)
     if member is None:
         return None
@@ -278,9 +288,10 @@ def _note(source: Readable, names: Mapping[str, Member], name: str, checked: boo
 
 
 def record_bytes(source: Readable, member: Member, where: str, *, checked: bool) -> bytes:
-    """Return the bytes of a record. The caller must bound the size of a stored record.
+    """Return the bytes of the record `member`. The size of a stored record is not limited here.
 
-    `checked` is whether it has a checksum. Raises MalformedError, LimitError.
+    If `checked` is true, a wrong checksum is a fault. Raises MalformedError or LimitError if a deflated record is
+    damaged or too large.
     """
     if member.method != STORED:
         return _inflated(source, member, where, checked)
@@ -293,9 +304,10 @@ def record_bytes(source: Readable, member: Member, where: str, *, checked: bool)
 
 
 def layout(checkpoint: Checkpoint, path: Path) -> Layout:
-    """Plan the file at `path` for an edited `checkpoint`, and list what of its container cannot be kept.
+    """Plan the file at `path` for an edited `checkpoint`, and list the contents of another container that are lost.
 
-    Raises RefusedError.
+    A torch zip is rewritten with its own records, unless it came from a TorchScript program. Other containers become a
+    new archive. Raises RefusedError if a tensor cannot be stored.
     """
     if isinstance(checkpoint.container, Archive):
         if checkpoint.script_classes is None:
@@ -306,8 +318,9 @@ def layout(checkpoint: Checkpoint, path: Path) -> Layout:
 
 
 def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
-    """Return the source's own archive with a new pickle, without records that describe its layout or are no longer
-    used.
+    """Return the source's own archive with a new pickle, as a file to be written to `path`.
+
+    Storages that are no longer used and records that describe the old layout are left out.
     """
     members = archive.names()
     storages = {f"data/{key}": storage.data for key, storage in checkpoint.storages.items()}
@@ -332,17 +345,17 @@ def _rewritten(checkpoint: Checkpoint, archive: Archive, path: Path) -> OutFile:
 
 
 def archived(checkpoint: Checkpoint) -> OutFile:
-    """Return `checkpoint` as an archive for torch's loader, whatever container it came in.
+    """Return `checkpoint` as a new archive for torch's loader, whatever container it was read from.
 
-    It has only the storages of the checkpoint, and no checksums, which torch does not verify.
+    The archive has only the storages that the checkpoint uses, and no checksums, which torch does not verify.
     """
     return _written(checkpoint, Path("archive"), checked=False)
 
 
 def _written(checkpoint: Checkpoint, path: Path, *, checked: bool) -> OutFile:
-    """Return an archive as torch writes it.
+    """Return `checkpoint` as a new archive with the records that torch writes, as a file to be written to `path`.
 
-    If `checked` is set, its records get checksums, which are computed during the copy.
+    If `checked` is true, records have checksums. Those of storages are computed during the copy if they are not known.
     """
     keys = renumber(checkpoint)
     writer = ZipWriter(_root_name(path), checked=checked)
@@ -355,9 +368,9 @@ def _written(checkpoint: Checkpoint, path: Path, *, checked: bool) -> OutFile:
 
 
 def _root_name(path: Path) -> str:
-    """Return the name of the archive's folder.
+    """Return the name of the folder in an archive at `path`: the file name without its suffix, as in torch.
 
-    As in torch it is the file's name without its suffix, or ``archive`` if that is not valid text or not a plain name.
+    Return ``archive`` if that name is not valid Unicode, has a backslash, or is ``.`` or ``..``.
     """
     try:
         path.stem.encode()
@@ -367,9 +380,9 @@ def _root_name(path: Path) -> str:
 
 
 class ZipWriter:
-    """A plan that places records after each other, in the folder `root` of the archive.
+    """The plan of a zip archive, to which records are appended in the order of the file.
 
-    `checked` is whether the records have checksums.
+    `root` is the folder in the archive. `checked` is whether records get checksums.
     """
 
     def __init__(self, root: str, *, checked: bool) -> None:
@@ -383,18 +396,18 @@ class ZipWriter:
         self.at = 0
 
     def add(self, piece: Piece) -> None:
-        """Append `piece`."""
+        """Append `piece`, and advance the position `at` by its length."""
         self.pieces.append(piece)
         self.at += piece.length
 
     def header(self, name: str, crc32: int | Piece, size: int, padding: int) -> None:
-        """Append the header of the record `name`.
+        """Append the local header of the record `name`, and its entry in the central directory.
 
         Args:
-            name: The name in the folder.
-            crc32: The checksum, or the piece whose checksum is computed during the copy.
+            name: The name without the root folder.
+            crc32: The checksum. If it is not known yet, the piece from which it is computed during the copy.
             size: The number of bytes of the record.
-            padding: The number of bytes between the header and the record.
+            padding: The number of bytes to add between the header and the record, as an extra field.
         """
         raw_name = f"{self.root}/{name}".encode()
         known = crc32 if isinstance(crc32, int) else 0
@@ -408,13 +421,14 @@ class ZipWriter:
             self.add(Literal(header))
 
     def bare_header(self, name: str, size: int) -> int:
-        """Return the number of bytes of a record's header without padding."""
+        """Return the number of bytes of the local header of record `name` without padding."""
         return len(local_header(f"{self.root}/{name}".encode(), 0, size, 0))
 
     def pickle(self, name: str, pieces: list[Literal | ByteRange], *, like: int | None) -> None:
-        """Append the pickle `pieces` as the record `name`, padded so that its end is at `like` modulo a block.
+        """Append the pickle `pieces` as the record `name`.
 
-        It is not padded if `like` is None.
+        With a number `like`, the header is padded so that the pickle ends at `like` modulo the size of a filesystem
+        block. Data copied after it then keeps its place in the blocks. There is no padding if `like` is None.
         """
         size = sum(piece.length for piece in pieces)
         crc32 = 0
@@ -427,14 +441,16 @@ class ZipWriter:
             self.add(piece)
 
     def record(self, name: str, data: bytes) -> None:
-        """Append a small record with the content `data`."""
+        """Append a small record `name` with the content `data`, without padding."""
         self.header(name, zlib.crc32(data) if self.checked else 0, len(data), 0)
         self.add(Literal(data))
 
     def storage(self, name: str, data: Piece, *, summed: bool = True) -> None:
-        """Append a storage whose bytes come from another container or were changed.
+        """Append the storage `data` as the record `name`, aligned to 64 bytes.
 
-        If `summed` is set, it gets a checksum, provided that the archive has checksums.
+        The bytes are new or come from another container.
+        It gets a checksum if `summed` and `checked` are true. The checksum of the data in its source, if any, is
+        verified.
         """
         known = data.crc32_known()
         crc32: int | Piece = 0
@@ -453,7 +469,8 @@ class ZipWriter:
     def member(self, name: str, member: Member, source: Readable, *, checked: bool) -> None:
         """Append the record `member` of `source` as `name`.
 
-        Its header is copied too if it can stay the same. `checked` is whether the record has a checksum.
+        The header is copied with the data if the name and the position in the filesystem block stay the same. Otherwise
+        the record gets a new header. `checked` is whether the record has a checksum in the source.
         """
         data_start = member.data_start(source)
         is_aligned = data_start % _ALIGNMENT == 0
@@ -471,7 +488,7 @@ class ZipWriter:
             self.add(member.data(source, checked=checked))
 
     def finish(self, path: Path) -> OutFile:
-        """Append the central directory. Return the archive as a file to be written to `path`."""
+        """Append the central directory and the end. Return the archive as a file to be written to `path`."""
         start, entries, awaited = self.at, self.entries, self.awaited
         directory = central_directory(entries, start)
 
@@ -484,9 +501,9 @@ class ZipWriter:
 
 
 def _padding(at: int, wanted: int, modulus: int) -> int:
-    """Return the number of bytes from `at` to the next position that is `wanted` modulo `modulus`.
+    """Return the number of bytes from `at` to the next position that equals `wanted` modulo `modulus`.
 
-    It is 0 or at least 4, because an extra field has at least 4 bytes.
+    It is 0 or at least 4, because the extra field that holds the padding has at least 4 bytes.
     """
     padding = (wanted - at) % modulus
     return padding + modulus if 0 < padding < 4 else padding

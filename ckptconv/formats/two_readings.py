@@ -1,7 +1,6 @@
-"""Refuse a file that another reader would take for something else, because what is found out about one reading does not
-hold for the other.
+"""Refuse a file that another program would read as something else, because the results found here would then be wrong.
 
-Before a file is read, this module checks it as every other reader does, in the place where that reader looks:
+Before a file is read, this module checks it as other readers do, at the positions where they look:
 
     tarfile         the first 512 bytes, with ``tarfile.TarInfo.frombuf``: torch.load asks tarfile first about every
                     file that is not a zip. Never ``is_tarfile``, which decompresses and follows PAX headers
@@ -13,11 +12,11 @@ Before a file is read, this module checks it as every other reader does, in the 
     h5py            offsets 512, 1024, 2048, ..., where an HDF5 file may start after a block of user data
 
 By chance 0.2 % of ordinary safetensors headers are pickles, because the bytes of their length are opcodes. Such a
-pickle names nothing, or names parts of the header. So a pickle counts only if it reaches
+pickle refers to nothing, or to fragments of the header. Therefore a pickle counts only if it contains
 
-* a global whose module has no NUL, quotes or brackets, which every part of a header has;
-* an extension code, and either calls it or goes on to its end: a pickle in a header's length does neither;
-* a persistent id that is a tuple, or a text without those characters.
+* a global whose module has no NUL, quotes or brackets, which every fragment of a header has;
+* an extension code, and either calls it or continues to its end, which a pickle in a header's length does not;
+* a persistent id that is a tuple, or a string without those characters.
 
 At most a few hundred kilobytes are read, and at most 16 MiB of a file that starts like a pickle.
 """
@@ -72,9 +71,9 @@ _OF_HEADERS = regex(r'[\0"{}\[\],:]')
 
 
 def refuse_two_readings(source: Readable, name: str) -> None:
-    """Raise MalformedError, which names both readings, if `source` can be read in another way.
+    """Raise MalformedError if `source`, a file of the format `name`, can be read as another kind of file too.
 
-    `name` is the name of its format.
+    The error names both kinds.
     """
     tar = "a tar archive, which torch.load looks for first" if is_tar(source) else None
     if other := tar or _zip(source, name) or _pickle(source, name) or _gzip(source) or _hdf5(source):
@@ -86,7 +85,10 @@ def refuse_two_readings(source: Readable, name: str) -> None:
 
 
 def is_tar(source: Readable) -> bool:
-    """Return whether Python's tarfile accepts the first 512 bytes as a header. torch.load asks tarfile first."""
+    """Return whether Python's tarfile accepts the first 512 bytes of `source` as a header.
+
+    torch.load asks tarfile before it tries its own formats.
+    """
     head = source.read(0, min(_BLOCK, source.size))
     if len(head) < _BLOCK or not _NUMBER.match(head[148:156]):  # the checksum of a header
         return False
@@ -100,7 +102,10 @@ def is_tar(source: Readable) -> bool:
 
 
 def _zip(source: Readable, name: str) -> str | None:
-    """Return a description if `source` is a zip archive too, or None."""
+    """Return a description of the zip archive at the end of `source`, or None if there is no archive.
+
+    None also if `source` has the zip format by `name`, or if the archives are byte strings of a pickle.
+    """
     if name == _ZIPPED:
         return None
     archives = {*_archives_behind(source)}
@@ -110,11 +115,11 @@ def _zip(source: Readable, name: str) -> str | None:
 
 
 def _archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
-    """Yield each zip archive that a reader could find from the end of `source`, whatever else the file is.
+    """Yield the zip archives that a reader could find from the end of `source`, whatever else the file is.
 
-    An archive is yielded as the offset from which its offsets count, and the offset of its end. Its directory is where
-    the end record says, or directly before the end record, where Python's zipfile looks. Stray signatures do not count:
-    an end, an entry and a local header would have to point to each other.
+    For an archive, yield the position from which its offsets count, and the position of its end. Its directory is at
+    the offset in the end record, or directly before the end record, where Python's zipfile looks. Stray signatures do
+    not count: an end, an entry and a local header must point to each other.
     """
     tail_offset = max(0, source.size - _READ_BACK)
     tail = source.read(tail_offset, source.size - tail_offset)
@@ -130,7 +135,7 @@ def _archives_behind(source: Readable) -> Iterator[tuple[int, int]]:
 
 
 def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the offset of each zip64 end before `end`, and the size and offset of its directory."""
+    """Yield the position of each zip64 end record before `end`, and the size and offset of its directory."""
     if end < ZIP64_LOCATOR_SIZE:
         return
     signature, _, recorded, _ = ZIP64_LOCATOR_FIELDS.unpack(source.read(end - ZIP64_LOCATOR_SIZE, ZIP64_LOCATOR_SIZE))
@@ -144,10 +149,9 @@ def _zip64_directories(source: Readable, end: int) -> Iterator[tuple[int, int, i
 
 
 def _has_member(source: Readable, at: int, end: int, shift: int) -> bool:
-    """Return whether an entry of the directory from `at` to `end` points to a local header, with or without `shift`
-    added.
+    """Return whether an entry of the directory from `at` to `end` points to a local header, with or without `shift`.
 
-    If the directory has more entries than are tested, the answer is yes.
+    Only the first 16 entries are tested. If there are more, the answer is True.
     """
     for _ in range(_ENTRIES_ASKED):
         if at < 0 or at + CENTRAL_SIZE > min(end, source.size):
@@ -164,9 +168,9 @@ def _has_member(source: Readable, at: int, end: int, shift: int) -> bool:
 
 
 def _byte_strings(source: Readable) -> set[tuple[int, int]]:
-    """Return the start and end of each byte string in the pickles of `source` that starts like an archive.
+    """Return the start and end of each byte string in the pickles of `source` that starts like a zip archive.
 
-    This parses as much as reading the source does.
+    This takes as long as reading the source.
     """
     return {
         (value.offset, value.offset + value.length)
@@ -177,7 +181,10 @@ def _byte_strings(source: Readable) -> set[tuple[int, int]]:
 
 
 def _pickle(source: Readable, name: str) -> str | None:
-    """Return a description if `source` is a pickle too, or None."""
+    """Return a description if `source`, a file of the format `name`, can be read as a pickle too.
+
+    Otherwise return None. None also if the format `name` consists of pickles or is torch's zip.
+    """
     if name in (_ZIPPED, *_PICKLED) or source.read(0, 1) not in _FIRST:
         return None
     for seen in _pickles(source, LIMITS.second_reading_opcodes, LIMITS.second_reading_bytes):
@@ -191,7 +198,10 @@ def _pickle(source: Readable, name: str) -> str | None:
 
 
 def _pickles(source: Readable, most: int, nbytes: int) -> Iterator[LenientScan]:
-    """Yield the consecutive pickles at the start of `source`, each with at most `most` opcodes in `nbytes` bytes."""
+    """Yield a scan of each of the consecutive pickles at the start of `source`.
+
+    Each scan stops after `most` opcodes or `nbytes` bytes. There are at most five.
+    """
     at = 0
     for _ in range(_PICKLES):
         if at >= source.size:
@@ -204,7 +214,7 @@ def _pickles(source: Readable, most: int, nbytes: int) -> Iterator[LenientScan]:
 
 
 def _named(seen: LenientScan) -> str | None:
-    """Return the first name in a pickle that cannot be a part of a safetensors header, or None."""
+    """Return the first name in a pickle that cannot be a fragment of a safetensors header, or None."""
     graph = seen.graph
     for node in graph.globals:
         if not _OF_HEADERS.search(node.module):
@@ -221,7 +231,7 @@ def _named(seen: LenientScan) -> str | None:
 
 
 def _gzip(source: Readable) -> str | None:
-    """Return a description if `source` is a gzip file too, or None."""
+    """Return a description if the start of `source` can be decompressed as gzip. Otherwise return None."""
     if source.read(0, min(len(_GZIP), source.size)) != _GZIP:
         return None
     try:
@@ -232,7 +242,7 @@ def _gzip(source: Readable) -> str | None:
 
 
 def _hdf5(source: Readable) -> str | None:
-    """Return a description if `source` is an HDF5 file too, or None."""
+    """Return a description if an HDF5 file starts at one of the positions where h5py looks. Otherwise return None."""
     at = _BLOCK
     if source.is_far:
         places = [_BLOCK << i for i in range((source.size // _BLOCK).bit_length())]

@@ -1,4 +1,4 @@
-"""The formats that can be written, and which of them a suffix or a container stands for."""
+"""The formats that can be written, and the choice of a format by a file name or by the format of the source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FormatWord: TypeAlias = Literal["pt", "legacy", "pickle", "safetensors", "dcp"]
 
 
 class HubName(NamedTuple):
-    """The name that the Hub's tools give to a model in one file: ``model`` + ``.safetensors``."""
+    """The file name that the Hub's tools give to a model in one file: ``model`` + ``.safetensors``."""
 
     model: str
     suffix: str
@@ -26,28 +26,31 @@ class HubName(NamedTuple):
 
 @dataclass(frozen=True)
 class Writer:
-    """A format that can be written: its names, and what it can hold. All other code uses this, and never the name of a
-    format.
+    """A format that can be written: its names and its abilities.
+
+    Other code decides by these attributes, and never by the name of a format.
 
     Attributes:
         word: Its name in ``--format``.
         name: Its name in reports.
         module: The module of ``ckptconv.formats`` with its ``layout(checkpoint, path)``, which also takes ``copy_tied``
             if `ties` is False.
-        suffixes: The suffixes of its files. If several writers have a suffix, it stands for the first of them.
+        suffixes: The suffixes of its files. A suffix of several writers selects the first of them.
         new_suffix: The suffix for a file whose own suffix belongs to other formats.
         about: A description for a user who has to choose.
-        hub: The name that the Hub's tools give to a model in it, if they read it.
-        shards: Whether the Hub's tools read shards of it.
-        stays: Whether a file of this format keeps its format under a suffix that stands for another format first.
-        devices: Whether it stores the device of a tensor.
-        objects: Whether it can hold every object that a pickle can. Otherwise it holds only names and their tensors.
-        ties: Whether two names can share a tensor. Otherwise a text records that.
-        views: Whether it stores storages, of which tensors are views. Otherwise it stores only the elements of tensors.
-        texts: Whether it can hold texts next to tensors.
-        records: Whether it can hold other members of torch's archives.
-        safe_loader: Whether torch's safe loader reads it, which refuses unknown code.
-        is_folder: Whether it is a folder of files. Its ``layout`` takes the number of processes, `ranks`.
+        hub: The file name of a model for the Hub's tools, or None if they do not read this format.
+        shards: Whether the Hub's tools read shards of this format.
+        stays: Whether a file of this format is written in this format again if its suffix selects another format first.
+        devices: Whether the file records the device of a tensor.
+        objects: Whether the file can contain every object that a pickle can. Otherwise it contains only names and
+            tensors.
+        ties: Whether two names can share a tensor. Otherwise a string in the metadata records the tie.
+        views: Whether the file contains storages, of which tensors are views. Otherwise it contains only the elements
+            of tensors.
+        texts: Whether the file can contain strings next to tensors.
+        records: Whether the file can contain other members of torch's archives.
+        safe_loader: Whether torch's safe loader, which refuses unknown code, reads the file.
+        is_folder: Whether this is a folder of files. Its ``layout`` takes the number of processes, `ranks`.
     """
 
     word: str
@@ -70,7 +73,7 @@ class Writer:
 
     @property
     def shard_suffix(self) -> str:
-        """The suffix of its shards. Only for a format with a ``hub`` name."""
+        """The suffix of the shards. Only a format with `hub` has it."""
         assert self.hub is not None
         return self.hub.suffix
 
@@ -78,16 +81,16 @@ class Writer:
         """Plan the file, or the folder, at `path` for an edited `checkpoint`.
 
         Args:
-            checkpoint: The checkpoint, which this may change.
-            path: The path of the file.
-            copy_tied: Write a tied tensor under each of its names. Only if `ties` is False.
+            checkpoint: The checkpoint. This method may change it.
+            path: The path of the file or folder.
+            copy_tied: Whether to write a tied tensor under each of its names. Only allowed if `ties` is False.
             ranks: The number of processes for which a folder is written.
 
         Returns:
-            The files to write, and what they cannot hold.
+            The files to write, and the contents of the checkpoint that they cannot contain.
 
         Raises:
-            RefusedError: The format cannot hold the checkpoint.
+            RefusedError: The format cannot contain the checkpoint.
         """
         layout: Callable[..., Layout] = import_module(f"ckptconv.formats.{self.module}").layout
         if self.is_folder:
@@ -156,15 +159,15 @@ DEFAULT = WRITERS["pt"]
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix of the file `name` that stands for a format, spelled as in the name, or an empty text."""
+    """Return the suffix of the file `name` that selects a format, in the spelling of `name`. Empty if there is none."""
     return split_suffix(name)[1]
 
 
 @lru_cache(maxsize=16)  # a conversion asks about ten times for one name
 def split_suffix(name: str) -> tuple[str, str, str]:
-    """Split the file `name` at the last suffix that stands for a format, which may be in the middle (``model.pt.bak``).
+    """Split the file name at its last suffix that selects a format. It may be in the middle: ``model.pt.bak``.
 
-    Return the texts before, in and after the suffix. If there is none, return the name and two empty texts.
+    Return the strings before, in and after the suffix. If there is none, return `name` and two empty strings.
     """
     for end in range(len(name), 0, -1):
         if name[end : end + 1] in ("", "."):
@@ -175,15 +178,16 @@ def split_suffix(name: str) -> tuple[str, str, str]:
 
 
 def admitted(name: str) -> list[Writer]:
-    """Return the writers that the suffix of `name` allows. Without a known suffix, return all writers."""
+    """Return the writers with the suffix of `name`. If the suffix is unknown or missing, return all writers."""
     suffix = suffix_of(name).lower()
     return [writer for writer in WRITERS.values() if not suffix or suffix in writer.suffixes]
 
 
 def usual_format(name: str, container: str) -> str:
-    """Return the word of the format for a file called `name`, made from a `container`, if the user has not chosen one.
+    """Return the word of the format for an output called `name`, if the user has not chosen a format.
 
-    It is the first format of the suffix, unless the container is in a format that keeps its format under this suffix.
+    It is the first format with the suffix of `name`. But if the source has the format `container`, which allows the
+    suffix and has `stays` set, the output keeps that format.
     """
     every = admitted(name)
     kept = [writer for writer in every if writer.stays and writer.name == container and suffix_of(name)]
@@ -191,9 +195,9 @@ def usual_format(name: str, container: str) -> str:
 
 
 def also_meant(name: str, word: str) -> Writer | None:
-    """Return another writer that the suffix of `name` can stand for, if `word` is written, or None.
+    """Return another format that the suffix of `name` can mean, although the format `word` is written.
 
-    Only formats that keep their format under the suffix of another one count.
+    None if there is none. Only formats with `stays` set count.
     """
     if not suffix_of(name):
         return None
@@ -201,18 +205,21 @@ def also_meant(name: str, word: str) -> Writer | None:
 
 
 def writer_for(*, objects: bool) -> Writer:
-    """Return the default writer for any objects, or for names and tensors only. It can write shards."""
+    """Return the default writer for arbitrary objects if `objects` is true, otherwise for names and tensors only.
+
+    It can write shards.
+    """
     return next(writer for writer in WRITERS.values() if writer.shards and writer.objects is objects)
 
 
 def writer_of(container: str) -> Writer | None:
-    """Return the writer for the name of a `container` in reports, or None. The container may be a set of files."""
+    """Return the writer whose name ends `container`, the name of a source's format in reports, or None.
+
+    For example, ``sharded safetensors`` is written by the writer for safetensors.
+    """
     return next((writer for writer in WRITERS.values() if container.endswith(writer.name)), None)
 
 
 def words(quality: str, *, holds: bool = True) -> str:
-    """Return the words of the formats whose attribute `quality` equals `holds`, joined for an error.
-
-    `quality` is the name of an attribute of :class:`Writer`.
-    """
+    """Return the words of the formats whose attribute `quality` of :class:`Writer` equals `holds`, joined by "or"."""
     return " or ".join(word for word, writer in WRITERS.items() if getattr(writer, quality) is holds)

@@ -55,7 +55,7 @@ _AHEAD = 4096  # bytes read at once for headers: small members are close to each
 
 
 class Member(NamedTuple):
-    """A record. Positions are in bytes from the start of the file.
+    """A record of the archive. Positions are in bytes from the start of the file.
 
     Attributes:
         name: The name, with its folders.
@@ -65,8 +65,9 @@ class Member(NamedTuple):
         stored_size: The number of bytes of the data in the file.
         size: The number of bytes of the data after inflating.
         header_offset: The position of the local header.
-        data_offset: The position of the data, or None if the local header has not been read: see :meth:`data_start`.
-        end: The position after the data and its descriptor. 0 in a member whose end is not needed.
+        data_offset: The position of the data, or None if the local header has not been read. :meth:`data_start` reads
+            it.
+        end: The position after the data and its descriptor, or 0 if the caller does not need it.
     """
 
     name: str
@@ -80,16 +81,18 @@ class Member(NamedTuple):
     end: int = 0
 
     def data_start(self, source: Readable) -> int:
-        """Return the position of the data, which may read the local header from `source`.
+        """Return the position of the data in `source`.
 
-        Raises MalformedError if the local header is damaged.
+        If `data_offset` is None, the local header is read from `source`. Raises MalformedError if the header is
+        damaged.
         """
         return _placed(_Window(source), self, self.end) if self.data_offset is None else self.data_offset
 
     def data(self, source: Readable, *, checked: bool) -> ByteRange | Inflate:
-        """Return the bytes of this record, inflated if they are deflated.
+        """Return the data of this record in `source`: a ByteRange if it is stored, an Inflate if it is deflated.
 
-        `checked` is whether the record has a checksum.
+        No byte is read. If `checked` is true, the result contains the record's CRC32, which is verified when it is
+        read.
         """
         crc32 = self.crc32 if checked else None
         of, offset = (_Unplaced(source, self), 0) if self.data_offset is None else (source, self.data_offset)
@@ -99,31 +102,31 @@ class Member(NamedTuple):
 
 
 class _Unplaced(Readable):
-    """The data of `member`, whose local header has not been read."""
+    """The data of `member` as a source. Its local header is read on each access, to find the position of the data."""
 
     def __init__(self, source: Readable, member: Member) -> None:
         self.path, self.fd, self.size, self.faults = source.path, -1, member.stored_size, source.faults
         self._source, self._member = source, member
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return exactly `length` bytes at `offset`. Raises InputError."""
+        """Return exactly `length` bytes at `offset` of the data. Raises InputError."""
         return self._source.read(self._member.data_start(self._source) + offset, length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on. Raises InputError."""
+        """Fill `buffer` with the bytes from `offset` of the data on. Raises InputError."""
         self._source.read_into(self._member.data_start(self._source) + offset, buffer)
 
 
 @dataclass(frozen=True)
 class Archive:
-    """All members in the order of the file, in one folder `root`.
+    """The members of a zip archive in the order of the file. All are in one folder, `root`.
 
     Attributes:
         root: The name of the folder.
         members: The members.
-        has_checksums: Whether any CRC is not zero.
-        broken: Names of members whose local headers do not tell where their data is. Only a reader that collects faults
-            gets an archive with such members.
+        has_checksums: Whether the CRC of any member is not zero.
+        broken: Names of members whose data cannot be found, because their local headers are damaged. Empty unless the
+            fault sink collects faults.
         unsummed: Names of members without a checksum in an archive with checksums.
     """
 
@@ -134,11 +137,11 @@ class Archive:
     unsummed: frozenset[str] = frozenset()
 
     def is_checked(self, member: Member) -> bool:
-        """Return whether `member` has a checksum."""
+        """Return whether `member` has a checksum: the archive has checksums, and the member is not in `unsummed`."""
         return self.has_checksums and member.name not in self.unsummed
 
     def names(self) -> Mapping[str, Member]:
-        """Return the members by their names below the root."""
+        """Return the members by their names without the folder `root`."""
         return self._names
 
     @cached_property
@@ -147,7 +150,10 @@ class Archive:
         return {member.name[start:]: member for member in self.members}
 
     def unread(self, source: Readable) -> Iterator[UnreadRecord]:
-        """Yield the records of `source` whose bytes can be checked, with their names below the root."""
+        """Yield the records of `source` whose bytes can be verified: those with a checksum, and the deflated ones.
+
+        Broken members are left out. The records have names without the folder `root`.
+        """
         for name, member in self.names().items():
             checked = self.is_checked(member)
             if member.name not in self.broken and (checked or member.method != STORED):
@@ -155,7 +161,7 @@ class Archive:
 
 
 class EndMissing(MalformedError):
-    """A file that starts like a zip archive has no end, because it was truncated."""
+    """Raised if a file that starts like a zip archive has no end record, because it was truncated."""
 
 
 def read_archive(
@@ -167,10 +173,10 @@ def read_archive(
 
     Args:
         source: The file.
-        refuse: Called with all names before members are checked, so that it can raise a better error for another kind
-            of zip.
-        is_large: Return whether the member with a name below the root is large. If the source can spare the local
-            headers of large members, they are read later.
+        refuse: A function that is called with all names before the members are checked. It can raise a more helpful
+            error for another kind of zip.
+        is_large: A function that takes a name without the root folder, and returns whether that member is large. In a
+            remote source, the local headers of large members may be left unread until their data is needed.
 
     Raises:
         MalformedError: The archive is damaged or ambiguous.
@@ -212,7 +218,11 @@ def read_archive(
 
 
 def _is_spared(source: Readable, entry: Member, following: int, is_large: Callable[[str], bool]) -> bool:
-    """Return whether to read the local header and descriptor of `entry` only when its data is needed."""
+    """Return whether to read the local header and descriptor of `entry` only when its data is needed.
+
+    True if `is_large` returns true for its name and the source would need a request for these bytes. `following` is the
+    position of the next member.
+    """
     if not is_large(entry.name.partition("/")[2]):
         return False
     places = [(entry.header_offset, LOCAL_SIZE + len(entry.name.encode())), (following - _DESCRIPTORS, _DESCRIPTORS)]
@@ -222,7 +232,10 @@ def _is_spared(source: Readable, entry: Member, following: int, is_large: Callab
 def _borders(
     source: Readable, entries: list[Member], end: int, is_large: Callable[[str], bool] | None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the headers and descriptors of `entries` that are read now. The last entry ends at `end`."""
+    """Yield the ranges (start, stop) of the headers and descriptors of `entries` that must be read now.
+
+    `entries` are sorted by position. The last of them ends at `end`.
+    """
     following = [*(entry.header_offset for entry in entries[1:]), end]
     for entry, stop in zip(entries, following, strict=True):
         if not (is_large and _is_spared(source, entry, stop, is_large)):
@@ -231,7 +244,7 @@ def _borders(
 
 
 class FirstMember(NamedTuple):
-    """The content of the local header at the start of a file."""
+    """The fields of the local header at the start of a file."""
 
     name: str
     method: int
@@ -239,9 +252,9 @@ class FirstMember(NamedTuple):
 
 
 def first_member(source: Readable) -> FirstMember | None:
-    """Return the member at the start of `source` from its local header only, for a file without a directory.
+    """Return the name, method and data position of the first member, or None if its header is not valid.
 
-    Return None if this header is truncated or damaged.
+    Only the local header is read, so `source` can be a truncated archive without a directory.
     """
     if source.size < LOCAL_SIZE:
         return None
@@ -256,7 +269,7 @@ def first_member(source: Readable) -> FirstMember | None:
 
 
 class _Window:
-    """A window of the file, so that many short reads at increasing offsets take one call of the system."""
+    """A buffer over the file, so that many short reads at increasing offsets take few system calls."""
 
     def __init__(self, source: Readable) -> None:
         self.source = source
@@ -264,7 +277,7 @@ class _Window:
         self.data = b""
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes at `offset`. The source must contain them."""
+        """Return `length` bytes at `offset`, from the buffer if it contains them. The source must be long enough."""
         start = offset - self.offset
         if start < 0 or start + length > len(self.data):
             ahead = 0 if self.source.is_far else _AHEAD  # a remote source keeps the bytes of its last request
@@ -274,7 +287,7 @@ class _Window:
 
 
 def _bad(source: Readable, offset: int, what: str, expected: object = None, got: object = None) -> MalformedError:
-    """Return the error `what` at `offset`."""
+    """Return a MalformedError with the message `what`, at byte `offset` of `source`."""
     return MalformedError(what, where=f"{source.path} at byte {offset}", expected=expected, got=got)
 
 
@@ -282,9 +295,13 @@ def _bad(source: Readable, offset: int, what: str, expected: object = None, got:
 
 
 def read_end(source: Readable) -> tuple[int, int, int]:
-    """Return the number of members, and the size and offset of the central directory.
+    """Return the number of members, and the size and offset of the central directory, from the end records.
 
-    Raises MalformedError, UnsupportedError, LimitError.
+    Raises:
+        EndMissing: There is no end record.
+        MalformedError: There are bytes after the end, there are two ends, or the end records disagree.
+        UnsupportedError: The archive is split into several files.
+        LimitError: There are too many members.
     """
     tail_offset = max(0, source.size - LONGEST_END)
     tail = source.read(tail_offset, source.size - tail_offset)
@@ -327,17 +344,18 @@ def read_end(source: Readable) -> tuple[int, int, int]:
 
 
 def _behind(tail: bytes, at: int) -> int:
-    """Return the number of bytes of `tail` after the end record at `at` and its comment.
+    """Return the number of bytes of `tail` after the end record at `at` and its comment, or 0 if they end together.
 
-    A negative number is the number of bytes that the comment lacks.
+    A negative number is the number of bytes that are missing from the comment.
     """
     return len(tail) - at - END_SIZE - int.from_bytes(tail[at + END_SIZE - 2 : at + END_SIZE], "little")
 
 
 def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
-    """Return the offset, disk numbers, counts, size and offset of the directory from the zip64 end before `end`.
+    """Return the fields of the zip64 end record before `end`, or None if there is no zip64 locator.
 
-    Return None if there is no zip64 end.
+    The fields are the record's offset, the disk numbers, the counts, and the size and offset of the directory. Raises
+    MalformedError if the locator or the record is damaged.
     """
     if end < ZIP64_LOCATOR_SIZE:
         return None
@@ -359,7 +377,11 @@ def _read_zip64_end(source: Readable, end: int) -> list[int] | None:
 
 
 def _read_directory(window: _Window, count: int, size: int, start: int) -> list[Member]:
-    """Return the entries of the central directory of `count` entries, which has `size` bytes from `start` on."""
+    """Return the entries of the central directory, which has `count` entries in `size` bytes from `start` on.
+
+    An entry with a defect is reported as a fault and left out. Raises MalformedError if the entries do not fill the
+    directory exactly.
+    """
     source = window.source
     is_small = count * CENTRAL_SIZE > size
     if is_small or size > count * (CENTRAL_SIZE + 3 * LIMITS.member_name):
@@ -385,8 +407,11 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
 
 
 def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) -> Member:
-    """Return the entry at `at` whose fixed part has these `fields` and whose name, extra field and comment are
-    `variable`.
+    """Return the member that a directory entry at `at` describes.
+
+    `fields` are the values of the fixed part, and `variable` is the name, extra field and comment. Raises
+    MalformedError if the entry is inconsistent, and UnsupportedError if the member is encrypted or its compression or
+    flags are unknown.
     """
     flags, method, _, _, crc32, stored_size, size, n_name, n_extra = fields[3:12]
     disk, _, attributes, header_offset = fields[13:]
@@ -418,9 +443,9 @@ def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) 
 
 
 def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
-    """Return `numbers`, with those that are all ones replaced by numbers from the zip64 field `wide`.
+    """Return `numbers`, in which each value of 32 ones is replaced by the next number of the zip64 field `wide`.
 
-    Return None if this field contains more or fewer numbers than that.
+    Return None if `wide` contains more or fewer numbers than are needed.
     """
     ones = numbers.count(ONES32)
     if len(wide) != 8 * ones:
@@ -432,7 +457,10 @@ def _widened(numbers: tuple[int, ...], wide: bytes) -> tuple[int, ...] | None:
 
 
 def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[int, bytes]:
-    """Return the extra fields by id."""
+    """Return the contents of the extra fields in `extra`, by their ids.
+
+    Raises MalformedError if a field is truncated, occurs twice, or gives the member a name other than `raw_name`.
+    """
     fields: dict[int, bytes] = {}
     start = 0
     while start < len(extra):
@@ -451,9 +479,9 @@ def _extras(source: Readable, at: int, raw_name: bytes, extra: bytes) -> dict[in
 
 
 def _check_names(source: Readable, members: list[Member], root: str) -> list[Member]:
-    """Return the `members` with valid names, and report the others.
+    """Return the `members` with valid names, and report a fault for each of the others.
 
-    A valid name is below the folder `root`, does not lead out of it, and occurs only once.
+    A valid name is in the folder `root`, does not lead out of it, and occurs only once, even if case is ignored.
     """
     every = "".join(f"\n{member.name}" for member in members)
     is_sound = root and every.count("\n") == every.count(f"\n{root}/") == len(members)
@@ -479,10 +507,10 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 
 
 def _placed(window: _Window, entry: Member, following: int) -> int:
-    """Return the position of the data of `entry`.
+    """Return the position of the data of `entry`, read from its local header.
 
-    Its local header and descriptor must agree with the entry, and the member must end at `following`. Faults are
-    reported. Raises MalformedError if the position is not known.
+    The local header and the data descriptor must agree with `entry`, and the member must end at `following`.
+    Differences are reported as faults. Raises MalformedError if the position cannot be found.
     """
     source = window.source
     report = source.faults.found
@@ -519,7 +547,10 @@ def _placed(window: _Window, entry: Member, following: int) -> int:
 
 
 def _check_local_numbers(source: Readable, entry: Member, local: tuple[int, int, int], wide: bytes) -> None:
-    """Raise MalformedError if the checksum and sizes in a local header disagree with `entry`."""
+    """Raise MalformedError if `local`, the checksum and sizes in the local header, disagrees with `entry`.
+
+    `wide` is the zip64 field of the local header. With a data descriptor, the numbers in the header may be 0.
+    """
     in_descriptor = entry.flags & HAS_DESCRIPTOR
     if in_descriptor and local == (0, 0, 0):
         return  # no reader uses torch's zip64 field here
@@ -532,9 +563,10 @@ def _check_local_numbers(source: Readable, entry: Member, local: tuple[int, int,
 
 
 def _check_descriptor(source: Readable, entry: Member, descriptor: bytes, at: int) -> None:
-    """Report a fault unless `descriptor`, the bytes between the data and the next header, is what `entry` needs.
+    """Report a fault unless `descriptor`, the bytes between the data and the next header, fits `entry`.
 
-    That is a data descriptor with or without its signature, or nothing.
+    A member with the flag has a data descriptor, with or without its signature. A member without the flag has no bytes
+    there.
     """
     report = source.faults.found
     if not entry.flags & HAS_DESCRIPTOR:
@@ -552,10 +584,10 @@ def _check_descriptor(source: Readable, entry: Member, descriptor: bytes, at: in
 
 
 def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
-    """Return the local header of a stored member with the flag UTF8.
+    """Return the local header of a stored member with a UTF-8 name.
 
-    `padding` is the length of the padding field in bytes: 0, or at least 4. A zip64 field is added if the size needs
-    it.
+    `padding` is the number of bytes of the padding field: 0, or at least 4. A zip64 field is added if `size` does not
+    fit 32 bits.
     """
     extra = b"" if size < ONES32 else struct.pack("<HHQQ", _ZIP64_EXTRA, 16, size, size)
     version, shown = 45 if extra else 20, min(size, ONES32)
@@ -565,13 +597,13 @@ def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
 
 
 def central_directory(members: list[Member], start: int) -> bytes:
-    """Return the directory of `members` (all stored) at offset `start`, followed by the end of the archive."""
+    """Return the directory of `members`, all stored, followed by the end records. It begins at position `start`."""
     out = b"".join(map(central_entry, members))
     return out + end_records(len(members), len(out), start)
 
 
 def central_entry(member: Member) -> bytes:
-    """Return the entry of a stored `member` in the central directory."""
+    """Return the entry of `member`, which is stored, in the central directory."""
     name, size, offset = member.name.encode(), member.size, member.header_offset
     wide = b""
     if max(size, offset) >= ONES32:
@@ -583,7 +615,10 @@ def central_entry(member: Member) -> bytes:
 
 
 def end_records(count: int, size: int, start: int, comment: bytes = b"") -> bytes:
-    """Return the end of an archive whose directory of `count` entries has `size` bytes and begins at `start`."""
+    """Return the end records of an archive, with zip64 records if a number needs them.
+
+    The directory has `count` entries in `size` bytes and begins at `start`.
+    """
     out = b""
     if count >= _ONES16 or size >= ONES32 or start >= ONES32:
         out += ZIP64_END_FIELDS.pack(ZIP64_END, ZIP64_END_SIZE - 12, 45, 45, 0, 0, count, count, size, start)

@@ -1,6 +1,7 @@
-"""Remote files: their paths, reading them by ranges, downloads, sets of files, and the base of their stores.
+"""Remote files: their paths, reading them by ranges, downloads, folders of files, and the base class of remote stores.
 
-Each byte is requested once, neighbours are requested together, and several ranges at once.
+No byte is requested twice while it is in memory. Ranges that are close to each other are requested together, and
+several requests run at once.
 """
 
 from __future__ import annotations
@@ -61,10 +62,18 @@ if TYPE_CHECKING:
 
 
 class Listing:
-    """The files in a remote folder and in the folders below it, by their relative paths."""
+    """The files in a remote folder and in its subfolders, by their relative paths.
+
+    Attributes:
+        files: The entries of all files.
+        folders: For each folder, the names of its subfolders and of its files. The folder itself is ``""``.
+    """
 
     def __init__(self, entries: Iterable[Entry], where: object) -> None:
-        """Take the `entries` of the folder `where`. Raises InputError for a name that is not a path."""
+        """Sort `entries`, which were listed in the folder `where`, into folders.
+
+        Raises InputError if an entry's path has an empty segment, ``.``, ``..`` or a NUL character.
+        """
         self.files: dict[str, Entry] = {}
         self.folders: dict[str, tuple[set[str], list[str]]] = {"": (set(), [])}
         for entry in entries:
@@ -99,9 +108,10 @@ _PACKAGES = {"http": "urllib3", "s3": "botocore", "fsspec": "fsspec"}
 
 
 class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depends on the system
-    """A URL as a path. Paths derived from it are remote paths too, without the secrets of the URL.
+    """A URL as a ``pathlib.Path``. Paths that are derived from it are FarPaths too.
 
-    A URL is a folder if it ends in a slash. A URL without a suffix is a folder if the server lists something in it.
+    Its text lacks the secrets of the URL, which are kept in `url`. A URL that ends in a slash is a folder. A URL
+    without a suffix is a folder if the server lists files below it.
     """
 
     _url: Url | None = None
@@ -110,18 +120,22 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
 
     @property
     def url(self) -> Url:
-        """The URL of this path."""
+        """The URL of this path, with its secrets."""
         if self._url is None:
             self._url = parse(self._text())
         return self._url
 
     @property
     def can_write(self) -> bool:
-        """Whether files can be written to the store of this URL."""
+        """Whether files can be written to this URL. They cannot if its scheme is http, https or hf."""
         return self.url.scheme not in ("http", "https", "hf")
 
     def find_store(self, writing: bool = False) -> RemoteStore:
-        """Return the store of this URL. Raises UsageError if a package that it needs is not installed."""
+        """Return the store of this URL.
+
+        Raises UsageError if a package that the store needs is not installed. With `writing`, the error says that the
+        package is needed for writing.
+        """
         module = _MODULES.get(self.url.scheme, "fsspec")
         try:
             store: RemoteStore = importlib.import_module(f"ckptconv.stores.{module}").STORE
@@ -151,9 +165,9 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
         return hash(self.parts)
 
     def place_below(self, folder: Path, target: Path) -> Path:
-        """Return this path relative to `folder`, as it will be below the folder `target`.
+        """Return this path relative to `folder`, to be appended to the folder `target`.
 
-        Raises RefusedError if its name leads elsewhere on some system, and `target` is a local folder.
+        Raises RefusedError if `target` is local and the path would lead out of it on some system.
         """
         place: Path = self.relative_to(folder)
         name = "/".join(place.parts)
@@ -175,7 +189,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
 
     @property
     def parent(self) -> FarPath:
-        """The folder that contains it."""
+        """The folder that contains this path, as a FarPath."""
         above = far_path(self.url.parent)
         if self._place:
             above._listing, above._place = self._listing, self._place.rpartition("/")[0]
@@ -183,7 +197,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
 
     @property
     def parents(self) -> Iterator[FarPath]:
-        """The folders that contain it, the nearest first."""
+        """The folders that contain this path, the nearest first."""
         path = self
         while path.url.path.strip("/"):
             path = path.parent
@@ -194,13 +208,14 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
         return self.parent / name
 
     def relative_to(self, *other: str | os.PathLike[str]) -> Path:
-        """Return the path relative to a folder above, as a local path."""
+        """Return this path relative to the folder `other`, as a local path."""
         return Path(*super().relative_to(*other).parts)
 
     def listed(self) -> tuple[dict[str, bool], list[str]]:
-        """Return the sorted names of the folders, none of which is a link, and of the files in it.
+        """Return the names of the subfolders and of the files in this folder, both sorted.
 
-        Raises InputError.
+        The subfolders are the keys of a dict whose values are False: none of them is a link. The folder is listed once.
+        Raises InputError if it cannot be listed or is empty.
         """
         if self._listing is None:
             folder = self.url if self.url.says_folder else replace(self.url, path=f"{self.url.path}/")
@@ -211,7 +226,10 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
         return dict.fromkeys(sorted(folders), False), sorted(files)
 
     def below(self) -> dict[str, Entry]:
-        """Return the listed files in it and in the folders below, by their relative paths. Raises InputError."""
+        """Return the entries of all files in this folder and its subfolders, by their relative paths.
+
+        Raises InputError.
+        """
         self.listed()
         assert self._listing is not None
         root = f"{self._place}/" if self._place else ""
@@ -219,11 +237,14 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
         return {place[len(root) :]: entry for place, entry in files if place.startswith(root)}
 
     def is_file(self) -> bool:
-        """Return whether this is not a folder. Whether there is a file, its reader says."""
+        """Return whether this path is not a folder. The file itself may be missing: opening it raises the error."""
         return not self.is_dir()
 
     def is_dir(self) -> bool:
-        """Return whether it is a folder. If a URL without a suffix cannot be listed, it is not one."""
+        """Return whether this path is a folder: listed as one, or with a slash at its end.
+
+        A URL without a suffix is listed to find out, unless its scheme is http or https. Return False if that fails.
+        """
         if self._listing is not None:
             return self._place in self._listing.folders and bool(self._listing.files)
         if self.url.says_folder:
@@ -237,16 +258,17 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
             return False
 
     def holds(self, name: str) -> bool | None:
-        """Return whether it contains a file or folder `name`, or None if it has not been listed."""
+        """Return whether this folder contains a file or folder `name`, or None if the folder has not been listed."""
         if self._listing is None:
             return None
         place = f"{self._place}/{name}" if self._place else name
         return place in self._listing.files or place in self._listing.folders
 
     def first_bytes(self, most: int) -> bytes:
-        """Return at most `most` first bytes of the file; none if it is missing or its server sends no ranges.
+        """Return the first bytes of the file, at most `most`.
 
-        Raises InputError if the bytes do not arrive: the kind of a file is never guessed.
+        Return no bytes if the file is missing, its server supports no ranges, or a package is not installed. Raises
+        InputError if the request fails in another way.
         """
         if self._listing is not None and self._place not in self._listing.files:
             return b""
@@ -258,7 +280,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
 
 
 def far_path(given: str | os.PathLike[str] | Url) -> FarPath:
-    """Return the path of the URL `given`, with its secrets."""
+    """Return the path of the URL `given`. Its text lacks the secrets of the URL, but :attr:`FarPath.url` has them."""
     if isinstance(given, FarPath):
         return given
     text = given if isinstance(given, (str, Url)) else os.fsdecode(given).replace(os.sep, "/")
@@ -269,28 +291,32 @@ def far_path(given: str | os.PathLike[str] | Url) -> FarPath:
 
 
 class RemoteStore(Store):
-    """A store behind URLs. All its paths are of the class :class:`FarPath`."""
+    """The base class of stores of URLs. All paths are of the class :class:`FarPath`."""
 
     def transport(self, url: Url, shown: object) -> Transport:
-        """Return what reads ranges of the file `url`, which is called `shown` in messages."""
+        """Return an object that reads ranges of the file `url`. Messages call the file `shown`."""
         raise NotImplementedError
 
     def entries(self, url: Url, shown: object) -> Iterator[Entry]:
-        """Return the files in the folder `url` and in the folders below it.
+        """Yield the files in the folder `url` and in its subfolders. Messages call the folder `shown`.
 
         Raises InputError if they cannot be listed.
         """
         raise NotImplementedError
 
     def open(self, path: Path) -> Readable:
-        """Open the file `path`. Raises InputError."""
+        """Open the file `path` for reading. Raises InputError."""
         assert isinstance(path, FarPath)
         return FarSource(path)
 
     def others_in(
         self, folder: Path, target: Path, taken: Collection[str], *, deep: bool
     ) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
-        """Return the other files in `folder`, and those whose names cannot be copied."""
+        """Return the other files in `folder` to copy to `target`, and those that cannot be copied, each with its error.
+
+        A file cannot be copied if its name leads out of a local `target`. The names in `taken` and own temporary files
+        are left out. Files in subfolders are included only if `deep` is true.
+        """
         from ckptconv.output.files import is_own_file
         from ckptconv.output.folders import OtherFile
 
@@ -309,18 +335,18 @@ class RemoteStore(Store):
 
 
 class FarSource(Readable):
-    """The remote file at `path`.
+    """The remote file at `path`, read by ranges. Its first bytes are requested when it is opened.
 
-    With `skims`, bytes that only prove the file to be sound are not read if they would cost a request. :meth:`about`
-    says so.
+    If `skims` is true, :meth:`spares` allows readers to skip bytes that only verify the file. :meth:`about` reports
+    them.
     """
 
     is_far = True
 
     def __init__(self, path: FarPath, faults: FaultSink = RAISED, *, skims: bool = False) -> None:
-        """Open `path`, and request its first bytes.
+        """Open `path`, and request its first bytes, which also tell its size.
 
-        Raises InputError, and UsageError if a package that is needed is missing.
+        Raises InputError if that fails, and UsageError if a package is not installed.
         """
         self.url, self.path, self.fd, self.faults = path.url, path, -1, faults
         self._skims = skims
@@ -342,7 +368,7 @@ class FarSource(Readable):
         self._known.put(0, head)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes at `offset`. Raises InputError."""
+        """Return exactly `length` bytes at `offset`, from memory or by requests. Raises InputError."""
         stop = offset + length
         if stop > self.size:
             raise self._too_short(stop)
@@ -359,7 +385,7 @@ class FarSource(Readable):
         return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what stands at `offset`. Raises InputError."""
+        """Fill `buffer` with the bytes from `offset` on. Raises InputError."""
         buffer[:] = self.read(offset, len(buffer))
 
     def _held(self, start: int, stop: int) -> bytes | None:
@@ -367,7 +393,7 @@ class FarSource(Readable):
             return self._known.get(start, stop)
 
     def _fetch(self, ranges: list[Range]) -> list[tuple[int, bytes]]:
-        """Return the bytes of `ranges` with their offsets, and remember them."""
+        """Request the bytes of `ranges` that are not in memory, keep them there, and return them with their offsets."""
         with self._lock:
             ranges = [gap for each in ranges for gap in self._known.missing(*each)]
         tasks = [(each[0], self.ask(each)) for each in ranges]
@@ -378,7 +404,10 @@ class FarSource(Readable):
         return parts
 
     def ask(self, wanted: Range) -> Task[bytes]:
-        """Have a thread request the range `wanted`."""
+        """Start a request for the range `wanted` in a thread, and return the task.
+
+        If the file cannot be read, the fault sink is told before the task raises the error.
+        """
 
         def get() -> bytes:
             try:
@@ -390,18 +419,19 @@ class FarSource(Readable):
         return self._threads.submit(get)
 
     def answer(self, task: Task[bytes], start: int) -> bytes:
-        """Return the answer to the request `task` for the bytes from `start` on. Raises InputError."""
+        """Wait for the request `task`, and return its bytes, which begin at `start`. Raises InputError."""
         return answer_of(task, f"{self.path} at byte {start}")
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
-        """Request `ranges`, which are read next, all at once."""
+        """Request all `ranges` at once, and wait until their bytes are in memory. The caller reads them next."""
         cut = [(max(start, 0), min(stop, self.size)) for start, stop in ranges]
         self._fetch(in_parts(merged(cut, POLICY.gap), POLICY.part))
 
     def announce(self, ranges: Iterable[Range], *, keep: Path | None = None) -> None:
-        """Request `ranges`, which are read next in this order, ahead of the reader.
+        """Declare that `ranges` will be read next, in this order, so that they are requested ahead of the reader.
 
-        Each can be read once. If `keep` is a folder, they are kept there until the file is closed.
+        Each range can be read once. If `keep` is a folder, the bytes are stored in a file there and can be read again
+        until this source is closed.
         """
         ranges = [*ranges]
         for delivery in self._deliveries:
@@ -412,14 +442,18 @@ class FarSource(Readable):
             self._deliveries.append(_Delivery(self, ranges, keep))
 
     def spares(self, offset: int, length: int, what: str) -> bool:
-        """Return whether to skip these bytes, which only `what` needs: with `skims`, if they would cost a request."""
+        """Return whether the caller should skip these bytes, which are needed only to check `what`.
+
+        True if the source was opened with `skims` and the bytes are not in memory. A skipped check is reported by
+        :meth:`about`.
+        """
         if not self._skims or self._held(offset, offset + length) is not None:
             return False
         self._skipped.setdefault(what, set()).add(offset)
         return True
 
     def about(self) -> list[str]:
-        """Return notes on what was not read, and on changes that would not be noticed."""
+        """Return notes for the report: the skipped checks, and whether a change of the file could go unnoticed."""
         found = [count(len(places), what) for what, places in self._skipped.items()]
         notes = [f"not read, to save requests: {', '.join(found)}; verify and convert read them"] if found else []
         if not self._has_validator:
@@ -429,7 +463,7 @@ class FarSource(Readable):
         return notes
 
     def close(self) -> None:
-        """Close all connections, and forget all bytes."""
+        """Close all connections, cancel requests, and drop the bytes in memory."""
         self.requests.close()
         self._threads.shutdown(wait=False)
         for delivery in self._deliveries:
@@ -438,12 +472,12 @@ class FarSource(Readable):
 
 
 def _cut(parts: list[tuple[int, bytes]], start: int, stop: int) -> bytes:
-    """Return the bytes from `start` to `stop`, all of which are in `parts`, in ascending order."""
+    """Return the bytes from `start` to `stop` out of `parts`, pairs of offset and bytes in ascending order."""
     return b"".join(data[max(start - at, 0) : max(stop - at, 0)] for at, data in parts)
 
 
 class _Delivery:
-    """Ranges that are requested in the order in which they will be read, some of them ahead of the reader."""
+    """Announced ranges, requested in the order in which they will be read, some of them ahead of the reader."""
 
     def __init__(self, source: FarSource, ranges: list[Range], keep: Path | None) -> None:
         self._source = source
@@ -471,12 +505,12 @@ class _Delivery:
         return all(self._read[i] >= needed for i, needed in enumerate(self._needed))
 
     def has(self, start: int, stop: int) -> bool:
-        """Return whether the ranges include the bytes from `start` to `stop`."""
+        """Return whether the announced ranges contain all bytes from `start` to `stop`."""
         among = [self._parts[i] for i in self._among(start, stop)]
         return sum(min(stop, end) - max(start, at) for at, end in among) == stop - start
 
     def _among(self, start: int, stop: int) -> range:
-        """Return the numbers of the parts that have bytes from `start` to `stop`."""
+        """Return the numbers of the parts that contain bytes between `start` and `stop`."""
         first = max(bisect_right(self._starts, start) - 1, 0)
         while first < len(self._parts) and self._parts[first][1] <= start:
             first += 1
@@ -486,7 +520,7 @@ class _Delivery:
         return range(first, last)
 
     def read(self, start: int, stop: int) -> bytes | None:
-        """Return the bytes from `start` to `stop`, or None if they are not included or have been read already."""
+        """Return the bytes from `start` to `stop`, or None if they were not announced or have been read already."""
         if not self.has(start, stop):
             return None
         parts = []
@@ -521,7 +555,7 @@ class _Delivery:
         return data[first - at : last - at]
 
     def _store(self, i: int, data: bytes) -> None:
-        """Keep part `i` in a file without a name. Raises OutputError if it cannot be written."""
+        """Write `data`, the bytes of part `i`, to an unnamed temporary file. Raises OutputError if that fails."""
         try:
             if self._file < 0:
                 with tempfile.TemporaryFile(dir=self._folder) as file:
@@ -535,7 +569,7 @@ class _Delivery:
         self._stored.add(i)
 
     def close(self) -> None:
-        """Cancel all requests, and forget all bytes."""
+        """Cancel all requests, and delete the temporary file."""
         for task in self._tasks.values():
             task.cancel()
         if self._file >= 0:
@@ -551,11 +585,16 @@ def open_far(
     download: bool | Path = False,
     progress: Meter | None = None,
 ) -> Readable:
-    """Open the remote file at `path`. With `download` it is downloaded if its server sends no ranges.
+    """Open the remote file at `path` for reading by ranges, or download it if the server supports no ranges.
 
-    `download` can be the folder to use. `progress` is called with the number of bytes that are downloaded.
+    Args:
+        path: The file.
+        faults: The fault sink.
+        skims: Whether to skip checks that cost a request, see :class:`FarSource`.
+        download: Whether a download is allowed. A path is the folder for the temporary file.
+        progress: A function that takes the size of the download, and returns a context for its progress.
 
-    Raises InputError, UsageError if a package that is needed is missing, and OutputError if there is no space.
+    Raises InputError, UsageError if a package is not installed, and OutputError if there is not enough space.
     """
     try:
         return FarSource(path, faults, skims=skims)
@@ -566,7 +605,7 @@ def open_far(
 
 
 class _Downloaded(Readable):
-    """A copy of the remote file at `path`, in a file without a name in `folder`, which is gone when it is closed."""
+    """A copy of the remote file at `path` in an unnamed temporary file in `folder`, which is deleted on closing."""
 
     def __init__(self, path: FarPath, faults: FaultSink, folder: Path, progress: Meter | None) -> None:
         self.path, self.url, self.faults, self._folder = path, path.url, faults, folder
@@ -581,9 +620,10 @@ class _Downloaded(Readable):
             raise
 
     def _received(self, deadline: float) -> int:
-        """Download the file, and return the number of its bytes. Raises Transient, InputError, OutputError.
+        """Download the file before `deadline`, and return its size.
 
-        Every ``POLICY.part`` bytes must arrive within ``POLICY.deadline`` seconds.
+        Every ``POLICY.part`` bytes must arrive within ``POLICY.deadline`` seconds. Raises Transient if the download may
+        succeed when it is repeated, InputError if not, and OutputError if there is not enough space.
         """
         done = due = 0
         limit = Deadline(deadline)
@@ -611,7 +651,7 @@ class _Downloaded(Readable):
 
     @contextlib.contextmanager
     def _as_error(self) -> Iterator[None]:
-        """Raise the errors of the local file as OutputErrors."""
+        """Turn an OSError of the local file into an OutputError."""
         try:
             yield
         except OSError as error:
@@ -621,16 +661,16 @@ class _Downloaded(Readable):
             raise OutputError(what, where=self._folder) from error
 
     def about(self) -> list[str]:
-        """Return a note that the file was downloaded."""
+        """Return the note that the complete file was downloaded, because the server supports no ranges."""
         return [f"the server does not support range requests, so all {size(self.size)} were downloaded first"]
 
     def close(self) -> None:
-        """Close the file, which frees its space."""
+        """Close the temporary file, which deletes it."""
         self._file.close()
 
 
 class FarFolder(SourceFolder):
-    """The remote set in the folder `path`, or with the index `path`. Only files in that folder are read."""
+    """The remote set of files in the folder `path`, or with the index `path`. Only files in that folder are read."""
 
     is_far = True
     is_stored = False
@@ -645,7 +685,11 @@ class FarFolder(SourceFolder):
         download: bool | Path = False,
         progress: Meter | None = None,
     ) -> None:
-        """Take `path`. `check` is called with each file that is opened, and raises an error if the file is wrong."""
+        """Prepare the folder, without a request.
+
+        `check` is called with each file that is opened. It returns the source to use, or raises an error if the file is
+        wrong. The other arguments are those of :func:`open_far`.
+        """
 
         def open_ranges(path: Path) -> Readable:
             assert isinstance(path, FarPath)
@@ -660,7 +704,10 @@ class FarFolder(SourceFolder):
         self.mode = 0o666
 
     def missing(self, names: Iterable[str]) -> set[str]:
-        """Return those of `names` that are missing. The others are opened, several at once."""
+        """Return those of `names` that do not exist in the folder. Open the others, several at once.
+
+        Raises InputError if a file can be neither opened nor reported as missing.
+        """
         assert isinstance(self.folder, FarPath)
         unknown = [name for name in names if name not in self._open]
         absent = {name for name in unknown if self.folder.holds(name) is False}
@@ -688,7 +735,7 @@ class FarFolder(SourceFolder):
         return absent | {name for name, source in found.items() if source is None}
 
     def names(self) -> list[str]:
-        """Return the names in the folder, or nothing if the set was given by its index."""
+        """Return the names of the subfolders and files, or an empty list if the set was given by its index."""
         if not self.is_whole:
             return []
         assert isinstance(self.folder, FarPath)

@@ -1,10 +1,10 @@
-"""Read and write objects in S3, and in stores with its interface: botocore signs and sends the requests.
+"""Read and write objects in S3 and compatible stores. botocore signs and sends the requests.
 
-botocore finds the credentials and the endpoint as in all programs: by its variables and profiles. Without credentials
-the requests are not signed, as public buckets accept them.
+botocore finds the credentials and the endpoint in its usual variables and profiles. Without credentials, requests are
+not signed, which public buckets accept.
 
-A file is written in parts, which are invisible until the last step, or in one request. Ranges of objects in the same
-service are copied by the store itself.
+A file is sent as a multipart upload, which is invisible until it is completed, or in one request. Ranges of other S3
+objects are copied by the store itself.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ _AGAIN = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "
 
 
 def client() -> Any:
-    """Return a client for S3, as botocore is configured.
+    """Return a botocore client for S3 with the user's configuration.
 
-    It repeats no request, because :data:`POLICY` has a deadline.
+    The client does not repeat requests, because the callers do so within the deadline of :data:`POLICY`.
     """
     session = botocore.session.get_session()
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
@@ -95,12 +95,15 @@ def client() -> Any:
 
 @functools.cache
 def _loader(data_path: str | None) -> Any:
-    """Return the loader of botocore's description of S3, which takes ten times as long as the rest of a client."""
+    """Return botocore's loader of service descriptions.
+
+    It is cached, because loading takes most of the time of a new client.
+    """
     return create_loader(data_path)
 
 
 def is_transient(error: Exception) -> bool:
-    """Return whether `error` of botocore may not occur again."""
+    """Return whether the request that failed with `error` of botocore may succeed if it is repeated."""
     if not isinstance(error, ClientError):
         return isinstance(error, (HTTPClientError, IncompleteReadError)) and not isinstance(error, SSLError)
     status = _status(error)
@@ -108,7 +111,7 @@ def is_transient(error: Exception) -> bool:
 
 
 class S3Transport:
-    """Reads ranges of the object at `url`."""
+    """A reader of ranges of the object at `url`. Messages call the object `shown`."""
 
     def __init__(self, url: Url, shown: object) -> None:
         self._where, self.secrets = shown, Secrets(url)
@@ -120,9 +123,9 @@ class S3Transport:
                 raise self._unaskable(error) from error
 
     def page(self, at: str, deadline: float) -> tuple[list[Entry], str | None]:  # noqa: ARG002 - the client has one
-        """Return the page `at` of a listing, or the first if that is empty, and the next page or None.
+        """Return a page of the listing, and the token of the next page or None.
 
-        Raises Transient, InputError.
+        `at` is the token of the page, or an empty string for the first one. Raises Transient, InputError.
         """
         root = self._object["Key"]
         more = {"ContinuationToken": at} if at else {}
@@ -134,7 +137,10 @@ class S3Transport:
         return [each for each in found if each.place and not each.place.endswith("/")], after
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
-        """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` does."""
+        """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` describes it.
+
+        With `expected`, the object must still have that ETag: otherwise InputChangedError is raised.
+        """
         match = {"IfMatch": expected.strong_etag} if expected and expected.strong_etag else {}
         with self._as_error(start):
             try:
@@ -157,7 +163,10 @@ class S3Transport:
 
     @contextlib.contextmanager
     def _as_error(self, start: int) -> Iterator[None]:
-        """Raise the errors of botocore as CkptconvErrors or Transient."""
+        """Turn an error of botocore into a CkptconvError, or into Transient if the request may be repeated.
+
+        `start` is the position that errors name.
+        """
         with self.secrets.kept():
             try:
                 yield
@@ -179,14 +188,17 @@ class S3Transport:
         return TransferError(f"the request to S3 cannot be made: {self.secrets.hidden(str(error))}", where=self._where)
 
     def _empty(self, error: ClientError) -> Answer:
-        """Return the answer for an object without bytes. Raises `error` if it has some."""
+        """Return the answer for an empty object, which has no ranges. Raises `error` if the object has bytes."""
         said = self._client.head_object(**self._object)
         if said["ContentLength"]:
             raise error
         return Answer(b"", Version(0, said.get("ETag"), str(said.get("LastModified"))))
 
     def _refused(self, error: ClientError, start: int) -> Exception:
-        """Return what an `error` of the store means for a range at `start`."""
+        """Return the exception for `error`, with which the store refused to send a range at `start`.
+
+        It is MissingInputError, InputChangedError, Transient or TransferError.
+        """
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = _status(error)
         got = f"{status} {code}".strip()
@@ -206,13 +218,16 @@ _TAKEN = (409, 412)  # the status where somebody else's object is there, or is b
 
 
 def _requests(file: OutFile, files: int) -> int:
-    """Return the number of requests that write `file` if none is repeated. `files` are written together."""
+    """Return the number of requests that write `file`, if none is repeated.
+
+    `files` is the number of files in the set.
+    """
     parts = parts_of(file, _is_copied)
     return 1 if _is_one_request(parts) and files == 1 else len(parts) + 2
 
 
 def _say_what_is_left(error: BaseException, path: Path) -> None:
-    """Add to `error` that an upload to `path` may have stayed open, and the command that lists it."""
+    """Add a hint or note to `error`: an upload to `path` may be left open, and this command lists it."""
     url = far_path(path).url
     lists = shell("aws", "s3api", "list-multipart-uploads", "--bucket", url.host, "--prefix", url.path)
     what = f"an upload may have stayed open, and its parts cost space: {lists} lists it"
@@ -225,7 +240,10 @@ def _say_what_is_left(error: BaseException, path: Path) -> None:
 
 
 def _condition(path: Path, old: OldSet, *, is_free: bool) -> dict[str, str]:
-    """Return the condition for the object at `path`: it has the listed ETag, or there is none unless `is_free`."""
+    """Return the headers that make a write to `path` fail if the object has changed.
+
+    The object must still have the ETag listed in `old`. If none is listed, it must not exist, unless `is_free` is true.
+    """
     if path in old.etags and path not in old.first:
         etag = old.etags[path]
         return {"IfMatch": etag} if etag else {}
@@ -233,7 +251,7 @@ def _condition(path: Path, old: OldSet, *, is_free: bool) -> dict[str, str]:
 
 
 def _is_copied(source: ByteSource) -> bool:
-    """Return whether the store itself can copy from `source`, because that is an object in S3 too."""
+    """Return whether S3 itself can copy from `source`: it is an S3 object too."""
     return isinstance(source, FarSource) and source.url.scheme == "s3"
 
 
@@ -246,9 +264,9 @@ def _bytes_of(part: Part) -> bytes:
 
 
 class _Upload:
-    """A file that is sent to `target`, invisible until :meth:`appear`.
+    """A file that is sent to `target` and is invisible until :meth:`appear` is called.
 
-    A small file that `is_alone` takes one request.
+    If `is_alone` is true, no other file is in the set, and a small file is sent in one request.
     """
 
     def __init__(self, target: _Object, *, is_alone: bool) -> None:
@@ -262,7 +280,12 @@ class _Upload:
         self._is_aborted = False
 
     def send(self, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
-        """Send all of `file`, by a temporary file if it has to be computed. Return what overflowed."""
+        """Send all of `file`. Return the numbers that overflowed in casts, by tensor.
+
+        If the bytes must be computed in an order other than that of the file, they are written to a temporary file
+        first. `source` is the input, `verify` has the copy verified, and `progress` is called with the numbers of
+        bytes.
+        """
         if is_streamed(file):
             self._send(file, progress)
             return {}
@@ -295,9 +318,9 @@ class _Upload:
             sums.results()
 
     def _begin(self) -> None:
-        """Begin the upload in a thread, which Ctrl-C does not interrupt.
+        """Start the multipart upload in a thread, so that Ctrl-C does not interrupt the request.
 
-        Its answer is waited for even then, so that the upload can be aborted.
+        After Ctrl-C the answer is still awaited, so that the upload can be aborted.
         """
 
         def begin() -> None:
@@ -314,14 +337,14 @@ class _Upload:
             threads.shutdown(wait=False)
 
     def appear(self, condition: dict[str, str]) -> None:
-        """Make the object visible if the `condition` holds."""
+        """Make the object visible if `condition` holds. Raises TargetExistsError if it does not, and OutputError."""
         if self._id is None:
             self._etag = self._target.put(self._data, condition)
         else:
             self._etag = self._target.complete(self._id, self._etags, condition)
 
     def read_back(self, progress: Progress | None, hint: str | None = None) -> None:
-        """Compare the object with what was sent. Raises OutputError, with the `hint` if they differ."""
+        """Compare the visible object with the bytes that were sent. Raises OutputError if they differ, with `hint`."""
         try:
             read_back(self._target.path, self._sent, self._etag, progress)
         except OutputError as error:
@@ -334,10 +357,10 @@ class _Upload:
         return self._etag is not None
 
     def forget(self, *, is_new: bool) -> None:
-        """Abort the upload.
+        """Abort the upload if the object is not visible.
 
-        A visible object is deleted if it `is_new`, which means that it replaced nothing, unless somebody has replaced
-        it.
+        A visible object is deleted if `is_new` is true, which means that it replaced no other object, and if it still
+        has the ETag of this upload.
         """
         if self.is_there:
             if is_new and self._target.etag() == self._etag:
@@ -348,16 +371,16 @@ class _Upload:
 
     @property
     def may_be_open(self) -> bool:
-        """Whether the store may still have an upload that nobody completes: a request to begin or abort one failed."""
+        """Whether the store may still have an unfinished upload, because a request to begin or abort it failed."""
         has_begun = self._id is not None and not (self._is_aborted or self.is_there)
         return has_begun or self._target.may_have_begun
 
 
 class _Object:
-    """The object at `path`, for writing."""
+    """The object at `path`, for writing. Its methods raise OutputError."""
 
     def __init__(self, path: Path, shared: Any = None) -> None:
-        """Use the `shared` client, if there is one: making another takes longer than a request."""
+        """Prepare the object. `shared` is a client to use. A new client takes longer than a request."""
         url = far_path(path).url
         self.path, self._secrets = path, Secrets(url)
         self.may_have_begun = False  # an upload whose id did not come
@@ -370,7 +393,7 @@ class _Object:
         self._at = {"Bucket": url.host, "Key": url.path}
 
     def head(self) -> dict[str, Any] | None:
-        """Return what the store says of the object, or None if it has none."""
+        """Return the store's description of the object, or None if it does not exist. Raises OutputError."""
         with self._as_output_error():
             try:
                 return self._asked(self.client.head_object)
@@ -380,23 +403,26 @@ class _Object:
                 raise
 
     def etag(self) -> str | None:
-        """Return the ETag of the object, or None if there is none. Raises OutputError."""
+        """Return the ETag of the object, or None if it does not exist. Raises OutputError."""
         return (self.head() or {}).get("ETag")
 
     def put(self, data: bytes, condition: dict[str, str]) -> str:
-        """Write `data` in one request, and return the ETag."""
+        """Write `data` in one request if `condition` holds, and return the ETag.
+
+        Raises TargetExistsError, OutputError.
+        """
         with self._as_output_error():
             sum_ = digest([data])
             more = {"Body": data, "ContentMD5": _base64(sum_), **condition}
             return self._appeared(lambda: f'"{sum_.hex()}"', self.client.put_object, **more)
 
     def delete(self) -> None:
-        """Delete the object. If there is none, that is not an error."""
+        """Delete the object. A missing object is not an error. Raises OutputError."""
         with self._as_output_error():
             self._asked(self.client.delete_object)
 
     def begin(self) -> str:
-        """Begin an invisible upload, and return its id."""
+        """Begin a multipart upload, and return its id. Raises OutputError."""
 
         def create(**how: Any) -> dict[str, Any]:
             try:
@@ -411,12 +437,16 @@ class _Object:
             return str(self._asked(create)["UploadId"])
 
     def abort(self, upload: str) -> None:
-        """Abort an upload, which deletes its parts."""
+        """Abort the upload with the id `upload`. The store deletes its parts. Raises OutputError."""
         with self._as_output_error():
             self._asked(self.client.abort_multipart_upload, UploadId=upload)
 
     def send(self, parts: Sequence[Part], upload: str, progress: Progress | None) -> list[tuple[str, Sent]]:
-        """Send or copy `parts`, several at once. Return the ETag of each, and what is needed to verify it."""
+        """Send or copy `parts` of the upload with the id `upload`, several at once.
+
+        Return for each part its ETag and the data by which :func:`~ckptconv.stores.uploads.read_back` verifies it.
+        `progress` is called with the length of each part.
+        """
         largest = max((part.length for part in parts if not part.copied), default=1)
         threads = max(1, min(POLICY.concurrency, _HELD // largest))
         done = []
@@ -449,9 +479,10 @@ class _Object:
         return str(done["CopyPartResult"]["ETag"]), span
 
     def complete(self, upload: str, etags: list[str], condition: dict[str, str]) -> str:
-        """Complete an upload, which makes the object visible, and return the object's ETag.
+        """Complete the upload with the id `upload` if `condition` holds, which makes the object visible.
 
-        A lost answer is not an error if the object is there with the ETag of its parts.
+        Return its ETag. `etags` are those of its parts. A lost answer is not an error if the object now has the ETag
+        that these parts give.
         """
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
         more = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **condition}
@@ -464,10 +495,10 @@ class _Object:
             return self._appeared(whole, self.client.complete_multipart_upload, **more)
 
     def _appeared(self, etag: Callable[[], str], call: Callable[..., dict[str, Any]], **more: Any) -> str:
-        """Make the object visible, and return its ETag.
+        """Make the object visible with the request `call`, and return its ETag.
 
-        An answer that was lost is not an error if the next answer says that the upload is gone, or that an object
-        exists, and that object has the `etag` of what was sent.
+        The answer to a first request can be lost. The repeated request then fails, because the upload is gone or the
+        object exists. That is not an error if the object has the ETag that `etag` returns.
         """
         calls = count_from(1)
 
@@ -484,7 +515,7 @@ class _Object:
             return str(found)
 
     def _asked(self, call: Callable[..., dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Return the store's answer to `call`, which is repeated until the deadline if that may help.
+        """Return the store's answer to `call`, which is repeated until the deadline if the error is transient.
 
         Raises the errors of botocore.
         """
@@ -509,7 +540,10 @@ class _Object:
                 raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> OutputError | TargetExistsError:
-        """Return `error` as an error of this package."""
+        """Return the OutputError for an `error` of botocore.
+
+        It is a TargetExistsError if another process created the object.
+        """
         if isinstance(error, ClientError):
             said = error.response.get("Error", {})
             got = f"{_status(error)} {said.get('Code', '')}"
@@ -525,35 +559,38 @@ def _status(error: ClientError) -> int:
 
 
 def _base64(digest: bytes) -> str:
-    """Return `digest` as in the header ``Content-MD5``, with which the store checks the bytes."""
+    """Return `digest` as the value of the header ``Content-MD5``, by which the store verifies the bytes."""
     return base64.b64encode(digest).decode()
 
 
 class S3Store(WritableStore):
-    """Objects in S3, and in stores that have its interface."""
+    """The store of objects in S3 and in compatible stores."""
 
     def transport(self, url: Url, shown: object) -> S3Transport:
-        """Return what reads ranges of the object `url`."""
+        """Return a reader of ranges of the object `url`. Messages call the object `shown`."""
         return S3Transport(url, shown)
 
     def entries(self, url: Url, shown: object) -> Iterator[Entry]:
-        """Yield the objects whose keys start with the key of `url`, except those that stand for an empty folder.
+        """Yield the objects whose keys start with the key of `url`. Placeholders of empty folders are left out.
 
-        Raises InputError.
+        Messages call the folder `shown`. Raises InputError.
         """
         with contextlib.closing(S3Transport(url, shown)) as s3:
             yield from paged(s3.page, "", shown)
 
     def has_object(self, path: Path) -> bool:
-        """Return whether there is an object at `path`. Raises OutputError."""
+        """Return whether an object exists at `path`. Raises OutputError."""
         return _Object(path).head() is not None
 
     def version(self, path: Path) -> object:
-        """Return the ETag of the object at `path`, or None if there is no object. Raises OutputError."""
+        """Return the ETag of the object at `path`, or None if it does not exist. Raises OutputError."""
         return _Object(path).etag()
 
     def cost_of(self, files: Sequence[OutFile], *, verify: bool) -> tuple[int, list[str]]:
-        """Return the bytes, and notes on requests, bytes sent and bytes copied, and on what is read back."""
+        """Return the number of bytes to move for `files`, and notes for a plan.
+
+        The notes have the numbers of requests, the bytes sent and copied, and the bytes read back if `verify` is true.
+        """
         streamed = [file for file in files if is_streamed(file)]
         notes = []
         back = sum(file.size for file in files)
@@ -591,12 +628,12 @@ class S3Store(WritableStore):
         old: OldSet = NO_OLD_SET,
         progress: Progress | None = None,
     ) -> Overflow:
-        """Write `files`. Return what overflowed.
+        """Write `files`. Return the numbers that overflowed in casts, by tensor.
 
-        A file is there whole or not at all: after an error, uploads that have begun are aborted. The index appears when
-        all other files are there and, with `verify`, have been read back.
+        Every file becomes visible completely or not at all. After an error, unfinished uploads are aborted. The last
+        file, the index of a set, becomes visible after the others, and with `verify` after they have been read back.
 
-        Raises OutputError, TargetExistsError, and what reading raises.
+        Raises OutputError, TargetExistsError, and the errors of reading the input.
         """
         overflowed: Counter[tuple[str, ...]] = Counter()
         begun: list[_Upload] = []
@@ -638,8 +675,9 @@ class S3Store(WritableStore):
         return dict(overflowed)
 
     def delete(self, path: Path, etag: str | None = None, shared: Any = None) -> bool:
-        """Delete the object at `path` if its ETag is `etag` or that is None. Return whether it was deleted.
+        """Delete the object at `path`, and return whether it was deleted.
 
+        It is not deleted if it has another ETag than `etag`. None deletes any version. `shared` is a client to use.
         Raises OutputError.
         """
         target = _Object(path, shared)

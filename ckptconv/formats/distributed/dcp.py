@@ -1,7 +1,6 @@
-"""Folders of torch.distributed.checkpoint (DCP): the checkpoint of several processes, read without any of them.
+"""Folders of torch.distributed.checkpoint (DCP): the checkpoint of several processes, read in one process.
 
-Layout: ``.metadata`` (:mod:`ckptconv.formats.distributed.metadata`) lists the items; each process wrote files of its
-own:
+Layout: ``.metadata`` (:mod:`ckptconv.formats.distributed.metadata`) lists the items. Each process wrote its own files:
 
     .metadata               written last, by one process
     __RANK_NUMBER.distcp    files of torch.save one after another (:mod:`ckptconv.formats.torch_zip`): one for each
@@ -10,9 +9,8 @@ own:
 Source: ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``) and ``_traverse.py`` (``set_element``) of torch
 2.13.
 
-The result is what ``dcp_to_torch_save`` of ``format_utils.py`` makes: nested dicts and lists as they were saved, and
-tensors whole and in row-major order, on the CPU. But a conjugation or negation that torch put off stays to be done, as
-in any other file.
+The result equals that of ``dcp_to_torch_save`` in ``format_utils.py``: nested dicts and lists as they were saved, and
+complete tensors in row-major order, on the CPU. One thing differs: a lazy conjugation or negation is not resolved.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _COPY = "copy the whole folder: each process of the run wrote files of its own"
 
 
 class _Leaf:
-    """The item `name`, and its value."""
+    """An item in the tree of names: its `name`, and its value after it was read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -62,9 +60,9 @@ class _Leaf:
 
 
 class _Branch(dict["str | int", "_Branch | _Leaf"]):
-    """A dict with items in it, or a list, if `kind`, the type of its keys, is int.
+    """A dict or list in the tree of names. It is a list if `kind`, the type of its keys, is int.
 
-    A list has `length` members. Those without a key belong to no item.
+    A list has `length` elements. Those without a key here belong to no item.
     """
 
     def __init__(self, kind: type) -> None:
@@ -75,14 +73,15 @@ class _Branch(dict["str | int", "_Branch | _Leaf"]):
 
 @dataclass(frozen=True, eq=False)
 class DcpFolder:
-    """The data that the reader keeps for changes in place.
+    """The container of a DCP checkpoint. Changes in place need it.
 
     Attributes:
         file: ``.metadata``.
         metadata: The content of that file.
         tree: The items, nested as in the checkpoint.
         devices: The devices of the storages, by their keys.
-        objects: The effects on objects that are stored in other files than ``.metadata``, and their values.
+        objects: The effects on objects that are stored in other files than ``.metadata``, and the values of these
+            effects as they were read.
     """
 
     file: Readable
@@ -93,7 +92,10 @@ class DcpFolder:
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Return whether `folder`, given as such, is a DCP checkpoint, or what is left of one."""
+    """Return whether `folder` is a DCP checkpoint: it contains ``.distcp`` files, or a ``.metadata`` that is a pickle.
+
+    False if the user gave an index and not the folder.
+    """
     if not folder.is_whole:
         return False
     _, names = list_folder(folder.folder)
@@ -101,19 +103,20 @@ def looks_like(folder: SourceFolder) -> bool:
 
 
 def is_own_file(name: str) -> bool:
-    """Return whether a file called `name` is one that torch.distributed.checkpoint writes."""
+    """Return whether torch.distributed.checkpoint writes files called `name`."""
     return name == METADATA or bool(_OF_RANK.fullmatch(name))
 
 
 def looks_like_metadata(folder: Path) -> bool:
-    """Return whether ``.metadata`` in `folder` is a pickle. Other programs have files of that name too."""
+    """Return whether ``.metadata`` in `folder` starts like a pickle. Other programs have files of that name too."""
     return first_bytes(folder / METADATA, 1) == b"\x80"
 
 
 def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
-    """Return the checkpoint in `folder`.
+    """Return the checkpoint in `folder`. `read_file` reads a separate file of Megatron-Core.
 
-    Raises MalformedError, UnsupportedError, LimitError, and InputError if a file cannot be read.
+    Raises MalformedError if ``.metadata`` is missing or damaged, UnsupportedError if it describes something unknown,
+    LimitError, and InputError if a file cannot be read.
     """
     _, names = list_folder(folder.folder)
     if METADATA in names:
@@ -135,11 +138,14 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
 
 
 class _Reported(InputError):
-    """A fault of an item that was reported before."""
+    """The error for an item that depends on a fault which was reported before."""
 
 
 class _Reader:
-    """Puts the items of one folder together. `read_file` reads one of the files `of_megatron`, if there are any."""
+    """The reader of one folder, which puts its items together.
+
+    `read_file` reads the files `of_megatron`, which Megatron-Core writes next to the items. There may be none.
+    """
 
     def __init__(
         self,
@@ -162,7 +168,7 @@ class _Reader:
         self.keys = map(str, count())
 
     def checkpoint(self) -> Checkpoint:
-        """Return the checkpoint with all items."""
+        """Return the checkpoint with all items. An item that cannot be read is reported as a fault and left out."""
         self.check_files()
         for name, item in self.metadata.items.items():
             with self.folder.faults:
@@ -205,12 +211,12 @@ class _Reader:
         return checkpoint
 
     def report(self, error: InputError) -> None:
-        """Give `error` to the fault sink, unless it was reported before."""
+        """Pass `error` to the fault sink, unless its cause was reported before."""
         if not isinstance(error, _Reported):
             self.folder.faults.found(error)
 
     def check_files(self) -> None:
-        """Report files that are missing or too short."""
+        """Report a fault for files that are missing or too short, and remember them in `gone`."""
         places: dict[str, list[tuple[int, int]]] = {}
         for place in self.metadata.stored.values():
             places.setdefault(place.file, []).append((place.offset, place.offset + place.length))
@@ -235,10 +241,10 @@ class _Reader:
                 self.gone.add(file)
 
     def check_file(self, name: str, ranges: list[tuple[int, int]]) -> None:
-        """Announce what is read of the file `name`, and note how many bytes are outside of `ranges`.
+        """Check the size of the file `name`, and prefetch the ends of its `ranges`, sorted pairs of start and stop.
 
-        Raises InputError if the file cannot be opened, or ends before the last of `ranges`, sorted pairs of start and
-        stop.
+        Bytes outside of the ranges are listed as left behind. Raises InputError if the file cannot be opened, or ends
+        before the last range.
         """
         covered = end = 0
         for start, stop in ranges:
@@ -262,7 +268,11 @@ class _Reader:
         )
 
     def window(self, name: str, offsets: tuple[int, ...] | None) -> SliceSource:
-        """Return the bytes of the chunk of `name` at `offsets`, or of the object `name` if these are None."""
+        """Return the bytes of a chunk of the tensor `name` at `offsets`.
+
+        If `offsets` is None, return those of the object `name`. Raises MalformedError if the metadata gives no
+        position, and an already reported error if the file is missing.
+        """
         place = self.left.pop((name, offsets), None)
         if place is None:
             raise MalformedError(
@@ -275,7 +285,7 @@ class _Reader:
         return SliceSource(self.folder.open(place.file), place.offset, place.length)
 
     def object(self, name: str) -> Value:
-        """Return the object `name`, which can be anything that ``torch.save`` takes."""
+        """Return the object `name`, which is not a tensor. It can be anything that ``torch.save`` takes."""
         if self.of_megatron and name == megatron.COMMON and (name, None) not in self.metadata.stored:
             return self.merger.take(self.read_file(self.folder.open(name)), in_order=True)
         window = self.window(name, None)
@@ -286,7 +296,11 @@ class _Reader:
         return self.merger.take(part, in_order=True)
 
     def tensor(self, name: str, item: TensorItem) -> Value:
-        """Return a call that makes a tensor of all its chunks."""
+        """Return a call that rebuilds the tensor `name` from all its chunks.
+
+        Raises InputError if a chunk cannot be read, and UnsupportedError if only some chunks are lazily conjugated or
+        negated.
+        """
         placements = []
         is_whole = True
         put_off = None
@@ -316,9 +330,10 @@ class _Reader:
         return self.merger.calls.tensor(item.dtype, item.shape, key, data.length, *(put_off or ()))
 
     def placement(self, name: str, item: TensorItem, chunk: Chunk) -> tuple[ChunkPlacement, TensorInfo]:
-        """Return the position of the bytes of a chunk, and the tensor that its file describes.
+        """Return the position of the bytes of `chunk`, and the tensor that the chunk's file describes.
 
-        Raises InputError if the file cannot be read or is not what the metadata describes.
+        Raises MalformedError if that tensor does not match `item`, UnsupportedError if it is not a plain strided tensor
+        that fills its storage, and InputError if the file cannot be read. `name` is for errors.
         """
         window = self.window(name, chunk.offsets)
         with _about(name, window):
@@ -355,7 +370,7 @@ def _where(window: SliceSource) -> str:
 
 @contextmanager
 def _about(name: str, window: SliceSource) -> Iterator[None]:
-    """Let errors say that they are about the item `name`, in `window`."""
+    """Make errors and faults in the ``with`` block name the item `name` and its position, `window`."""
     part = f"{name!r}, stored at byte {window.offset:,}"
     window.faults = window.faults.about(part)
     try:
@@ -366,7 +381,10 @@ def _about(name: str, window: SliceSource) -> Iterator[None]:
 
 
 def new_paths(folder: DcpFolder, root: Value) -> dict[str, ItemPath] | None:
-    """Return the path of each item in `root`, whose names were edited, or None if an object in another file changed."""
+    """Return the path of each item in `root`, whose keys were edited, by the item's old name.
+
+    Return None if anything but keys changed, because the rest is not stored in ``.metadata``.
+    """
     if any(len(old) != len(effect.values) or any(map(is_not, old, effect.values)) for effect, old in folder.objects):
         return None
     paths: dict[str, ItemPath] = {}
@@ -388,7 +406,7 @@ def new_paths(folder: DcpFolder, root: Value) -> dict[str, ItemPath] | None:
 
 
 class _Nest:
-    """Puts items into nested dicts and lists, as torch's ``set_element`` does."""
+    """A builder of nested dicts and lists from the paths of items, as torch's ``set_element`` builds them."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -396,7 +414,10 @@ class _Nest:
         self.holes = 0  # members of lists that belong to no item, so far
 
     def add(self, name: str, path: ItemPath) -> None:
-        """Put the item `name` at `path`. Raises MalformedError if it cannot be there."""
+        """Add the item `name` at `path`.
+
+        Raises MalformedError if another item needs the same place for something else.
+        """
         at: _Branch | _Leaf = self.root
         for key, following in zip_longest(path, path[1:]):
             is_free = isinstance(at, _Branch) and isinstance(key, at.kind) and (following is not None or key not in at)
@@ -409,7 +430,10 @@ class _Nest:
             at = at[key]
 
     def put(self, at: _Branch, key: str | int, value: _Branch | _Leaf, name: str) -> None:
-        """Put `value`, which leads to the item `name`, at the free `key` in `at`."""
+        """Set the free `key` of `at` to `value`, which is or contains the item `name`.
+
+        Raises MalformedError if lists have too many elements without an item.
+        """
         if isinstance(key, int):
             self.holes += max(key + 1 - at.length, 0) - 1
             if self.holes > LIMITS.list_holes:
@@ -423,7 +447,7 @@ class _Nest:
         at[key] = value
 
     def leaves(self) -> Iterator[_Leaf]:
-        """Yield the items in the order in which they occur."""
+        """Yield the items in the order of the nested structure."""
         todo: list[_Branch | _Leaf] = [self.root]
         while todo:
             at = todo.pop()
@@ -433,7 +457,7 @@ class _Nest:
                 todo += [at[key] for key in (sorted(at) if at.kind is int else at)][::-1]
 
     def value(self) -> Value:
-        """Return the root as a graph."""
+        """Return the nested structure as a graph of Dict and List nodes. List elements without an item are None."""
         nodes: dict[int, Dict | List] = {}
         todo: list[_Branch] = []
 

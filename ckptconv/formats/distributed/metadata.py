@@ -107,7 +107,7 @@ _Key: TypeAlias = "tuple[str, tuple[int, ...] | None]"
 
 
 class TensorItem(NamedTuple):
-    """A tensor, and the chunks in which it was saved."""
+    """The dtype and shape of a tensor, and the chunks in which it was saved."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ class TensorItem(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The position of a chunk or an object: `length` bytes at `offset` of `file`, a path below the folder."""
+    """The position of a saved chunk or object: `length` bytes at `offset` of `file`, a path relative to the folder."""
 
     file: str
     offset: int
@@ -126,12 +126,12 @@ class Metadata(NamedTuple):
     """The content of ``.metadata``.
 
     Attributes:
-        items: Every item by its name, None if it is not a tensor.
-        paths: The path of each item in nested dicts and lists, by its name, if they were flattened.
+        items: The items by name. The value is None for an item that is not a tensor.
+        paths: The path of each item in nested dicts and lists, by its name. Empty if the file has no ``planner_data``.
         stored: The position of each chunk and each object.
         unread: The names of items that are not in `items`, because a fault was reported for them, or because they are
             left behind.
-        reshaped: The names of tensors of Megatron-Core that are stored in another shape than that of the parameter.
+        reshaped: The names of tensors that Megatron-Core stored in another shape than that of the parameter.
     """
 
     items: dict[str, TensorItem | None]
@@ -142,7 +142,13 @@ class Metadata(NamedTuple):
 
 
 def read_metadata(source: Readable) -> Metadata:
-    """Return the content of the file `source`. Raises MalformedError, UnsupportedError, LimitError."""
+    """Return the content of the file `source`.
+
+    Raises:
+        MalformedError: The pickle is damaged, or its objects are inconsistent.
+        UnsupportedError: It contains classes or fields that this version does not know.
+        LimitError: A path is nested too deeply.
+    """
     source.faults.pickles(PickleSequence(str(source.path), source, 1, _KNOWN))
     graph, end = parse(source.read, source.size, where=str(source.path))
     reader = _Reader(source, graph.opcodes // LIMITS.opcodes_of_a_chunk)
@@ -160,9 +166,9 @@ def read_metadata(source: Readable) -> Metadata:
 
 
 def metadata_bytes(metadata: Metadata) -> bytes:
-    """Return the file with the content `metadata`, which torch 2.6 and newer read.
+    """Return the bytes of a ``.metadata`` file with the content `metadata`. torch 2.6 and newer read it.
 
-    ``TensorProperties`` have five items: torch 2.15 reads six too, and older versions do not.
+    ``TensorProperties`` get five items, which all these versions read. torch 2.15 writes six.
     """
     graph = empty_graph()
     graph.root = _Writer(TensorCalls(graph)).metadata(metadata)
@@ -170,13 +176,13 @@ def metadata_bytes(metadata: Metadata) -> bytes:
 
 
 class _Writer:
-    """Makes the nodes of ``.metadata``. `calls` makes their globals."""
+    """A builder of the nodes of ``.metadata``. `calls` creates the nodes for globals."""
 
     def __init__(self, calls: TensorCalls) -> None:
         self._calls = calls
 
     def metadata(self, metadata: Metadata) -> Call:
-        """Return the root."""
+        """Return the root node for `metadata`."""
         stored: list[Value] = []
         for (name, offsets), place in metadata.stored.items():
             first = {} if offsets is None else {"offset": self.size(offsets)}
@@ -192,7 +198,7 @@ class _Writer:
         )
 
     def item(self, item: TensorItem | None) -> Call:
-        """Return what describes an item, which is None if it is not a tensor."""
+        """Return the TensorStorageMetadata node for `item`, or a BytesStorageMetadata node if `item` is None."""
         if item is None:
             return self.object("BytesStorageMetadata")
         layout = self._call(_LAYOUT, "torch.strided")
@@ -207,11 +213,11 @@ class _Writer:
         return self.object("TensorStorageMetadata", properties=properties, size=self.size(item.shape), chunks=chunks)
 
     def size(self, numbers: tuple[int, ...]) -> Call:
-        """Return a ``torch.Size``."""
+        """Return a ``torch.Size`` node of `numbers`."""
         return self._call(_SIZE, Tuple([*numbers]))
 
     def object(self, cls: str, module: str = _METADATA, /, **attributes: Value) -> Call:
-        """Return an object of the class `cls` with these attributes."""
+        """Return a node for an object of the class `cls` of `module`, with these `attributes` as its state."""
         call = Call("NEWOBJ", self._calls.word(module, cls), Tuple([]))
         if attributes:
             call.add(Effect("BUILD", [_mapping(attributes.items())], None))
@@ -226,10 +232,10 @@ def _mapping(items: Iterable[tuple[str, Value]]) -> Dict:
 
 
 def renamed(source: Readable, names: dict[str, str], paths: dict[str, ItemPath]) -> bytes:
-    """Return the file `source`, which was read as Metadata, with other names and paths of items.
+    """Return the bytes of the metadata file `source` with other names and paths of items.
 
     Args:
-        source: The file.
+        source: A file for which :func:`read_metadata` succeeded.
         names: New names, by the old ones. Other names stay.
         paths: New paths, by the old names. Other paths stay.
     """
@@ -253,15 +259,15 @@ def renamed(source: Readable, names: dict[str, str], paths: dict[str, ItemPath])
 
 
 def _states_of(node: Value) -> Iterator[Dict]:
-    """Yield the dicts of attributes of `node`, if it is an object."""
+    """Yield the attribute dicts of `node`, or nothing if `node` is not an object."""
     if isinstance(node, Call):
         yield from (state for state in node.states() if isinstance(state, Dict))
 
 
 class _Reader:
-    """Reads the nodes of one file, and reports what is wrong with them.
+    """A reader of the nodes of one ``.metadata`` file, which raises or reports each defect.
 
-    `most` is the greatest number of chunks, unless one node is used again and again.
+    `most` is the greatest number of chunks that a file of this size can describe without reusing a node.
     """
 
     def __init__(self, source: Readable, most: int) -> None:
@@ -279,7 +285,11 @@ class _Reader:
         raise UnsupportedError(what, where=self.where, expected=expected, got=got, hint=hint)
 
     def metadata(self, root: Value) -> Metadata:
-        """Return the content of `root`, the object of the file."""
+        """Return the content of `root`, the Metadata object of the file.
+
+        An item with a defect is reported as a fault and left out. Other defects raise MalformedError or
+        UnsupportedError.
+        """
         fields = self.object(root, *_ROOTS)
         others = sorted(fields.keys() - _FIELDS - _OF_MEGATRON)
         if others:
@@ -312,7 +322,10 @@ class _Reader:
         return Metadata(items, paths, stored, frozenset(nodes.keys() - items.keys()), reshaped)
 
     def item(self, name: str, node: Value) -> TensorItem | None:
-        """Return the tensor that `node` describes, or None if the item `name` is not a tensor."""
+        """Return the tensor that `node` describes, or None if the item `name` is not a tensor.
+
+        Raises MalformedError if the node is damaged, and UnsupportedError if the tensor's dtype or layout is unknown.
+        """
         if isinstance(node, Call) and is_global(node.callable, f"{_METADATA}.BytesStorageMetadata"):
             self.object(node, f"{_METADATA}.BytesStorageMetadata")
             return None
@@ -332,10 +345,11 @@ class _Reader:
         return TensorItem(dtype, shape, [self.chunk(name, shape, chunk) for chunk in chunks.elements()])
 
     def dtype(self, name: str, properties: Value) -> DType:
-        """Return the dtype in the `properties` of the tensor `name`.
+        """Return the dtype from `properties`, the TensorProperties of the tensor `name`.
 
         Their state is a tuple: dtype, layout, three items that torch no longer uses, and strides. The strides are not
-        read: they are those of the part of one rank, and each chunk's own file has its strides.
+        read: they are those of one rank's local tensor, and the file of each chunk has its own strides. Raises
+        UnsupportedError if the dtype or the layout is not known.
         """
         state = self.state(properties, *_PROPERTIES)
         if not isinstance(state, Tuple) or len(state.items) > _STATE[-1]:
@@ -358,7 +372,7 @@ class _Reader:
         return BY_NAME[dtype.name]
 
     def chunk(self, name: str, shape: tuple[int, ...], node: Value) -> Chunk:
-        """Return the chunk `node` of the tensor `name`. Raises MalformedError if it is not inside its `shape`."""
+        """Return the chunk `node` of the tensor `name`. Raises MalformedError if it lies outside of `shape`."""
         fields = self.object(node, f"{_METADATA}.ChunkStorageMetadata")
         offsets = self.size(fields.get("offsets"), "the offsets of a chunk", name)
         sizes = self.size(fields.get("sizes"), "the sizes of a chunk", name)
@@ -367,7 +381,10 @@ class _Reader:
         return Chunk(offsets, sizes)
 
     def path(self, name: str, node: Value) -> ItemPath:
-        """Return the path `node` of the item `name`."""
+        """Return the path in `node` of the item `name`: dict keys and list indices, of which the first is a key.
+
+        Raises MalformedError if it is not such a tuple, and LimitError if it is too long.
+        """
         if id(node) in self._paths:
             return self._paths[id(node)]
         path = node.items if isinstance(node, Tuple) else []
@@ -385,7 +402,10 @@ class _Reader:
         return parts
 
     def stored(self, storage_data: Value) -> dict[_Key, Stored]:
-        """Return the position of each chunk and each object."""
+        """Return the position of each chunk and each object from the dict `storage_data`.
+
+        Raises MalformedError if a chunk is listed twice.
+        """
         stored: dict[_Key, Stored] = {}
         for key, node in self.pairs(storage_data, "storage_data"):
             index = self.object(key, f"{_METADATA}.MetadataIndex")
@@ -399,7 +419,11 @@ class _Reader:
         return stored
 
     def info(self, name: str, node: Value) -> Stored:
-        """Return the position in `node`, the _StorageInfo of the item `name`."""
+        """Return the position in `node`, the _StorageInfo of the item `name`.
+
+        Raises UnsupportedError if the item was stored through a transform (compression, for example), and
+        MalformedError if the file, offset or length is not valid.
+        """
         fields = self.object(node, f"{_FILESYSTEM}._StorageInfo")
         transforms = fields.get("transform_descriptors")
         if transforms is not None and (not isinstance(transforms, List) or transforms.effects):
@@ -424,9 +448,10 @@ class _Reader:
         return Stored(file, offset, length)
 
     def check_container(self, items: dict[str, TensorItem | None], stored: dict[_Key, Stored]) -> None:
-        """Raise UnsupportedError if tensors are stored without a container of their own.
+        """Raise UnsupportedError if tensors are stored as bare bytes, as serialization_format=SAFETENSORS does.
 
-        The first tensor that has elements decides, because one process writes all tensors in one way.
+        Only the first tensor with elements is checked: its length in the file is then exactly that of its elements. One
+        process writes all tensors in one way.
         """
         for name, item in items.items():
             chunk = next((chunk for chunk in item.chunks if 0 not in chunk.sizes), None) if item else None
@@ -444,7 +469,10 @@ class _Reader:
             return
 
     def check_bytes(self, stored: dict[_Key, Stored]) -> None:
-        """Raise MalformedError if items share bytes, because a small folder could ask for any number of copies."""
+        """Raise MalformedError if two items share bytes of a file.
+
+        Otherwise a small folder could request any number of copies of the same bytes.
+        """
         last: tuple[Stored, str] | None = None
         for (name, _), place in sorted(stored.items(), key=itemgetter(1)):
             if last and last[0].file == place.file and last[0].offset + last[0].length > place.offset:
@@ -457,10 +485,10 @@ class _Reader:
     # Nodes
 
     def state(self, node: Value, *classes: str) -> Value:
-        """Return the state of `node`, or None if it has none.
+        """Return the argument of BUILD of the object `node`, or None if the object has no state.
 
-        Raises MalformedError unless `node` is an object of one of `classes`, and UnsupportedError unless it is made
-        without arguments and given one state.
+        Raises MalformedError unless `node` is an object of one of `classes`, and UnsupportedError unless the object is
+        created without arguments and set up by at most one BUILD.
         """
         if not isinstance(node, Call) or not is_global(node.callable, *classes):
             got = node.callable if isinstance(node, Call) else type_of(node).__name__
@@ -472,7 +500,11 @@ class _Reader:
         return node.effects[0].values[0] if node.effects else None
 
     def object(self, node: Value, cls: str, *others: str) -> dict[str, Value]:
-        """Return the attributes of `node`, an object of the class `cls` or of one of `others`."""
+        """Return the attributes of `node`, an object of the class `cls` or of one of `others`.
+
+        The result is empty if the object has no state.
+        Raises the errors of :meth:`state`.
+        """
         state = self.state(node, cls, *others)
         if state is None:
             return {}
@@ -483,7 +515,10 @@ class _Reader:
         return self.mapping(state, cls)
 
     def mapping(self, node: Value, what: str) -> dict[str, Value]:
-        """Return the items of `node`, a dict of texts, in which no key occurs twice. `what` is for errors."""
+        """Return the items of the dict `node`. Raises MalformedError if a key is not a string or occurs twice.
+
+        `what` names the dict in errors.
+        """
         items: dict[str, Value] = {}
         for key, value in self.pairs(node, what):
             if not isinstance(key, str):
@@ -494,14 +529,20 @@ class _Reader:
         return items
 
     def pairs(self, node: Value, what: str) -> Iterator[tuple[Value, Value]]:
-        """Yield the items of `node`, a dict. `what` is for errors."""
+        """Yield the keys and values of the dict `node`. Raises MalformedError if it is not a dict.
+
+        `what` names the dict in errors.
+        """
         if not isinstance(node, Dict):
             self.fail(f"{what} is no dict", got=type_of(node).__name__)
         for effect, i in node.pairs():
             yield effect.values[i], effect.values[i + 1]
 
     def size(self, node: Value, what: str, name: str) -> tuple[int, ...]:
-        """Return the numbers of `node`, a torch.Size. For errors, it is `what` of the tensor `name`."""
+        """Return the numbers of `node`, a torch.Size. Raises MalformedError if it is anything else.
+
+        In errors it is called `what` of the tensor `name`.
+        """
         known = self._sizes.get(id(node))
         if known is not None:
             return known

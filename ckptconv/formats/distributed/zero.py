@@ -72,14 +72,18 @@ _LIGHTNING, _WRAPPER = "pytorch-lightning_version", "_forward_module."
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Return whether `folder`, given as such, is a checkpoint of ZeRO, by its names."""
+    """Return whether `folder` is a ZeRO checkpoint, according to the names of its files.
+
+    False if the user gave an index and not the folder.
+    """
     return folder.is_whole and files_of(folder.folder) is not None
 
 
 def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
-    """Return the checkpoint in the files of `folder`, each of which `read_file` reads.
+    """Return the checkpoint in `folder`, merged from the files of all ranks. `read_file` reads one file.
 
-    Raises MalformedError, UnsupportedError, LimitError, and the errors of `read_file`.
+    Raises MalformedError if files are missing or disagree, UnsupportedError if the run divided tensors in a way that
+    the files do not describe, LimitError, and the errors of `read_file`.
     """
     files = files_of(folder.folder)
     assert files is not None
@@ -95,7 +99,7 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
 
 
 def _refuse_kinds(folder: SourceFolder, files: ZeroFiles) -> None:
-    """Raise UnsupportedError if the files are of a run that divided more than the data, by their names."""
+    """Raise UnsupportedError if file names show tensor parallelism, pipeline layers or experts."""
     kinds = {
         "tensor parallelism": files.parallel,
         "the layers of a pipeline": files.layers,
@@ -118,7 +122,11 @@ def _refusal(folder: SourceFolder, files: ZeroFiles, what: str, got: object) -> 
 
 
 def _check_ranks(folder: SourceFolder, files: ZeroFiles, first: _Rank) -> None:
-    """Raise MalformedError unless the files of all ranks are there, as many as the `first` one says."""
+    """Raise MalformedError unless there is exactly one file for each rank.
+
+    The file `first` contains the number of ranks. Raises UnsupportedError if the groups have different numbers of
+    ranks.
+    """
     world = first.world
     if len({*world}) != 1:
         raise _refusal(folder, files, "groups of different ranks (experts)", f"partition_count {world[:9]}")
@@ -144,7 +152,7 @@ def _check_ranks(folder: SourceFolder, files: ZeroFiles, first: _Rank) -> None:
 
 
 class _Fields:
-    """The values in one file, with the errors for values of wrong types."""
+    """The values in one file of a rank. Its methods return values of the expected type, or raise MalformedError."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -152,23 +160,29 @@ class _Fields:
         self.root = self.items("the file", checkpoint.graph.root)
 
     def items(self, what: str, node: Value) -> dict[str, Value]:
-        """Return the items of the mapping `node` that have a text as their key."""
+        """Return the items of the mapping `node` whose keys are strings. `what` names the mapping in errors."""
         return strings_of(self.mapping(what, node))
 
     def mapping(self, what: str, node: Value) -> Object:
-        """Return `node`, which must be a mapping."""
+        """Return `node`. Raises MalformedError if it is not a mapping. `what` names the mapping in errors."""
         if not isinstance(node, (Dict, Call)):
             self.fail(f"{what} is not a mapping", type_of(node).__name__)
         return node
 
     def elements(self, what: str, node: Value) -> list[Value]:
-        """Return the elements of the list `node`."""
+        """Return the elements of the list `node`. Raises MalformedError if it is not a list.
+
+        `what` names the list in errors.
+        """
         if not isinstance(node, List):
             self.fail(f"{what} is not a list", type_of(node).__name__)
         return [*node.elements()]
 
     def counts(self, what: str, node: Value) -> list[int]:
-        """Return the elements of `node`, a list of counts."""
+        """Return the integers in the list `node`. Raises MalformedError if an element is not a count.
+
+        `what` is for errors.
+        """
         elements = self.elements(what, node)
         numbers = [each for each in elements if is_count(each)]
         if len(numbers) != len(elements):
@@ -176,7 +190,11 @@ class _Fields:
         return numbers
 
     def flat(self, what: str, node: Value) -> _Flat:
-        """Return the tensor `node`, which must have one dimension and be stored as it is."""
+        """Return the tensor `node` and its bytes. `what` names the tensor in errors.
+
+        Raises UnsupportedError unless it is a contiguous little-endian tensor of a known dtype whose bytes are not
+        compressed.
+        """
         info = self.checkpoint.tensor_nodes.get(id(node))
         if info is None or info.kind != "strided" or info.storage is None or info.dtype not in BY_NAME:
             self.refuse(f"{what} is not a plain tensor", info.kind if info else type_of(node).__name__)
@@ -186,7 +204,10 @@ class _Fields:
         return _Flat(info, data)
 
     def shapes(self, what: str, node: Value) -> dict[str, Shape]:
-        """Return the shapes in the mapping `node`, by name."""
+        """Return the shapes in the mapping `node`, by name. `what` names the mapping in errors.
+
+        Raises MalformedError if a key is not a string or occurs twice, or a value is not a shape.
+        """
         shapes: dict[str, Shape] = {}
         for name, value in self.mapping(what, node).entries():
             shape = ints_of(value)
@@ -196,29 +217,29 @@ class _Fields:
         return shapes
 
     def fail(self, what: str, got: object = None) -> NoReturn:
-        """Raise MalformedError."""
+        """Raise MalformedError for this file."""
         raise MalformedError(what, where=self.where, got=got)
 
     def refuse(self, what: str, got: object = None) -> NoReturn:
-        """Raise UnsupportedError."""
+        """Raise UnsupportedError for this file."""
         raise UnsupportedError(what, where=self.where, got=got)
 
 
 class _Flat(NamedTuple):
-    """A tensor, and the bytes of its storage."""
+    """A tensor and the bytes of its storage."""
 
     info: TensorInfo
     data: ByteRange
 
     @property
     def numel(self) -> int:
-        """The number of its elements. It must have one dimension."""
+        """The number of elements. Raises MalformedError if the tensor does not have exactly one dimension."""
         if len(self.info.shape) != 1:
             raise MalformedError("a flat tensor has not one dimension", where=self.data.where, got=self.info.shape)
         return self.info.shape[0]
 
     def span(self, start: int, number: int) -> ByteRange:
-        """Return the bytes of `number` elements from `start` on."""
+        """Return the bytes of `number` elements from element `start` on."""
         itemsize = BY_NAME[self.info.dtype].itemsize
         span = self.data.slice((self.info.offset + start) * itemsize, number * itemsize)
         assert isinstance(span, ByteRange)
@@ -226,7 +247,15 @@ class _Flat(NamedTuple):
 
 
 class _Model(_Fields):
-    """A file with model states: the shapes of its parameters, and which of them are tied."""
+    """A file with the model states of a rank.
+
+    Attributes:
+        module: The mapping ``module``.
+        shapes_of: The shapes of the trained parameters by name, one dict for each optimizer group.
+        frozen: The shapes of the parameters that are not trained.
+        fragments: The tensors of the parameters that are not trained.
+        shared: For each tied name, the name of the parameter that is stored.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -250,14 +279,15 @@ class _Model(_Fields):
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """The values that must be the same in the files of all ranks."""
+        """The values that must be equal in the model states of all ranks."""
         said = (_plain(self.root.get(key)) for key in ("global_steps", "dp_world_size", "ds_version"))
         return ([[*group.items()] for group in self.shapes_of], [*self.frozen.items()], *said)
 
     def original_order(self, ranks: int) -> list[list[str]]:
-        """Return the names of each group in the order of the run's optimizer.
+        """Return the parameter names of each group in the order of the run's optimizer. `ranks` is the number of ranks.
 
-        ``round_robin_gradients`` deals them to the ranks (``_round_robin_reorder`` of ``stage_1_and_2.py``).
+        ``param_shapes`` has this order, unless ``round_robin_gradients`` dealt the parameters to the ranks
+        (``_round_robin_reorder`` of ``stage_1_and_2.py``).
         """
         config = self.root.get("ds_config")
         zero = strings_of(config).get("zero_optimization") if isinstance(config, Dict) else None
@@ -277,10 +307,11 @@ class _Rank(_Fields):
     """A file with the optimizer states of a rank.
 
     Attributes:
-        stage: 1, 2 or 3.
+        stage: The ZeRO stage: 1, 2 or 3.
         world: The number of ranks, for each group.
-        flats: The flat fp32 tensors.
-        states: The state of each of them.
+        flats: The flat fp32 tensors, one for each group.
+        paddings: The number of padding elements at the end of each flat tensor.
+        states: The optimizer state of each flat tensor. Empty if the file has no optimizer state.
         groups: The ``param_groups``, or None if the file has none.
     """
 
@@ -314,7 +345,11 @@ class _Rank(_Fields):
         return stage
 
     def _states(self, state: Value) -> list[dict[str, Value]]:
-        """Return the state of each flat tensor, by its key."""
+        """Return the optimizer state of each flat tensor, as a dict of its values. Empty if `state` is None.
+
+        An elastic checkpoint has a list of states. Otherwise `state` is a state dict of a torch optimizer, whose
+        ``param_groups`` are kept in `groups`.
+        """
         if state is None:
             return []
         if isinstance(state, List):  # elastic
@@ -332,12 +367,16 @@ class _Rank(_Fields):
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """The values that must be the same in the files of all ranks."""
+        """The values that must be equal in the optimizer states of all ranks."""
         states = [{key: self._number(value) for key, value in state.items()} for state in self.states]
         return self.stage, self.world, len(self.flats), states
 
     def _number(self, value: Value) -> object:
-        """Return a value that is equal for equal numbers in the optimizer's state, and for any two moments."""
+        """Return a value by which to compare `value` between ranks.
+
+        Scalars, such as the step, are compared by their bytes. Larger tensors are compared only by dtype and
+        dimensions, because each rank has other elements.
+        """
         info = self.checkpoint.tensor_nodes.get(id(value))
         if info is None or info.storage is None:
             return _plain(value)
@@ -348,7 +387,7 @@ class _Rank(_Fields):
 
 
 class _Reader:
-    """Puts the files together."""
+    """The merger of the files of all ranks into one checkpoint."""
 
     def __init__(self, folder: SourceFolder, files: ZeroFiles, models: list[_Model], ranks: list[_Rank]) -> None:
         self.folder, self.files = folder, files
@@ -360,7 +399,10 @@ class _Reader:
         self.without: set[Value] = set()  # names of weights without elements that are in no file
 
     def checkpoint(self) -> Checkpoint:
-        """Return the whole checkpoint."""
+        """Return the merged checkpoint.
+
+        Raises MalformedError if the files disagree, and UnsupportedError if they cannot be merged.
+        """
         self.check_alike()
         parameters = self.parameters()
         made = [self.tensor(each.shape, self.flats_of(each), each.cuts) for each in parameters]
@@ -388,7 +430,10 @@ class _Reader:
     # Checks
 
     def check_alike(self) -> None:
-        """Raise MalformedError unless the files are of one run and one step."""
+        """Raise MalformedError unless all files are from the same run and step.
+
+        Raises UnsupportedError if the model was divided by tensor parallelism.
+        """
         firsts: dict[type[_Fields], tuple[_Fields, object]] = {}
         parts: list[_Model | _Rank] = [*self.models, *self.ranks]
         for part in parts:
@@ -406,7 +451,7 @@ class _Reader:
             raise _refusal(self.folder, self.files, "tensor parallelism", f"mp_world_size {said}")
 
     def parameters(self) -> list[Parameter]:
-        """Return all parameters, in the order of the flat data."""
+        """Return the trained parameters with their ranges in the flat tensors, in the order of the flat data."""
         where = self.model.where
         flats = Flats(where, [[flat.numel for flat in rank.flats] for rank in self.ranks])
         if self.first.stage == 3:
@@ -422,7 +467,11 @@ class _Reader:
     # Weights
 
     def tensor(self, shape: Shape, flats: list[_Flat], cuts: Iterable[Cut]) -> Call:
-        """Return a call that makes a tensor of `shape` of `cuts`, each of which is in one of `flats`."""
+        """Return a call that rebuilds a tensor of `shape` from `cuts`.
+
+        Each cut is a range of the flat tensor at the same index. Raises MalformedError if the flat tensors have
+        different dtypes.
+        """
         dtypes = {flat.info.dtype for flat in flats}
         if len(dtypes) > 1:
             self.first.fail("the ranks have flat tensors of different dtypes", some(sorted(dtypes)))
@@ -448,14 +497,17 @@ class _Reader:
         return call
 
     def flats_of(self, parameter: Parameter) -> list[_Flat]:
-        """Return the flat fp32 tensor of each cut of `parameter`, or one of its group if it has no elements."""
+        """Return the flat fp32 tensor of each cut of `parameter`.
+
+        A parameter without elements has no cuts. The result is then the first rank's flat tensor of its group.
+        """
         of_cuts = [self.ranks[cut.rank].flats[cut.group] for cut in parameter.cuts]
         return of_cuts or [self.first.flats[parameter.group]]
 
     def replaced(self, weights: dict[str, Value]) -> list[LeftBehind]:
-        """Add to `weights` the parameters that are not trained or are tied, and return what is left behind.
+        """Add the frozen and tied parameters to `weights`, and return the contents of the files that are left behind.
 
-        Raises MalformedError if ``module`` contradicts ``param_shapes``.
+        Raises MalformedError if a tensor in ``module`` has another shape than in ``param_shapes``.
         """
         model, nodes = self.model, self.model.checkpoint.tensor_nodes
         saved = self.model.items("module", model.module)
@@ -492,12 +544,15 @@ class _Reader:
         return replaced
 
     def frozen(self, name: str, shape: Shape, flats: list[_Flat]) -> Call:
-        """Return a call that makes the parameter `name`, which is not trained, of its parts in all ranks."""
+        """Return a call that rebuilds the frozen parameter `name`. `flats` has its slice in each rank."""
         (whole,) = Flats(self.model.where, [[flat.numel] for flat in flats]).of_ranks([{name: shape}])
         return self.tensor(shape, [flats[cut.rank] for cut in whole.cuts] or flats[:1], whole.cuts)
 
     def module(self, weights: dict[str, Value]) -> Object:
-        """Return the mapping ``module`` with `weights` in it."""
+        """Return the mapping ``module``, in which `weights` replace tensors of the same names.
+
+        New names are appended.
+        """
         module = self.model.module
         effects: list[Effect] = []
         done: set[Value] = set()
@@ -521,17 +576,17 @@ class _Reader:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether names have the prefix of Lightning's wrapper."""
+        """Whether parameter names have the prefix of Lightning's wrapper, ``_forward_module.``."""
         return self.is_lightning and any(name.startswith(_WRAPPER) for group in self.model.shapes_of for name in group)
 
     def name_of(self, name: Value) -> Value:
-        """Return `name` without the prefix of Lightning's wrapper."""
+        """Return `name` without the prefix of Lightning's wrapper, if the file has that prefix."""
         return name.removeprefix(_WRAPPER) if isinstance(name, str) and self.is_wrapped else name
 
     # Optimizer
 
     def optimizer(self, parameters: list[Parameter]) -> Dict:
-        """Return the optimizer's state by names."""
+        """Return the optimizer's state dict with the names of `parameters` as keys."""
         state: list[Value] = []
         for parameter in parameters:
             if self.first.states:
@@ -542,7 +597,7 @@ class _Reader:
         return set_items(Dict(), ["state", set_items(Dict(), state), "param_groups", self.param_groups(parameters)])
 
     def state(self, key: str, parameter: Parameter) -> Value:
-        """Return the state `key` of `parameter`."""
+        """Return the value `key` in the optimizer state of `parameter`: a tensor of its shape, or a scalar."""
         value = self.first.states[parameter.group][key]
         if not isinstance(value, Node):
             return value
@@ -553,9 +608,9 @@ class _Reader:
         return self.tensor(parameter.shape, flats or [flat], parameter.cuts)
 
     def moment(self, key: str, cut: Cut) -> _Flat:
-        """Return the flat tensor `key` of the optimizer that has the elements of `cut`.
+        """Return the optimizer's flat tensor `key` of the rank and group of `cut`.
 
-        Raises UnsupportedError if it has not one number for each weight.
+        Raises UnsupportedError unless it has one element for each element of the flat weights.
         """
         rank = self.ranks[cut.rank]
         flat = rank.flat(f"the optimizer's {key}", rank.states[cut.group].get(key))
@@ -571,7 +626,10 @@ class _Reader:
         return flat
 
     def sixteen_bits(self) -> str | None:
-        """Return how to get the 16-bit weights without the optimizer, if one file has them."""
+        """Return a hint with the command that converts only the 16-bit weights.
+
+        Return None at stage 3, where no file has them.
+        """
         if self.first.stage == 3:
             return None
         path = self.model.where
@@ -579,7 +637,10 @@ class _Reader:
         return "the 16-bit weights are in one file: " + taken
 
     def param_groups(self, parameters: list[Parameter]) -> List:
-        """Return the ``param_groups`` of the first rank with names, in the order of the run's optimizer."""
+        """Return the ``param_groups`` of the first rank with parameter names instead of numbers.
+
+        The names are in the order of the run's optimizer. If the file has no groups, the result has only names.
+        """
         first = self.first
         orders = self.model.original_order(len(self.ranks))
         if first.groups is None:
@@ -601,7 +662,7 @@ class _Reader:
         return taken
 
     def notes(self, parameters: int) -> list[str]:
-        """Return what to know of the checkpoint."""
+        """Return the notes for the report. `parameters` is the number of parameters."""
         stage = f"stage {self.first.stage}" if "zero_stage" in self.first.fields else "the BF16 optimizer"
         version = _plain(self.model.root.get("ds_version"))
         about = (
@@ -622,7 +683,7 @@ class _Reader:
 
 
 def _in_place_of(old: Value, new: Value) -> Value:
-    """Return `new`, a tensor without an order, with that of the tensor `old` if it has one."""
+    """Return the tensor `new`. If it has no position in the file (``order``), it gets that of the tensor `old`."""
     if isinstance(old, Call) and isinstance(new, Call) and new.order is None and old.order is not None:
         new.order = old.order
         for reference, before in zip(args_of(new)[:1], args_of(old)[:1], strict=False):
@@ -632,7 +693,7 @@ def _in_place_of(old: Value, new: Value) -> Value:
 
 
 def _list(given: Iterable[Value]) -> List:
-    """Return a list of the values `given`."""
+    """Return a list node with the elements `given`."""
     values = [*given]
     made = List()
     for at in range(0, len(values), AT_ONCE):
@@ -641,5 +702,5 @@ def _list(given: Iterable[Value]) -> List:
 
 
 def _plain(value: Value) -> object:
-    """Return `value` if it is an atom, else the name of its type."""
+    """Return `value`, or the name of its type if it is a node. The result is for comparison and errors."""
     return type_of(value).__name__ if isinstance(value, Node) else value

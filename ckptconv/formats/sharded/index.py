@@ -63,14 +63,14 @@ _MODEL = regex(rf"({'|'.join(_MODELS.values())})(-[0-9]{{5}}-of-[0-9]{{5}})?")
 
 @dataclass(frozen=True)
 class ShardSet:
-    """One checkpoint in shards, by the names in its folder.
+    """A checkpoint in shards, as the file names in its folder describe it.
 
     Attributes:
-        stem: The stem of the names, with the variant.
+        stem: The stem of the names, with the variant: ``model``, ``model.fp16``.
         suffix: The suffix of the shards.
-        index: The name of the index, or None.
-        shards: The names of the shards that exist.
-        count: The number of shards in their names if there is no index, and otherwise 0.
+        index: The name of the index, or None if there is no index.
+        shards: The names of the shards that exist. Empty if only the path of the index is known.
+        count: The number of shards according to their names, or 0 if there is an index.
     """
 
     stem: str
@@ -81,14 +81,15 @@ class ShardSet:
 
 
 def is_index(name: str) -> bool:
-    """Return whether the Hub's libraries call an index of shards `name`."""
+    """Return whether `name` is a name that the Hub's libraries give to an index of shards."""
     return name.endswith(".index.json") or (".index." in name and name.endswith(".json"))
 
 
 def is_index_file(path: Path) -> bool:
-    """Return whether the file at `path` is an index of shards, by its name, or by its content if it is a JSON file.
+    """Return whether the file at `path` is an index of shards, by its name or its content.
 
-    Return False if the file is missing or cannot be read. Opening it then raises the error.
+    The content is read only if the suffix is ``.json``: an index has a dict ``weight_map``. Return False if the file is
+    missing, too long or not valid JSON. Opening it then raises the error.
     """
     if is_index(path.name):
         return True
@@ -105,14 +106,14 @@ def is_index_file(path: Path) -> bool:
 
 
 def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
-    """Return the name of the shard `number`, counted from 1, of `count`."""
+    """Return the name of shard `number` of `count`. The first shard has the number 1."""
     return f"{stem}-{number:05d}-of-{count:05d}{suffix}"
 
 
 def index_name(stem: str, suffix: str) -> str:
-    """Return the name of the index of the shards `stem`-…`suffix`.
+    """Return the name of the index of shards with this `stem` and `suffix`.
 
-    In the index of a variant, the Hub's tools expect the variant after the word index.
+    If the stem is a model of the Hub with a variant (``model.fp16``), the variant follows the word index.
     """
     hub = _HUB.fullmatch(stem)
     if hub and hub["variant"]:
@@ -121,9 +122,9 @@ def index_name(stem: str, suffix: str) -> str:
 
 
 def stem_for(name: str, suffix: str) -> str:
-    """Return the stem for shards with `suffix` that are made from a file, shard or index called `name`.
+    """Return the stem of the new shards with `suffix` that are written for a source file, shard or index called `name`.
 
-    It is a stem for which the Hub's tools look.
+    The stem is one that the Hub's tools look for. If `name` has another stem, it is the model's name for `suffix`.
     """
     match = _matched(name)
     stem = _family(match)[0] if match else split_suffix(name)[0]
@@ -131,16 +132,20 @@ def stem_for(name: str, suffix: str) -> str:
 
 
 def hub_name(stem: str, hub: HubName) -> str | None:
-    """Return the Hub's name for the complete model or shard `stem` in the format of `hub`, or None if it has none."""
+    """Return the Hub's file name for `stem`, a complete model or a shard, in the format of `hub`.
+
+    Return None if the Hub's tools do not use such a stem.
+    """
     if match := _MODEL.fullmatch(stem):
         return f"{hub.model}{match[2] or ''}{hub.suffix}"
     return stem + hub.suffix if stem.endswith(_ONE_NAME) else None
 
 
 def of_other_suffix(name: str, suffix: str) -> str:
-    """Return the name of the shard or index `name` in a set with `suffix`.
+    """Return the name that the shard or index `name` has in a set with `suffix`.
 
-    ``pytorch_model-….bin`` becomes ``model-….safetensors``.
+    ``pytorch_model-….bin`` becomes ``model-….safetensors``. Another file gets `suffix` in place of its own, and another
+    JSON file keeps its name.
     """
     match = _matched(name)
     if match is None:
@@ -152,7 +157,10 @@ def of_other_suffix(name: str, suffix: str) -> str:
 
 
 def renumbered(names: list[str]) -> list[str]:
-    """Return the names of shards, numbered as if there were no others. If a name has no number, return `names`."""
+    """Return `names` of shards with new numbers, 1 to the length of the list.
+
+    If any name has no number, return `names` unchanged.
+    """
     matches = [match for name in names if (match := _SHARD.fullmatch(name))]
     if len(matches) < len(names):
         return names
@@ -163,9 +171,9 @@ def renumbered(names: list[str]) -> list[str]:
 
 
 def family_of(name: str) -> str | None:
-    """Return the model that the file `name` belongs to: its stem with the variant, the same for all formats.
+    """Return the stem, with the variant, of the model that the file `name` belongs to. It is the same for all formats.
 
-    Return None if the name is not one of a model on the Hub.
+    Return None if `name` is not the name of a shard, an index or a complete model of the Hub.
     """
     match, model = _matched(name), re.fullmatch(rf"({_HUB.pattern})({_SUFFIXES})", name)
     stem = _family(match)[0] if match else model[1] if model else None
@@ -173,7 +181,10 @@ def family_of(name: str) -> str | None:
 
 
 def _stem_like(stem: str, suffix: str) -> str:
-    """Return `stem` as the Hub's tools spell it with `suffix`: transformers has two names for one model."""
+    """Return `stem` with the model name that transformers uses for `suffix`: ``pytorch_model`` or ``model``.
+
+    Other stems are returned unchanged.
+    """
     model, dot, variant = stem.partition(".")
     if model in _MODELS.values():
         model = _MODELS[suffix]
@@ -181,7 +192,11 @@ def _stem_like(stem: str, suffix: str) -> str:
 
 
 def sets_in(names: Iterable[str]) -> list[ShardSet]:
-    """Return the sets of shards among files with these `names`: one for each index, then those without an index."""
+    """Return the sets of shards among files with these `names`.
+
+    There is one set for each index, in first place, and one for each stem, suffix and number of shards without an
+    index.
+    """
     indexes: dict[tuple[str, str], list[str]] = defaultdict(list)
     shards: dict[tuple[str, str], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(names):
@@ -201,28 +216,29 @@ def sets_in(names: Iterable[str]) -> list[ShardSet]:
 
 
 def _matched(name: str) -> re.Match[str] | None:
-    """Return the parts of the name of a shard or an index, or None for another name."""
+    """Return the match of `name` as a shard or an index, or None if it is neither."""
     return _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
 
 
 def _family(match: re.Match[str]) -> tuple[str, str]:
-    """Return the stem, with the variant, and the suffix of a shard or an index."""
+    """Return the stem with the variant, and the suffix, from the match of a shard or an index."""
     return match["stem"] + (match["variant"] or ""), match["suffix"]
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in `folder`, of folders too. Raises InputError.
+    """Return the names of the folders and files in `folder`. Raises InputError.
 
-    Opening a folder that has the name of a shard raises an error that calls it a folder.
+    Folders are included, so that opening a folder with the name of a shard raises an error that says it is a folder.
     """
     folders, files = list_folder(folder)
     return [*folders, *files]
 
 
 def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
-    """Return the set of shards at `path`, which is an index or a folder. Return None if the folder has no shards.
+    """Return the set of shards at `path`, an index or a folder, or None if the folder has no shards.
 
-    A missing shard is a fault if there is no index. Raises RefusedError if the folder has several models.
+    For an index, the set contains only names: the index is not read. Without an index, a missing shard is a fault.
+    Raises RefusedError if the folder has several models.
     """
     if not path.is_dir():
         match = _INDEX.fullmatch(path.name)
@@ -238,7 +254,7 @@ def find_set(path: Path, faults: FaultSink = RAISED) -> ShardSet | None:
 
 
 def _several(path: Path, sets: list[ShardSet], models: list[str]) -> RefusedError:
-    """Return the error for a folder with several `sets` of shards and `models` in one file."""
+    """Return the error for the folder `path` with several checkpoints: `sets` of shards and `models` in one file."""
     listed = some([each.index or f"{each.shards[0]} …" for each in sets] + models, _SHOWN)
     one = next((name for name in (*(each.index for each in sets), *models) if name), None)
     return RefusedError(
@@ -249,7 +265,7 @@ def _several(path: Path, sets: list[ShardSet], models: list[str]) -> RefusedErro
 
 
 def _refuse_gaps(path: Path, shards: ShardSet, faults: FaultSink) -> None:
-    """Report a fault unless all `shards`, which have no index, exist."""
+    """Report a fault if some of `shards`, a set without an index, are missing or are numbered wrongly."""
     matches = [match for name in shards.shards if (match := _SHARD.fullmatch(name))]
     numbers = {int(match["number"]) for match in matches}
     missing = [n for n in range(1, shards.count + 1) if n not in numbers]
@@ -268,7 +284,10 @@ def _refuse_gaps(path: Path, shards: ShardSet, faults: FaultSink) -> None:
 
 
 def refuse_missing(folder: SourceFolder, shards: list[str]) -> list[str]:
-    """Return those of `shards`, which an index names, that are in `folder`. Report a fault if one is missing."""
+    """Return those of `shards` that exist in `folder`. Report a fault that lists the missing ones.
+
+    `shards` are the names in an index.
+    """
     missing = folder.missing(shards)
     if missing:
         folder.faults.found(_missing(folder.folder, sorted(missing), len(shards)))
@@ -276,7 +295,7 @@ def refuse_missing(folder: SourceFolder, shards: list[str]) -> list[str]:
 
 
 def refuse_unnamed(folder: SourceFolder, index: Index) -> None:
-    """Report a fault if `folder` has shards that are numbered like those of `index`, but are not named in it.
+    """Report a fault if `folder` has shards that are numbered like those of `index`, but are not listed in it.
 
     A reader that goes by the names of files would read them.
     """
@@ -299,7 +318,7 @@ def refuse_unnamed(folder: SourceFolder, index: Index) -> None:
 
 
 def _missing(folder: Path, names: list[str], total: int) -> MalformedError:
-    """Return the error for the shards `names`, of `total`, that are missing."""
+    """Return the error for the missing shards `names`. The set has `total` shards."""
     are = "is" if len(names) == 1 else "are"
     return MalformedError(
         f"{len(names):,} of {count(total, 'shard')} {are} missing: {some(names, _SHOWN)}",
@@ -316,9 +335,9 @@ class Index:
     """The content of an index.
 
     Attributes:
-        metadata: The size of all tensors, and other values.
-        weight_map: The shard of each tensor, by name, in the index's order.
-        others: Unknown keys.
+        metadata: The object ``metadata``, which usually has ``total_size``.
+        weight_map: The shard of each tensor, by the tensor's name, in the order of the index.
+        others: The keys of the index other than ``metadata`` and ``weight_map``.
     """
 
     metadata: dict[str, Any]
@@ -326,7 +345,7 @@ class Index:
     others: tuple[str, ...] = ()
 
     def shards(self) -> list[str]:
-        """Return the names of the shards, sorted, which is the order of their numbers."""
+        """Return the names of the shards without repetition, sorted, which is the order of their numbers."""
         return sorted(set(self.weight_map.values()))
 
 
@@ -336,14 +355,17 @@ def read_index(source: Readable) -> Index:
 
 
 class _Reader(StrictJson):
-    """A reader of one index."""
+    """A reader of an index."""
 
     def fail(self, what: str, *, expected: object = None, got: object = None) -> NoReturn:
-        """Raise MalformedError."""
+        """Raise MalformedError with this message. Its hint says to download the index again or delete it."""
         raise MalformedError(what, where=self.source.path, expected=expected, got=got, hint=_WITHOUT)
 
     def index(self) -> Index:
-        """Return the checked index."""
+        """Read, check and return the index.
+
+        Raises MalformedError if a name or type is wrong, and LimitError if there are too many shards.
+        """
         top = self.parsed()
         if not isinstance(top, dict):
             self.fail("the index is no JSON object", expected="{", got=type(top).__name__)
@@ -374,7 +396,7 @@ class _Reader(StrictJson):
         return Index(metadata, weight_map, tuple(key for key in top if key not in ("metadata", "weight_map")))
 
     def parsed(self) -> Any:
-        """Return the JSON value, of any type."""
+        """Return the JSON value of the file, which can be of any type. Raises LimitError if the file is too long."""
         size = self.source.size
         if size > LIMITS.safetensors_header:  # an index has less about each tensor than a header
             raise LimitError(
@@ -386,14 +408,17 @@ class _Reader(StrictJson):
         return self.json(self.source.read(0, size), commas=LIMITS.header_quotes)
 
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return a JSON object. Raise MalformedError if a key occurs twice or a text is not valid."""
+        """Return a JSON object from its key-value `pairs`.
+
+        Raises MalformedError if a key occurs twice or a text value is not valid Unicode.
+        """
         for _, text in pairs:
             if isinstance(text, str):
                 self.check_text(text)
         return super().object(pairs)
 
     def integer(self, digits: str) -> int:
-        """Return an integer. Raise MalformedError if it is too long."""
+        """Return the integer written as `digits`. Raises MalformedError if there are too many digits."""
         if len(digits) > LIMITS.index_digits:
             self.fail(
                 "a number in the index is too long", expected=f"at most {LIMITS.index_digits} digits", got=len(digits)
@@ -401,7 +426,10 @@ class _Reader(StrictJson):
         return int(digits)
 
     def number(self, digits: str) -> float:
-        """Return a number with a fraction: some tools counted bits, and wrote ``13476835328.0``."""
+        """Return the float written as `digits`. Raises MalformedError if it is not finite.
+
+        Some tools write sizes as floats: ``13476835328.0``.
+        """
         value = float(digits)
         if not math.isfinite(value):
             self.fail("a number in the index is no JSON, or too large", got=digits)
@@ -409,19 +437,19 @@ class _Reader(StrictJson):
 
 
 def index_bytes(metadata: dict[str, Any], weight_map: dict[str, str]) -> bytes:
-    """Return the bytes of an index, as transformers and diffusers write it."""
+    """Return the bytes of an index, formatted as transformers and diffusers write it."""
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
     return (text + "\n").encode()
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One file of a set.
+    """A file of a sharded set.
 
     Attributes:
         name: The name of the file.
-        part: The checkpoint in it.
-        root: The mapping of names to tensors, which shares its items with the root of the set.
+        part: The checkpoint in the file.
+        root: The mapping of names to tensors. The root of the set contains the same items.
     """
 
     name: str
@@ -431,15 +459,15 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class ShardedContainer:
-    """A set as it was read, which the writer needs.
+    """A sharded set as it was read. The writer needs it.
 
     Attributes:
         root: The mapping of the names in all shards.
         shards: The shards.
-        index: The name of the index, or the name that it would have.
-        metadata: The metadata of the index, without ties.
+        index: The name of the index. If there is no index, the name that it would have.
+        metadata: The metadata of the index, without the entries that record ties.
         names: The number of names.
-        contradictions: Texts that differ between shards.
+        contradictions: The metadata texts that differ between shards.
     """
 
     root: Object

@@ -1,7 +1,7 @@
-"""Lay out a checkpoint as shards and their index: the shards that it was read from, or new ones by size.
+"""Plan the files of a sharded checkpoint: the shards of the source, or new shards by size, and their index.
 
-A tie is recorded in its shard, as in any safetensors file, and in the index, as ``save_torch_state_dict`` of
-huggingface_hub does.
+A tie is recorded in the metadata of its shard, as in any safetensors file, and in the index, as
+``save_torch_state_dict`` of huggingface_hub does.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _EXAMPLES = "5GB, 500MB or a number of bytes"
 
 
 class _File(NamedTuple):
-    """A shard to be laid out.
+    """A planned shard.
 
     Attributes:
         name: The name of the file.
         root: The mapping of names to tensors.
-        like: The shard of the source that it is, or None for a new one.
-        metadata: The texts for its own metadata.
+        like: The checkpoint of the source's shard that is kept, or None for a new shard.
+        metadata: The strings for the metadata of the file.
     """
 
     name: str
@@ -64,13 +64,13 @@ class _File(NamedTuple):
 
 @dataclass(frozen=True)
 class _Set:
-    """A set of shards to be laid out.
+    """A planned set of shards.
 
     Attributes:
         files: The shards.
         index: The name of the index, or None if there is only one file.
-        metadata: The metadata of the index, without the size and ties.
-        left_behind: The parts of the source that the set cannot contain.
+        metadata: The metadata of the index, without ``total_size`` and ties.
+        left_behind: The contents of the source that the set cannot contain.
         notes: Notes for the report.
     """
 
@@ -89,10 +89,10 @@ def layout(
     copy_tied: bool = False,
     max_shard_size: int | str | None = None,
 ) -> Layout:
-    """Plan the shards of an edited `checkpoint` in `folder`, with the index last.
+    """Plan the shards of an edited `checkpoint` in `folder`, with the index as the last file.
 
     Args:
-        checkpoint: The checkpoint, which this may change.
+        checkpoint: The checkpoint. This function may change it.
         folder: The folder of the shards.
         writer: The format of each shard.
         copy_tied: Whether to write a tied tensor under each of its names.
@@ -100,8 +100,8 @@ def layout(
             source.
 
     Raises:
-        UsageError: The format has no shards, the size is wrong, or there are neither shards nor a size.
-        RefusedError: The shards cannot hold the checkpoint.
+        UsageError: The format has no shards, the size is not valid, or there are neither shards nor a size.
+        RefusedError: Shards cannot contain the checkpoint.
     """
     if not writer.shards:
         raise UsageError(
@@ -129,9 +129,10 @@ def layout(
 
 
 def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, writer: Writer) -> _Set:
-    """Return the shards of the source without the items that edits removed. Shards without items are left out.
+    """Plan the shards of the source without the items that edits removed. A shard without items is left out.
 
-    Raises RefusedError if two shards would have one name.
+    If the format changes, the shards and the index get names of the new format. Raises RefusedError if two shards would
+    have one name.
     """
     kept = {id(effect) for effect in container.root.effects}
     for shard in container.shards:
@@ -158,7 +159,10 @@ def _as_it_was(checkpoint: Checkpoint, container: ShardedContainer, writer: Writ
 
 
 def _uncounted(checkpoint: Checkpoint, container: ShardedContainer, metadata: dict[str, Any]) -> list[LeftBehind]:
-    """Remove the count of parameters from `metadata` if names were left out. Return what was removed."""
+    """Remove ``total_parameters`` from `metadata` if edits removed names, because the number is then wrong.
+
+    Return the removed value as left behind, or an empty list.
+    """
     root = checkpoint.graph.root
     if _TOTAL_PARAMETERS not in metadata or (isinstance(root, Object) and len(names_of(root)) == container.names):
         return []
@@ -175,7 +179,10 @@ def _dealt(
     *,
     copy_tied: bool,
 ) -> _Set:
-    """Return new shards for the items of `checkpoint`, of at most `max_shard_size`. Raises UsageError, RefusedError."""
+    """Plan new shards for the items of `checkpoint`, each of at most `max_shard_size`. Raises UsageError, RefusedError.
+
+    Items without tensors go into the first shard.
+    """
     items, left = _items_of(checkpoint)
     if writer.views:
         weights = _weights_of_storages(checkpoint, items)
@@ -207,16 +214,17 @@ def _dealt(
 
 
 def _about_size(too_large: int, max_shard_size: int | str) -> str:
-    """Return a note on `too_large` tensors that are larger than `max_shard_size`."""
+    """Return a note that `too_large` tensors are larger than `max_shard_size`, and get shards of their own."""
     are, get = ("is", "gets") if too_large == 1 else ("are", "get")
     larger = f"{count(too_large, 'tensor')} {are} larger than "
     return larger + option("max_shard_size", max_shard_size) + f" and {get} a separate shard"
 
 
 def _items_of(checkpoint: Checkpoint) -> tuple[dict[str, Value], list[LeftBehind]]:
-    """Return the items of the root by name, and its attributes, which shards cannot contain.
+    """Return the items of the root by name, and the root's attributes, which are left behind.
 
-    Raises RefusedError if an item has no name of its own.
+    Shards have no place for attributes. Raises RefusedError if an item has no name, or a name that another item has
+    too.
     """
     root = checkpoint.graph.root
     assert isinstance(root, Object)  # it is a state dict
@@ -284,7 +292,7 @@ def _laid_out(checkpoint: Checkpoint, folder: Path, writer: Writer, planned: _Se
 
 
 class Weight(NamedTuple):
-    """The size of a tensor. Tensors of one `group` stay in one shard, and take their `nbytes` there once."""
+    """The size of a tensor. Tensors of one `group` must be in one shard, where they take `nbytes` together."""
 
     nbytes: int
     group: Hashable
@@ -292,12 +300,12 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """A set of shards by name.
+    """The shards for a set of tensors.
 
     Attributes:
         files: The name of each file, and the names of its tensors in the order of the state dict.
-        index: The name of the index, or None if there is one file.
-        too_large: The number of groups that are larger than a shard may be.
+        index: The name of the index, or None if there is only one file.
+        too_large: The number of groups that are larger than the limit on shards.
     """
 
     files: tuple[tuple[str, tuple[str, ...]], ...]
@@ -306,9 +314,9 @@ class Deal:
 
 
 def parse_size(size: int | str) -> int:
-    """Return `size` in bytes. It is an integer, or a text such as ``5GB``, whose units are decimal.
+    """Return `size` in bytes. It is an integer or a string such as ``5GB``, with decimal units.
 
-    Raises UsageError if the text is not a size, or 0, and TypeError for other types.
+    Raises UsageError if the string is not a size or the size is 0, and TypeError for other types.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise ArgumentTypeError(f"max_shard_size must be a text such as '5GB' or a number of bytes, not {size!r}")
@@ -329,7 +337,9 @@ def parse_size(size: int | str) -> int:
 
 
 def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, suffix: str) -> Deal:
-    """Return the shards for tensors, each of at most `max_shard_size` unless it has only one group.
+    """Return the shards for tensors, none of them larger than `max_shard_size` unless it contains only one group.
+
+    huggingface_hub plans the shards.
 
     Args:
         weights: The size of each tensor, by name.
@@ -338,8 +348,8 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
         suffix: The suffix of the shards.
 
     Raises:
-        UsageError: The size is wrong, there would be too many shards, huggingface_hub is missing, or there are several
-            groups and all are larger, which is a typing error.
+        UsageError: The size is not valid, there would be too many shards, huggingface_hub is not installed, or there
+            are several groups and all are larger than the size, which indicates a typing error.
     """
     most = parse_size(max_shard_size)
     sizes = [nbytes for nbytes in {weight.group: weight.nbytes for weight in weights.values()}.values() if nbytes]
@@ -380,9 +390,9 @@ def deal(weights: Mapping[str, Weight], max_shard_size: int | str, stem: str, su
 
 
 def _weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, copy_tied: bool) -> dict[str, Weight]:
-    """Return the sizes of the tensors among `items` for a format that stores each tensor by itself.
+    """Return the sizes of the tensors in `items`, for a format that stores each tensor separately.
 
-    Tied tensors have one group, unless `copy_tied` is set.
+    Tied tensors are one group, unless `copy_tied` is true. Items that are not tensors are left out.
     """
     weights: dict[str, Weight] = {}
     for name, value in items.items():
@@ -394,21 +404,24 @@ def _weights_of_tensors(checkpoint: Checkpoint, items: Mapping[str, Value], *, c
 
 
 def _weights_of_storages(checkpoint: Checkpoint, items: Mapping[str, Value]) -> dict[str, Weight]:
-    """Return the sizes of the `items` that are tensors or contain some, by the bytes of their storages.
+    """Return the sizes of the `items` that are or contain tensors, for a format that stores storages.
 
-    Items that share a storage or an object have one group, which is called by the name of one of them.
+    Items that share a storage or an object are one group, which has the name of one of them.
     """
     above = {name: name for name in items}  # a forest: the names of one group lead to one root
     owner: dict[int, str] = {}  # the id of a node or storage → the name that led to it first
 
     def group_of(name: str) -> str:
-        """Return the group of `name`."""
+        """Return the name of the group of `name`."""
         while above[name] != name:
             above[name] = name = above[above[name]]
         return name
 
     def reach(name: str, thing: object) -> bool:
-        """Return whether `thing` is reached for the first time. If not, join `name` and its owner in one group."""
+        """Return whether `thing`, which `name` contains, is reached for the first time.
+
+        If not, join the groups of `name` and of the item that reached it first.
+        """
         if id(thing) in owner:
             above[group_of(name)] = group_of(owner[id(thing)])
             return False
