@@ -1,8 +1,8 @@
-"""Make tensors, merge several checkpoints into one graph, and split one graph into several checkpoints.
+"""Merge several checkpoints into one graph, split one graph into several checkpoints, and create calls for tensors.
 
-If several files of one checkpoint each have a copy of something, it is written once, and only if all copies are equal.
+If several files contain copies of the same data, the data is written once, and only if all copies are equal.
 
-Source of the calls that make tensors: ``torch/_utils.py`` of 2.13 (``_rebuild_tensor_v2``; ``_rebuild_tensor_v3`` for
+Source of the calls that create tensors: ``torch/_utils.py`` of 2.13 (``_rebuild_tensor_v2``; ``_rebuild_tensor_v3`` for
 dtypes without a storage class).
 """
 
@@ -44,13 +44,13 @@ _MOST_DROPPED = 20  # paths in a command; nobody types more
 
 
 def drop_effect_order(checkpoint: Checkpoint) -> None:
-    """Remove the order of the effects in `checkpoint` if no reader can tell the difference.
+    """Remove the order of the effects in `checkpoint` if the loaded objects are the same without it.
 
-    This is for a part of a checkpoint. Some of its objects may have been made outside of the part, where they occur
-    first. In the order of the source, the part would need opcodes that torch's ``weights_only`` unpickler refuses.
+    This is for a checkpoint that was selected from a larger one. Some of its objects may have been created outside
+    of it. To keep their order, it would need opcodes that torch's ``weights_only`` unpickler refuses.
 
-    The order makes no difference if each call and each state is complete before it is used, and if torch's safe loader
-    accepts every call. Nothing in an index depends on the order.
+    The order is removed if each call and each state uses only complete values, nothing contains itself, nothing is
+    discarded, and torch's safe loader accepts every call. Otherwise nothing changes. The index stays valid.
     """
     index = checkpoint.index
     if index.graph.discarded or index.obstacles:
@@ -73,12 +73,13 @@ def drop_effect_order(checkpoint: Checkpoint) -> None:
 
 
 def _before(values: list[Value], order: int | None, latest: dict[int, int]) -> bool:
-    """Return whether all effects in `values` come before `order`, or whether `order` is None."""
+    """Return whether all effects in `values` come before `order`. True if `order` is None."""
     return order is None or all(latest.get(id(value), 0) < order for value in values if isinstance(value, Node))
 
 
 def _latest(root: Value) -> dict[int, int] | None:
-    """Return the number of the last effect in each node below `root` and in its parts, by the id of the node.
+    """Return the greatest order of the effects in each node below `root`, including the nodes below it, by the id
+    of the node.
 
     Return None if a node contains itself.
     """
@@ -110,7 +111,7 @@ def empty_graph() -> Graph:
 
 
 class TensorCalls:
-    """Makes calls for `graph`. They share their globals, as in a pickle."""
+    """Creates calls that build tensors in `graph`. All calls use the same nodes for the same globals."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -119,15 +120,15 @@ class TensorCalls:
     def tensor(
         self, dtype: DType, shape: tuple[int, ...], key: str, nbytes: int, conj: bool = False, neg: bool = False
     ) -> Call:
-        """Return a call that makes a row-major tensor of all of a storage.
+        """Return a call that builds a row-major tensor of a complete storage.
 
         Args:
             dtype: The dtype of the tensor.
             shape: The shape of the tensor.
             key: The key of the storage.
             nbytes: The number of bytes of the storage.
-            conj: Whether the numbers are still to be conjugated.
-            neg: Whether the numbers are still to be negated.
+            conj: Whether the tensor has torch's lazy conjugate bit.
+            neg: Whether the tensor has torch's lazy negative bit.
         """
         name, version = dtype.storage_class, 2
         cls = self.word("torch", name) if name else self.word("torch.storage", "UntypedStorage")
@@ -146,7 +147,7 @@ class TensorCalls:
         return Call("REDUCE", self.word("torch._utils", f"_rebuild_tensor_v{version}"), Tuple(args))
 
     def word(self, module: str, name: str) -> Global:
-        """Return the global `name` of `module`, the same node each time."""
+        """Return the node of the global `name` of `module`. Further calls return the same node."""
         if (module, name) not in self._words:
             self._words[module, name] = Global(module, name)
             self._graph.shared.add(self._words[module, name])
@@ -154,7 +155,7 @@ class TensorCalls:
 
 
 class Merger:
-    """Puts checkpoints whose bytes are parts of `source` together with tensors that are made of such bytes."""
+    """Merges checkpoints from the files of `source`, and tensors that are built from their bytes, into one graph."""
 
     def __init__(self, source: SourceFolder) -> None:
         self.source = source
@@ -167,14 +168,18 @@ class Merger:
         self.calls = TensorCalls(self._graph)
 
     def take(self, part: Checkpoint, *, in_order: bool = False) -> Value:
-        """Return the root of `part`, which belongs to the whole from now on.
+        """Add the checkpoint `part` to the merged graph. Return the root of `part`, for use in the root of the
+        merged graph.
+
+        The keys of its storages get a prefix, so that they are unique.
 
         Args:
             part: A checkpoint in a file of the source.
-            in_order: Whether it comes after everything that was taken before, so that its effects keep their order.
+            in_order: Whether its effects come after all effects that were added before. If not, their order is
+                dropped if possible.
 
         Raises:
-            UnsupportedError: Its byte order is another than that of the parts before.
+            UnsupportedError: The byte order differs from that of the first checkpoint.
         """
         if self._parts and part.byteorder != self._parts[0].byteorder:
             raise UnsupportedError(
@@ -215,14 +220,17 @@ class Merger:
         return part.graph.root
 
     def _later(self, order: int | None, before: int) -> int | None:
-        """Return the position of an effect in the whole, after the `before` effects of earlier parts."""
+        """Return the order of an effect in the merged graph: `order` plus `before`, or None for None."""
         if order is not None:
             order += before
             self._latest = max(self._latest, order)
         return order
 
     def checkpoint(self, name: str, root: Value, container: object = None) -> Checkpoint:
-        """Return the graph below `root` as a checkpoint in the format `name`. Raises MalformedError, LimitError."""
+        """Return the merged graph below `root` as a checkpoint in the format `name`.
+
+        Raises MalformedError, LimitError.
+        """
         self._graph.root = root
         graph = subgraph(self._graph, root)
         reached = set(graph.globals)
@@ -244,9 +252,10 @@ class Merger:
 
 
 def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None]]) -> Iterator[Checkpoint]:
-    """Yield a checkpoint for each root of `parts`, on the same nodes. Lay each out before asking for the next.
+    """Yield a checkpoint for each root in `parts`. The checkpoints use the same nodes, so write each before the next.
 
-    With a root comes the checkpoint that :class:`Merger` took there if its container is to be kept, else None.
+    `parts` are pairs of a root and the checkpoint whose container, source and keys of storages to use, or None for
+    none.
     """
     for root, like in parts:
         part = checkpoint.part(Place(None, "", root, 0))
@@ -270,9 +279,10 @@ def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None
 
 
 def refuse_different(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError if files of `checkpoint` differ in copies of something that edits did not drop.
+    """Raise RefusedError if copies of the same data in several files of `checkpoint` differ.
 
-    Two records with known and equal checksums are equal. All others are read.
+    Copies of data that an edit dropped do not count. Two records with known checksums of equal value are equal; all
+    others are read and compared.
     """
     if not checkpoint.replicas:
         return
@@ -309,7 +319,7 @@ def refuse_different(checkpoint: Checkpoint) -> None:
 
 
 def _droppable(place: Place) -> Place | None:
-    """Return the innermost place from `place` upwards that is an item of a mapping, which can be dropped, or None."""
+    """Return the innermost place from `place` upwards that is an item of a mapping. Return None if there is none."""
     above = (each for each in place.upwards() if each.parent and isinstance(each.parent.node, (Dict, Call)))
     return next(filter(is_item, above), None)
 

@@ -1,7 +1,7 @@
-"""A checkpoint as data: its graph, and what is derived from that. A reader makes one of a graph and storages.
+"""A checkpoint as data: its graph, its storages, and an index that is derived from both.
 
-Source of the persistent ids: ``torch/serialization.py`` (``persistent_id``) of torch 2.13. No container is known here:
-the caller gives the bytes of a storage's key.
+This module knows no container: the caller provides the bytes of each storage by its key. Source of the persistent ids:
+``torch/serialization.py`` (``persistent_id``) of torch 2.13.
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ from ckptconv.pickles.rows import RowForm, RowId
 
 @dataclass(eq=False)
 class Checkpoint:
-    """One checkpoint, parsed.
+    """One parsed checkpoint.
 
-    The graph, and the storages of its ``references``, are the only truth and are edited in place. The ``index``
-    is derived from them. Call :meth:`changed` after an edit of the graph.
+    Edits change the graph and the storages of the ``references`` in place. The ``index`` is derived from them: call
+    :meth:`changed` after an edit of the graph.
 
     Attributes:
-        format: The name of its format, for reports.
-        source: The source that it was read from.
-        graph: The content of its pickle.
-        container: Data that the format's reader keeps for its writer.
-        references: The storages of its persistent ids.
-        blobs: The source in which the graph's ranges of long texts count, or None if it is `source`.
-        byteorder: The byte order of its numbers, ``little`` or ``big``.
-        is_byteorder_said: Whether the file tells it. Otherwise it is little, unless torch is told otherwise.
-        is_state_dict: Whether its format contains only state dicts.
-        ties: The names that such a format records as a text, each with the name that it is tied to.
-        metadata: The texts of the container itself (safetensors).
-        unused: Data in the file that nothing in it uses.
-        class_ids: The persistent ids, with the text of their source, by which torch's older format names classes of
-            modules. The graph contains the classes.
-        script_classes: The classes of modules of a TorchScript archive by name, each with the names of its parameters
-            and of its buffers; None for everything else.
-        beside: The content of other pickles of the file, or of files of a folder that are not in the graph as they are,
-            by their names in it. No conversion writes these.
-        notes: Facts to report.
-        warnings: Those of the notes that nobody should miss who loads it, compares it, or verifies it.
-        replicas: Copies in its files that must be the same (:func:`~ckptconv.checkpoint.merging.refuse_different`).
-        root: The place of the checkpoint itself, below the source's root if it is a part.
-        index: The index of the graph as it is now.
-        before_renaming: The index from before names were edited, if they were.
+        format: The name of the format, for reports.
+        source: The source from which the checkpoint was read.
+        graph: The graph of its pickle.
+        container: Data that the reader of the format keeps for its writer.
+        references: The persistent ids with their storages.
+        blobs: The source of the long texts, or None if they are in `source`.
+        byteorder: The byte order of the storages, ``little`` or ``big``.
+        is_byteorder_said: Whether the file contains the byte order. Otherwise it is little, unless torch is told
+            otherwise.
+        is_state_dict: Whether the root is a state dict in every file of this format.
+        ties: The names that such a format records as tied, each with the name whose tensor is stored.
+        metadata: The metadata of the container (safetensors).
+        unused: Data in the file that the checkpoint does not use.
+        class_ids: For torch's older format: the persistent ids by which it refers to classes of modules, with the
+            source code of the class. The graph contains the classes.
+        script_classes: For a TorchScript archive: the names of the parameters and of the buffers of each class of
+            modules. None for other files.
+        beside: Other pickles of the file or folder that are not in the graph, by their names. They are not converted.
+        notes: Messages for the report.
+        warnings: The notes that matter to everyone who loads, compares or verifies the checkpoint.
+        replicas: Data with copies in several files that must be equal
+            (:func:`~ckptconv.checkpoint.merging.refuse_different`).
+        root: The place of the root of the graph. It has a parent if the checkpoint was selected from a larger one.
+        index: The index of the current graph.
+        before_renaming: The index before tensors were renamed, or None.
     """
 
     format: str
@@ -87,20 +88,24 @@ class Checkpoint:
         self.index = Index(self.graph, self.root, self.references, str(self.source.path))
 
     def changed(self) -> None:
-        """Forget what is derived from the graph, after an edit."""
+        """Rebuild the index after an edit of the graph."""
         self.root = replace(self.root, node=self.graph.root)
         self.index.end()
         self.index = Index(self.graph, self.root, self.references, str(self.source.path))
         self._detected = None
 
     def renamed(self) -> None:
-        """Forget what is derived from the names of tensors, after an edit."""
+        """Rebuild the index after tensors were renamed, and keep the old one as ``before_renaming``."""
         self.before_renaming, counts = self.index, self.index.tensor_counts
         self.changed()
         self.index.tensor_counts = counts
 
     def restrict(self, root: Place) -> None:
-        """Keep only the data at `root`. Paths, and the order of effects, stay those of the source."""
+        """Make the node at `root` the root of the graph and remove everything that it does not use from the lists
+        of nodes.
+
+        Paths and the order of effects do not change.
+        """
         graph = self.graph
         graph.root, self.root, graph.left_out = root.node, root, []
         nodes = list(walk([*graph.discarded, graph.root]))
@@ -118,7 +123,7 @@ class Checkpoint:
         self.warnings.append(text)
 
     def part(self, root: Place) -> Checkpoint:
-        """Return the data at `root` as a checkpoint of its own, on the same nodes."""
+        """Return the data at `root` as a new checkpoint. Both checkpoints use the same nodes."""
         graph = subgraph(self.graph, root.node)
         storage_of = self.index.storage_of
         part = replace(
@@ -129,21 +134,21 @@ class Checkpoint:
         return part
 
     def restart_paths(self) -> None:
-        """Let paths begin at the checkpoint itself, not at the root of the source that it is a part of."""
+        """Let paths begin at the root of this checkpoint, if it was selected from a larger one."""
         if self.root.parent:
             self.root = Place(None, "", self.graph.root, 0)
             self.changed()
 
     @property
     def detected(self) -> Detected:
-        """Its state dicts, optimizers, modules and RNG states."""
+        """The state dicts, optimizers, modules and RNG states of the current graph."""
         if self._detected is None:
             self._detected = detect(self.index, is_state_dict=self.is_state_dict, scripts=self.script_classes)
         return self._detected
 
     @property
     def source_places(self) -> list[Place]:
-        """The :attr:`places` with the names of the source, which ``--include`` and ``--exclude`` take."""
+        """The places with the names that tensors had before they were renamed, for ``--include`` and ``--exclude``."""
         return (self.before_renaming or self.index).places
 
     # The most used parts of the index
@@ -160,7 +165,7 @@ class Checkpoint:
 
     @property
     def tensor_nodes(self) -> dict[int, TensorInfo]:
-        """The tensors by the id of their node."""
+        """The tensors by the id of their nodes."""
         return self.index.tensor_nodes
 
     @property
@@ -178,19 +183,19 @@ def checkpoint_of(
     where: str,
     faults: FaultSink | None = None,
 ) -> Checkpoint:
-    """Return the checkpoint that `graph` describes: its storages, tensors and places.
+    """Return the checkpoint of `graph`, with its storages, tensors and places.
 
     Args:
-        name: The name of its format.
-        source: The source that it was read from.
-        graph: The content of its pickle.
-        container: Data that the format's reader keeps for its writer.
-        record: Returns the bytes of a storage by its key, or None if there is no such storage.
-        where: For errors, the file.
-        faults: Takes the faults, in place of the source's own sink.
+        name: The name of the format.
+        source: The source from which the graph was read.
+        graph: The graph.
+        container: Data that the reader of the format keeps for its writer.
+        record: Returns the bytes of the storage with a key, or None if there is no such storage.
+        where: The name of the file in errors.
+        faults: The sink for faults, or None for the sink of the source.
 
     Raises:
-        MalformedError, UnsupportedError, LimitError: A fault, if the sink raises faults.
+        MalformedError, UnsupportedError, LimitError: There is a fault, and the sink raises faults.
     """
     faults = faults or source.faults
     for call in graph.outer_calls:
@@ -204,7 +209,10 @@ def checkpoint_of(
 
 
 def _references(graph: Graph, record: Callable[[str], Data | None], where: str, faults: FaultSink) -> list[Reference]:
-    """Return the storage of each persistent id of `graph`. Ids with a fault are left out."""
+    """Return the persistent ids of `graph` with their storages.
+
+    An id with a fault is left out, and its fault is reported.
+    """
     references: list[Reference] = []
     storages: dict[str, Storage] = {}
     dtypes: dict[str, DType] = {}  # of the first reference to each storage, which has one in torch

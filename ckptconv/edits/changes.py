@@ -20,7 +20,13 @@ class NameChange:
 
 
 class CastCount(NamedTuple):
-    """The number of tensors that were cast, ties once, and the bytes of their storages before and after."""
+    """The number of tensors that were cast, where tied tensors count once, and the bytes of their storages.
+
+    Attributes:
+        tensors: The number of tensors.
+        nbytes_before: The bytes before the cast.
+        nbytes_after: The bytes after the cast.
+    """
 
     tensors: int
     nbytes_before: int
@@ -35,7 +41,14 @@ class Dropped(NamedTuple):
 
 
 class MadePlain(NamedTuple):
-    """An object at `path` of the source that became plain: its old and new kinds, and how code reads it now."""
+    """An object that was converted to plain data.
+
+    Attributes:
+        path: The path in the source.
+        old: The kind of the object.
+        new: The kind of the plain data.
+        reads: Code that reads the plain data.
+    """
 
     path: str
     old: str
@@ -45,13 +58,14 @@ class MadePlain(NamedTuple):
 
 @dataclass(frozen=True)
 class Regrouping:
-    """A group of tensors in the state dict at `path` of which others were made.
+    """A group of tensors from which other tensors were built.
 
     Attributes:
         path: The path of the state dict.
         rule: The rule.
-        old: The tensors that were read, each with its shape; ``{e}`` and ``× 8`` stand for eight that are stacked.
-        new: The tensors that were made, in the same way.
+        old: The tensors that were read, each with its shape. A name with ``{e}`` and ``× 8`` is for eight stacked
+            tensors.
+        new: The tensors that were built, in the same form.
     """
 
     path: str
@@ -62,16 +76,16 @@ class Regrouping:
 
 @dataclass
 class OptimizerChange:
-    """The changes of an optimizer.
+    """The changes of one optimizer.
 
     Attributes:
-        names: The number of names that changed with those of the model.
-        left_out: The number of parameters that are left out.
-        keyed_by: ``names`` or ``numbers``, by which it is keyed now, or None if it is keyed as before.
-        names_from: What tells which parameter is which: the optimizer ``itself``, the ``shapes``, or the ``order`` of
-            the model, for which the user vouches. None if only its names changed.
-        groups: The number of groups that it has from another checkpoint, or None if it has its own.
-        regrouped: The number of parameters that were made of others.
+        names: The number of parameter names that changed.
+        left_out: The number of parameters that are not in the output.
+        keyed_by: ``names`` or ``numbers`` if the keys of its state changed to these, or None.
+        names_from: The information by which parameters were matched with names: the optimizer ``itself``, the
+            ``shapes``, or the ``order`` of the model, which the user asserts. None if none were matched.
+        groups: The number of parameter groups that were copied from another checkpoint, or None.
+        regrouped: The number of parameters that were built from others.
     """
 
     names: int = 0
@@ -84,25 +98,25 @@ class OptimizerChange:
 
 @dataclass
 class Changes:
-    """The changes of one checkpoint, or of several together.
+    """The changes of one or several checkpoints.
 
     Attributes:
         devices: The number of tensors and the bytes of their storages, by (old tag, new tag).
-        names: The names of state dicts that changed.
+        names: The names in state dicts that changed.
         optimizers: The changes of optimizers, by path.
-        reordered: The paths of state dicts whose names have another order.
-        unprefixed: The number of names that did not have the prefix to remove.
-        left_behind: The parts of the source that are left out.
+        reordered: The paths of state dicts whose names are in another order.
+        unprefixed: The number of names that lack the prefix to be removed.
+        left_behind: The data of the source that is not in the output.
         dtypes: The casts, by (old dtype, new dtype).
-        dequantized: The number of quantized weights that got their real values.
-        still_quantized: The number of quantized weights in the same state dicts that did not.
+        dequantized: The number of quantized weights that were dequantized.
+        still_quantized: The number of other quantized weights in the same state dicts.
         not_cast: The paths of tensors that keep their dtype, by reason.
-        separated: For each storage that was split, the paths of the tensors that still share one, by their dtype.
-        compacted: The bytes that storages lost.
-        rng_states: The paths of states of random generators that stay on the CPU, or are moved there.
-        made_plain: The objects that became plain.
+        separated: For each storage that was split: the paths of the tensors on each new storage, by dtype.
+        compacted: The bytes that were removed from storages.
+        rng_states: The paths of states of random generators that stay on the CPU or are moved there.
+        made_plain: The objects that were converted to plain data.
         regrouped: The groups of tensors that were split, joined or stacked.
-        notes: Other messages.
+        notes: Other messages for the report.
     """
 
     devices: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -146,11 +160,11 @@ class Changes:
         self.dtypes[old, new] = CastCount(*map(sum, zip(before, casts, strict=True)))
 
     def add(self, other: Changes, prefix: str = "") -> None:
-        """Add the changes of another checkpoint.
+        """Add `other`, the changes of another checkpoint, to these.
 
         Args:
-            other: The changes of the other checkpoint.
-            prefix: A text to put before its paths and notes.
+            other: The changes to add.
+            prefix: A text to put before the paths and notes of `other`.
         """
 
         def prefixed(texts: Iterable[str]) -> list[str]:

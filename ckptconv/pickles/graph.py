@@ -1,13 +1,14 @@
-"""The nodes of a pickle's graph, which record what the pickle does without doing it.
+"""The nodes of a pickle's graph. They record the operations of the pickle, which are never executed.
 
-Atoms are Python's own ``None``, ``bool``, ``int``, ``float``, ``str`` and ``bytes``. Every other value is a node. Two
-places share a value if they contain the same object (``a is b``), for strings too. Nodes have no equality, no hash and
-no repr that depends on their content, so that no file can make these operations expensive. Cycles are legal.
+Atoms are Python's own ``None``, ``bool``, ``int``, ``float``, ``str`` and ``bytes``. Every other value is a node. A
+value is shared if two positions contain the same object (``a is b``); this is true for strings, too. Nodes have no
+equality, hash or repr that depends on their content, because a file could make these operations slow. Cycles are
+allowed.
 
-A pickle can change an object after making it (``BUILD``, ``APPENDS``, ``SETITEMS``, ``ADDITEMS``). Each such change is
-an :class:`Effect` in the object's ``effects``. Making a call, a persistent id or a frozenset is an effect too. The
-``order`` of an effect is its position among all effects of the source, counted from 1. What an edit adds has no order
-(None).
+A pickle can change an object after its creation (``BUILD``, ``APPENDS``, ``SETITEMS``, ``ADDITEMS``). Each change is an
+:class:`Effect` in the object's ``effects``. The creation of a call, a persistent id or a frozenset counts as an effect,
+too. The ``order`` of an effect is its position among all effects of the source, counted from 1, or None if an edit has
+added the effect.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Node:
 
 
 class Global(Node):
-    """``module.name``, as spelled in the pickle. It is never imported."""
+    """The global ``module.name``, as spelled in the pickle. It is never imported."""
 
     __slots__ = ("module", "name")
 
@@ -51,7 +52,7 @@ class Global(Node):
 
 
 class Extension(Node):
-    """A number that stands for a global in the ``copyreg`` registry of the reading process (EXT1, EXT2, EXT4)."""
+    """The number of a global in the ``copyreg`` registry of the reading process (opcodes EXT1, EXT2, EXT4)."""
 
     __slots__ = ("code",)
 
@@ -80,7 +81,7 @@ class Py2String(Node):
 
 
 class Blob(Node):
-    """A text or byte string that stays in the source: `length` bytes at `offset` of the source.
+    """A long text or byte string that is not read: `length` bytes at `offset` of the source.
 
     `kind` is ``str``, ``bytes``, ``bytearray`` or ``py2``.
     """
@@ -114,7 +115,7 @@ class Tuple(Node):
 class FrozenSet(Node):
     """A frozenset, with its members in the order of the pickle.
 
-    Making a frozenset hashes its members, and a hash can depend on a member's state. So a frozenset has an order.
+    Its creation hashes its members, and a hash can depend on the state of a member. So it has an order, like an effect.
     """
 
     __slots__ = ("items", "order")
@@ -127,8 +128,10 @@ class FrozenSet(Node):
 class Effect:
     """A change of an object.
 
-    `opcode` is the name of the pickle opcode. `values` are its operands: keys and values in turn for SETITEMS. `order`
-    is the position in the source, or None for an effect that an edit has added.
+    Attributes:
+        opcode: The name of the pickle opcode.
+        values: The operands of the opcode. For SETITEMS: keys and values in turn.
+        order: The position among the effects of the source, or None if an edit has added the effect.
     """
 
     __slots__ = ("opcode", "order", "values")
@@ -159,7 +162,7 @@ class Object(Node):
             self.effects.append(effect)
 
     def pairs(self) -> Iterator[tuple[Effect, int]]:
-        """Yield the position of each item of this mapping, as an effect and an index.
+        """Yield the effect and the index of each item of this mapping.
 
         ``effect.values[i]`` is the key and ``effect.values[i + 1]`` is the value.
         """
@@ -176,7 +179,7 @@ class Object(Node):
                 yield from zip(values, values, strict=True)
 
     def states(self) -> list[Value]:
-        """Return the states that BUILD gives to this object, in order."""
+        """Return the states that BUILD sets on this object, in order."""
         return [effect.values[0] for effect in self.effects if effect.opcode == "BUILD"]
 
     def elements(self) -> Iterator[Value]:
@@ -205,12 +208,16 @@ class Set(Object):
 
 
 class Call(Object):
-    """The result of a call that the pickle asks for. The call is never made.
+    """The result of a call in the pickle. The call is never executed.
 
-    `kind` is the name of the opcode. ``REDUCE`` calls ``callable(*args)``. ``NEWOBJ`` and ``NEWOBJ_EX`` call
-    ``callable.__new__(callable, *args, **kwargs)``. ``OBJ``, which also stands for INST, makes an instance as Python 2
-    did; its arguments are in a Tuple that the pickle does not contain. ``args`` is a Tuple, or a Call that returns a
-    tuple (``torch.Size``).
+    Attributes:
+        kind: The name of the opcode. ``REDUCE`` calls ``callable(*args)``. ``NEWOBJ`` and ``NEWOBJ_EX`` call
+            ``callable.__new__(callable, *args, **kwargs)``. ``OBJ``, which is also used for INST, creates an
+            instance as Python 2 did; its arguments are in a Tuple that the pickle does not contain.
+        callable: The value that is called.
+        args: A Tuple, or a Call that returns a tuple (``torch.Size``).
+        kwargs: A Dict for ``NEWOBJ_EX``, or None.
+        order: As for an :class:`Effect`.
     """
 
     __slots__ = ("args", "callable", "kind", "kwargs", "order")
@@ -226,7 +233,10 @@ class Call(Object):
         self.order = order
 
     def calls(self) -> list[Call]:
-        """Return the inner calls that ``Graph.outer_calls`` leaves out, followed by this call."""
+        """Return the inner calls that ``Graph.outer_calls`` leaves out, followed by this call.
+
+        Only a row of a tensor has inner calls.
+        """
         return [self]
 
 
@@ -247,21 +257,26 @@ Value: TypeAlias = "Node | bool | int | float | str | bytes | None"
 class Graph:
     """A parsed pickle.
 
-    ``protocol`` is the protocol in its header, ``opcodes`` the number of opcodes that were executed, and ``used`` the
-    codes of these opcodes.
+    Edits do not update the lists of nodes.
 
-    ``globals``, ``calls`` and ``references`` (persistent ids) list all nodes of these kinds in the order of the source,
-    so that nobody has to walk the graph to find them. Edits do not keep them up to date. If ``has_inner_calls`` is set,
-    ``outer_calls`` leaves out the calls that ``Call.calls()`` lists before the outer call. Each of these calls a global
-    without arguments.
-
-    ``discarded`` lists values with calls or persistent ids that the pickle made and threw away: a call whose result is
-    popped is still a call. ``shared`` contains the nodes that the pickle reads from the memo or names more than once.
-    ``byte_strings`` and ``extensions`` list all nodes of these kinds, including those that the source throws away.
-    ``changed`` lists the objects that have effects in the source.
-
-    ``written`` maps each call that a reader has replaced by its modern equivalent to the call in the source.
-    ``left_out`` lists the values of the parts of a merged graph that the merged graph may not contain.
+    Attributes:
+        root: The value of the pickle.
+        protocol: The protocol in the header.
+        opcodes: The number of opcodes that were read.
+        used: The codes of these opcodes.
+        globals: All globals, in the order of the source.
+        outer_calls: All calls, in the order of the source. If ``has_inner_calls`` is True, it lacks the calls that
+            ``Call.calls()`` returns before the outer call. Each of these calls a global without arguments.
+        references: All persistent ids, in the order of the source.
+        discarded: Values with calls or persistent ids that the pickle creates and then discards. Their calls still
+            happen.
+        shared: The nodes that the pickle reads from the memo or names more than once.
+        byte_strings: All byte strings, including discarded ones.
+        extensions: All extension codes, including discarded ones.
+        changed: The objects that have effects in the source.
+        written: For each call that a reader has replaced by its modern equivalent: the call in the source.
+        left_out: For a merged graph: values of the merged files that it may not contain.
+        has_inner_calls: Whether ``outer_calls`` lacks inner calls.
     """
 
     root: Value
@@ -282,7 +297,7 @@ class Graph:
 
     @property
     def calls(self) -> list[Call]:
-        """All calls, including inner calls. Reading this property makes the nodes of the inner calls."""
+        """All calls, including inner calls. Reading this property creates the nodes of the inner calls."""
         if self.has_inner_calls:
             self.calls = [each for call in self.outer_calls for each in call.calls()]
         return self.outer_calls
@@ -295,10 +310,10 @@ class Graph:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collection, and bound the work on graphs (:mod:`ckptconv.work`).
+    """Pause garbage collection, and limit the work on graphs (:mod:`ckptconv.work`), inside a ``with`` block.
 
-    A graph is large and stays alive, so collections would double the time. Afterwards everything that was made counts
-    as old, so that the next collection does not look through it.
+    A graph is large and stays alive, so collections would double the time. At the end, all objects are moved to the
+    oldest generation, so that the next collection does not visit them.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -314,12 +329,12 @@ def gc_paused() -> Iterator[None]:
 
 
 def type_of(value: Value) -> type:
-    """Return the type of `value`. For a node of a row it is the type that the node has outside of rows."""
+    """Return the type of `value`: ``Call`` and ``PersistentId`` for their subclasses, which nodes of rows have."""
     return Call if isinstance(value, Call) else PersistentId if isinstance(value, PersistentId) else type(value)
 
 
 def kind_of(value: Value) -> str:
-    """Return the name of the type of `value` for errors."""
+    """Return the name of the type of `value` for errors, in lower case."""
     return type_of(value).__name__.lower()
 
 
@@ -340,10 +355,10 @@ def children(node: Value) -> list[Value]:
 
 
 def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
-    """Yield every node that `roots` lead to, once, in the order of the pickle.
+    """Yield every node that can be reached from `roots`, once, in the order of the pickle.
 
-    Nodes whose id is in `seen` are left out. The ids of all other nodes are added to `seen`. Raise LimitError if the
-    budget of work is used up.
+    Nodes whose ids are in `seen` are skipped, with everything below them. The ids of all yielded nodes are added to
+    `seen`. Raises LimitError if the budget of work is used up.
     """
     visited: set[object] = set() if seen is None else seen  # type: ignore[assignment]
     todo = roots[::-1]
@@ -361,7 +376,7 @@ def walk(roots: list[Value], seen: set[int] | None = None) -> Iterator[Node]:
 
 
 def subgraph(graph: Graph, root: Value) -> Graph:
-    """Return the part of `graph` that `root` leads to, as a graph of the same nodes."""
+    """Return the graph of the nodes that can be reached from `root`. The nodes are the same objects as in `graph`."""
     reached = list(walk([root]))
     return replace(
         graph,
@@ -379,9 +394,9 @@ _Mapping = TypeVar("_Mapping", bound=Object)
 
 
 def set_items(mapping: _Mapping, items: list[Value]) -> _Mapping:
-    """Add `items`, keys and values in turn, to `mapping` and return `mapping`.
+    """Add `items`, keys and values in turn, to `mapping`. Return `mapping`.
 
-    Each effect gets at most as many items as pickle's own writer puts into one SETITEMS.
+    One effect is added for each 1,000 items, as pickle's own writer does.
     """
     for at in range(0, len(items), 2 * AT_ONCE):
         mapping.add(Effect("SETITEMS", items[at : at + 2 * AT_ONCE], None))
@@ -389,7 +404,7 @@ def set_items(mapping: _Mapping, items: list[Value]) -> _Mapping:
 
 
 def replace_items(mapping: Object, items: Iterable[tuple[Value, Value]]) -> None:
-    """Give `mapping` these `items` in place of its own."""
+    """Replace all items of `mapping` by `items`. Other effects stay, after the new items."""
     others = [effect for effect in mapping.effects if effect.opcode not in ("SETITEM", "SETITEMS")]
     mapping.effects = []
     set_items(mapping, [each for item in items for each in item]).effects += others
@@ -401,9 +416,9 @@ def args_of(call: Call) -> list[Value]:
 
 
 def latin_1_text(node: Value) -> Value:
-    """Return the text that `node` encodes as Latin-1, which is how protocol 2 writes bytes, or None.
+    """Return the text that `node` encodes as Latin-1, or None if `node` is not such a call.
 
-    Protocol 2 has no opcode for bytes, and torch's safe loader accepts this call instead.
+    Protocol 2 writes bytes as this call, because it has no opcode for bytes.
     """
     if not isinstance(node, Call) or not is_global(node.callable, "_codecs.encode") or node.effects:
         return None
@@ -412,10 +427,10 @@ def latin_1_text(node: Value) -> Value:
 
 
 def members_of(node: Value, most: int | None = None) -> list[Value] | None:
-    """Return the members of a sequence or set, or None if `node` is neither.
+    """Return the members of a tuple, list, set or frozenset. Return None if `node` is none of these.
 
-    Before protocol 4 a set is a call of its class with a sequence. From such a sequence only the first `most` members
-    are returned, if `most` is given: any number of calls can share one sequence.
+    Before protocol 4, a set is a call of its class with a sequence. Of such a call, only the first `most` members are
+    returned if `most` is not None, because many calls can share one long sequence.
     """
     if isinstance(node, Call) and is_global(node.callable, *SET_CLASSES) and not node.effects:
         args = args_of(node)

@@ -1,16 +1,19 @@
 """Find pickles inside byte strings and texts, because a call of ``pickle.loads`` could run them.
 
-Searched from their first byte on: bytes objects, bytearrays, Python 2's strings, and texts that ``_codecs.encode``,
-``bytes`` or ``bytearray`` turns into bytes. A text is encoded with the codec in the call if that is one of Unicode,
-ASCII or Latin-1, and otherwise as Latin-1. Found in these: consecutive pickles, NumPy files, whose objects are a pickle
-after the header, and files of torch. They are read as leniently as their own readers read them
-(:mod:`ckptconv.pickles.lenient`). A pickle that names nothing does not count.
+These values are searched from their first byte: bytes objects, bytearrays, strings of Python 2, and texts that
+``_codecs.encode``, ``bytes`` or ``bytearray`` converts to bytes. A text is encoded with the codec of the call if it
+is a codec of Unicode, ASCII or Latin-1, and otherwise as Latin-1. The search finds consecutive pickles, NumPy files of
+objects (a header and a pickle) and files of torch. It accepts everything that their own readers accept
+(:mod:`ckptconv.pickles.lenient`). A pickle that names no global does not count.
 
-Not searched: byte strings that are compressed or encoded in another way (zlib, base64, other codecs), texts that
-nothing encodes or that something else encodes (``codecs.encode``, ``functools.partial``, a method), the numbers of
-tensors, lists of numbers (``bytes([...])``), pickles that start neither at the first byte nor after another pickle,
-members of archives that are not called ``.pkl`` or ``.pickle`` and are not files of torch or NumPy, and archives in
-which no name is the name of a checkpoint. Loading one of these takes other code first.
+These are not searched, because other code is needed to load them:
+
+- byte strings that are compressed or encoded otherwise (zlib, base64, other codecs);
+- texts that are not encoded, or are encoded by another function (``codecs.encode``, ``functools.partial``, a method);
+- the elements of tensors, and lists of numbers (``bytes([...])``);
+- pickles that start neither at the first byte nor after another pickle;
+- members of archives that are not called ``.pkl`` or ``.pickle`` and are not files of torch or NumPy;
+- archives in which no member has the name of a checkpoint.
 """
 
 from __future__ import annotations
@@ -57,7 +60,10 @@ _NAMES = regex(b"[" + re.escape(NAMING) + b"]")
 class Inner(NamedTuple):
     """A pickle that was found.
 
-    `name` is its name in paths, `graph` its graph, and `source` the source of its long byte strings.
+    Attributes:
+        name: The name of the pickle in paths.
+        graph: The graph of the pickle.
+        source: The source of its long byte strings.
     """
 
     name: str
@@ -66,11 +72,11 @@ class Inner(NamedTuple):
 
 
 class Undecidable(Exception):
-    """The content of a byte string cannot be determined. The text is the reason."""
+    """Raised if the content of a byte string cannot be determined. The text is the reason."""
 
 
 class Encoded(NamedTuple):
-    """Bytes that result from encoding the long text `text` with `codec`."""
+    """The bytes of the long text `text`, encoded with `codec` and the error handler `errors`."""
 
     text: Blob
     codec: str
@@ -78,9 +84,9 @@ class Encoded(NamedTuple):
 
 
 def byte_strings(graph: Graph) -> Iterator[tuple[Value | Encoded, Value]]:
-    """Yield every value in `graph` that can contain a pickle, each once, with the node that stands for it in the graph.
+    """Yield every value in `graph` that can contain a pickle, each once, with its node.
 
-    The values are byte strings, and the bytes of texts that a call encodes. For the latter the node is the call.
+    The values are byte strings, whose node is the value itself, and encoded texts, whose node is the call that encodes.
     """
     for value in graph.byte_strings:
         if _may_hold(value):
@@ -105,10 +111,10 @@ def byte_strings(graph: Graph) -> Iterator[tuple[Value | Encoded, Value]]:
 
 
 def _encoding(args: list[Value], known: dict[str, str]) -> tuple[Value, str, str]:
-    """Return the text, the codec and the handling of errors that an encoder with the arguments `args` uses.
+    """Return the text, the codec and the error handler of an encoder that is called with `args`.
 
-    `known` maps each name of a codec in the file to the codec, and is extended. The returned names come from this
-    module, not from the file.
+    Unknown codecs become ``latin_1``, and unknown error handlers ``strict``. `known` caches the codec of each name
+    in the file; new names are added.
     """
     text, codec, errors = (*args, None, None)[:3]
     name = "utf-8" if len(args) == 1 else text_of(codec) or ""
@@ -129,7 +135,10 @@ def _encoded(text: str, codec: str, errors: str) -> bytes | None:
 
 
 def string_length(value: Value | Encoded) -> int:
-    """Return the number of bytes of `value`. For a long text it is the number of bytes in the source."""
+    """Return the number of bytes of `value`: for a long text, the number in the source.
+
+    It is 0 if `value` is no byte string.
+    """
     if isinstance(value, Encoded):
         return value.text.length
     if isinstance(value, Blob):
@@ -139,12 +148,12 @@ def string_length(value: Value | Encoded) -> int:
 
 
 def _held(value: Value | Encoded) -> bytes | None:
-    """Return the bytes of `value`, or None if it is not a byte string or its bytes are not in memory."""
+    """Return the bytes of `value`. Return None if it is not a byte string or if its bytes are still in the source."""
     return value.data if isinstance(value, (Py2String, ByteArray)) else value if isinstance(value, bytes) else None
 
 
 def _may_hold(value: Value | Encoded) -> bool:
-    """Return whether `value` can contain a pickle that names a global, by its first byte. A long value always can."""
+    """Return whether `value` can contain a pickle that names a global, by its first byte. Long values always can."""
     if isinstance(value, (Blob, Encoded)):
         return True
     data = _held(value)
@@ -154,11 +163,18 @@ def _may_hold(value: Value | Encoded) -> bool:
 
 
 def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[Inner | int]:
-    """Yield the pickles in `value`, whose bytes are in `blobs` if it is long.
+    """Yield the pickles in `value`, and numbers that count the bytes that were searched.
 
-    Between the pickles, numbers are yielded: the number of bytes that were searched. At most `most` bytes are searched.
-    A negative number adds to the bytes that are still to be searched, because the content of an archive can be longer
-    than the archive. Raises Undecidable.
+    A negative number means that more bytes have to be searched: the members of an archive can be longer than the
+    archive.
+
+    Args:
+        value: The byte string or encoded text.
+        blobs: The source of the bytes if `value` is long.
+        most: The number of bytes that may be searched.
+
+    Raises:
+        Undecidable: The content cannot be determined.
     """
     held = _readable(value, blobs)
     if held is not None:
@@ -168,10 +184,20 @@ def pickles_in(value: Value | Encoded, blobs: Readable, most: int) -> Iterator[I
 def pickles_in_member(
     held: Readable, member: Member, name: str, most: int, depth: int = LIMITS.nested_pickles
 ) -> Iterator[Inner | int]:
-    """Yield the same as :func:`pickles_in` for `member` of the archive `held`.
+    """Yield the pickles in `member` of the archive `held`, and numbers as :func:`pickles_in` does.
 
-    Nothing is yielded unless `name` is the name of a pickle or the member starts like a file of torch or NumPy.
-    Archives in archives are searched up to `depth` levels. Raises Undecidable and InputError.
+    Nothing is yielded unless `name` ends in ``.pkl`` or ``.pickle`` or the member starts like a file of torch or NumPy.
+
+    Args:
+        held: The archive.
+        member: The member.
+        name: The name of the member in paths.
+        most: The number of bytes that may be searched.
+        depth: The number of levels of archives in archives that are searched.
+
+    Raises:
+        Undecidable: The content cannot be determined.
+        InputError: The archive has a fault.
     """
     if not _is_pickle(name):
         head = _head_of(held, member)
@@ -182,8 +208,10 @@ def pickles_in_member(
 
 
 def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) -> Iterator[Inner | int]:
-    """Yield the pickles at the start of `held`, or in its members if it is an archive. `name` is its name in paths, or
-    None.
+    """Yield the pickles at the start of `held`, or in its members if it is an archive, and numbers as
+    :func:`pickles_in`.
+
+    `name` is the name of `held` in paths, or None to name it by its kind. Raises Undecidable.
     """
     head = held.read(0, min(_HEAD, held.size))
     if head.startswith(_NUMPY):
@@ -205,7 +233,10 @@ def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) ->
 
 
 def _member(held: Readable, member: Member, name: str, most: int, depth: int) -> Iterator[Inner | int]:
-    """Yield the same as :func:`pickles_in_member` for an archive inside the checkpoint. Raises Undecidable."""
+    """Yield the same as :func:`pickles_in_member`.
+
+    Raise Undecidable in place of InputError if the archive has a fault.
+    """
     try:
         yield from pickles_in_member(held, member, name, most, depth)
     except InputChangedError:
@@ -216,12 +247,12 @@ def _member(held: Readable, member: Member, name: str, most: int, depth: int) ->
 
 
 def is_numpy(held: Readable, member: Member) -> bool:
-    """Return whether ``numpy.load`` reads `member` of the archive `held` as an array. Its name does not matter."""
+    """Return whether `member` of the archive `held` starts like a NumPy file, as ``numpy.load`` checks it."""
     return member.size > len(_NUMPY) and _head_of(held, member).startswith(_NUMPY)
 
 
 def _head_of(held: Readable, member: Member) -> bytes:
-    """Return the first bytes of `member` of the archive `held`. Raises InputError."""
+    """Return the first 64 bytes of `member` of the archive `held`. Raises InputError."""
     if member.method == STORED:
         return held.read(member.data_start(held), min(_HEAD, member.size))
     stream = Inflate(ByteRange(held, member.data_start(held), member.stored_size), member.size, None)
@@ -229,7 +260,10 @@ def _head_of(held: Readable, member: Member) -> bytes:
 
 
 def _readable(value: Value | Encoded, blobs: Readable) -> Readable | None:
-    """Return `value` as a source, or None if it has no bytes."""
+    """Return `value` as a source. Return None if it has no bytes, or if its text cannot be encoded.
+
+    Raises Undecidable.
+    """
     if isinstance(value, Encoded):
         return _text_as_file(value, blobs)
     if isinstance(value, Blob):
@@ -239,16 +273,17 @@ def _readable(value: Value | Encoded, blobs: Readable) -> Readable | None:
 
 
 def _window(blob: Blob, blobs: Readable) -> Readable:
-    """Return the bytes of `blob` as a source that raises each fault."""
+    """Return the bytes of `blob` as a source whose faults are raised as errors."""
     window = SliceSource(blobs, blob.offset, blob.length)
     window.faults = RAISED
     return window
 
 
 def _text_as_file(value: Encoded, blobs: Readable) -> Readable | None:
-    """Return a long text, encoded, as a source, or None if it cannot be encoded.
+    """Return the long text `value`, encoded, as a source. Return None if the codec cannot encode it.
 
-    It is encoded in memory unless the codec is Latin-1 or UTF-8. Raises Undecidable if it is too long for that.
+    Latin-1 and UTF-8 are encoded while they are read. Other codecs encode in memory; Undecidable is raised if the
+    text is too long for this.
     """
     text, codec, errors = value
     if (codec, errors) == ("latin_1", "strict"):
@@ -265,7 +300,11 @@ def _text_as_file(value: Encoded, blobs: Readable) -> Readable | None:
 
 
 def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[Inner | int]:
-    """Yield the pickles from the start of `held`, at most `count` consecutive ones, as :func:`pickles_in` does."""
+    """Yield at most `count` consecutive pickles from the start of `held`, and numbers as :func:`pickles_in` does.
+
+    A pickle that names nothing is left out. An incomplete pickle is left out, too, unless it has called something
+    or named a dangerous global. `name` is the name of the pickles in paths. Raises Undecidable.
+    """
     at, names = 0, -1
     left = min(LIMITS.nested_opcodes, most)
     for _ in range(count):
@@ -292,8 +331,9 @@ def pickles_from(held: Readable, name: str, count: int, most: int) -> Iterator[I
 
 
 def _next_name(held: Readable, at: int) -> int:
-    """Return the offset of the first byte from `at` on that can be an opcode which names a global, or -1 if there is
-    none.
+    """Return the offset of the first byte from `at` on that can be an opcode that names a global.
+
+    Return -1 if there is none.
     """
     for start in range(at, held.size, _WINDOW):
         found = _NAMES.search(held.read(start, min(_WINDOW, held.size - start)))
@@ -303,7 +343,7 @@ def _next_name(held: Readable, at: int) -> int:
 
 
 def _members(held: Readable) -> tuple[Member, ...]:
-    """Return the members of the archive `held`. Return none if no name is the name of a pickle or checkpoint.
+    """Return the members of the archive `held`. The tuple is empty if no member has the name of a pickle or checkpoint.
 
     Raises Undecidable if the archive cannot be read.
     """
@@ -319,12 +359,12 @@ def _members(held: Readable) -> tuple[Member, ...]:
 
 
 def _is_pickle(name: str) -> bool:
-    """Return whether a member with this `name` is a pickle. The case does not matter, as in torch."""
+    """Return whether `name` ends in ``.pkl`` or ``.pickle``, in upper or lower case."""
     return name.casefold().endswith((".pkl", ".pickle"))
 
 
 class _OtherArchive(Exception):
-    """No member is a pickle or a checkpoint."""
+    """Raised if no member of an archive is a pickle or a checkpoint."""
 
 
 def _want_checkpoints(names: list[str]) -> None:
@@ -336,7 +376,7 @@ def _want_checkpoints(names: list[str]) -> None:
 def _opened(held: Readable, member: Member) -> Readable:
     """Return `member` of the archive `held` as a source. A deflated member is inflated in memory.
 
-    Raises Undecidable if it is too long, and InputError.
+    Raises Undecidable if the inflated member is too long, and InputError if the archive has a fault.
     """
     if member.method == STORED:
         return SliceSource(held, member.data_start(held), member.size)

@@ -1,8 +1,8 @@
-"""Scan a checkpoint for what loading it would run, without running anything.
+"""Scan a checkpoint for code that loading it could run. Nothing is run.
 
-Every global that torch's safe loader refuses is a *concern*, wherever the file names it: in each of its pickles, in
-values that they throw away, and in pickles inside byte strings (:mod:`ckptconv.safety.nested_pickles`, which lists what
-is not searched).
+Every global that torch's safe loader refuses is a *concern*, in every pickle of the file: also in values that the
+pickle throws away, and in pickles inside byte strings (:mod:`ckptconv.safety.nested_pickles`, which lists the cases
+that are not searched).
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ _NOT_LISTED = "others that are not listed"
 
 @dataclass(frozen=True)
 class Concern:
-    """A global that torch's safe loader refuses, or another finding that cannot be judged.
+    """A global that torch's safe loader refuses, or another finding.
 
     Attributes:
         name: The name of the global as the reading Python looks it up, or a description of the finding.
-        path: Where it occurs first.
-        kind: How bad it is.
-        more: The number of further places.
+        path: The path of its first occurrence.
+        kind: How dangerous it is, or ``unknown`` if this cannot be determined.
+        more: The number of further occurrences.
         inside: Whether it occurs only in pickles that loading the checkpoint does not run: in byte strings and in other
             members of the file.
     """
@@ -96,14 +96,15 @@ class Concern:
 
     @property
     def dangerous(self) -> bool:
-        """Whether it is something that attacks use and that no checkpoint needs."""
+        """Whether the global can do harm and no checkpoint needs it."""
         return self.kind == "dangerous"
 
 
 def concerns(checkpoint: Checkpoint, *, storages: bool = False) -> list[Concern]:
-    """Return the concerns of `checkpoint`, the worst first.
+    """Return the concerns of `checkpoint`, the most dangerous first.
 
-    If `storages` is set, each storage is read to find out whether ``numpy.load`` takes it for an array of objects.
+    Its shards, the other pickles of its files and other members of its archive are searched, too. If `storages` is
+    True, each storage is read as well: a storage that is a NumPy file of objects contains a pickle.
     """
     search = _Search(storages=storages)
     search.checkpoint(checkpoint, "")
@@ -123,9 +124,10 @@ def concerns(checkpoint: Checkpoint, *, storages: bool = False) -> list[Concern]
 
 
 def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
-    """Return the concerns of `pickles` that cannot be read as checkpoints, the worst first.
+    """Return the concerns of `pickles` that cannot be read as checkpoints, the most dangerous first.
 
-    They include everything that a pickle names before its first fault, because loading runs it up to there.
+    Globals before the first fault of a pickle count, because loading runs the pickle up to the fault. A pickle that
+    cannot be read at all is skipped.
     """
     search = _Search()
     for each in pickles:
@@ -144,10 +146,10 @@ def concerns_in(pickles: Iterable[PickleSequence]) -> list[Concern]:
 
 
 def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern]:
-    """Return the findings in an edited `checkpoint` that would be in its output, the worst first.
+    """Return the dangerous and the undecidable findings that would be in the output of an edited `checkpoint`.
 
-    Only dangerous findings and findings that cannot be judged are returned. A safetensors output contains none of them.
-    If `as_archive` is set, the other members of the archive are kept in the output and are searched too.
+    The most dangerous are first. If `as_archive` is True, other members of the archive are searched, too, because
+    they are copied to the output. A safetensors output contains no findings.
     """
     search = _Search(carried=True)
     search.checkpoint(checkpoint, "")
@@ -159,10 +161,12 @@ def dangers_carried(checkpoint: Checkpoint, *, as_archive: bool) -> list[Concern
 def level_of(checkpoint: Checkpoint, found: Iterable[Concern], loading: Loading | None = None) -> Level:
     """Return how safe it is to load `checkpoint`.
 
+    Findings inside byte strings and other members count only if they are dangerous or unknown.
+
     Args:
         checkpoint: The checkpoint.
         found: The result of :func:`concerns`.
-        loading: The result of :func:`ckptconv.safety.torch_load.torch_loading`, if the caller has it.
+        loading: The result of :func:`ckptconv.safety.torch_load.torch_loading`, or None to compute it if it is needed.
     """
     met = {concern.kind for concern in found if concern.kind != "needs code" or not concern.inside}
     if met:
@@ -180,24 +184,24 @@ _BY_ANSWER: dict[Answer, Level] = {
 
 
 def _parts(checkpoint: Checkpoint) -> list[Checkpoint]:
-    """Return the files of `checkpoint`: its shards, or itself."""
+    """Return the shards of `checkpoint`, or a list of only `checkpoint` if it has none."""
     container = checkpoint.container
     return [shard.part for shard in container.shards] if isinstance(container, ShardedContainer) else [checkpoint]
 
 
 def _left_for(graph: Graph) -> int:
-    """Return the number of bytes that may be searched inside the byte strings of `graph`."""
+    """Return the number of bytes that may be searched for pickles inside the byte strings of `graph`."""
     return LIMITS.nested_pickles * sum(string_length(value) for value, _ in byte_strings(graph))
 
 
 class _Where:
-    """The paths in one graph, which are made when the first is needed.
+    """The paths in one graph. They are computed when the first path is needed.
 
     Args:
         subject: The checkpoint or graph.
-        inside: A prefix of paths, or the name of the graph's pickle if it is inside a byte string.
+        inside: A prefix of the paths. For a pickle in a byte string, the name of the pickle.
         outer: The paths of the graph that contains the byte string, or None.
-        holder: The node in the outer graph that stands for the byte string.
+        holder: The node of the byte string in the outer graph.
     """
 
     def __init__(
@@ -212,7 +216,10 @@ class _Where:
         return subject.index.referrers if isinstance(subject, Checkpoint) else Referrers(subject, _places(subject))
 
     def path(self, value: Value) -> str:
-        """Return the path of `value`. For a pickle inside a byte string it starts with the path of the byte string."""
+        """Return the path of `value`.
+
+        In a pickle inside a byte string, the path starts with the path of the byte string.
+        """
         path = self.referrers.path(value)
         if self.outer is None:
             return self.inside + path
@@ -221,7 +228,7 @@ class _Where:
 
 
 def _places(graph: Graph) -> Iterator[Place]:
-    """Yield the places in `graph`, which is not a checkpoint, up to the limit on paths."""
+    """Yield the places in `graph`. If the paths exceed the limit, the remaining places are left out."""
     try:
         yield from find_places(graph.root, lambda _: None, "", graph.opcodes)
     except LimitError:
@@ -229,11 +236,11 @@ def _places(graph: Graph) -> Iterator[Place]:
 
 
 class _Search:
-    """A search that collects concerns by their names.
+    """A search that collects concerns by name.
 
     Args:
-        carried: Whether to collect only dangerous findings and findings that cannot be judged, and to search only byte
-            strings that the graph still contains.
+        carried: Whether to collect only findings that are dangerous or unknown, and only from byte strings that the
+            graph still contains after the edits.
         storages: Whether to search storages that are NumPy files.
     """
 
@@ -247,20 +254,20 @@ class _Search:
         self.inside = 0  # pickles that were found inside byte strings
 
     def listed(self) -> list[Concern]:
-        """Return the concerns, the worst first."""
+        """Return the concerns, the most dangerous first."""
         found = (replace(concern, more=self.more[name]) for name, concern in self.found.items())
         return sorted(found, key=lambda concern: _KINDS.index(concern.kind))
 
     def checkpoint(self, checkpoint: Checkpoint, before: str) -> None:
-        """Search the graph of `checkpoint`. Paths start with `before`."""
+        """Search the graph of `checkpoint`. The text `before` is put before all paths."""
         graph = checkpoint.graph
         self.left = _left_for(graph)
         self.graph(graph, _Where(checkpoint, before), checkpoint.blobs or checkpoint.source, 0)
 
     def members(self, checkpoint: Checkpoint) -> None:
-        """Search the pickles and files of torch and NumPy that are other members of the archive of `checkpoint`.
+        """Search the other members of the archive of `checkpoint` that are pickles or files of torch or NumPy.
 
-        A program that knows these members can load them.
+        Nothing is searched if the checkpoint is not in an archive. A member with a fault is skipped.
         """
         archive = checkpoint.container
         known = {torch_zip.PICKLE, *checkpoint.beside, *(f"data/{key}" for key in checkpoint.storages)}
@@ -284,9 +291,13 @@ class _Search:
                 continue
 
     def graph(self, graph: Graph, where: _Where, blobs: Readable, depth: int) -> None:
-        """Search the globals and byte strings of `graph`.
+        """Add the concerns of `graph` and of the pickles in its byte strings.
 
-        Long byte strings are in `blobs`. `depth` is the number of byte strings and members around the pickle.
+        Args:
+            graph: The graph.
+            where: The paths of the graph.
+            blobs: The source of long byte strings.
+            depth: The number of byte strings and members that contain the pickle.
         """
         read_here = _storages_loaded(graph) if depth else set()
         for name, named, kind in _named(graph):
@@ -302,14 +313,19 @@ class _Search:
                     self.add(str(why), where, holder, "unknown", inside=True)
 
     def is_wanted(self, holder: Value, where: _Where, depth: int) -> bool:
-        """Return whether findings in the byte string of `holder` count.
+        """Return whether findings in the byte string at the node `holder` count.
 
-        They do not if only carried findings are wanted and the graph, at depth 0, no longer contains `holder`.
+        They do not if only findings of the output are wanted and the edited graph no longer contains `holder`. Byte
+        strings of nested pickles (`depth` above 0) always count.
         """
         return not self.carried or depth > 0 or where.referrers.has(holder)
 
     def byte_string(self, value: Value | Encoded, holder: Value, where: _Where, blobs: Readable, depth: int) -> None:
-        """Search the pickles in `value`, which `holder` stands for in the graph. Raises Undecidable."""
+        """Search the pickles in `value`, the byte string at the node `holder`. The other arguments are as in
+        :meth:`graph`.
+
+        Raises Undecidable if the content cannot be determined, or if there are too many pickles or levels.
+        """
         for inner in pickles_in(value, blobs, self.left):
             if isinstance(inner, int):
                 self.left -= inner
@@ -322,9 +338,17 @@ class _Search:
                 self.graph(inner.graph, _Where(inner.graph, inner.name, where, holder), inner.source, depth + 1)
 
     def add(self, name: str, where: _Where, value: Value, kind: Kind, *, inside: bool) -> None:
-        """Add the concern `name` at `value`. Merge it with an earlier concern of this name.
+        """Add a concern, or merge it with an earlier concern of the same name. The worse kind is kept.
 
-        If there are too many concerns, it is counted under one common name.
+        If there are too many concerns, all others are counted under one common name. Nothing is added for the kind
+        ``needs code`` if only findings of the output are wanted.
+
+        Args:
+            name: The name of the concern.
+            where: The paths of the graph.
+            value: The node in the graph.
+            kind: How dangerous the concern is.
+            inside: Whether it is in a byte string or another member.
         """
         urgent = kind != "needs code"
         if self.carried and not urgent:
@@ -344,7 +368,9 @@ class _Search:
 
 
 def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
-    """Yield the name, the node and the kind of everything in `graph` that torch's safe loader refuses."""
+    """Yield each global, extension code and finding in `graph` that torch's safe loader refuses: name, node and
+    kind.
+    """
     for node in graph.globals:
         if not is_torchs(node) and not isinstance(node, OtherDType):
             kind: Kind = "dangerous" if is_dangerous(node) else "needs code"
@@ -355,9 +381,10 @@ def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
 
 
 def _storages_loaded(graph: Graph) -> set[int]:
-    """Return the ids of the functions that `graph`, a pickle inside a byte string, uses only to load bytes.
+    """Return the ids of the loader functions that `graph`, a pickle in a byte string, calls only with byte strings.
 
-    Plain pickles contain storages in this form. Their bytes are searched separately, so the function is not a concern.
+    Plain pickles contain their storages in this form. The byte strings are searched separately, so the function
+    itself is not a concern.
     """
     loaders = {id(node) for node in graph.globals if is_global(node, LOADER)}
     if not loaders:
@@ -370,7 +397,7 @@ def _storages_loaded(graph: Graph) -> set[int]:
 
 
 def _is_of_bytes(call: Call) -> bool:
-    """Return whether the only argument of `call` is a byte string, or a text that is encoded as one."""
+    """Return whether the only argument of `call` is a byte string or a call that encodes a text as bytes."""
     (value, *more) = args_of(call) or [None]
     if isinstance(value, Call) and is_global(value.callable, "_codecs.encode"):
         value = (*args_of(value), None)[0]
