@@ -1,7 +1,7 @@
-"""Index one state of a graph: its nodes, their uses, their places, and the tensors among them.
+"""The data that is derived from a graph: its nodes, their users, their places, and the tensors.
 
-Each part is computed once, when it is first used. After an edit of the graph its checkpoint makes a new index
-(``Checkpoint.changed``). The old one keeps its parts and computes nothing more.
+Each attribute is computed at its first use. After an edit of the graph, the checkpoint creates a new index
+(``Checkpoint.changed``). The old index keeps what it has computed and computes nothing more.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _WITH_STATE = ("_with_state", "_rebuild_from_type", "_rebuild_from_type_v2")
 
 
 class Index:
-    """The data that is derived from a graph, which must not be edited meanwhile.
+    """The data that is derived from a graph. The graph must not be edited while the index is used.
 
     Args:
         graph: The graph.
         root: The place of its root.
         references: The storages of its persistent ids.
-        where: For errors, the file.
-        faults: Takes the faults of tensors.
+        where: The file, for errors.
+        faults: The sink for faults of tensors.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Index:
         self._faults = faults
 
     def end(self) -> None:
-        """Compute nothing more, because the graph is edited."""
+        """Stop computing, because the graph is about to be edited."""
         self._graph = None
 
     @property
@@ -54,7 +54,7 @@ class Index:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """All nodes in the order of the pickle, after those that it throws away."""
+        """All nodes in the order of the pickle. The nodes of discarded values come first."""
         return list(walk([*self.graph.discarded, self.graph.root]))
 
     @cached_property
@@ -65,7 +65,7 @@ class Index:
 
     @cached_property
     def obstacles(self) -> list[tuple[str, Value]]:
-        """The objects that torch's safe loader refuses, however they are written, with their paths."""
+        """The objects that torch's safe loader refuses in any spelling, each with the reason."""
         return list(obstacles(self.graph, self.nodes))
 
     # Storages
@@ -82,13 +82,13 @@ class Index:
 
     @cached_property
     def device_arguments(self) -> list[DeviceArgument]:
-        """The devices that are not the tag of a storage."""
+        """The devices that are arguments of calls, and not tags of storages."""
         return [argument for call in self.graph.outer_calls for argument in device_arguments(call)]
 
     def storages_below(self, *roots: Value, seen: set[int] | None = None) -> list[Storage]:
-        """Return the storages that `roots` lead to, each once.
+        """Return the storages that can be reached from `roots`, each once.
 
-        Nodes whose id is in `seen` are skipped. The ids of the others are added to it.
+        Nodes whose ids are in `seen` are skipped. The ids of the other nodes are added to `seen`, if it is not None.
         """
         storages = (self.storage_of[id(node)] for node in walk([*roots], seen) if isinstance(node, PersistentId))
         return list(dict.fromkeys(storages))
@@ -111,7 +111,7 @@ class Index:
 
     @cached_property
     def places(self) -> list[Place]:
-        """The places of nodes, without those of atoms."""
+        """The places of nodes. Places of atoms are left out."""
         return [place for place in self.every_place if isinstance(place.node, Node)]
 
     @property
@@ -121,12 +121,12 @@ class Index:
 
     @cached_property
     def tensor_counts(self) -> Counter[Storage]:
-        """The number of tensors on each storage, counted at every path."""
+        """The number of paths with tensors on each storage."""
         return Counter(info.storage for info in self.tensors.values() if info.storage)
 
     @property
     def is_unshared(self) -> bool:
-        """Whether each tensor has a storage of its own, so that none can be tied to another or overlap with it."""
+        """Whether each tensor has a storage of its own. If so, no tensors are tied or overlap."""
         return len(self.tensor_counts) == len(self.tensors)
 
     @property
@@ -135,7 +135,7 @@ class Index:
         return self._found[2]
 
     def attribute_places(self, tensors: Iterable[Value]) -> list[Place]:
-        """Return the places of the attributes of `tensors`."""
+        """Return the places of the attributes of `tensors`, which are nodes."""
         leaf = leaf_of(self.tensor_nodes)
         owners = {id(node) for node in tensors if isinstance(node, Call) and leaf(node)}
         return [place for place in self.every_place if place.parent is not None and id(place.parent.node) in owners]
@@ -145,7 +145,10 @@ class Index:
         return [place for place in self.every_place if place.parent is self.root and place.node is not self.root.node]
 
     def places_in(self, opened: Container[int]) -> Iterator[Place]:
-        """Yield the places directly in the nodes `opened` (ids), from the root on, without these nodes themselves."""
+        """Yield the places directly below nodes whose ids are in `opened`, in order.
+
+        The places of these nodes are left out.
+        """
 
         def leaf(node: Node) -> list[Value] | None:
             return None if id(node) in opened else []
@@ -156,9 +159,10 @@ class Index:
 
 
 def leaf_of(tensors: Mapping[int, TensorInfo]) -> Leaf:
-    """Return the leaf function of a walk: `tensors` (by the id of their node) and torch's small words are leaves.
+    """Return the leaf function for :func:`~ckptconv.pickles.paths.find_places`.
 
-    A tensor contains its attributes.
+    Leaves are `tensors`, given by the ids of their nodes, and torch's calls that contain only a word or numbers.
+    Below a tensor, only its attributes are listed.
     """
 
     def leaf(node: Node) -> list[Value] | None:

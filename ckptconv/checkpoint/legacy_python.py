@@ -1,11 +1,11 @@
-"""Replace what Python 2 and torch before 0.4 wrote by what today's torch writes, so that other code handles one form.
+"""Replace forms of Python 2 and of torch before 0.4 by those of today's torch, so that other code knows only one form.
 
     a key that is a Python 2 ``str``             text, if it is UTF-8, as torch's loader decodes it
     ``OrderedDict([[key, value], ...])``         an OrderedDict whose items are set afterwards
     ``torch.cuda.FloatTensor()`` and its state   ``_rebuild_tensor(storage, offset, size, stride)``, without CUDA
     ``Parameter(tensor, ...)`` and its state     ``_rebuild_parameter(tensor, requires_grad, hooks)``
 
-The texts and bytes of all protocols are read here too.
+This module also reads texts and bytes in the forms of all protocols.
 
 Source: ``Tensor.__setstate__`` in ``torch/_tensor.py`` of torch 2.13, which still accepts the old states.
 """
@@ -45,14 +45,17 @@ _PARAMETERS = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")
 
 
 def text_of(value: Value) -> str | None:
-    """Return the text that `value` is in Python 3 or 2, or None if `value` is not a text."""
+    """Return the text of `value`, a string of Python 3 or a UTF-8 string of Python 2. Return None for other values."""
     if isinstance(value, Py2String):
         return value.text
     return value if isinstance(value, str) else None
 
 
 def bytes_of(value: Value) -> bytes | None:
-    """Return the bytes object `value`, as any protocol writes it. None if it is not one, or stays in the file."""
+    """Return the bytes of `value`, in any form in which a protocol writes bytes.
+
+    Return None if it is not a bytes object, or if its bytes are still in the file.
+    """
     if isinstance(value, (Py2String, ByteArray)):
         return value.data
     if isinstance(text := latin_1_text(value), str):
@@ -66,15 +69,15 @@ def bytes_of(value: Value) -> bytes | None:
 
 
 def bytes_in(value: Value, blobs: Readable, where: str = "", last: Step | None = None) -> Span | None:
-    """Return where the bytes of the bytes object `value` are, or None if it is not one.
+    """Return the source, offset and length of the bytes object `value`. Return None if it is not a bytes object.
 
     Args:
         value: A value of the graph.
-        blobs: The source in which the graph's long byte strings are ranges.
+        blobs: The source of the graph's long byte strings.
         where: The place of `value` for errors.
         last: See :class:`~ckptconv.byteranges.reading.Latin1Text`.
 
-    Raises MalformedError if a text that represents bytes has other characters than those of Latin-1.
+    Raises MalformedError if `value` is bytes written as a text with characters outside Latin-1.
     """
     if isinstance(value, Blob):
         return None if value.kind == "str" else (blobs, value.offset, value.length)
@@ -88,7 +91,7 @@ def bytes_in(value: Value, blobs: Readable, where: str = "", last: Step | None =
 
 
 def modernize(graph: Graph) -> None:
-    """Replace the old forms in `graph` in place. ``graph.written`` keeps the calls of the source."""
+    """Replace the old forms in `graph` in place. ``graph.written`` maps the changed calls to those of the source."""
     if not _PYTHON_2.isdisjoint(graph.used):
         for call in graph.calls:
             if is_global(call.callable, "collections.OrderedDict"):
@@ -115,9 +118,9 @@ def modernize(graph: Graph) -> None:
 
 
 def _set_items(call: Call, graph: Graph) -> None:
-    """Set the items of the OrderedDict that `call` makes, instead of passing them as a list of pairs.
+    """Set the items of the OrderedDict that `call` creates, instead of passing them as a list of pairs.
 
-    Do nothing if anything else refers to the list or to a pair.
+    Do nothing if the argument is not a list of pairs, or if anything else refers to the list or to a pair.
     """
     pairs = args_of(call)[0] if len(args_of(call)) == 1 else None
     if call.kind != "REDUCE" or not isinstance(pairs, List) or pairs in graph.shared:
@@ -134,13 +137,14 @@ def _set_items(call: Call, graph: Graph) -> None:
 
 
 def _state(call: Call) -> Tuple | None:
-    """Return the state of the value of `call`, or None unless it is a tuple and the only effect."""
+    """Return the state of the object that `call` creates. Return None if it is not a tuple or not the only effect."""
     state = next(iter(call.states()), None) if call.kind == "REDUCE" and len(call.effects) == 1 else None
     return state if isinstance(state, Tuple) else None
 
 
 def _parameter(call: Call) -> Tuple | None:
-    """Return the tensor, ``requires_grad`` and the hooks of the parameter that `call` makes, or None.
+    """Return the tensor, ``requires_grad`` and the hooks of the parameter that `call` creates, or None if its form
+    is different.
 
     torch 0.4 wrote ``Parameter(tensor, requires_grad)``. Earlier versions wrote ``Parameter(tensor)`` and a state.
     """

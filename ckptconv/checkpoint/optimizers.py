@@ -1,9 +1,9 @@
-"""Read the state of an optimizer: its groups, the state of each parameter, and the weights that it belongs to.
+"""Read the state of an optimizer: its groups, the state of each parameter, and the names of the parameters.
 
 ``param_groups[...]["params"]`` lists the parameters by numbers, or by names (FSDP, ``get_optimizer_state_dict``), and
-``state`` has the state of each. ``load_state_dict`` pairs parameters by their position in all groups together, so the
-numbers are only labels. From torch 2.6 on a group can also have ``param_names``. A parameter that is frozen or was
-never updated has no state. Source: ``torch/optim/optimizer.py`` of torch 2.13.
+``state`` contains the state of each. ``load_state_dict`` matches parameters by their position in all groups
+together, so the numbers are only labels. From torch 2.6 on, a group can also have ``param_names``. A parameter that
+is frozen or was never updated has no state. Source: ``torch/optim/optimizer.py`` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ _ROWS, _COLUMNS = ("row_var", "exp_avg_sq_row"), ("col_var", "exp_avg_sq_col")
 
 @dataclass(frozen=True, eq=False)
 class ParameterGroup:
-    """A group: its mapping, its parameters, and their ``param_names`` or None."""
+    """A group of parameters.
+
+    Attributes:
+        node: The mapping of the group.
+        params: The numbers or names of its parameters.
+        names: Its ``param_names``, or None.
+    """
 
     node: Object
     params: list[Key]
@@ -56,13 +62,13 @@ class Optimizer:
     """The state of an optimizer.
 
     Attributes:
-        path: Its path.
-        node: Its mapping.
+        path: The path of the optimizer.
+        node: The mapping with ``state`` and ``param_groups``.
         state: The mapping from parameters to their states.
-        groups: Its groups.
+        groups: The groups.
         entries: The state of each parameter that has one.
-        shapes: The shape of each parameter whose state tells it.
-        trouble: Why it cannot be understood, or None. Then the other attributes may be incomplete.
+        shapes: The shape of each parameter, as far as its state shows it.
+        trouble: The reason why it cannot be read, or None. If there is one, the other attributes may be incomplete.
     """
 
     path: str
@@ -74,7 +80,10 @@ class Optimizer:
     trouble: str | None = None
 
     def key(self, value: Value) -> Key | None:
-        """Return the parameter for which the key `value` of its state stands, or None. DCP stores numbers as text."""
+        """Return the parameter to which the key `value` of ``state`` belongs. Return None if it belongs to none.
+
+        Numbers can be strings, because DCP stores them as strings.
+        """
         found = self._by_text.get(str(value)) if is_key(value) else None
         return found if isinstance(value, str) or type(found) is int else None
 
@@ -84,24 +93,24 @@ class Optimizer:
 
     @property
     def has_texts(self) -> bool:
-        """Whether its state has texts in place of numbers, which ``load_state_dict`` ignores."""
+        """Whether keys of ``state`` are strings in place of numbers. ``load_state_dict`` ignores such keys."""
         return not self.is_named and any(
             isinstance(key, str) and self.key(key) is not None for key, _ in self.state.entries()
         )
 
     @cached_property
     def params(self) -> list[Key]:
-        """The parameters of all groups, in order."""
+        """The numbers or names of the parameters of all groups, in order."""
         return [key for group in self.groups for key in group.params]
 
     @property
     def is_named(self) -> bool:
-        """Whether it lists its parameters by names."""
+        """Whether the groups list parameters by names."""
         return bool(self.params) and isinstance(self.params[0], str)
 
     @cached_property
     def names(self) -> dict[Key, str] | None:
-        """The name of each parameter if the optimizer has names, else None."""
+        """The name of each parameter, from the groups or from ``param_names``. None if a group has no names."""
         if self.is_named:
             return {key: str(key) for key in self.params}
         if not self.params or any(group.names is None for group in self.groups if group.params):
@@ -115,8 +124,8 @@ class Weights:
 
     Attributes:
         path: The path of the state dict, for messages.
-        shapes: Their shapes.
-        floats: The names of those that can be updated: the floating-point ones.
+        shapes: The shapes of the tensors.
+        floats: The names of the floating-point and complex tensors. Only these can be updated.
         first: The first name of each tensor. Tied tensors have several names.
         is_ordered: Whether the names are in the order of the model. safetensors sorts them.
     """
@@ -134,12 +143,15 @@ class Weights:
 
     @cached_property
     def float_shapes(self) -> Counter[Shape]:
-        """The number of tensors that can be updated, by shape. Tied ones count once."""
+        """The number of tensors that can be updated, by shape. Tied tensors count once."""
         return Counter(self.shapes[name] for name in self.untied if name in self.floats)
 
 
 def weights_in(found: StateDict, index: Index, *, is_ordered: bool = True) -> Weights:
-    """Return the tensors of the state dict `found`."""
+    """Return the tensors of the state dict `found`.
+
+    `is_ordered` is False if the names may be sorted, and so are not in the order of the model.
+    """
     infos: dict[str, TensorInfo] = {}
     for name, value in found.items():
         if isinstance(name, str) and isinstance(value, Node) and id(value) in index.tensor_nodes:
@@ -154,7 +166,7 @@ def weights_in(found: StateDict, index: Index, *, is_ordered: bool = True) -> We
 
 
 def optimizers_in(index: Index, detected: Detected) -> list[Optimizer]:
-    """Return the optimizers of a checkpoint, each once."""
+    """Return the optimizers of a checkpoint, each once. Optimizers that share a state or group have ``trouble``."""
     read: dict[int, Optimizer] = {}
     states: Counter[int] = Counter()
     for place in index.places:
@@ -172,7 +184,7 @@ def _in_trouble(path: str, node: Object, trouble: str) -> Optimizer:
 
 
 def _read(place: Place, index: Index) -> Optimizer:
-    """Return the optimizer at `place`."""
+    """Return the optimizer at `place`. Its ``trouble`` is set if its form is not known."""
     node = place.node
     assert isinstance(node, Object)
     keys = strings_of(node)
@@ -205,12 +217,12 @@ def _read(place: Place, index: Index) -> Optimizer:
 
 
 def is_key(value: Value) -> TypeGuard[Key]:
-    """Return whether `value` can stand for a parameter."""
+    """Return whether `value` can be the label of a parameter: an integer or string."""
     return type(value) in (int, str)
 
 
 def _group(value: Value) -> ParameterGroup | None:
-    """Return the group that `value` is, or None."""
+    """Return the group in the mapping `value`. Return None if it does not list its parameters by numbers or names."""
     keys = strings_of(value) if isinstance(value, Dict) else {}
     params, names = keys.get("params"), keys.get("param_names")
     if not isinstance(value, Dict) or not isinstance(params, List):
@@ -225,7 +237,10 @@ def _group(value: Value) -> ParameterGroup | None:
 
 
 def _shape_of(entry: Value, tensors: Mapping[int, TensorInfo]) -> Shape | None:
-    """Return the shape of a parameter that its state `entry` tells, or None."""
+    """Return the shape of a parameter, from the tensors in its state `entry`.
+
+    Return None if they show none or differ.
+    """
     if not isinstance(entry, (Dict, Call)):
         return None
     values = strings_of(entry).items()
@@ -242,10 +257,10 @@ def _shape_of(entry: Value, tensors: Mapping[int, TensorInfo]) -> Shape | None:
 
 
 def candidates(optimizer: Optimizer, every: Sequence[Weights]) -> list[Weights]:
-    """Return those of `every` state dict that `optimizer` can belong to.
+    """Return the state dicts of `every` to which the parameters of `optimizer` can belong.
 
-    If it has names, these are the state dicts with most of them, and those with names that none of these has. Otherwise
-    each number needs a tensor of its shape.
+    If it has names, these are the state dicts that contain most of them, and those that contain any of the
+    remaining names. Otherwise these are the state dicts with a tensor of the right shape for each number.
     """
     if optimizer.names is None:
         return [each for each in every if optimizer.params and _fits(optimizer, each)]
@@ -258,16 +273,16 @@ def candidates(optimizer: Optimizer, every: Sequence[Weights]) -> list[Weights]:
 
 
 def _fits(optimizer: Optimizer, weights: Weights) -> bool:
-    """Return whether each number of `optimizer` can have a tensor of `weights` that no other number has."""
+    """Return whether `weights` has enough tensors of each shape for the numbers of `optimizer`."""
     wanted = Counter(optimizer.shapes.values())
     return wanted <= weights.float_shapes and len(optimizer.params) <= len(weights.untied)
 
 
 def alternatives(optimizer: Optimizer, weights: Weights) -> Iterator[tuple[list[Key], list[str]]]:
-    """Yield groups of numbers, and the names among which the names of these numbers are.
+    """Yield pairs: numbers of parameters, and the names that they can have, by their shapes.
 
-    Nothing but shapes decides. If there are more names than numbers, the others are buffers, or not in the optimizer.
-    The last group has the numbers whose shape is unknown.
+    If there are more names than numbers, some of these tensors are buffers or not in the optimizer. The last pair
+    has the numbers whose shape is unknown.
     """
     numbers: dict[Shape, list[Key]] = {}
     for key, shape in optimizer.shapes.items():
@@ -290,14 +305,14 @@ def alternatives(optimizer: Optimizer, weights: Weights) -> Iterator[tuple[list[
 
 
 def names_in(optimizer: Optimizer, weights: Weights, *, in_order: bool) -> dict[Key, str] | str:
-    """Return the name of each parameter of `optimizer`, one of its candidates being `weights`, or why it is not known.
+    """Return the name of each parameter of `optimizer`, if it belongs to `weights`, or a text with the reason why not.
 
-    Its own names are used, else shapes that leave no choice.
+    Its own names are used. Without them, shapes must be unambiguous, or `in_order` must be True.
 
     Args:
         optimizer: The optimizer.
         weights: The weights.
-        in_order: Whether the user vouches that each group has its parameters in the order of the state dict.
+        in_order: Whether the user asserts that the parameters of each group are in the order of the state dict.
     """
     for name, shape, own in mismatched(optimizer, weights):
         return f"its state of {name} has the shape {[*shape]}, and the weight {[*own]}"
@@ -316,14 +331,14 @@ def names_in(optimizer: Optimizer, weights: Weights, *, in_order: bool) -> dict[
 
 
 def doubt_of(keys: Sequence[Key], names: Sequence[str]) -> str:
-    """Return that each of `keys` can be each of `names`."""
+    """Return a text: each of `keys` can be each of `names`, because all have the same shape."""
     return f"{some([str(key) for key in keys])} can be {some(names)} and have the same shape"
 
 
 def _in_order(optimizer: Optimizer, weights: Weights) -> dict[Key, str] | str:
-    """Return the names of :func:`names_in` if each group has its parameters in the order of `weights`.
+    """Return the name of each parameter if those of each group are in the order of `weights`, or a text with the doubt.
 
-    A name is that of the next parameter of a group, or in no group. The buffers of batch norms are in none.
+    Each name belongs to the next parameter of a group, or to no group. The buffers of batch norms belong to no group.
     """
     names = [name for name in weights.untied if not name.endswith(_BUFFERS)]
     groups = [group.params for group in optimizer.groups]
@@ -355,7 +370,10 @@ def _in_order(optimizer: Optimizer, weights: Weights) -> dict[Key, str] | str:
 
 
 def _may_be(key: Key, name: str, optimizer: Optimizer, weights: Weights) -> bool:
-    """Return whether the parameter `key` can be the tensor `name`. Only floating-point tensors have state."""
+    """Return whether the parameter `key` can be the tensor `name`, by its shape.
+
+    A parameter without a shape can be any tensor.
+    """
     if key not in optimizer.shapes:
         return True
     return name in weights.floats and optimizer.shapes[key] == weights.shapes[name]
@@ -370,9 +388,9 @@ def _unrolled(reading: _Reading) -> dict[Key, str]:
 
 
 def keys_of(names: Collection[str], optimizer: Optimizer, weights: Weights) -> set[Key] | str:
-    """Return the numbers in `optimizer` of `names`, which are first names in `weights`, or why they are not known.
+    """Return the numbers of the parameters `names` in `optimizer`, or a text with the reason why they are not known.
 
-    They are known if they are the same in every reading of the shapes.
+    `names` are first names in `weights`. The numbers are known if all interpretations of the shapes give the same set.
     """
     found: set[Key] = set()
     wanted = set(names)
@@ -385,9 +403,10 @@ def keys_of(names: Collection[str], optimizer: Optimizer, weights: Weights) -> s
 
 
 def mismatched(optimizer: Optimizer, weights: Weights) -> Iterator[tuple[str, Shape, Shape]]:
-    """Yield the name of each parameter whose state has another shape than the weight: its shape, and the weight's.
+    """Yield each parameter whose state has another shape than the weight: the name, the shape of the state, and the
+    weight's.
 
-    Only an `optimizer` with names has such parameters.
+    Nothing is yielded if `optimizer` has no names.
     """
     for key, name in (optimizer.names or {}).items():
         shape, own = optimizer.shapes.get(key), weights.shapes.get(name)

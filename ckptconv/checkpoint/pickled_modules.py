@@ -1,18 +1,18 @@
-"""Find modules that were pickled as a whole, and the state dict of each.
+"""Find modules that were pickled as objects (``torch.save(model)``), and determine the state dict of each.
 
 The code follows ``Module.state_dict()`` of torch 2.13 (``torch/nn/modules/module.py``) on the graph: parameters,
-persistent buffers, and then the inner modules, without None values, with each tensor detached. No class is needed. What
-only the code of a class would add is missing: ``get_extra_state()``, hooks, and the numbers of quantized modules
-(``scale``). ``_metadata`` is missing too: it contains the version of each class, which no pickle contains. Without it
-torch assumes the oldest version of a module. torch's own modules still load their tensors then, because they lack only
-values that they add by themselves (the counter of ``BatchNorm``). Quantized modules are the exception: since they have
-versions, they read tuples.
+persistent buffers, and then the inner modules, without None values, with each tensor detached. No class is needed.
+Values that only the code of a class adds are missing: ``get_extra_state()``, hooks, and the numbers of quantized
+modules (``scale``). ``_metadata`` is missing, too, because no pickle contains the version of each class. Without
+it, torch assumes the oldest version of a module. torch's own modules still load their tensors then: they lack only
+values that they add by themselves (the counter of ``BatchNorm``). Quantized modules are the exception, because
+newer versions expect tuples.
 
-The root of a TorchScript archive is such a module too. Its class, in the code of the archive, says which attributes are
-parameters and buffers (:mod:`ckptconv.formats.torchscript`).
+The root of a TorchScript archive is such a module, too. Its class, in the code of the archive, lists the parameters and
+buffers (:mod:`ckptconv.formats.torchscript`).
 
 The packed weights of quantized modules are objects of torch's C++ code. ``state_dict()`` returns them as tuples or as
-objects, which no file of tensors can contain. Here their names are ``NAME.weight`` and ``NAME.bias`` for linear layers,
+objects, which cannot be stored as tensors. Here their names are ``NAME.weight`` and ``NAME.bias`` for linear layers,
 ``NAME`` for a single tensor, and otherwise ``NAME.0`` and so on.
 """
 
@@ -68,19 +68,20 @@ _ROOM, _ROOM_EACH = 500_000, 50
 
 @dataclass(frozen=True, eq=False)
 class PickledModule:
-    """A module that was pickled as a whole.
+    """A module that was pickled as an object.
 
     Attributes:
-        path: Its path.
-        place: Its place.
+        path: The path of the module.
+        place: The place of the module.
         cls: The name of its class in the pickle.
         tensors: The tensors of its state dict by name, in the order of ``state_dict()``.
         places: The places of these tensors, by name.
-        unknown: Values under names of the state dict that are neither tensors of torch nor modules.
-        opened: The ids of the nodes that the module itself consists of.
-        modules: The ids of those that are modules.
+        unknown: Values in its state dict, by name, that are neither known tensors nor modules.
+        opened: The ids of the nodes that belong to the module itself: objects, states and mappings, also of inner
+            modules.
+        modules: The ids of the module and its inner modules.
         holders: The ids of the nodes that contain the tensors.
-        trouble: The reason why it has no state dict, or None.
+        trouble: The reason why its state dict cannot be determined, or None.
     """
 
     path: str
@@ -103,8 +104,10 @@ class PickledModule:
         return self.tensors.items()
 
     def is_bookkeeping(self, place: Place) -> bool:
-        """Return whether `place` is an attribute that torch itself uses, in this module or an inner one, without
-        content of the model.
+        """Return whether `place` is an attribute that torch sets in every module, such as ``training`` or an empty
+        dict of hooks.
+
+        The attribute can belong to this module or to an inner one.
         """
         is_inside = place.parent is not None and id(place.parent.node) in self.modules
         if not is_inside or place.key not in _BOOKKEEPING or place.segment != f"/.{place.key}":
@@ -113,10 +116,10 @@ class PickledModule:
 
 
 def read_modules(index: Index, scripts: Mapping[str, tuple[list[str], list[str]]] | None) -> list[PickledModule]:
-    """Return the modules of `index` that are inside no other module, each at its shortest path.
+    """Return the modules of `index` that are not inside another module, each at its shortest path.
 
-    For a TorchScript archive, `scripts` describes the classes, and only the root can be a module. For other files it is
-    None.
+    `scripts` is None except for a TorchScript archive: there it contains the names of the parameters and buffers of
+    each class, and only the root can be a module.
     """
     reader = _Reader(index, scripts or {})
     places = index.places if scripts is None else index.places[:1]
@@ -135,13 +138,13 @@ def read_modules(index: Index, scripts: Mapping[str, tuple[list[str], list[str]]
 
 @dataclass(eq=False)
 class _Level:
-    """The content of one module, without its inner modules.
+    """The content of one module, without the content of its inner modules.
 
     Attributes:
-        tensors: The name, the node that contains the tensor, the key there, and the tensor.
+        tensors: For each tensor: its name, the node that contains it, its key there or None, and the tensor.
         modules: The names and nodes of the inner modules.
         unknown: The names and values of everything else.
-        opened: The nodes that the module consists of.
+        opened: The nodes that belong to the module.
     """
 
     tensors: list[tuple[str, Node, str | None, Node]] = field(default_factory=list)
@@ -151,7 +154,7 @@ class _Level:
 
 
 class _Reader:
-    """Reads each module once, even if several modules contain it."""
+    """Reads modules. Each module is read once, even if several modules contain it."""
 
     def __init__(self, index: Index, scripts: Mapping[str, tuple[list[str], list[str]]]) -> None:
         self.tensors = index.tensor_nodes
@@ -168,7 +171,9 @@ class _Reader:
     # Recognising modules
 
     def is_module(self, node: Value) -> bool:
-        """Return whether `node` is a module."""
+        """Return whether `node` is a module: an object with the attributes of one, also inside a result of
+        torch.compile.
+        """
         if not isinstance(node, Call):
             return False
         made = isinstance(node.callable, Global) and node.callable.module in _MADE_BY_A_CALL
@@ -182,7 +187,9 @@ class _Reader:
         return self.modules[id(node)]
 
     def has_parts(self, node: Call) -> bool:
-        """Return whether the object `node` has the parts of a module."""
+        """Return whether the object `node` is a module of TorchScript, a quantized convolution, or has ``_parameters``,
+        ``_buffers`` and ``_modules``.
+        """
         if self.scripts:
             return _class_of(node) in self.scripts
         if _conv_state(node) is not None:
@@ -190,7 +197,7 @@ class _Reader:
         return all(isinstance(self.attribute(node, part), (Dict, Call)) for part in PARTS)
 
     def attribute(self, node: Call, name: str) -> Value:
-        """Return the attribute `name` of the object `node`, or None. The last state that sets it counts."""
+        """Return the attribute `name` of the object `node`, or None. If several states set it, the last one counts."""
         for state in reversed(_states(node)):
             value = self.strings(state).get(name)
             if value is not None:
@@ -198,7 +205,10 @@ class _Reader:
         return None
 
     def strings(self, mapping: Value) -> dict[str, Value]:
-        """Return the string keys of `mapping` with their last values."""
+        """Return the string keys of `mapping` with their last values.
+
+        The dict is empty if `mapping` is not a mapping.
+        """
         if not isinstance(mapping, Object):
             return {}
         if id(mapping) not in self.items:  # any number of modules can share it
@@ -206,7 +216,7 @@ class _Reader:
         return self.items[id(mapping)]
 
     def members(self, node: Value) -> frozenset[str]:
-        """Return the strings in the set `node`."""
+        """Return the strings in the set or sequence `node`. The set is empty for other values."""
         if id(node) not in self.sets:  # any number of modules can share it
             self.sets[id(node)] = frozenset(each for each in members_of(node) or () if isinstance(each, str))
         return self.sets[id(node)]
@@ -214,7 +224,7 @@ class _Reader:
     # The content of one module
 
     def level(self, node: Call) -> _Level:
-        """Return the content of the module `node`."""
+        """Return the content of the module `node`, without the content of its inner modules."""
         if id(node) not in self.levels:
             self.levels[id(node)] = level = _Level(opened=[node])
             conv = _conv_state(node)
@@ -233,7 +243,7 @@ class _Reader:
         return self.levels[id(node)]
 
     def read(self, node: Call, level: _Level) -> None:
-        """Add the parts of `node`, a module that has attributes, to `level`."""
+        """Add the parameters, persistent buffers, packed weights and inner modules of `node` to `level`."""
         states = _states(node)
         level.opened += states
         level.opened += [state for state in node.states() if isinstance(state, Tuple)]
@@ -260,7 +270,9 @@ class _Reader:
                 level.unknown.append((name, value))
 
     def read_script(self, node: Call, level: _Level) -> None:
-        """Add the parts of `node`, a module of TorchScript, to `level`, in the order of its attributes."""
+        """Add the parameters, buffers and inner modules of `node`, a module of TorchScript, to `level`, in the
+        order of its attributes.
+        """
         attributes: dict[str, Value] = {}
         for state in _states(node):
             attributes |= self.strings(state)
@@ -275,7 +287,10 @@ class _Reader:
         ]
 
     def add(self, level: _Level, name: str, holder: Node, key: str | None, value: Value) -> None:
-        """Add `value` to `level`: as a tensor, or as unknown unless it is None."""
+        """Add `value` to `level`: to the tensors if it is one, otherwise to the unknown values. None is left out.
+
+        `holder` is the node that contains the value, and `key` its key there or None.
+        """
         if isinstance(value, Node) and id(value) in self.tensors:
             level.tensors.append((name, holder, key, value))
         elif value is not None:
@@ -296,7 +311,9 @@ class _Reader:
         level.tensors += [(each, holder, None, node) for each, (holder, node) in zip(names, found, strict=False)]
 
     def tensors_below(self, packed: Call) -> tuple[list[tuple[Node, Node]], list[Node]]:
-        """Return the tensors in `packed`, each with the node that contains it, and all nodes that contain tensors."""
+        """Return the tensors in `packed`, each with the node that contains it, and all other nodes in it, `packed`
+        included.
+        """
         found: list[tuple[Node, Node]] = []
         opened: dict[int, Node] = {id(packed): packed}
         todo: list[tuple[Node, Value]] = [(packed, child) for child in reversed(children(packed))]
@@ -314,7 +331,10 @@ class _Reader:
     # The complete module
 
     def module_at(self, place: Place) -> PickledModule:
-        """Return the module at `place` with all its inner modules."""
+        """Return the module at `place`, with the tensors of all its inner modules.
+
+        ``trouble`` is set, and the tensors are empty, if a module contains itself or if there are too many names.
+        """
         node = place.node
         assert isinstance(node, Call)
         module = PickledModule(place.path, place, _class_of(node))
@@ -351,9 +371,9 @@ class _Reader:
 
 
 def _states(node: Call) -> list[Dict]:
-    """Return the dicts that give the object `node` its attributes, in order.
+    """Return the dicts of attributes of the object `node`, in order.
 
-    An object with slots has a pair: its attributes and its slots.
+    An object with slots has a pair of dicts: its attributes and its slots. A module of torch.fx has one as an argument.
     """
     found: list[Value] = []
     if isinstance(node.callable, Global) and node.callable.module == _FX:
@@ -373,7 +393,7 @@ def _conv_state(node: Call) -> Tuple | None:
 
 
 def _class_of(node: Call) -> str:
-    """Return the name of the class of `node`, or ``?``."""
+    """Return the name of the class of `node`, or ``?`` if it is not a global."""
     cls: Value = node.callable
     if is_global(cls, *_OLD_CLASS) and args_of(node):
         cls = args_of(node)[0]
@@ -381,16 +401,16 @@ def _class_of(node: Call) -> str:
 
 
 def _is_empty(node: Value) -> bool:
-    """Return whether `node` is an atom, an object without items, or the result of a call without arguments."""
+    """Return whether `node` is an atom, or a mapping, list, set or call without items and arguments."""
     if not isinstance(node, Object):
         return not isinstance(node, Node)
     return not node.effects and not (isinstance(node, Call) and children(node.args))
 
 
 def detached(node: Node) -> Node:
-    """Return the tensor `node` as ``detach()`` makes it: a plain tensor without gradient and attributes.
+    """Return the tensor `node` as ``detach()`` returns it: not a parameter, without gradient and attributes.
 
-    A tensor of another class is returned unchanged.
+    If the tensor has another class than ``torch.Tensor``, it is returned unchanged.
     """
     while isinstance(node, Call):
         name, args = str(node.callable), args_of(node)

@@ -1,6 +1,6 @@
-"""Find quantized weights by the names, dtypes and shapes of tensors, and by the configuration next to them.
+"""Find quantized weights by the names, dtypes and shapes of tensors, and by ``config.json`` next to the checkpoint.
 
-A quantized weight consists of codes and scales, which are tensors of the same module. The table has the layouts:
+A quantized weight consists of codes and scales, which are tensors of the same module. The layouts are:
 
     fp8       W (float8), and W_scale_inv, W_scale or scale_W: one number for the tensor, a row, or a block
     MXFP8     W (float8), and W_scale or W_scale_inv: a power of two for 32 codes of a row
@@ -9,8 +9,8 @@ A quantized weight consists of codes and scales, which are tensors of the same m
     MXFP4     W_packed, W_scale: a power of two for 32 codes                compressed-tensors
               W_blocks, W_scales: the same, and the matrix is transposed    gpt-oss
 
-A layout is used only if a single reading fits. The block of an fp8 weight is in ``quantization_config`` of
-``config.json``. Without it, blocks are 128×128, as DeepSeek and all others write them.
+A layout is used only if exactly one interpretation fits. The block of an fp8 weight is in ``quantization_config`` of
+``config.json``. Without it, blocks are 128×128, as DeepSeek and others write them.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _OTHERS = (
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """What ``quantization_config`` contains.
+    """The content of ``quantization_config``.
 
     Attributes:
-        method: Its ``quant_method``, or an empty text.
-        blocks: The rows and columns of blocks that it names.
-        whole: Whether it names scales of complete tensors or rows.
+        method: The ``quant_method``, or an empty string.
+        blocks: The sizes of blocks that it contains, as rows and columns.
+        whole: Whether it allows scales of complete tensors or rows.
     """
 
     method: str
@@ -67,18 +67,18 @@ class Quantized:
     """A quantized weight in a state dict.
 
     Attributes:
-        weight: The name of the weight once it is not quantized.
-        codes: The name of its codes.
+        weight: The name of the weight after it is dequantized.
+        codes: The name of the tensor with its codes.
         scales: The names of its scales.
-        others: The names of tensors that nothing reads once it is not quantized.
+        others: The names of tensors that are not needed after it is dequantized.
         layout: The name of its layout.
-        shape: The shape of the weight, or () if that is unknown.
+        shape: The shape of the dequantized weight, or () if it is unknown.
         matrix: The number of matrices, and the rows and columns of each, as they are stored.
-        block: The rows and columns of a block.
-        fp4: Whether each byte has two codes.
-        divides: Whether a scale is divided by the second one.
-        transposed: Whether each matrix is transposed.
-        trouble: Why it cannot be read, with what was expected and found, or None.
+        block: The rows and columns of a block with one scale.
+        fp4: Whether each byte contains two codes.
+        divides: Whether the scale is divided by the second scale, and not multiplied.
+        transposed: Whether each matrix is stored transposed.
+        trouble: The reason why it cannot be dequantized, the expected and the found value, or None.
     """
 
     weight: str
@@ -96,11 +96,11 @@ class Quantized:
 
 
 class _Unreadable(Exception):
-    """A weight does not fit its layout: why, what was expected, what was found."""
+    """Raised if a weight does not fit its layout, with the reason, the expected and the found value."""
 
 
 def read_config(config: Any) -> QuantizationConfig | None:
-    """Return the quantization that `config`, the content of a ``config.json``, describes. None if it has none."""
+    """Return the quantization in `config`, the content of a ``config.json``. Return None if it contains none."""
     inner = config.get("text_config") if isinstance(config, dict) else None
     for each in (config, inner):
         found = each.get("quantization_config") if isinstance(each, dict) else None
@@ -128,7 +128,10 @@ def _pair(value: Any) -> tuple[int, int] | None:
 
 
 def find_quantized(tensors: Mapping[str, TensorInfo], config: QuantizationConfig | None) -> list[Quantized]:
-    """Return the quantized weights among `tensors`, which are the tensors of a state dict by name."""
+    """Return the quantized weights in a state dict. `tensors` are its tensors by name.
+
+    A weight that does not fit its layout is returned with its ``trouble``. `config` is None if there is no config.
+    """
     found = []
     marks = tuple(name for name in tensors if name.rpartition(".")[2] == _MARK)
     for name, info in tensors.items():
@@ -143,7 +146,7 @@ def find_quantized(tensors: Mapping[str, TensorInfo], config: QuantizationConfig
 
 
 def orphans(tensors: Mapping[str, TensorInfo], found: list[Quantized]) -> Iterator[str]:
-    """Yield the names of float8 tensors without a scale, and of scales without a weight, which are not in `found`."""
+    """Yield the names of float8 tensors without a scale and of scales without a weight, if they are not in `found`."""
     used = {name for each in found for name in (each.codes, *each.scales, *each.others)}
     for name, info in tensors.items():
         is_lone = info.dtype in _FLOAT8 and info.shape
@@ -152,7 +155,11 @@ def orphans(tensors: Mapping[str, TensorInfo], found: list[Quantized]) -> Iterat
 
 
 def of_other_programs(tensors: Mapping[str, TensorInfo]) -> tuple[int, str, str] | None:
-    """Return how many weights have a layout that is not in the table, its name, and who decodes it. None if none."""
+    """Return the number of weights in a layout of another program, the name of the layout, and the program that
+    decodes it.
+
+    Return None if there are none.
+    """
     for pattern, layout, program in _OTHERS:
         if n := sum(bool(pattern.fullmatch(name)) for name in tensors):
             return n, layout, program
@@ -160,9 +167,10 @@ def of_other_programs(tensors: Mapping[str, TensorInfo]) -> tuple[int, str, str]
 
 
 def torchao_layout(node: Value) -> str | None:
-    """Return the class of torchao that `node` makes a tensor of, with its block, or None if it makes another one.
+    """Return the class of torchao whose tensor `node` builds, with its block size, as a text. Return None for other
+    tensors.
 
-    The call is ``_rebuild_from_type_v2(function, class, arguments, state)``; parameters wrap it.
+    The call is ``_rebuild_from_type_v2(function, class, arguments, state)``, possibly inside a parameter.
     """
     while isinstance(node, Call) and str(node.callable) in PARAMETER and args_of(node):
         node = args_of(node)[0]
@@ -179,9 +187,10 @@ def torchao_layout(node: Value) -> str | None:
 
 
 def _names(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], marks: tuple[str, ...]) -> Quantized | None:
-    """Return the names of the quantized weight whose codes are `name`, or None if it is not one.
+    """Return the names of the quantized weight whose codes are the tensor `name`, or None if the tensor is not
+    quantized.
 
-    `marks` are tensors that only say that there are such weights.
+    `marks` are the names of empty tensors that only mark such checkpoints.
     """
     module, dot, last = name.rpartition(".")
     module += dot
@@ -207,7 +216,10 @@ def _names(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], marks
 
 
 def _fitted(each: Quantized, tensors: Mapping[str, TensorInfo], config: QuantizationConfig | None) -> Quantized:
-    """Return `each` with its layout, shape and block. Raises _Unreadable."""
+    """Return `each` with its layout, shape, matrix and block.
+
+    Raise _Unreadable if the tensors do not fit the layout.
+    """
     codes, fp8 = tensors[each.codes], not each.fp4
     missing = [name for name in each.scales if name not in tensors]
     if missing:

@@ -1,4 +1,4 @@
-"""Read torch's ``_rebuild_*`` calls: the tensors that they make, and the devices of these tensors.
+"""Read torch's ``_rebuild_*`` calls: the tensors that they build, and the devices of these tensors.
 
 Sources, torch 2.13: ``torch/_utils.py`` (the rebuild functions and their arguments) and ``torch/_tensor.py``
 (``_reduce_ex_internal``, which writes the calls).
@@ -79,7 +79,10 @@ _REBUILDERS = frozenset(
 
 
 class OtherDType(Global):
-    """A dtype that exists in safetensors and not in torch. No pickle contains one: the parser makes plain globals."""
+    """A dtype of safetensors that torch does not have.
+
+    It is never read from a pickle: the parser creates ``Global`` nodes.
+    """
 
     __slots__ = ()
 
@@ -88,7 +91,7 @@ class OtherDType(Global):
 
 
 def torch_device(node: Value) -> str | None:
-    """Return the device that `node` names: a string, or a call of ``torch.device``. Return None for anything else."""
+    """Return the device that `node` names: a string, or a call of ``torch.device``. Return None for other values."""
     if isinstance(node, Call) and is_global(node.callable, "torch.device") and isinstance(node.args, Tuple):
         parts = node.args.items
         if parts and all(isinstance(part, str) or (type(part) is int and 0 <= part < 1000) for part in parts):
@@ -98,7 +101,7 @@ def torch_device(node: Value) -> str | None:
 
 
 def device_arguments(call: Call) -> list[DeviceArgument]:
-    """Return the device among the arguments of `call`, as a list of one element, or an empty list."""
+    """Return the device among the arguments of `call`, as a list of one element. The list is empty if there is none."""
     function = call.callable
     name = str(function) if isinstance(function, Global) else ""
     if name not in _WITH_DEVICE:
@@ -119,13 +122,14 @@ def device_arguments(call: Call) -> list[DeviceArgument]:
 
 @dataclass(frozen=True)
 class StridedPart:
-    """The call of a rebuild function that makes a strided tensor.
+    """The call of a rebuild function that builds a strided tensor.
 
     Attributes:
         function: The name of the rebuild function.
         callable: The node of the rebuild function.
-        args: Its arguments.
-        nested: Whether the arguments are inside those of a call that gives the tensor a class.
+        args: The arguments of the rebuild function.
+        nested: Whether these arguments are inside those of ``_rebuild_from_type_v2``, which sets the class of the
+            tensor.
     """
 
     function: str
@@ -135,7 +139,10 @@ class StridedPart:
 
 
 def strided_part(call: Call) -> StridedPart | None:
-    """Return the call of a rebuild function in `call` that makes a strided tensor, or None."""
+    """Return the rebuild call in `call` that builds a strided tensor, or None.
+
+    It is `call` itself, or the call that ``_rebuild_from_type_v2`` makes.
+    """
     function, args, nested = call.callable, call.args, str(call.callable) in FROM_TYPE
     if nested:
         outer = [*args_of(call), None, None, None]
@@ -146,10 +153,10 @@ def strided_part(call: Call) -> StridedPart | None:
 
 
 def cpu_tensor_in(call: Call) -> Call | None:
-    """Return the call that makes the CPU tensor which `call` copies to a device, or None.
+    """Return the call that builds the CPU tensor which `call` copies to a device. Return None for other calls.
 
-    torch saves tensors of a backend without storages (XLA) in this form. Return None also if the copied value is not a
-    plain strided tensor.
+    torch saves tensors of a backend without storages (XLA) in this form. Return None, too, if the CPU tensor is
+    quantized, not strided, or has effects.
     """
     args = args_of(call) if is_global(call.callable, FROM_CPU_TENSOR) else []
     inner = args[0] if len(args) == 4 else None
@@ -160,8 +167,9 @@ def cpu_tensor_in(call: Call) -> Call | None:
 
 
 class _Bad(Exception):
-    """The arguments of a rebuild call do not describe a tensor. With the `kind` UnsupportedError: none that this
-    version knows.
+    """Raised if the arguments of a rebuild call do not describe a tensor.
+
+    `kind` is the class of the error to report.
     """
 
     def __init__(
@@ -172,12 +180,12 @@ class _Bad(Exception):
 
 
 class TensorReader:
-    """Reads rebuild calls and remembers the tensors, under each path at which they occur.
+    """Reads rebuild calls and collects the tensors by node and by path.
 
     Args:
-        storages: The storages, by the id of the node that refers to them.
-        where: Name of the checkpoint in errors.
-        faults: The sink for tensors that are not valid.
+        storages: The storages, by the id of their persistent id.
+        where: The name of the checkpoint in errors.
+        faults: The sink for invalid tensors.
     """
 
     def __init__(self, storages: Mapping[int, Storage], where: str, faults: FaultSink = RAISED) -> None:
@@ -195,7 +203,10 @@ class TensorReader:
         self.depth = 0
 
     def visit(self, place: Place) -> None:
-        """Remember the tensor at `place`, if there is one."""
+        """Record the tensor at `place`.
+
+        Do nothing if the node does not build a tensor; report a fault if the tensor is invalid.
+        """
         node = place.node
         if not isinstance(node, Call):
             return
@@ -214,13 +225,14 @@ class TensorReader:
         self.tensors[info.path] = info
 
     def checked(self, node: Call, function: str | None, info: TensorInfo | None, place: Place) -> TensorInfo | None:
-        """Return the tensor that `node` makes, or None. Report a fault if the call or an effect on the tensor is not
-        valid.
+        """Return the tensor that `node` builds, or None if it cannot be determined.
+
+        Report a fault if the arguments are invalid or if items are set on the tensor.
 
         Args:
             node: The call at `place`.
-            function: The name of the rebuild function, or None if the call makes an object that contains a tensor.
-            info: The tensor, if it is known.
+            function: The name of the rebuild function, or None for an old ``ShardedTensor``.
+            info: The tensor, if it was read before, or None.
             place: The place of the call, for errors.
         """
         try:
@@ -238,7 +250,11 @@ class TensorReader:
         return info
 
     def made_by(self, function: str, call: Call) -> TensorInfo | None:
-        """Return the tensor that the `call` of `function` makes, or None if a part of it is not known."""
+        """Return the tensor that the `call` of `function` builds. Return None if a storage or an inner tensor is
+        unknown.
+
+        Raises _Bad if the arguments are invalid, and LimitError if calls are nested too deeply.
+        """
         info = self.of_row(call)
         if info is None:
             form = call.row if isinstance(call, RowCall) else None
@@ -250,8 +266,9 @@ class TensorReader:
         return info
 
     def of_row(self, call: Call) -> TensorInfo | None:
-        """Return the tensor of `call` if it is a row whose form was read before, and if the tensor fits its storage.
-        Otherwise return None.
+        """Return the tensor of `call`, if it is a row whose form was read before and the tensor fits its storage.
+
+        Otherwise None.
         """
         if not isinstance(call, RowCall) or (like := self.alike.get(call.row)) is None:
             return None
@@ -263,7 +280,7 @@ class TensorReader:
         return info
 
     def rebuilder(self, call: Call) -> str | None:
-        """Return the name of the rebuild function that `call` calls, or None."""
+        """Return the name of the rebuild function that `call` calls, or None if it is not a known one."""
         function = call.callable
         is_row = isinstance(call, RowCall) and call.form
         if not isinstance(function, Global) or not (is_row or isinstance(call.args, Tuple)):
@@ -273,8 +290,9 @@ class TensorReader:
         return self.rebuilders[id(function)]
 
     def first_of(self, info: TensorInfo, node: Node) -> str | None:
-        """Return the path of an earlier tensor with the same kind, storage, offset, shape, stride and dtype, or
-        None.
+        """Return the path of an earlier tensor with the same kind and view, or None if this is the first.
+
+        A tensor without a storage or bytes is the same only if its `node` is the same.
         """
         if info.storage is not None and info.nbytes:
             other = self.first.setdefault(id(info.storage), info)
@@ -288,7 +306,10 @@ class TensorReader:
         return None if first == info.path else first
 
     def read(self, function: str, args: list[Value]) -> TensorInfo | None:
-        """Return the tensor that `function` makes from `args`, or None if a part of it is not known."""
+        """Return the tensor that `function` builds from `args`. Return None if a storage or an inner tensor is unknown.
+
+        Raises _Bad if the arguments are invalid, and LimitError if calls are nested too deeply.
+        """
         if self.depth == LIMITS.nested_calls:
             raise LimitError(
                 "too many calls around each other make a tensor", expected=f"at most {LIMITS.nested_calls}"
@@ -300,7 +321,7 @@ class TensorReader:
             self.depth -= 1
 
     def of_call(self, function: str, args: list[Value]) -> TensorInfo | None:
-        """Return the same as :meth:`read`, without checking the depth."""
+        """Return the same as :meth:`read`, without counting the depth of calls."""
         if function in STRIDED:
             return self.strided(function, args)
         if function in PARAMETER:
@@ -328,7 +349,7 @@ class TensorReader:
         return self.from_array(args, inner)
 
     def inner(self, args: list[Value], index: int) -> TensorInfo | None:
-        """Return the tensor that argument `index` makes, or None if the argument is not a rebuild call."""
+        """Return the tensor that argument `index` builds. Return None if the argument is not a rebuild call."""
         node = _at(args, index)
         function = self.rebuilder(node) if isinstance(node, Call) else None
         if not isinstance(node, Call) or function is None:
@@ -338,8 +359,9 @@ class TensorReader:
         return self.inside[id(node)]
 
     def strided(self, function: str, args: list[Value]) -> TensorInfo | None:
-        """Return the tensor of ``(storage, storage_offset, size, stride, ...)``, or None if the storage is not
-        known.
+        """Return the tensor of ``(storage, storage_offset, size, stride, ...)``. Return None if the storage is unknown.
+
+        Raises _Bad if an argument is invalid or the tensor exceeds its storage.
         """
         node = _at(args, 0)
         storage = self.storages.get(id(node))
@@ -377,7 +399,7 @@ class TensorReader:
         )
 
     def strided_or_none(self, function: str, args: list[Value]) -> TensorInfo | None:
-        """Return the strided tensor that `function` makes from `args`, or None if the arguments are not valid."""
+        """Return the strided tensor that `function` builds from `args`. Return None if the arguments are invalid."""
         try:
             return self.strided(function, args)
         except (_Bad, LimitError):
@@ -386,9 +408,16 @@ class TensorReader:
     def described(
         self, kind: str, args: list[Value], dtype: int, size: int, stride: int, device: str | None, requires_grad: int
     ) -> TensorInfo:
-        """Return a tensor without a storage of its own.
+        """Return a tensor without a storage of its own, as its arguments describe it.
 
-        The numbers are the positions of its dtype, size, stride and ``requires_grad`` among `args`.
+        Args:
+            kind: The kind of the tensor.
+            args: The arguments.
+            dtype: The position of the dtype in `args`.
+            size: The position of the size.
+            stride: The position of the stride.
+            device: The device, or None if it is unknown.
+            requires_grad: The position of ``requires_grad``.
         """
         shape, strides = _sizes(_at(args, size), _at(args, stride))
         name = _dtype(_at(args, dtype)).name
@@ -412,7 +441,7 @@ class TensorReader:
         """Return the tensor of ``(layout, (indices, values, size, ...))`` or ``(layout, (compressed, plain, values,
         size))``.
 
-        Return None if the parts are not known.
+        Return None if there is no size, or fewer than two inner tensors are known.
         """
         data = _at(args, 1)
         parts = data.items[:4] if isinstance(data, Tuple) else []
@@ -435,7 +464,8 @@ class TensorReader:
         )
 
     def sharded_object(self, call: Call) -> TensorInfo | None:
-        """Return the tensor that a ``ShardedTensor`` of older versions of torch describes, or None.
+        """Return the tensor that a ``ShardedTensor`` of older versions of torch describes, or None if its state is
+        different.
 
         Such an object was not a tensor. Its state is ``(local shards, metadata, ...)``.
         """
@@ -452,11 +482,12 @@ class TensorReader:
         return TensorInfo("", None, "partial", local.dtype, shape, (), 0, local.device, 0, None, False, False, False)
 
     def from_array(self, args: list[Value], inner: TensorInfo | None) -> TensorInfo:
-        """Return the tensor of ``(data, dtype, device, requires_grad)``. The data is a CPU tensor or a NumPy array.
+        """Return the tensor of ``(data, dtype, device, requires_grad)``, where the data is a CPU tensor or a NumPy
+        array.
 
         Args:
             args: The arguments.
-            inner: The CPU tensor, or None.
+            inner: The CPU tensor, or None for a NumPy array. The shape is then unknown, and is ``()``.
         """
         device = torch_device(_at(args, 2))
         if inner and inner.kind == "strided" and not inner.is_parameter and inner.dtype == _dtype(_at(args, 1)).name:
@@ -469,7 +500,10 @@ class TensorReader:
 
 
 def is_word(node: Node) -> bool:
-    """Return whether `node` is one of torch's small calls that contain nothing but a word or numbers."""
+    """Return whether `node` calls ``torch.device``, ``torch.Size``, ``_codecs.encode`` or ``_get_layout``.
+
+    Such calls contain only a word or numbers, so paths do not go into them.
+    """
     return isinstance(node, Call) and is_global(
         node.callable, "torch.device", "torch.Size", "_codecs.encode", "torch.serialization._get_layout"
     )
@@ -483,7 +517,7 @@ def _at(args: list[Value], index: int) -> Value:
 
 
 def _dtype(node: Value) -> DType:
-    """Return the dtype that `node` names. Raise _Bad if it names none."""
+    """Return the dtype that `node` names. Raise _Bad if it is not a dtype or not a known one."""
     if isinstance(node, Global) and node.module == "torch" and node.name in BY_NAME:
         return BY_NAME[node.name]
     if isinstance(node, OtherDType):
@@ -494,7 +528,7 @@ def _dtype(node: Value) -> DType:
 
 
 def _has_bit(metadata: Value, name: str) -> bool:
-    """Return whether a rebuild call's last argument, the dict `metadata`, sets the lazy bit `name`.
+    """Return whether `metadata`, the last argument of a rebuild call, sets the lazy bit `name` (``conj`` or ``neg``).
 
     Source: ``torch._utils.set_tensor_metadata``.
     """
@@ -505,38 +539,36 @@ def _has_bit(metadata: Value, name: str) -> bool:
 
 
 def is_spread(cls: Value) -> bool:
-    """Return whether the objects of `cls` contain one process's part of a tensor that is spread over several
-    processes.
-    """
+    """Return whether `cls` is DTensor or ShardedTensor: its objects contain only the shard of one process."""
     return isinstance(cls, Global) and cls.name in _PARTIAL and cls.module.startswith("torch.distributed.")
 
 
 def partial_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """Return a note if some of `tensors` are partial."""
+    """Return a list with one note about the partial tensors among `tensors`. The list is empty if there are none."""
     paths = [path for path, info in tensors.items() if info.kind == "partial"]
     what = "the file holds what one process had of each, and the shape is that of the whole"
     return [f"partial: {some(paths, _SHOWN)}; {what}"] if paths else []
 
 
 def _built(node: Value) -> Value:
-    """Return the state of the object `node`, or None unless this state is its only effect."""
+    """Return the state of the object `node`. Return None if it has other effects or no state."""
     states = node.states() if isinstance(node, Call) and len(node.effects) == 1 else []
     return next(iter(states), None)
 
 
 def _item(mapping: Value, key: str) -> Value:
-    """Return the value of `key` in `mapping`, or None.
+    """Return the value of `key` in `mapping`, or None if it is not among the first 8 items.
 
-    Only the first items are searched, because any number of objects can share one mapping.
+    Further items are not searched, because any number of objects can share one mapping.
     """
     entries = islice(mapping.entries(), 8) if isinstance(mapping, Dict) else ()
     return next((value for found, value in entries if found == key), None)
 
 
 def ints_of(node: Value) -> tuple[int, ...] | None:
-    """Return the sizes in `node`, a tuple or a call of ``torch.Size`` with a tuple, or None.
+    """Return the sizes in `node`, a tuple or a call of ``torch.Size`` with a tuple. Return None for other values.
 
-    Raises LimitError if there are too many.
+    Raises LimitError if there are too many sizes.
     """
     if isinstance(node, Call) and is_global(node.callable, "torch.Size"):
         node = _at(args_of(node), 0)
@@ -557,7 +589,8 @@ def _sizes(size: Value, stride: Value) -> tuple[tuple[int, ...], tuple[int, ...]
 
 @lru_cache(maxsize=1024)  # many tensors of a checkpoint have the same shape
 def _layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Return the number of elements of a view, how many elements of the storage it spans, and whether it is contiguous.
+    """Return the number of elements of a view, the number of elements of the storage that it spans, and whether it is
+    contiguous.
 
     Contiguous means the same as torch's ``is_contiguous``: the elements are consecutive, in row-major order.
     """

@@ -1,11 +1,11 @@
-"""Detect state dicts, optimizers, modules and states of random generators. Changes nothing.
+"""Detect state dicts, optimizers, modules and states of random generators (RNG). Nothing is changed.
 
-A state of a random generator (RNG) is a contiguous 1-D ``uint8`` tensor that shares its storage with no other and
+An RNG state is a contiguous 1-D ``uint8`` tensor that does not share its storage, and for which one of these is true:
 
-- has 5,056 elements, or belongs to a ``torch.Generator``; or
-- is outside of state dicts, below a key with one of the words ``rng``, ``seed``, ``random``, ``generator``; or
-- is outside of state dicts, at a key that names a device (``cuda``, ``torch.cuda``) in a mapping that also has a state
-  of the first kind, or ``python`` and ``numpy`` as keys. A ``mask`` next to a state is none.
+- It has 5,056 elements, or belongs to a ``torch.Generator``.
+- It is outside of state dicts, below a key with one of the words ``rng``, ``seed``, ``random``, ``generator``.
+- It is outside of state dicts, at a key that names a device (``cuda``, ``torch.cuda``), in a mapping that also contains
+  a state of the first kind, or the keys ``python`` and ``numpy``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ _MAIN_NAMES = (
 
 @dataclass(frozen=True, eq=False)
 class StateDict:
-    """A state dict, its first path, and its ``_metadata`` (module path → version), if it has one."""
+    """A state dict.
+
+    Attributes:
+        path: Its first path.
+        node: Its mapping.
+        metadata: Its ``_metadata`` (module path → version), or None.
+    """
 
     path: str
     node: Object
@@ -59,13 +65,18 @@ class StateDict:
 
 @dataclass(frozen=True, eq=False)
 class NamedOptimizer:
-    """The parameter names in the lists and mappings of an optimizer: (effect, index) of each name in the graph."""
+    """An optimizer that refers to its parameters by names.
+
+    Attributes:
+        path: Its path.
+        places: The effect and the index of each parameter name in the graph.
+    """
 
     path: str
     places: list[tuple[Effect, int]]
 
     def names(self) -> list[str]:
-        """Return the names, each as often as it is used."""
+        """Return the parameter names, each as often as it occurs."""
         return [name for effect, i in self.places if isinstance(name := effect.values[i], str)]
 
 
@@ -74,11 +85,11 @@ class Detected:
     """The result of :func:`detect`.
 
     Attributes:
-        root: The path of the checkpoint itself.
+        root: The path of the root of the checkpoint.
         modules: The pickled modules.
         state_dicts: The state dicts.
-        optimizers: The optimizers with names of parameters in them.
-        optimizer_nodes: All optimizers, by the ids of their mappings.
+        optimizers: The optimizers that refer to their parameters by names.
+        optimizer_nodes: The ids of the mappings of all optimizers.
         rng_states: The states of random generators.
     """
 
@@ -95,11 +106,11 @@ class Detected:
         return {info.storage for info in self.rng_states if info.storage}
 
     def main(self) -> list[StateDict] | list[PickledModule]:
-        """Return the state dict, or the module, that is meant if the user names none, as a list of one.
+        """Return the state dict or module to use if the user names none, as a list of one.
 
-        It is the state dict under a usual name; else the module under a usual name, if no state dict has one; else the
-        only state dict, or the only module if there is no state dict. The list has several members, or none, if that is
-        not clear.
+        The first of these that exists: the only state dict under a usual name; the only module under a usual name,
+        if no state dict has one; the only state dict; the only module, if there is no state dict. If there are
+        several, the list has several elements; if there are none, it is empty.
         """
         modules = [module for module in self.modules if module.tensors or module.trouble]
         usual = [state_dict for state_dict in self.state_dicts if self.is_usual(state_dict.path)]
@@ -109,10 +120,10 @@ class Detected:
         return usual_modules if len(usual_modules) == 1 and not usual else self.state_dicts or modules
 
     def averages(self) -> list[StateDict]:
-        """Return the state dicts that are averages (EMA) of the main one.
+        """Return the state dicts that are averages (EMA) of the main state dict.
 
-        They are at a path with a word for that, and have no other names than it has. Empty if :meth:`main` gives no
-        single state dict.
+        Their path contains a word such as ``ema``, and all their names occur in the main one. The list is empty if
+        :meth:`main` does not return a single state dict.
         """
         main = self.main()
         if len(main) != 1 or not isinstance(main[0], StateDict):
@@ -122,7 +133,7 @@ class Detected:
         return [each for each in found if names.issuperset(name.removeprefix("module.") for name in each.names())]
 
     def hint_of_modules(self) -> str | None:
-        """Return what to type if names are missing that the state dict of a module would have, or None."""
+        """Return a hint to extract the state dict of a pickled module, or None if there is no module with tensors."""
         first = next((module for module in self.modules if module.tensors), None)
         if first is None:
             return None
@@ -133,7 +144,9 @@ class Detected:
         )
 
     def is_usual(self, path: str) -> bool:
-        """Return whether `path` is a name that people give their model, at the root or as its attribute."""
+        """Return whether `path` is a usual name of a model (``model``, ``state_dict``, ...), as a key or attribute
+        of the root.
+        """
         above = "" if self.root == "." else self.root + "/"
         return path.removeprefix(above).removeprefix(".") in _MAIN_NAMES
 
@@ -141,12 +154,12 @@ class Detected:
 def detect(
     index: Index, *, is_state_dict: bool = False, scripts: Mapping[str, tuple[list[str], list[str]]] | None = None
 ) -> Detected:
-    """Return the state dicts, optimizers, modules and generator states of a graph.
+    """Return the state dicts, optimizers, modules and RNG states of a graph.
 
     Args:
         index: The index of the graph.
-        is_state_dict: Whether its root is a state dict, by its format.
-        scripts: The classes of modules of a TorchScript archive.
+        is_state_dict: Whether the root is a state dict because of the file format. Then it is accepted without a check.
+        scripts: The classes of modules of a TorchScript archive, or None for other files.
     """
     detected = Detected(index.root.path, read_modules(index, scripts), [], [], set(), [])
     rng = _rng_rules(index)
@@ -195,9 +208,9 @@ def detect(
 
 
 def _metadata_of(node: Object, in_states: dict[int, Value]) -> Object | None:
-    """Return the ``_metadata`` attribute that ``Module.state_dict()`` sets, or None.
+    """Return the ``_metadata`` attribute that ``Module.state_dict()`` sets on `node`, or None.
 
-    `in_states` remembers that of each state, by its id, because any number of mappings can share a state.
+    `in_states` caches the ``_metadata`` of each state by its id, because any number of mappings can share a state.
     """
     for state in node.states():
         if isinstance(state, Dict):
@@ -210,7 +223,9 @@ def _metadata_of(node: Object, in_states: dict[int, Value]) -> Object | None:
 
 
 def _looks_like_state_dict(node: Object, index: Index) -> bool:
-    """Return whether all keys of `node` are texts and all values tensors, None or extra states, with a tensor."""
+    """Return whether all keys of `node` are strings and all values tensors, None or extra states, with at least one
+    tensor.
+    """
     tensors = 0
     for key, value in node.entries():
         if not isinstance(key, str):
@@ -223,7 +238,10 @@ def _looks_like_state_dict(node: Object, index: Index) -> bool:
 
 
 def _names_in_optimizer(keys: dict[str, Value]) -> list[tuple[Effect, int]]:
-    """Return the places of parameter names in an optimizer with these `keys`. One keyed by integers has none."""
+    """Return the effect and index of each parameter name in an optimizer with these `keys`.
+
+    The list is empty if the optimizer refers to its parameters by numbers.
+    """
     state, holder = keys["state"], keys["param_groups"]
     places = [*state.pairs()] if isinstance(state, Object) else []
     groups = [each for each in holder.elements() if isinstance(each, Object)] if isinstance(holder, List) else []
@@ -237,14 +255,14 @@ def _names_in_optimizer(keys: dict[str, Value]) -> list[tuple[Effect, int]]:
 
 
 class RngRules:
-    """The rules that say which of some tensors are states of random generators.
+    """The rules that decide which tensors are states of random generators.
 
-    They are for the nodes of a graph and for objects in memory.
+    They are used for nodes of a graph and for objects in memory.
 
     Attributes:
         places: The places of the tensors that can be states, by their form.
-        certain: The ids of those whose size, or what they are in, proves it.
-        hinted: The ids of those with a word for a generator in their path.
+        certain: The ids of the tensors that are states by their size or their container.
+        hinted: The ids of the tensors with a word for a generator in their path.
     """
 
     def __init__(
@@ -263,11 +281,17 @@ class RngRules:
         self._mappings: dict[int, bool] = {}  # whether a mapping has a certain state, or python's and numpy's
 
     def are_states(self, tensors: set[int]) -> bool:
-        """Return whether all of `tensors`, given by their ids, may be states."""
+        """Return whether all of `tensors`, given by their ids, can be RNG states.
+
+        If none of them is certain, each must have a word for a generator in its path.
+        """
         return tensors <= (self.certain | self.hinted if tensors.isdisjoint(self.certain) else self._possible)
 
     def is_state(self, place: Any, is_in_state_dict: Callable[[Any], bool]) -> bool:
-        """Return whether the tensor at `place` is a state, by its size, its keys or its neighbours."""
+        """Return whether the tensor at `place` is an RNG state, by its size, its keys or its neighbours.
+
+        `is_in_state_dict` returns whether a place is inside a state dict.
+        """
         if id(place.node) in self.certain:
             return True
         if is_in_state_dict(place):
@@ -302,13 +326,13 @@ def _rng_rules(index: Index) -> RngRules:
 
 
 def _words(key: object) -> list[str]:
-    """Return the words in `key`, in lower case; none if it is not a text."""
+    """Return the words in `key`, in lower case. The list is empty if `key` is not a string."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key) if isinstance(key, str) else []
     return [word.lower() for word in words]
 
 
 def _rng_candidates(index: Index) -> list[Place]:
-    """Return the first place of each contiguous 1-D uint8 tensor that shares its storage with no other."""
+    """Return the first place of each contiguous 1-D uint8 tensor that uses all of its storage and does not share it."""
     nodes, places = index.tensor_nodes, dict[int, Place]()
     if not any(info.dtype == "uint8" for info in nodes.values()):
         return []

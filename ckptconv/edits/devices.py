@@ -1,9 +1,9 @@
 """Device tags: the grammar of ``--to``, ``--map`` and ``map_location``, and the new tag for each tag.
 
-A *tag* is the device of a storage in a checkpoint: ``cpu``, ``cuda:0``, ``mps``. The grammar is not torch's own, for
-which ``cuda:300`` is ``cuda:44``; and no load restores a tag ``cpu:0``. The devices that torch can write and restore as
-tags are in ``_package_registry`` of ``torch.serialization``. Its out-of-tree backends have npu, mlu, musa and
-privateuseone.
+A *tag* is the device of a storage in a checkpoint: ``cpu``, ``cuda:0``, ``mps``. The grammar is stricter than torch's:
+torch reads ``cuda:300`` as ``cuda:44``, and writes a tag ``cpu:0`` that no load restores. The devices that torch can
+write and restore are in ``_package_registry`` of ``torch.serialization``; npu, mlu, musa and privateuseone are those of
+backends outside of torch.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ MapLocation: TypeAlias = "str | torch.device | Mapping[str, str | torch.device] 
 
 @dataclass(frozen=True)
 class Target:
-    """A device to send tensors to. Without an index, the index of the replaced tag is kept.
+    """A device to send tensors to.
 
-    The family may also be the name that a program gave to ``privateuseone``, which only the tags of a file show.
+    Attributes:
+        family: The kind of device: one of ``FAMILIES``, or the name that a program gave to ``privateuseone``.
+        index: The index, or None to keep the index of the tag that is replaced.
     """
 
     family: str
@@ -61,11 +63,11 @@ class Target:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the family is one of those that torch can restore."""
+        """Whether the family is one that torch can restore."""
         return self.family in FAMILIES
 
     def tag(self, old: str) -> str:
-        """Return the tag that replaces the tag `old`."""
+        """Return the tag that replaces the tag `old`. The index is 0 if neither the target nor `old` has one."""
         if self.family in _ONE_DEVICE:
             return self.family
         index = self.index
@@ -77,7 +79,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule ``OLD=NEW``. `rank` is how specific `old` is (0: any, 1: gpu, 2: a family, 3: one tag)."""
+    """A rule ``OLD=NEW``.
+
+    Attributes:
+        old: The device to replace.
+        rank: How specific ``old`` is: 0 for any, 1 for gpu, 2 for a family, 3 for one tag.
+        new: The new device.
+    """
 
     old: str
     rank: int
@@ -85,7 +93,7 @@ class Rule:
 
     @property
     def is_known(self) -> bool:
-        """Return whether `old` is a device of the grammar or of torch. Any other is a tag of one file, or a typo."""
+        """Whether ``old`` is a device of the grammar or of torch. If not, it can be a tag of one file, or a typo."""
         match = _DEVICE.fullmatch(self.old)
         return self.rank < 2 or bool(match and match[1] in (*FAMILIES, *_REFUSED) and _index(match) <= _HIGHEST_INDEX)
 
@@ -100,7 +108,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Devices:
-    """A mapping of tags. The most specific rule wins, then ``to``. With a ``function`` there is nothing else."""
+    """A mapping from tags to new tags.
+
+    Attributes:
+        rules: The rules. The most specific rule that matches is used.
+        to: The device for tags that no rule matches, or None to keep them.
+        function: A function from tag to tag, or None. With a function, there are no rules.
+    """
 
     rules: tuple[Rule, ...] = ()
     to: Target | None = None
@@ -114,11 +128,11 @@ class Devices:
         return replace(self, rules=tuple(other for other in self.rules if other != rule))
 
     def new_tag(self, tag: str, *, rng: bool = False) -> str:
-        """Return the tag that replaces `tag`, which may be `tag` itself.
+        """Return the new tag for `tag`. It is `tag` itself if nothing applies.
 
         Args:
             tag: The tag.
-            rng: Whether it is the tag of a random generator's state, which torch restores only from the CPU.
+            rng: Whether the tag is that of the state of a random generator, which torch restores only from the CPU.
 
         Raises:
             UsageError: The function returns something that is not a device.
@@ -137,14 +151,14 @@ class Devices:
 
 
 def _index(match: re.Match[str]) -> int:
-    """Return the index in a match of `_DEVICE`, or 0 without one. Digits after the ninth do not count."""
+    """Return the index in a match of `_DEVICE`, or 0 without one. Only the first nine digits are used."""
     return int((match[2] or "0")[:9])  # Python refuses to read thousands of digits
 
 
 def near_device(word: str, families: Collection[str]) -> str | None:
-    """Return the device that `word` may mean, such as ``cuda0``, ``0``, ``CUDA:0`` or ``cuda:*``, or None.
+    """Return the device of `families` that `word` resembles, such as ``cuda0``, ``0``, ``CUDA:0`` or ``cuda:*``.
 
-    It is one of `families`, with the number in `word`.
+    The number in `word` becomes the index. Return None if nothing is similar.
     """
     match = re.match(r"([a-z]*)[^a-z0-9]*([0-9]*)", word.lower())
     assert match is not None  # it matches the empty string
@@ -155,9 +169,9 @@ def near_device(word: str, families: Collection[str]) -> str | None:
 
 
 def parse_target(text: object) -> Target:
-    """Return the device that `text` names. Raise UsageError if no tensor can be sent there.
+    """Return the device that `text` names. Raise UsageError if it is not a device, or tensors cannot be sent there.
 
-    A name that is not like a device of torch is the name of a backend if it has an index: ``foo:0``.
+    A name like ``foo:0`` that resembles no device of torch is accepted as the name of a backend.
     """
     word = str(text)
     match = _DEVICE.fullmatch(word)
@@ -186,7 +200,7 @@ def parse_target(text: object) -> Target:
 
 
 def _of_another_option(word: str) -> str | None:
-    """Return the option to type if `word` is a format or a dtype, or None."""
+    """Return a hint with the right option if `word` is a format or a dtype. Otherwise return None."""
     keyword, value = keyword_for(word, True, ("dtype", "format")) or ("", None)
     return "try: " + option(keyword, value) if isinstance(value, str) else None
 
@@ -210,16 +224,17 @@ def parse_rule(old: object, new: object) -> Rule:
 
 
 def to_devices(*wishes: MapLocation | Devices | None) -> Devices:
-    """Return the mapping of tags that `wishes` ask for together.
+    """Return the mapping of tags that combines all `wishes`.
 
     Args:
-        *wishes: Devices without a rule (at most one), rules ``OLD=NEW``, and mappings. Or a single function from tag to
-            tag. Or the result of an earlier call. None counts for nothing.
+        *wishes: At most one device for all tensors, rules ``OLD=NEW``, and mappings; or a single function from tag
+        to tag;
+            or the result of an earlier call. None is ignored.
 
     Raises:
-        UsageError: One of them is not a device, or they contradict each other.
-        ArgumentTypeError: A function cannot be called with one argument. Functions for torch's own ``map_location``
-            need two.
+        UsageError: An argument is not a device, or two contradict each other.
+        ArgumentTypeError: The function cannot be called with one argument. Functions for torch's own
+            ``map_location`` take two.
     """
     rules: list[Rule] = []
     to: Target | None = None
@@ -261,9 +276,9 @@ def _of_one_argument(function: Callable[..., str]) -> Callable[[str], str]:
 
 
 def user_devices(places: Iterable[Place]) -> dict[str, str]:
-    """Return the devices at `places` that are the user's data, by path.
+    """Return the devices in the user's data, by path. Edits do not change them.
 
-    They are ``torch.device`` objects and strings like ``'cuda:0'``. Edits do not change them.
+    They are ``torch.device`` objects and strings like ``'cuda:0'`` at `places`.
     """
     data = {}
     for place in places:

@@ -2,10 +2,10 @@
 
 Ties stay ties: a tensor with several names gets one dtype, by the most specific rule for any of its names.
 
-A quantized weight (float8, or packed integers) is useless without its scales. These are other tensors of the same
+A quantized weight (float8, or packed integers) is useless without its scales. Scales are other tensors of the same
 module, often with a higher precision: ``weight_scale_inv`` (DeepSeek), ``weight_scale`` (compressed-tensors, ModelOpt),
 ``scale_weight`` (ComfyUI), ``scales`` (GPTQ, AWQ). So scales keep their dtype, and a float8 weight with scales is not
-cast. Weights that :mod:`ckptconv.edits.dequantizing` gave their real values are float32 here.
+cast. Weights that :mod:`ckptconv.edits.dequantizing` has dequantized are float32 here.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class _Tie:
 
     Attributes:
         info: The tensor.
-        counts: Whether it counts the steps of an optimizer.
-        is_scale: Whether it is a scale of a quantized weight.
-        scale: The path of its own scale, or None.
-        places: Its places.
-        offered: The rules that match one of its places: the rule, how specific it is, and the path.
+        counts: Whether the tensor is the step counter of an optimizer.
+        is_scale: Whether the tensor is a scale of a quantized weight.
+        scale: The path of the scale of this tensor, or None.
+        places: The places of the tensor.
+        offered: The rules that match one of its places: the rule, its rank, and the path.
         rule: The rule that is used, or None.
-        rank: How specific this rule is, or 0.
+        rank: How specific this rule is: _EXACT, _GLOB, _WEIGHTS, or 0 without a rule.
         named: The paths that this rule matches.
     """
 
@@ -72,11 +72,11 @@ class _Tie:
 
     @property
     def paths(self) -> list[str]:
-        """The paths of its places."""
+        """The paths of the tensor."""
         return [place.path for place in self.places]
 
     def decide(self) -> None:
-        """Choose the most specific rule. Raise UsageError if two such rules ask for different dtypes."""
+        """Choose the most specific rule. Raise UsageError if two equally specific rules have different dtypes."""
         self.rank = max((rank for _, rank, _ in self.offered), default=0)
         rules = {rule for rule, rank, _ in self.offered if rank == self.rank}
         for rule, rank, path in self.offered:
@@ -97,16 +97,16 @@ class _Tie:
 
 
 def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected, changes: Changes) -> None:
-    """Cast the tensors that `rules` match.
+    """Cast the tensors that `rules` match. Tensors that cannot be cast are reported in ``changes.not_cast``.
 
     Args:
         checkpoint: The checkpoint, which is changed in place.
         rules: The rules.
         detected: The state dicts, optimizers and modules in the checkpoint.
-        changes: The changes, to which these are added.
+        changes: The report, to which the casts are added.
 
     Raises:
-        UsageError: Rules contradict each other, or ask for integers where there are none.
+        UsageError: Two rules contradict each other, or a rule casts floating-point numbers to integers.
         NoMatchError: A rule matches nothing.
         RefusedError: A float8 weight with a scale would be cast.
     """
@@ -146,7 +146,7 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
 
 
 def _scaled(checkpoint: Checkpoint, tie: _Tie) -> RefusedError:
-    """Return the error for a float8 weight whose scale the cast would not apply."""
+    """Return the error for a float8 weight that would be cast without its scale."""
     return RefusedError(
         f"{tie.named[0]} is {tie.info.dtype}, and a cast does not multiply it by its scale, {tie.scale}",
         where=checkpoint.source.path,
@@ -156,12 +156,12 @@ def _scaled(checkpoint: Checkpoint, tie: _Tie) -> RefusedError:
 
 
 def _obstacle(tie: _Tie, rule: DTypeRule, tied: list[View], views: Views) -> str | None:
-    """Return the reason why a tensor keeps its dtype although `rule` is for it, or None.
+    """Return the reason why the tensor `tie` cannot be cast by `rule`, or None if it can.
 
     Args:
         tie: The tensor.
         rule: Its rule.
-        tied: Its views.
+        tied: The views of the tensor.
         views: The views of the checkpoint.
     """
     dtype = tie.info.dtype
@@ -200,9 +200,16 @@ def _obstacle(tie: _Tie, rule: DTypeRule, tied: list[View], views: Views) -> str
 def _cast_storage(
     storage: Storage, views: Views, new: dict[View, str], paths: dict[View, list[str]], changes: Changes
 ) -> None:
-    """Cast the views of `storage` that are in `new` to their dtypes there.
+    """Cast views of `storage`, and add the casts to `changes`.
 
-    If not all views get the same dtype, the storage is split: each dtype gets a storage of its own.
+    If not all views get the same dtype, the storage is split into one storage for each dtype.
+
+    Args:
+        storage: The storage.
+        views: The views of the checkpoint.
+        new: The new dtypes of the views to cast.
+        paths: The paths of the tensors, by view.
+        changes: The report.
     """
     every = views.of_storage[storage]
     old, scaled = every[0].info.dtype, storage.data
@@ -225,18 +232,26 @@ def _cast_storage(
 
 
 def _count_scaled(scaled: Scaled, dtype: str, tensors: int, nbytes: int, changes: Changes) -> None:
-    """Count quantized weights on one storage whose values are now in `dtype`."""
+    """Add the dequantized weights on one storage to `changes`.
+
+    Args:
+        scaled: The codes and scales of the weights.
+        dtype: The dtype of the values.
+        tensors: The number of tensors.
+        nbytes: The bytes of the values.
+        changes: The report.
+    """
     was = sum(span.length for span in scaled.read_from())
     changes.count_casts(scaled.label, dtype, CastCount(tensors, was, nbytes))
 
 
 class _Chooser:
-    """Finds the rule for each tensor, by its path and its names after the edits of names.
+    """Chooses the rule for each tensor, by its path and by its names after renaming.
 
     Attributes:
         bare: The rule without a glob, or None.
         globs: The rules with a glob.
-        useful: The globs that match a tensor with a dtype to change.
+        useful: The globs that match a tensor of a dtype that can be cast.
         names: The names of tensors in pickled modules, by the id of the tensor's node.
     """
 
@@ -255,7 +270,7 @@ class _Chooser:
                 self.names.setdefault(id(node), []).append(name)
 
     def choose(self) -> list[_Tie]:
-        """Return all tensors, each with its rule."""
+        """Return all tensors, each with its rule or None. Raise UsageError and NoMatchError as :func:`cast` does."""
         ties: dict[tuple[object, ...], _Tie] = {}
         places = [place for place in self.checkpoint.places if id(place.node) in self.nodes]
         has_weights = any(self.names_at(place) for place in places)
@@ -288,7 +303,7 @@ class _Chooser:
         return list(ties.values())
 
     def find_scales(self, ties: Iterable[_Tie]) -> None:
-        """Find the scales among `ties`, and the quantized weights that have one."""
+        """Set ``is_scale`` of the scales among `ties`, and ``scale`` of the quantized weights that have one."""
         named: dict[tuple[int, str], dict[str, _Tie]] = {}  # the tensors of each module, by the last part of the name
         for tie in ties:
             for place in tie.places:
@@ -312,10 +327,11 @@ class _Chooser:
                         other.scale = tie.paths[0]
 
     def rank(self, rule: DTypeRule, place: Place) -> int:
-        """Return how specifically `rule` is for the tensor at `place`: _EXACT, _GLOB, or 0 if it is not.
+        """Return how specifically `rule` matches the tensor at `place`: _EXACT, _GLOB, or 0 if it does not match.
 
-        A glob with a slash is for paths, and one without for names in state dicts and modules. A glob that is equal to
-        a path or name is exact, whatever brackets it contains.
+        A glob with a slash is compared with paths, and a glob without one with names in state dicts and modules. A
+        glob that is equal to the path or name is exact, even if it contains brackets. Rules for integers match only
+        exactly.
         """
         glob = rule.glob or ""
         known = self.paths_of(place) if "/" in glob else self.names_at(place)
@@ -331,17 +347,20 @@ class _Chooser:
         return [path, f"./{path}", own, f"./{own}"]
 
     def names_at(self, place: Place) -> list[str]:
-        """Return the names of the node at `place` in its state dict or its modules."""
+        """Return the name of the node at `place` in its state dict, or else its names in pickled modules.
+
+        Can be empty.
+        """
         if place.key is not None and place.parent is not None and id(place.parent.node) in self.state_dicts:
             return [place.key]
         return self.names.get(id(place.node), [])
 
     def is_in_optimizer(self, place: Place) -> bool:
-        """Return whether `place` is inside an optimizer's state."""
+        """Return whether `place` is inside the state of an optimizer."""
         return any(id(above.node) in self.detected.optimizer_nodes for above in place.upwards())
 
     def unmatched(self, rule: DTypeRule, places: list[Place]) -> NoMatchError:
-        """Return the error for a `rule` that changes nothing."""
+        """Return the error for `rule`, which matches no tensor or only tensors that it cannot cast."""
         where = self.checkpoint.source.path
         match = next((place for place in places if self.rank(rule, place)), None)
         if match is not None:
@@ -373,11 +392,12 @@ class _Chooser:
         )
 
     def say(self, ties: list[_Tie], left: list[str]) -> None:
-        """Report the tensors that are cast although no rule names them, and the floating-point tensors that stay.
+        """Report the tensors that are cast by another of their names, and the floating-point tensors that keep
+        their dtype.
 
         Args:
             ties: All tensors.
-            left: The paths of the floating-point tensors that stay.
+            left: The paths of the floating-point tensors that keep their dtype.
         """
         along = []
         for tie in ties:

@@ -1,7 +1,7 @@
 """Split, join and stack tensors in the graph of a checkpoint, by the rules of ``--regroup``.
 
-A part whose elements follow one another in its storage becomes a view of that storage, so no bytes move. Everything
-else gets a storage of its own, whose bytes are ranges of others, or are assembled from blocks of them.
+A part whose elements are consecutive in its storage becomes a view of this storage, so no bytes move. Every other new
+tensor gets a new storage. Its bytes are ranges of other storages, or are assembled from blocks of them.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ def regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes, follow: Foll
 
     Args:
         checkpoint: The checkpoint.
-        edits: The edits.
-        changes: Takes what changed.
-        follow: Lets optimizers follow the steps of each state dict, which is given by the id of its node.
+        edits: The edits, which contain the rules and the sizes that the rules name.
+        changes: The report, to which the changes are added.
+        follow: A function that changes the optimizers accordingly, or None. Its arguments are the new tensors, and the
+            steps of each state dict by the id of its node.
 
     Raises:
         NoMatchError: A rule, or a file of rules, matches no name.
-        RefusedError: Tensors do not fit a rule, or something would be broken that belongs to them.
-        UsageError: A size is named in a rule, and nothing says how much it is.
+        RefusedError: Tensors do not fit a rule, or a tensor that stays is tied to one that is replaced.
+        UsageError: The value of a name in a rule is not known.
     """
     detected, where = checkpoint.detected, checkpoint.source.path
     dicts = [Items(found.items(), found.path, where) for found in detected.state_dicts]
@@ -89,7 +90,7 @@ def _note(items: Items[Value], changes: Changes) -> None:
 
 
 def _write(items: Items[Value], found: StateDict) -> None:
-    """Give `items` to the effects that set those of `found`."""
+    """Write the items `items` into the effects that set the items of the state dict `found`."""
     if not items.origin:
         return
     by_effect: dict[int, tuple[Effect, list[Value]]] = {}
@@ -103,10 +104,15 @@ def _write(items: Items[Value], found: StateDict) -> None:
 
 
 class Tensors(Maker[Value]):
-    """Makes tensors of others in the graph of `checkpoint`.
+    """Builds new tensors from others in the graph of `checkpoint`.
+
+    Args:
+        checkpoint: The checkpoint, which is changed by :meth:`conclude`.
+        changes: The report.
+        sizes: The values of names in rules that the user gave.
 
     Attributes:
-        taken: The views of which others were made, each with its path.
+        taken: The views from which other tensors were built, each with its path.
     """
 
     def __init__(self, checkpoint: Checkpoint, changes: Changes, sizes: Mapping[str, int] | None = None) -> None:
@@ -121,13 +127,16 @@ class Tensors(Maker[Value]):
         self._made: dict[tuple[object, ...], list[Call]] = {}
 
     def resolved(self, rule: Rule) -> Rule:
-        """Return `rule` with numbers in place of their names. Add a note if it may not be for this model."""
+        """Return `rule` with numbers in place of names. Add a note to the report if the rule is for other models."""
         if (about := check_model(self.checkpoint.source, rule)) and about not in self._changes.notes:
             self._changes.notes.append(about)
         return super().resolved(rule)
 
     def tensor(self, value: Value) -> TensorInfo | None:
-        """Return the tensor that `value` makes, or None if it is not a plain strided one."""
+        """Return the tensor that `value` builds, or None if rules cannot use it.
+
+        Rules can use strided tensors and parameters without attributes and hooks, of a dtype that is not packed.
+        """
         node, info = value, self._infos.get(id(value))
         if info is None or info.kind != "strided" or info.storage is None or info.own_device is not None:
             return None
@@ -136,7 +145,9 @@ class Tensors(Maker[Value]):
         return info if is_simple and get_dtype(info.dtype).packed == 1 else None
 
     def _left_behind(self, group: Group, node: Call) -> list[LeftBehind]:
-        """Return what `group`, a split of `node`, leaves behind."""
+        """Return the data of `node` that is not in the output because `group` splits it by a rule that ends in
+        ``-``.
+        """
         geometry, info = group.geometry, self._infos[id(node)]
         if geometry.named == len(geometry.sizes) or not geometry.sizes or not geometry.sizes[-1]:
             return []
@@ -145,7 +156,10 @@ class Tensors(Maker[Value]):
         return [LeftBehind(path, info.nbytes // size * rest, "the rule leaves it behind")]
 
     def made(self, group: Group, values: Sequence[Value], like: Value) -> list[Call]:
-        """Return the new tensors of `group`. Raise RefusedError if they cannot be made."""
+        """Return the new tensors of `group`, built from `values`. `like` is as in :meth:`regrouped`.
+
+        Raises RefusedError if they cannot be built, or if parts may be in another shard.
+        """
         path = self.checkpoint.source.path
         if group.rule.stacked and not group.rule.whole_is_read and SHARD.fullmatch(path.name):
             what = "this is one shard of several, and parts to stack can be in another one"
@@ -156,9 +170,16 @@ class Tensors(Maker[Value]):
         return made
 
     def regrouped(self, group: Group, values: Sequence[Value], like: Value) -> list[Call]:
-        """Return the new tensors of `group`; a storage of their own gets its key like that of `like`.
+        """Return the new tensors of `group`. Tensors that were tied before are tied again.
 
-        Tensors that were tied before are so afterwards. Raises RefusedError.
+        Args:
+            group: The group.
+            values: The tensors from which they are built.
+            like: A tensor of which the new ones get the class, the device and the start of the key of a new storage.
+
+        Raises:
+            RefusedError: Some parts are parameters or require gradients and others do not, or the bytes cannot be
+                taken apart.
         """
         nodes = [node for node in values if isinstance(node, Call)]
         assert isinstance(like, Call)
@@ -179,12 +200,15 @@ class Tensors(Maker[Value]):
         return self._made[known]
 
     def copy(self, node: Call) -> Call:
-        """Return a tensor like `node` on a storage of its own. Raise RefusedError if its bytes cannot be taken."""
+        """Return a copy of the tensor `node` on a new storage.
+
+        Raise RefusedError if its bytes cannot be taken apart.
+        """
         info = self._infos[id(node)]
         return self._stored(info.shape, info.shape, self._blocks(info, info.shape, info.stride), [info], node)
 
     def _whole(self, group: Group, infos: list[TensorInfo], like: Call) -> Call:
-        """Return the tensor that consists of the parts `infos`."""
+        """Return the tensor that joins the parts `infos`. `like` is as in :meth:`regrouped`."""
         geometry = group.geometry
         depth, d = len(geometry.stack), geometry.part_dim
         blocks: list[ChunkPlacement] = []
@@ -199,7 +223,7 @@ class Tensors(Maker[Value]):
         return self._stored(geometry.shape, geometry.refined(geometry.shape, geometry.dim), blocks, infos, like)
 
     def _split(self, group: Group, info: TensorInfo, like: Call) -> list[Call]:
-        """Return the parts of the tensor `info`."""
+        """Return the parts into which `group` splits the tensor `info`. `like` is as in :meth:`regrouped`."""
         geometry, depth = group.geometry, len(group.geometry.stack)
         step = sum(geometry.sizes) // geometry.groups if geometry.dim is not None else None
         shape = geometry.refined(info.shape, geometry.dim)
@@ -229,7 +253,10 @@ class Tensors(Maker[Value]):
         return parts
 
     def _blocks(self, info: TensorInfo, shape: _Shape, stride: _Shape) -> list[ChunkPlacement]:
-        """Return the blocks of `info` in another `shape`. Raise RefusedError if its bytes cannot be taken apart."""
+        """Return blocks of the storage of `info` that form a tensor of this `shape` and `stride`.
+
+        Raises RefusedError if the bytes cannot be taken apart, because they are deflated or in pieces.
+        """
         blocks = blocks_of(info, shape, stride)
         if blocks is None:
             raise RefusedError(
@@ -242,7 +269,15 @@ class Tensors(Maker[Value]):
     def _stored(
         self, shape: _Shape, refined: _Shape, blocks: list[ChunkPlacement], infos: list[TensorInfo], like: Call
     ) -> Call:
-        """Return a tensor of `shape` on a storage of its own, which consists of `blocks` of the tensors `infos`."""
+        """Return a tensor of `shape` on a new storage.
+
+        Args:
+            shape: The shape.
+            refined: The shape in which the blocks have their positions.
+            blocks: The blocks of which the storage consists.
+            infos: The tensors that contain the blocks.
+            like: As in :meth:`regrouped`.
+        """
         like_info = self._infos[id(like)]
         old = like_info.storage
         assert old is not None
@@ -256,7 +291,10 @@ class Tensors(Maker[Value]):
         return self._tensor(like, like_info, Storage(key, old.device, data.length, data), 0, shape)
 
     def _tensor(self, like: Call, info: TensorInfo, storage: Storage, offset: int, shape: _Shape) -> Call:
-        """Return a call that makes a row-major tensor of `shape` on `storage`, in all else like `like`."""
+        """Return a call that builds a row-major tensor of `shape` at `offset` of `storage`, otherwise like `like`.
+
+        `info` describes `like`.
+        """
         inner = _inner(like)
         assert inner is not None
         if storage not in self._references:
@@ -282,7 +320,7 @@ class Tensors(Maker[Value]):
         return node
 
     def conclude(self) -> None:
-        """Bring the checkpoint up to date. Raise RefusedError if a tensor stays that is tied to one that went."""
+        """Update the checkpoint. Raise RefusedError if a tensor that stays is tied to a tensor that was replaced."""
         checkpoint = self.checkpoint
         checkpoint.references += [Reference(node, storage) for storage, node in self._references.items()]
         checkpoint.graph.references += self._references.values()
@@ -302,26 +340,35 @@ _REBUILD = STRIDED[:3]
 
 
 def _inner(node: Value) -> Call | None:
-    """Return the call that makes the strided tensor of `node`, which can be a plain parameter of it. Else None."""
+    """Return the call that builds the strided tensor of `node`: `node` itself, or the argument of a parameter
+    without hooks.
+
+    Return None if there is no such call.
+    """
     if isinstance(node, Call) and str(node.callable) == PARAMETER[0] and not _has_more(node):
         node = args_of(node)[0]
     return node if isinstance(node, Call) else None
 
 
 def _has_more(call: Call) -> bool:
-    """Return whether `call`, of a rebuild function, makes more than a plain tensor: one with attributes or hooks."""
+    """Return whether `call`, a rebuild call, builds a tensor with attributes or hooks."""
     hooks = (each for each in args_of(call)[1:] if isinstance(each, Call))
     return bool(call.effects) or any(any(each.pairs()) or each.states() for each in hooks)
 
 
 def _fresh(value: Value) -> Value:
-    """Return `value`, an argument of a rebuild function, or a new one if it is a mapping of hooks."""
+    """Return a new empty mapping if `value`, an argument of a rebuild function, is a mapping of hooks.
+
+    Else return `value`.
+    """
     is_mapping = isinstance(value, Call) and not args_of(value)
     return Call(value.kind, value.callable, Tuple([])) if is_mapping and isinstance(value, Call) else value
 
 
 def _follow(items: Items[Value], metadata: Object) -> None:
-    """Change the module paths in `metadata`, the ``_metadata`` of `items`, as the names changed."""
+    """Change the module paths in `metadata`, the ``_metadata`` of the state dict `items`, like the names of the
+    tensors.
+    """
     known = strings_of(metadata)
     gone, added = items.modules(known)
     rename_keys(metadata, lambda path: None if path in gone else path)

@@ -1,4 +1,6 @@
-"""Change names everywhere they are used: state dicts, their ``_metadata``, optimizers keyed by names."""
+"""Change names in all their places: state dicts, their ``_metadata``, and optimizers that refer to parameters by
+names.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,11 @@ _DOLLAR = regex(r"\$(?:\{(\w{1,99})\}|(\d{1,2}|[^\W\d]\w{0,99}))")  # a group as
 
 
 class NameEditor:
-    """An editor for the names of one checkpoint.
+    """The edits of names in one checkpoint.
 
     Attributes:
-        named: The state dicts, and the optimizers that are keyed by names.
-        before: Their names before the edits.
+        named: The state dicts, and the optimizers that refer to parameters by names.
+        before: The names of each of them before the edits.
     """
 
     def __init__(self, checkpoint: Checkpoint, detected: Detected, changes: Changes) -> None:
@@ -52,12 +54,12 @@ class NameEditor:
         self.before = [found.names() for found in self.named]
 
     def run(self, edits: Edits) -> None:
-        """Apply the edits of names: unwrap, strip, rename, add.
+        """Apply the edits of names in this order: unwrap, strip, rename, add. Report the changed names.
 
         Raises:
             NoMatchError: A prefix or pattern matches no name, or the checkpoint has no state dict.
-            CollisionError: Two names become one.
-            UsageError: A prefix or pattern makes no sense.
+            CollisionError: Two names become equal.
+            UsageError: A prefix or pattern is not valid.
             LimitError: Matching a pattern takes too long.
         """
         hint = self.detected.hint_of_modules()
@@ -77,13 +79,13 @@ class NameEditor:
         self.checkpoint.renamed()
 
     def names(self) -> list[str]:
-        """Return every name in the state dicts, or in the optimizers if there is no state dict."""
+        """Return all names in the state dicts. If there is no state dict, return the names in the optimizers."""
         return [name for found in self.detected.state_dicts or self.detected.optimizers for name in found.names()]
 
     def unwrap(self) -> None:
-        """Remove wrappers from the names of each state dict.
+        """Remove the prefixes of wrappers from the names of each state dict. Add a note if no name has such a prefix.
 
-        An optimizer's names lose the wrappers of its model.
+        The names in an optimizer lose the prefixes of its model.
         """
         changed = option("unwrap") + " changed nothing"
         for metadata, names in self.metadata(self.detected.state_dicts):
@@ -103,13 +105,10 @@ class NameEditor:
             self.changes.notes.append(inner)
 
     def inner_module(self, asked: str = "module.") -> str | None:
-        """Return how to remove an inner ``module.``, such as that of ``encoder.module.w``, from the names as they are.
+        """Return a hint to remove an inner ``module.``, such as in ``encoder.module.w``, from the current names.
 
-        Args:
-            asked: A prefix or pattern of names.
-
-        Returns:
-            The text; None if no such segment is in the names, or `asked` is about something else.
+        Return None if `asked`, a prefix or pattern of names, does not contain ``module``, or if no name has such a
+        segment.
         """
         if "module" not in asked:
             return None
@@ -122,9 +121,9 @@ class NameEditor:
         )
 
     def model_of(self, names: list[str]) -> list[str]:
-        """Return the names of the state dict that an optimizer with `names` belongs to, or an empty list.
+        """Return the names of the state dict that shares most names with an optimizer whose names are `names`.
 
-        This is the state dict with most of these names. If several have as many, one with a usual path is preferred.
+        If several share equally many, one with a usual path is preferred. The list is empty if none shares a name.
         """
         theirs = set(names)
         known = [
@@ -136,7 +135,7 @@ class NameEditor:
         return model if most else []
 
     def strip(self, asked: str) -> None:
-        """Remove the prefix `asked` from the names that have it."""
+        """Remove the prefix `asked` from the names that start with it. Raise NoMatchError if no name does."""
         prefix = normal_prefix(asked)
         every = self.names()
         having = [name for name in every if name.startswith(prefix)]
@@ -160,7 +159,11 @@ class NameEditor:
         _each_name(self.named, lambda name: name.removeprefix(prefix))
 
     def rename(self, pattern: str, replacement: str) -> None:
-        """Replace what `pattern` matches in names, and in the module paths of ``_metadata``."""
+        """Replace the matches of `pattern` in names, and in the module paths of ``_metadata``.
+
+        Raises NoMatchError if no name matches, UsageError if an argument is not valid, and LimitError if matching
+        is too slow.
+        """
         compiled = _compiled(pattern, replacement)
         with _bounded_matching(pattern, self.where) as bounded:
             every = self.names()
@@ -174,7 +177,10 @@ class NameEditor:
                 )
 
             def renamed_module(path: str) -> str:
-                """Return the new module path, or `path` if the new one does not end at a dot of a name."""
+                """Return the new module path.
+
+                Return `path` unchanged if the new path would not end at a dot of a name.
+                """
                 inside, end, _ = compiled.sub(replacement, f"{bounded(path)}.\0" if path else "\0").partition("\0")
                 return path if not end or (inside and not inside.endswith(".")) else inside[:-1]
 
@@ -183,7 +189,11 @@ class NameEditor:
             _each_name(self.named, lambda name: compiled.sub(replacement, bounded(name)))
 
     def add(self, asked: str) -> None:
-        """Add the prefix `asked` to the main state dict, its averages and its optimizers."""
+        """Add the prefix `asked` to the names of the main state dict, of state dicts with the same names, and of
+        their optimizers.
+
+        Raises NoMatchError if there is no main state dict or it is not clear which one it is.
+        """
         prefix = normal_prefix(asked)
         main = self.detected.main()
         if not main:
@@ -204,11 +214,19 @@ class NameEditor:
         _each_name([*served, *theirs], lambda name: prefix + name)
 
     def metadata(self, state_dicts: list[StateDict]) -> list[tuple[Object, list[str]]]:
-        """Return each ``_metadata`` of `state_dicts` once, with the names of the last state dict that has it."""
+        """Return each ``_metadata`` of `state_dicts` once, with the names of its state dict (of the last one, if
+        they share it).
+        """
         return list({id(m): (m, found.names()) for found in state_dicts if (m := found.metadata)}.values())
 
     def report(self, found: StateDict | NamedOptimizer, before: list[str], hint: str | None) -> None:
-        """Report the changed names of `found`. Raise CollisionError, with `hint`, if two names became one."""
+        """Add the changed names of `found` to the report. Raise CollisionError with `hint` if two names became equal.
+
+        Args:
+            found: A state dict or optimizer.
+            before: Its names before the edits.
+            hint: The hint of the error.
+        """
         origin: dict[str, str] = {}
         is_reported = isinstance(found, StateDict) or not self.detected.state_dicts
         pairs = dict.fromkeys(zip(before, found.names(), strict=True))
@@ -231,7 +249,7 @@ class NameEditor:
 def _compiled(pattern: str, replacement: str) -> re.Pattern[str]:
     """Return the compiled `pattern`.
 
-    Raise UsageError if it is not a regular expression, or `replacement` does not fit it.
+    Raise UsageError if it is not a regular expression, or if `replacement` uses groups that it does not have or ``$1``.
     """
     try:
         compiled = re.compile(pattern)
@@ -260,14 +278,14 @@ def _compiled(pattern: str, replacement: str) -> re.Pattern[str]:
 
 
 def _each_name(named: Sequence[StateDict | NamedOptimizer], new: Callable[[str], str]) -> None:
-    """Replace each name in `named` by `new` of it. Equal names share one string, as in a pickle."""
+    """Replace each name in `named` by the result of `new`. Equal names share one string, as in a pickle."""
     known = {name: new(name) for found in named for name in found.names()}
     for found in named:
         replace_names(found, known)
 
 
 def replace_names(found: StateDict | NamedOptimizer, new: dict[str, str]) -> None:
-    """Replace the names of `found` by their values in `new`. A name that is not a key of `new` stays."""
+    """Replace the names of `found` that are keys of `new` by their values. Other names stay."""
     for effect, i in found.node.pairs() if isinstance(found, StateDict) else found.places:
         name = effect.values[i]
         if isinstance(name, str) and new.get(name, name) != name:
@@ -275,9 +293,9 @@ def replace_names(found: StateDict | NamedOptimizer, new: dict[str, str]) -> Non
 
 
 def _near(prefix: str, names: list[str]) -> str | None:
-    """Return what to type instead of `prefix`, with which none of `names` starts, or None.
+    """Return a hint for `prefix`, with which none of `names` starts, or None.
 
-    This is an option for a similar prefix, or for a part of a segment.
+    The hint is the option with a similar prefix, or with a pattern if `prefix` without its dot is the start of a name.
     """
     known = [known for known, _ in prefixes_of(names).most_common(_LOOKED_AT)]
     near = close_matches(prefix, known, n=1, cutoff=0.75)
@@ -289,7 +307,7 @@ def _near(prefix: str, names: list[str]) -> str | None:
 
 
 def _prefixes(names: list[str]) -> str:
-    """Return the first segments of `names` for an error, the most frequent ones first."""
+    """Return the most frequent first segments of `names`, with their numbers, for an error."""
     counts = prefixes_of(names)
     if not counts:
         return "no prefixes" if names else "no state dict"
@@ -298,7 +316,7 @@ def _prefixes(names: list[str]) -> str:
 
 
 def _add_to_metadata(metadata: Object, prefix: str) -> None:
-    """Add `prefix` to the module paths of `metadata`, and the entries that a wrapper's ``state_dict()`` writes."""
+    """Add `prefix` to the module paths of `metadata`. Add the entries that a wrapper's ``state_dict()`` has, too."""
     added, module = modules_with(prefix, strings_of(metadata))
     rename_keys(metadata, module)
     if added:
@@ -312,9 +330,9 @@ def _add_to_metadata(metadata: Object, prefix: str) -> None:
 
 
 def rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
-    """Replace each string key of `mapping` by `new` of it.
+    """Replace each string key of `mapping` by the result of `new`.
 
-    An item is removed if `new` returns None. If two keys become one, the first item stays.
+    An item is removed if `new` returns None. If two keys become equal, the first item stays.
     """
     seen: set[str] = set()
     for effect in mapping.effects:
@@ -336,22 +354,22 @@ def rename_keys(mapping: Object, new: Callable[[str], str | None]) -> None:
 
 
 class _TooLongError(Exception):
-    """The time for matching is over."""
+    """Raised if the time for matching is used up."""
 
 
 @contextmanager
 def _bounded_matching(pattern: str, where: object) -> Iterator[Callable[[str], str]]:
-    """Yield a function that returns a name unchanged, and that is called with each name before it is matched.
+    """Limit the time for matching names with `pattern`. Yield a function to call with each name before it is matched.
 
-    Names and the processor time for all of them together are limited. Python looks at the time between two names, in
-    any thread. A single match is interrupted only by a signal: in the main thread, where the system has such timers.
+    The function returns the name unchanged. It checks the length of the name and the processor time for all names
+    so far. A single slow match is interrupted only in the main thread of a system with timers, by a signal.
 
     Args:
         pattern: The regular expression.
         where: The file, for errors.
 
     Raises:
-        LimitError: A name is too long, or matching takes too long. The error has the name.
+        LimitError: A name is too long, or matching takes too long. The error contains the name.
     """
     current = ""
     clock = getattr(time, "thread_time", time.process_time)  # a browser has no clock of a thread
@@ -386,9 +404,9 @@ def _bounded_matching(pattern: str, where: object) -> Iterator[Callable[[str], s
 
 @contextmanager
 def _alarm() -> Iterator[None]:
-    """Raise _TooLongError in the block after as much processor time as matching may take.
+    """Raise _TooLongError inside the ``with`` block when the processor time for matching is used up.
 
-    A timer of the program that uses this package is left alone, and then nothing is raised.
+    Nothing is raised outside of the main thread, without timers, or if the program uses the timer itself.
     """
     import signal
     import threading

@@ -1,7 +1,7 @@
-"""Rewrite strided views: give tensors another dtype, or drop the storage bytes that no tensor uses.
+"""Rewrite strided tensors: change their dtype, or remove the bytes of storages that no tensor uses.
 
-Source: ``torch/_utils.py`` of 2.13. ``_rebuild_tensor_v2`` has its dtype from the storage's class,
-``_rebuild_tensor_v3`` as an argument: it is for dtypes that no storage class has.
+Source: ``torch/_utils.py`` of 2.13. ``_rebuild_tensor_v2`` takes the dtype from the class of the storage.
+``_rebuild_tensor_v3`` takes it as an argument; it is for dtypes without a storage class.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class View:
     """A strided tensor.
 
     Attributes:
-        call: The call that makes it.
-        reference: The reference to its storage in the source.
+        call: The call that builds the tensor.
+        reference: The persistent id of its storage in the source.
         info: The tensor as the call describes it now.
         storage: Its storage now.
     """
@@ -50,12 +50,12 @@ class View:
 
 @dataclass(frozen=True)
 class Group:
-    """Views that are to share one storage.
+    """Views that get one common storage.
 
     Attributes:
-        views: Views of one storage.
-        dtype: Their new dtype, or None if they keep theirs.
-        paths: Their paths.
+        views: The views, all of one old storage.
+        dtype: Their new dtype, or None to keep their dtype.
+        paths: Their paths, for messages.
     """
 
     views: list[View]
@@ -66,13 +66,13 @@ class Group:
 class Views:
     """The strided tensors of a checkpoint, including those inside other tensors.
 
-    :meth:`restate` changes the calls, and :meth:`conclude` must be called after all changes.
+    :meth:`restate` changes the calls. Call :meth:`conclude` after all changes.
 
     Attributes:
         byteorder: The byte order of the checkpoint.
         of_storage: The views of each storage.
         dtypes_of: The dtypes of these views.
-        used_otherwise: The storages to which anything but a view refers.
+        used_otherwise: The storages to which anything other than a view refers.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -115,7 +115,10 @@ class Views:
         self.used_otherwise.update(storage for storage, chain in ends if any(uses[end] > 0 for end in chain))
 
     def at(self, node: Node) -> View | None:
-        """Return the view that the tensor `node` is, wraps as a parameter, or copies to a device, or None."""
+        """Return the view of the tensor `node`. Return None if it is not strided.
+
+        `node` can also be a parameter of a strided tensor, or a copy of one to a device.
+        """
         around = (*PARAMETER, FROM_CPU_TENSOR)
         while isinstance(node, Call) and id(node) not in self._of_call and str(node.callable) in around:
             inner = args_of(node)[0] if args_of(node) else None
@@ -125,12 +128,12 @@ class Views:
         return self._of_call.get(id(node))
 
     def restate(self, storage: Storage, groups: list[Group], *, pack: bool) -> None:
-        """Give each group a storage of its own. The first one keeps `storage`.
+        """Give each group of views its own storage. The first group keeps the object `storage`, with changed content.
 
         Args:
             storage: The storage.
             groups: All views of the storage, in groups.
-            pack: Whether a storage loses the bytes that none of its views uses.
+            pack: Whether to remove the bytes of each new storage that its views do not use.
         """
         whole = storage.data
         for i, group in enumerate(groups):
@@ -156,7 +159,10 @@ class Views:
                 self._say(view, before)
 
     def _say(self, view: View, before: TensorInfo) -> None:
-        """Change the call of `view`, which describes `before`, and its reference to describe what they are now."""
+        """Rewrite the call and the persistent id of `view` from its current storage and tensor.
+
+        `before` is the old tensor.
+        """
         dtype, changed = get_dtype(view.info.dtype), view.info.dtype != before.dtype
         known = self._nodes.setdefault(id(view.reference), {})
         if view.storage not in known:
@@ -182,7 +188,7 @@ class Views:
             view.call.callable, view.call.args = function, Tuple(args)
 
     def _of_dtype(self, function: str, args: list[Value], dtype: DType) -> tuple[Value, list[Value]]:
-        """Return the function that makes a tensor of `dtype`, and its arguments, for `function` with `args`."""
+        """Return the rebuild function for `dtype` and its arguments, in place of `function` with `args`."""
         if function.endswith("_v3"):
             del args[6]
         if dtype.storage_class is not None:
@@ -193,7 +199,10 @@ class Views:
         return self._word("torch._utils", "_rebuild_tensor_v3"), [*args[:6], self._word("torch", dtype.name), *args[6:]]
 
     def _word(self, module: str, name: str) -> Global:
-        """Return the global ``module.name``. All users share one node, and the source's own node if it has one."""
+        """Return the node of the global ``module.name``: the node of the source, if it has one, or a new node.
+
+        All calls return the same node.
+        """
         if name not in self._words:
             graph = self._checkpoint.graph
             known = (node for node in graph.globals if (node.module, node.name) == (module, name))
@@ -204,7 +213,7 @@ class Views:
         return self._words[name]
 
     def conclude(self) -> None:
-        """Bring the references of the checkpoint, and the calls that copy its tensors, up to date."""
+        """Update the references of the checkpoint, and the dtype in calls that copy its tensors to a device."""
         checkpoint = self._checkpoint
         for call, inner in self._copies:
             if view := self._of_call.get(id(inner)):  # such a call contains the dtype too
@@ -222,14 +231,20 @@ class Views:
 
 
 def _packed_ranges(data: Data, views: list[View]) -> list[_Range]:
-    """Return the ranges of `data` that `views` use, or one complete range if `data` cannot be split."""
+    """Return the ranges of `data` that `views` use.
+
+    Return the complete range if `data` is deflated or a dtype is packed.
+    """
     if isinstance(data.uncast(), Inflate) or any(get_dtype(view.info.dtype).packed != 1 for view in views):
         return [(0, data.length)]
     return _reach(views, data.length)
 
 
 def _reach(views: list[View], length: int) -> list[_Range]:
-    """Return the ranges that `views` use of a storage of `length` bytes, in complete elements of the widest dtype."""
+    """Return the ranges that `views` use of a storage of `length` bytes, as start and end.
+
+    The ranges are sorted and do not touch, and consist of complete elements of the widest dtype.
+    """
     unit = max(max(get_dtype(view.info.dtype).itemsize, storage_id(view.reference).dtype.itemsize) for view in views)
     ranges: list[_Range] = []
     for start, stop in sorted(extent(view.info) for view in views if 0 not in view.info.shape):
@@ -242,7 +257,7 @@ def _reach(views: list[View], length: int) -> list[_Range]:
 
 
 def _packed(data: Data, ranges: list[_Range]) -> Data:
-    """Return the `ranges` of `data`, one after another."""
+    """Return the `ranges` of `data`, joined."""
     if ranges == [(0, data.length)]:
         return data
     if isinstance(data, Cast):
@@ -253,7 +268,7 @@ def _packed(data: Data, ranges: list[_Range]) -> Data:
 
 
 def _chain(data: Piece, ranges: list[_Range]) -> Concat:
-    """Return the `ranges` of a piece that consists of ranges of the source, one after another."""
+    """Return the `ranges` of `data`, which consists of ranges of the source, joined."""
     spans = tuple(span for start, stop in ranges for span in data.slice(start, stop - start).ranges())
     verified = data.with_checksums() if data.stored() is None else ()
     return Concat(spans, data.stored(), sum(stop - start for start, stop in ranges), verified)
@@ -262,7 +277,7 @@ def _chain(data: Piece, ranges: list[_Range]) -> Concat:
 def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[_Range]) -> Cast:
     """Return `data`, elements of the dtype `old`, cast to the dtype of `group`, in the same byte order.
 
-    `shown` are the ranges of bytes that views use. Empty means all.
+    `shown` are the ranges of bytes that views use, for the checks of values. If it is empty, all bytes are used.
     """
     assert not isinstance(data, Cast)
     new = group.dtype or old
@@ -281,7 +296,7 @@ def _cast(data: Data, old: str, group: Group, byteorder: str, shown: list[_Range
 
 
 def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorInfo:
-    """Return `info` with `dtype` on `storage`, which lacks `gone` bytes of the old storage before the tensor."""
+    """Return `info` with `dtype` on `storage`. The new storage lacks `gone` bytes of the old one before the tensor."""
     old, new = get_dtype(info.dtype), get_dtype(dtype)
     offset = info.offset
     if 0 in info.shape:
@@ -293,9 +308,10 @@ def _moved(info: TensorInfo, storage: Storage, dtype: str, gone: int) -> TensorI
 
 
 def compact(checkpoint: Checkpoint, changes: Changes) -> None:
-    """Remove the bytes that no view uses from each storage of `checkpoint`.
+    """Remove the bytes that no view uses from the storages of `checkpoint`. The number of bytes goes into `changes`.
 
-    A storage that is deflated, or to which something other than a view refers, stays complete.
+    A storage that is deflated, or to which anything other than a view refers, does not change. If no storage
+    changes, a note is added.
     """
     views = Views(checkpoint)
     storages = dropped = 0

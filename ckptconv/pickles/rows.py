@@ -1,11 +1,11 @@
-"""Rows: the opcodes that pickles repeat for most tensors, read by one pattern into two nodes.
+"""Rows: the opcodes that pickles repeat for most tensors, read by one regular expression into two nodes.
 
 A row is a call of a global with a persistent id, an integer, two tuples of integers, a flag, and a call without
-arguments. All of these are put into consecutive memo slots. A row can be an argument of a call of another global,
-followed by a flag and one more call without arguments: a parameter. Rows that differ only in the key of the persistent
-id and in the numbers of memo slots have the same :class:`RowForm`. The machine itself has read the first row of each
-form. The other nodes of a row are made when they are needed. They are copies of the nodes of the first row, and always
-the same copies.
+arguments. All of these are put into consecutive memo slots. A row can be the argument of a call of another global,
+followed by a flag and one more call without arguments: this is a parameter. Rows that differ only in the key of the
+persistent id and in the numbers of memo slots have the same :class:`RowForm`. The machine itself reads the first row of
+each form, opcode by opcode. The nodes inside other rows are copies of its nodes. They are created when they are first
+needed, and the same copies are returned each time.
 
 This module does not know which functions are called. Any call of this shape is read in this way, with the same meaning.
 """
@@ -46,12 +46,12 @@ _Functions: TypeAlias = tuple[Global, ...]  # the functions that a row calls, th
 
 
 class _Spelling:
-    """The patterns of rows and items under one protocol.
+    """The regular expressions for rows and items under one protocol.
 
     Args:
-        text: Opcode of a text.
-        width: Number of bytes of a text's length.
-        put: Pattern of a put into the memo.
+        text: The opcode of a text.
+        width: The number of bytes of a text's length.
+        put: The pattern of a put into the memo.
     """
 
     def __init__(self, text: bytes, width: int, put: bytes) -> None:
@@ -86,8 +86,9 @@ class _Spelling:
         self.item = spelled(rb"(?:TEXTLENGTH(.{0,250}?)PUT|(GET))(GET(?:GET)?)" + row)
 
     def split(self, around: bytes) -> tuple[bytes, bytes]:
-        """Split `around`, the opcodes after a row in a parameter, and return them up to the first put, and the three
-        puts.
+        """Split `around`, the opcodes after a row in a parameter.
+
+        Return the opcodes before the first put, and the three puts.
         """
         n = self.put
         puts = around[-3 * n - 2 :]
@@ -101,22 +102,22 @@ _PUT_OPCODES = [CODES[name][0] for name in ("PUT", "BINPUT", "LONG_BINPUT")]
 
 @dataclass(eq=False, slots=True)
 class RowForm:
-    """The common part of some rows.
+    """The common content of rows that differ only in the key of the storage.
 
     Attributes:
         functions: The functions that are called, the outermost first.
         call: The outermost call of the first row, as read by the machine.
         reference: The persistent id of the first row.
-        word: The first item of the persistent id.
-        cls: The second item of the persistent id.
-        tag: The fourth item of the persistent id, or None if each row has a text of its own.
-        numel: The fifth item of the persistent id.
+        word: The first item of the persistent id (``storage``).
+        cls: The second item of the persistent id: the storage class.
+        tag: The fourth item of the persistent id: the location tag. None if each row contains the tag as a text.
+        numel: The fifth item of the persistent id: the number of elements.
         parts: The paths of the values that a row puts into the memo, in order.
         calls: The paths of the inner calls.
         orders: The number of orders that a row takes: one for each call and one for the reference.
         opcodes: The number of opcodes of a row after the reads of its functions.
-        puts_key: Whether a row contains the key as a text, which it puts into the memo first. Otherwise it reads the
-            key from the memo.
+        puts_key: Whether a row contains the key as a text, which it puts into the memo first. Otherwise it reads
+            the key from the memo.
         reads: The memo slots that a row reads, except for the slot of the key.
         values: The values of these slots.
     """
@@ -137,14 +138,14 @@ class RowForm:
     values: tuple[Value, ...]
 
     def is_for(self, memo: Mapping[Any, Value]) -> bool:
-        """Return whether the slots ``reads`` of `memo` contain the same objects as for the first row."""
+        """Return whether the slots ``reads`` of `memo` contain the same objects as when the first row was read."""
         return all(map(is_, map(memo.get, self.reads), self.values))
 
     def arguments(self, reference: PersistentId, order: int | None) -> Tuple:
-        """Return the arguments of a call of this form that refers to `reference`.
+        """Return the arguments of a call of this form for the storage `reference`.
 
-        All nodes are new, except for atoms and globals. `order` is the order of the reference, from which the orders of
-        inner calls follow. If it is None, they have no order.
+        Tuples and calls are new nodes. `order` is the order of the reference; the orders of inner calls follow from
+        it. If it is None, inner calls have no order.
         """
 
         def copy(value: Value) -> Value:
@@ -161,7 +162,7 @@ class RowForm:
 class RowId(PersistentId):
     """The persistent id of a row.
 
-    ``form`` is None after the first access to ``id``, because the caller may change the tuple.
+    ``form`` is None after the first access to ``id``, because the caller may then change the tuple.
     """
 
     __slots__ = ("_id", "form", "key", "tag")
@@ -174,7 +175,7 @@ class RowId(PersistentId):
 
     @property
     def id(self) -> Value:
-        """The tuple. It is made at the first access."""
+        """The tuple of the persistent id. It is created at the first access."""
         form = self.form
         if form is not None:
             self.id = Tuple([form.word, form.cls, self.key, self.tag, form.numel])
@@ -189,7 +190,7 @@ class RowId(PersistentId):
 class RowCall(Call):
     """The outermost call of a row.
 
-    ``form`` is None after the first access to ``args``, because the caller may change them.
+    ``form`` is None after the first access to ``args``, because the caller may then change them.
     """
 
     __slots__ = ("_args", "_inside", "form", "reference")
@@ -205,7 +206,7 @@ class RowCall(Call):
 
     @property
     def args(self) -> Value:
-        """The tuple of arguments. It is made at the first access."""
+        """The tuple of arguments. It is created at the first access."""
         if self.form is not None:
             self._make(self.form)
         return self._args
@@ -224,7 +225,7 @@ class RowCall(Call):
 
     @property
     def row(self) -> RowForm | None:
-        """The form of this row, or None if somebody has accessed or changed the content of the row."""
+        """The form of this row, or None if its content was accessed or changed since it was read."""
         form = self.form
         is_unchanged = form is not None and self.callable is form.functions[0] and self.reference.form is form
         return form if is_unchanged and not self.effects else None
@@ -251,21 +252,21 @@ def _parts(value: Value) -> list[Value]:
 
 
 def _paths(value: Value, path: _Path = ()) -> Iterator[tuple[int, _Path]]:
-    """Yield the id and the path of each value in `value`, and of `value` itself at the end."""
+    """Yield the id and the path of each value inside `value`, and then of `value` itself."""
     for i, part in enumerate(_parts(value)):
         yield from _paths(part, (*path, i))
     yield id(value), path
 
 
 class _Memo(dict[Any, Value]):
-    """The memo of a machine that reads one row.
+    """The memo of a machine that reads a single row.
 
-    It looks for values in `outer` that it does not contain, and records the slots that are read there in ``reads``.
+    Slots that it does not contain are looked up in `outer`. The slots that were looked up are recorded in ``reads``.
 
     Args:
         outer: The memo of the machine that reads the complete pickle.
         start: The slot of the first value for which the pickle gives no slot.
-        key_slot: The slot that is read for the key of the storage, or None.
+        key_slot: The slot from which the row reads the key of the storage, or None.
         key: The value of `key_slot`.
     """
 
@@ -285,7 +286,7 @@ class _Memo(dict[Any, Value]):
 
 
 class RowMachine(PickleMachine):
-    """A machine that reads each row, and the items after it, in one step."""
+    """A machine that reads each row, and the items of a mapping after it, in one step."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, where: str, offset: int) -> None:
         super().__init__(read, size, where, offset)
@@ -319,10 +320,9 @@ class RowMachine(PickleMachine):
         return graph
 
     def _read_rows(self) -> None:
-        """Read the row that starts at the next opcode, if there is one, and the items after it whose values have known
-        forms.
+        """Read the row that starts at the next opcode, and the items after it. Do nothing if there is no row.
 
-        The functions of the row are on the stack.
+        Only items whose values have known forms are read. The functions of the row are on the stack.
         """
         spelling = _SHORT if self.protocol >= 4 else _LONG
         if spelling is _LONG and not self.used[_PUT_OPCODES[-1]]:
@@ -344,13 +344,16 @@ class RowMachine(PickleMachine):
         self._wait = self._pause
 
     def _room(self) -> int:
-        """Return the position in the window after the last byte that a row may use: the end of the frame or of the
-        window.
+        """Return the end of the bytes that a row may use: the end of the frame or of the window, as a position in
+        the window.
         """
         return len(self.window) if self.frame_end is None else min(len(self.window), self.frame_end - self.base)
 
     def _read_one(self, spelling: _Spelling) -> bool:
-        """Read a row. Return False, without executing anything, if no row can be read at once."""
+        """Read one row.
+
+        Return False, without executing anything, if the next opcodes are not a row that can be read at once.
+        """
         if self._patience < 0:
             return False
         self._patience -= 1
@@ -401,7 +404,7 @@ class RowMachine(PickleMachine):
     def _read_items(self, spelling: _Spelling, found: list[re.Match[bytes]]) -> bool:
         """Read the items that the pattern has `found`.
 
-        Return False, without executing anything, unless each is a key and a row of a known form.
+        Return False, without executing anything, unless each item is a key and a row of a known form.
         """
         lengths, texts, p0, gets, called, *columns = zip(*(match.groups(b"") for match in found), strict=True)
         _, key_lengths, digits, _, key_gets, tags, *_ = columns
@@ -437,7 +440,8 @@ class RowMachine(PickleMachine):
         return True
 
     def _new_slots(self, spelling: _Spelling, puts: bytes) -> range | None:
-        """Return the memo slots of `puts`, or None unless they are consecutive and empty.
+        """Return the memo slots of `puts`. Return None unless they are consecutive, empty and after the slots of
+        earlier rows.
 
         For puts without numbers (MEMOIZE), return None if the pickle also contains puts with numbers.
         """
@@ -455,7 +459,10 @@ class RowMachine(PickleMachine):
         return any(map(self.used.__getitem__, _PUT_OPCODES))
 
     def _called(self, called: set[bytes]) -> dict[bytes, _Functions]:
-        """Return the globals that each sequence of GETs in `called` reads, or nothing if a value is not a global."""
+        """Return the globals that each sequence of GETs in `called` reads.
+
+        The dict is empty if a value is not a global.
+        """
         functions: dict[bytes, _Functions] = {}
         for gets in called:
             globals_ = [self.memo.get(int.from_bytes(get[1:], "little")) for get in _EACH_GET.findall(gets)]
@@ -467,10 +474,10 @@ class RowMachine(PickleMachine):
     def _names(
         self, spelling: _Spelling, lengths: Sequence[bytes], texts: Sequence[bytes], gets: Sequence[bytes]
     ) -> list[str]:
-        """Return the keys of items.
+        """Return the keys of items. The list is shorter than `texts` if a key cannot be read.
 
-        The keys are `texts` of these `lengths`, or the values of the slots in `gets`. The list is shorter than `texts`
-        if a key is neither, or if only some items have a GET.
+        A key is a text of `texts` whose length in `lengths` is right, or the text in the memo slot of its GET in
+        `gets`. If only some items have a GET, the list is empty.
         """
         if all(gets):
             named = (self.memo.get(int.from_bytes(get[1:], "little")) for get in gets)
@@ -482,9 +489,10 @@ class RowMachine(PickleMachine):
         return []
 
     def _key(self, spelling: _Spelling, length: bytes, digits: bytes, get: bytes) -> str | None:
-        """Return the key of a storage, or None if it is not a key that a row can have.
+        """Return the key of a storage, or None if it is not the decimal number that a row can have.
 
-        The key is `digits` of this `length`, or the value of the slot in `get`, unless `get` is empty.
+        The key is `digits`, whose length must be `length`, or the value of the memo slot in `get` if `get` is not
+        empty.
         """
         if not get:
             return digits.decode() if length == spelling.lengths[len(digits)] else None
@@ -495,7 +503,7 @@ class RowMachine(PickleMachine):
     def _keys(
         self, spelling: _Spelling, lengths: Sequence[bytes], digits: Sequence[bytes], gets: Sequence[bytes]
     ) -> list[str]:
-        """Return the keys of many rows. The list is shorter than `digits` if :meth:`_key` would return None for one."""
+        """Return the keys of the storages of many rows. The list is shorter than `digits` if a key is not valid."""
         if any(gets):
             keys = map(self._key, repeat(spelling), lengths, digits, gets)
             return [key for key in keys if key is not None]
@@ -510,7 +518,7 @@ class RowMachine(PickleMachine):
         tags: Sequence[bytes],
         starts: Sequence[int],
     ) -> list[RowCall]:
-        """Make the calls of rows, one for each element of the sequences, and record them.
+        """Create the calls of rows, one for each element of the sequences, and record them.
 
         `starts` are the first memo slots of the rows.
         """
@@ -539,10 +547,11 @@ class RowMachine(PickleMachine):
         slots: range,
         key_read: tuple[bytes, str],
     ) -> RowForm | None:
-        """Return the form of `row`, or None if it is another call or the machine would refuse it.
+        """Return the form of `row`, or None if it is not a row or the machine refuses it.
 
-        `functions` are on the stack, and the row calls them. `tag` contains the opcodes of the tag. `key_read` is the
-        GET of the storage's key, which is empty if the row contains the key as a text, and the key.
+        `functions` are on the stack, and the row calls them. `tag` contains the opcodes of the location tag, and
+        `slots` the memo slots of the row. `key_read` is the GET of the storage's key (empty if the row contains the
+        key), and the key.
         """
         is_own = tag.startswith(spelling.text)
         if is_own and tag[1 : spelling.at] != spelling.lengths[len(tag) - spelling.at]:
@@ -591,7 +600,9 @@ class RowMachine(PickleMachine):
         )
 
     def _in_row(self, slot: int) -> Value:
-        """Return the value that a row has put into the memo slot `slot`, or None if no row has."""
+        """Return the value that a row has put into the memo slot `slot`, or None if the slot does not belong to a
+        row.
+        """
         i = bisect_right(self._starts, slot) - 1
         if i < 0 or slot - self._starts[i] >= len((form := self._forms_read[i]).parts):
             return None
@@ -600,7 +611,7 @@ class RowMachine(PickleMachine):
         return self._rows[i].part(form.parts[slot - self._starts[i]])
 
     def _stop(self) -> None:
-        """Put into the memo what rows should have put there, and read no more rows."""
+        """Put the values of all rows into the memo, and read no more rows."""
         memo = self.memo
         for first, row, form in zip(self._starts, self._rows, self._forms_read, strict=True):
             for i, part in enumerate(form.parts):
@@ -609,7 +620,7 @@ class RowMachine(PickleMachine):
 
 
 def _slots_of(puts: bytes) -> tuple[int, ...]:
-    """Return the memo slots of `puts`, which are any number of puts."""
+    """Return the memo slots in `puts`, which are LONG_BINPUT opcodes of five bytes."""
     n = len(puts) // 5
     if n < len(_PUTS):
         return _PUTS[n](puts)

@@ -1,11 +1,11 @@
-"""Would ``torch.load(path, map_location="cpu", weights_only=True)`` load the file? The answer is yes, no, or not known.
+"""Predict whether ``torch.load(path, map_location="cpu", weights_only=True)`` loads a file: yes, no, or not known.
 
-:mod:`ckptconv.checkpoint.weights_only` runs the pickle. This module models what torch does with the file around it.
-Source: ``torch/serialization.py`` of torch 2.6 to 2.15, and the answers of its C++ code in
+:mod:`ckptconv.checkpoint.weights_only` models the pickle. This module models torch's checks of the file around it.
+Source: ``torch/serialization.py`` of torch 2.6 to 2.15, and tests of its C++ code in
 ``caffe2/serialize/inline_container.cc``.
 
-The answer assumes that the reader has found no fault in the file, that the process has imported only torch, and that it
-has enough memory for the content of the file.
+The answer is valid if the reader has found no fault in the file, if the process has imported only torch, and if it has
+enough memory for the file.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _RECORDS = ("version", _OTHER_VERSION, _ALIGNMENT, _SERIALIZATION_ID, ".format_v
 
 @dataclass(frozen=True)
 class Loading:
-    """The answer, and the reasons for any answer but ``loads``, refusals first.
+    """The prediction for one version of torch.
 
     Attributes:
         answer: ``loads``, ``refused`` or ``not known``.
-        reasons: The reasons. Empty if the answer is ``loads``.
+        reasons: The reasons, refusals first. Empty if the answer is ``loads``.
         torch: The version of torch, such as ``2.13``.
-        varies: Whether other known versions may have another answer.
+        varies: Whether the answer may be different for other known versions.
     """
 
     answer: Answer
@@ -66,21 +66,20 @@ class Loading:
 
     @property
     def loads(self) -> bool:
-        """Whether it is proved that torch loads the file."""
+        """Whether the answer is ``loads``."""
         return self.answer == "loads"
 
 
 def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True, torch: Version | None = None) -> Loading:
-    """Return whether torch's safe loader would load a file.
+    """Return whether torch's safe loader would load the file of `checkpoint`.
 
     Args:
         checkpoint: The unedited checkpoint, whose source must be open.
-        is_sound: Whether the reader has found no fault in it.
-        torch: The version of torch. None means the installed one, or the newest known one if none is installed.
+        is_sound: Whether the reader has found no fault in the file. If it has, the answer is ``not known``.
+        torch: The version of torch. None is the installed version, or the newest known version if none is installed.
 
     Returns:
-        The answer about :data:`CALL` on a machine without accelerators. It is ``not known`` for a version that is not
-        known.
+        The answer for :data:`CALL` on a machine without accelerators. It is ``not known`` for an unknown version.
     """
     torch = torch or asked_version(None)
     if not is_sound:
@@ -97,7 +96,7 @@ def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True, torch: Versi
 
 
 def answers_of(checkpoint: Checkpoint, loading: Loading) -> dict[str, Answer]:
-    """Return the answers of all known versions of torch. `loading` is that of one version."""
+    """Return the answers of all known versions of torch. `loading` is the answer of one version."""
     every = {word_of(version): version for version in KNOWN}
     if not loading.varies and loading.torch in every:
         return dict.fromkeys(every, loading.answer)
@@ -105,7 +104,7 @@ def answers_of(checkpoint: Checkpoint, loading: Loading) -> dict[str, Answer]:
 
 
 def _reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[Reason]:
-    """Yield the reasons for a file, or for each file of a set of shards. `blobs` contains its long texts."""
+    """Yield the reasons against loading a file, or each shard of a set. `blobs` is the source of long texts."""
     container = checkpoint.container
     if isinstance(container, ShardedContainer):
         for shard in container.shards:
@@ -142,7 +141,7 @@ def _reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[
 
 
 def _zip_reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[Reason]:
-    """Yield the reasons for a zip file of torch."""
+    """Yield the reasons against loading a zip file of torch."""
     archive = checkpoint.container
     assert isinstance(archive, Archive)
     yield from _record_reasons(checkpoint, archive, rules)
@@ -152,7 +151,7 @@ def _zip_reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Itera
 
 
 def _record_reasons(checkpoint: Checkpoint, archive: Archive, rules: Rules) -> Iterator[Reason]:
-    """Yield reasons from the records next to the pickle and the storages, which torch's reader of archives checks."""
+    """Yield reasons from the records that torch's reader of archives checks, apart from the pickle and the storages."""
     names = archive.names()
     root = archive.root.encode()
     if len(root) >= _LONGEST_NAME:
@@ -180,7 +179,7 @@ def _record_reasons(checkpoint: Checkpoint, archive: Archive, rules: Rules) -> I
 
 
 def _name_reasons(name: bytes, root: bytes) -> Iterator[Reason]:
-    """Yield reasons for a record `name` that is longer than torch keeps. `root` is the name of the archive's folder."""
+    """Yield reasons for a record whose name is longer than torch keeps. `root` is the name of the archive's folder."""
     kept = name[:_LONGEST_NAME]
     if kept == name:
         return
@@ -193,9 +192,7 @@ def _name_reasons(name: bytes, root: bytes) -> Iterator[Reason]:
 
 
 def _version_reasons(note: bytes | None) -> Iterator[Reason]:
-    """Yield reasons for `note`, the content of the record with the archive's version, or None if there is no such
-    record.
-    """
+    """Yield a reason if `note`, the content of the record with the archive's version, is missing or not accepted."""
     number = _NUMBER.match(note) if note is not None else None
     if note is None:  # the record is damaged, or its case differs as only Unicode defines it
         yield Reason("refused", "there is no record that says the archive's version")
@@ -216,9 +213,9 @@ def _short_record(checkpoint: Checkpoint, member: Member) -> bytes:
 
 
 def _deflate_reasons(checkpoint: Checkpoint) -> Iterator[Reason]:
-    """Yield reasons if a deflated storage is damaged, or if the deflated storages are too long to test.
+    """Yield a reason if a deflated storage is damaged, or if the deflated storages are too long for a test.
 
-    torch inflates them when it loads them.
+    torch inflates them when it loads the file.
     """
     deflated = [each.data for each in checkpoint.storages.values() if isinstance(each.data, Inflate)]
     if sum(each.length for each in deflated) > LIMITS.inflated_to_prove:
@@ -236,7 +233,7 @@ def _deflate_reasons(checkpoint: Checkpoint) -> Iterator[Reason]:
 
 
 def _legacy_reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> Iterator[Reason]:
-    """Yield the reasons for a file in torch's format before 1.6."""
+    """Yield the reasons against loading a file in torch's format before 1.6."""
     container = checkpoint.container
     assert isinstance(container, LegacyFile)
     if is_tar(checkpoint.source):
@@ -253,9 +250,9 @@ def _legacy_reasons(checkpoint: Checkpoint, blobs: Readable, rules: Rules) -> It
 
 
 def _safetensors_reasons(checkpoint: Checkpoint, rules: Rules) -> Iterator[Reason]:
-    """Yield the reasons for a safetensors file.
+    """Yield the reasons against loading a safetensors file.
 
-    torch.load passes a file with that suffix to the safetensors package, which is modelled as of version 0.8.
+    torch.load passes a file with this suffix to the safetensors package. Version 0.8 of the package is modelled.
     """
     if not rules.since(2, 13):
         yield Reason("refused", NO_SAFETENSORS)

@@ -1,4 +1,4 @@
-"""An object as a pickle makes it: its class, its arguments, and the changes after that."""
+"""An object as a pickle creates it: its class, its arguments, and the later changes."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ _RECONSTRUCTOR = "copyreg._reconstructor"
 
 
 class NotPlain(Exception):
-    """An object of a class in the table has no exact plain form. The text is the reason."""
+    """Raised if an object of a class in the table cannot be converted exactly. The text is the reason."""
 
 
 @dataclass(frozen=True)
 class Pickled:
-    """An object as its pickle makes it.
+    """An object as a pickle creates it.
 
     Attributes:
-        call: The call that makes it.
-        cls: The function that is called, or the class of which an instance is made: ``module.name``, by Python 3's
-            names.
+        call: The call that creates it.
+        cls: The class, or the function that is called, as ``module.name`` in Python 3.
         args: The arguments.
-        is_new: Whether it is made by ``cls.__new__`` and not by a call of ``cls``.
+        is_new: Whether it is created by ``cls.__new__`` and not by a call of ``cls``.
         items: The keys and values, in turn, that are set on it.
         elements: The values that are appended to it.
-        states: The states that it gets, in order.
+        states: The states that are set on it, in order.
     """
 
     call: Call
@@ -53,7 +52,10 @@ class Pickled:
     states: list[Value]
 
     def attributes(self) -> dict[str, Value]:
-        """Return the attributes that its states contain. Raise NotPlain if a state is not a dict with text keys."""
+        """Return the attributes in all states. Raise NotPlain if a state is not a dict with string keys.
+
+        A state of an object with slots is a pair of such dicts.
+        """
         found: dict[str, Value] = {}
         for state in self.states:
             of_slots = isinstance(state, Tuple) and len(state.items) == 2
@@ -71,7 +73,10 @@ class Pickled:
 
 
 def pickled(call: Call) -> Pickled | None:
-    """Return the object that `call` makes, or None if it does not call a global with a tuple of arguments."""
+    """Return the object that `call` creates.
+
+    Return None if the callable is not a global, the arguments are not a tuple, or there are keyword arguments.
+    """
     if not isinstance(call.callable, Global) or not isinstance(call.args, Tuple) or call.kind == "NEWOBJ_EX":
         return None
     name, args, is_new = imported_name(call.callable, 2), args_of(call), call.kind != "REDUCE"
@@ -95,7 +100,7 @@ def list_of(elements: list[Value]) -> List:
 
 
 def texts_of(values: list[Value]) -> list[str]:
-    """Return `values` as strings. Raise NotPlain if one is not a text."""
+    """Return `values` as strings. Raise NotPlain if a value is not a text."""
     texts = [text for value in values if (text := text_of(value)) is not None]
     if len(texts) != len(values):
         raise NotPlain("it is made of what is no text")
@@ -103,14 +108,14 @@ def texts_of(values: list[Value]) -> list[str]:
 
 
 def count_of(value: Value, most: int = LIMITS.elements) -> int:
-    """Return `value`. Raise NotPlain if it is not an integer from 0 to below `most`."""
+    """Return `value`. Raise NotPlain if it is not an integer of at least 0 and less than `most`."""
     if type(value) is not int or not 0 <= value < most:
         raise NotPlain("a size in it is no number of elements")
     return value
 
 
 def data_of(value: Value, blobs: Readable) -> ByteRange:
-    """Return the range with the bytes of the bytes object `value`. Raise NotPlain if it is not one.
+    """Return the range with the bytes of the bytes object `value`. Raise NotPlain if it is not a bytes object.
 
     `blobs` is the source of long byte strings.
     """

@@ -1,7 +1,7 @@
-"""The classes whose objects are only data, and what each becomes: why nothing is lost or run, and how code reads it.
+"""The classes whose objects contain only data: the plain data for each, why nothing is lost, and how code reads it.
 
-Objects of other classes are not made plain. Members of an Enum and states of dataclasses look like any other object in
-a pickle. ``docs/loadable.md`` contains the same table, and a test compares the two.
+Objects of other classes are not converted. Members of an Enum and states of dataclasses cannot be told from other
+objects in a pickle. ``docs/loadable.md`` contains the same table; a test compares them.
 
 Source: ``__reduce__`` and ``_getstate`` of ``pathlib`` and ``datetime`` (``Lib/_pydatetime.py``) of CPython.
 """
@@ -30,14 +30,14 @@ _UTC = ("pytz._UTC", "dateutil.tz.tz.tzutc")
 
 
 def _namespace(made: Pickled) -> Dict:
-    """Return a dict of the attributes."""
+    """Return a dict of the attributes of an object that has nothing else."""
     if made.args or made.items or made.elements:
         raise NotPlain("it has more than attributes")
     return set_items(Dict(), [value for item in made.attributes().items() for value in item])
 
 
 def _mapping(made: Pickled) -> Dict:
-    """Return a dict of the items of a mapping without other data in its attributes."""
+    """Return a dict of the items of a mapping. Raise NotPlain if its attributes contain other data."""
     items = made.items
     args = made.args[1:] if made.cls == _WITH_FACTORY else made.args
     if args and not made.is_new:  # dict.__new__ ignores its arguments
@@ -55,14 +55,14 @@ def _mapping(made: Pickled) -> Dict:
 
 
 def _is_same(a: Value, b: Value) -> bool:
-    """Return whether `a` and `b` are one node, or equal atoms."""
+    """Return whether `a` and `b` are the same node, or atoms of equal type and value."""
     return a is b or (type(a) is type(b) and not isinstance(a, Node) and a == b)
 
 
 def _config(attribute: str, made: Pickled) -> Value:
-    """Return the content of a container or node of OmegaConf, which is in `attribute`.
+    """Return the content of a container or node of OmegaConf, which is its attribute `attribute`.
 
-    It is a text if it is missing or an interpolation.
+    The content is a text if the value is missing or an interpolation.
     """
     attributes = made.attributes()
     if made.args or made.items or made.elements or attribute not in attributes:
@@ -71,7 +71,7 @@ def _config(attribute: str, made: Pickled) -> Value:
 
 
 def _queue(made: Pickled) -> List:
-    """Return a list of the elements of a deque."""
+    """Return a list of the elements of a deque. The maximum length is dropped."""
     first = made.args[0] if made.args else None
     members = members_of(first) if first is not None else []
     if members is None or len(made.args) > 2 or made.items or made.attributes():
@@ -80,7 +80,7 @@ def _queue(made: Pickled) -> List:
 
 
 def _random_state(made: Pickled) -> Dict:
-    """Return the state of a RandomState, which contains the state of its generator."""
+    """Return the state dict of a RandomState, which includes the state of its bit generator."""
     state = made.states[0] if len(made.states) == 1 else None
     if not isinstance(state, Dict) or made.items or made.elements:
         raise NotPlain("its state is not said as numpy says one")
@@ -104,7 +104,7 @@ def _frozen_set(made: Pickled) -> Set:
 
 
 def _bytes(made: Pickled) -> bytes:
-    """Return the bytes object that the call makes."""
+    """Return the empty bytes object that the call of Python 2's protocol creates."""
     data = bytes_of(made.call)
     if data is None:
         raise NotPlain("it is not said as Python 2's protocol says no bytes")
@@ -112,10 +112,10 @@ def _bytes(made: Pickled) -> bytes:
 
 
 def described(made: Pickled) -> Dict:
-    """Return a dict with the class and the attributes of any object.
+    """Return a dict with the class and the attributes of an object of any class.
 
-    Arguments, items, elements, and a state that is not a dict, are the values of keys like ``__args__``. Raise NotPlain
-    if an attribute has the name of such a key.
+    Arguments, items, elements, and a state that is not a dict, are values of keys such as ``__args__``. Raises
+    NotPlain if an attribute has the name of such a key.
     """
     items: list[Value] = ["__class__", made.cls]
     if made.args:
@@ -138,21 +138,21 @@ def described(made: Pickled) -> Dict:
 
 
 def _path(made: Pickled) -> str:
-    """Return the text of a path, which is made of its parts."""
+    """Return the text of a path, from its components."""
     parts = texts_of(made.args)
     _check_bare(made)
     return str(PureWindowsPath(*parts) if "Windows" in made.cls else PurePosixPath(*parts))
 
 
 def _version(made: Pickled) -> str:
-    """Return the text of a version."""
+    """Return the text of a TorchVersion."""
     if len(made.args) != 1 or made.attributes():
         raise NotPlain("it is more than a text")
     return texts_of(made.args)[0]
 
 
 def _iso(made: Pickled, make: Callable[[Pickled], datetime.date | datetime.time | datetime.datetime]) -> str:
-    """Return the ISO text of what `make` returns for an object."""
+    """Return the ISO text of the date or time that `make` returns. Raise NotPlain if there is none."""
     try:
         return make(made).isoformat()
     except (ValueError, OverflowError):  # also for the second time within one hour (fold)
@@ -184,7 +184,10 @@ def _duration(made: Pickled) -> str:
 
 
 def _span(made: Pickled) -> datetime.timedelta:
-    """Return the span of time that an object is."""
+    """Return a ``datetime.timedelta``.
+
+    Raise NotPlain if the arguments are not days, seconds and microseconds in its range.
+    """
     _check_bare(made)
     parts = made.args
     if len(parts) != 3 or not all(type(part) is int and abs(part) < 1 << 50 for part in parts):
@@ -196,7 +199,7 @@ def _span(made: Pickled) -> datetime.timedelta:
 
 
 def _state(made: Pickled, length: int) -> bytes:
-    """Return the bytes of a date or time, which must be `length` bytes."""
+    """Return the bytes of a date or time. Raise NotPlain unless there are `length` bytes."""
     _check_bare(made)
     data = bytes_of(made.args[0]) if made.args else None
     if data is None or len(data) != length or len(made.args) > 2:
@@ -205,7 +208,10 @@ def _state(made: Pickled, length: int) -> bytes:
 
 
 def _zone(made: Pickled) -> datetime.tzinfo | None:
-    """Return the time zone, which must be an offset from UTC without a name, or None."""
+    """Return the time zone of a time, or None if it has none.
+
+    Raise NotPlain unless it is an offset from UTC without a name.
+    """
     if len(made.args) < 2 or made.args[1] is None:
         return None
     zone = pickled(made.args[1]) if isinstance(made.args[1], Call) else None
@@ -223,7 +229,7 @@ def _zone(made: Pickled) -> datetime.tzinfo | None:
 
 
 def _check_bare(made: Pickled) -> None:
-    """Raise NotPlain if anything happens to the object after it is made."""
+    """Raise NotPlain if the pickle changes the object after its creation."""
     if made.states or made.items or made.elements:
         raise NotPlain("something is done to it after it is made")
 
@@ -233,18 +239,18 @@ def _check_bare(made: Pickled) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """Classes whose objects become plain in one way.
+    """Classes whose objects are converted to plain data in the same way.
 
     Attributes:
-        title: Their name in the report and the docs.
-        classes: The classes, by Python 3's modules, or the functions that pickles call to make an object.
-        make: Return the plain value of an object, or raise :class:`~ckptconv.edits.loadable.pickled.NotPlain`. None for
-            arrays, which are added to the checkpoint, and for rows without classes.
-        plain: The kind of the plain value.
+        title: The name of the classes in the report and the docs.
+        classes: The classes, or the functions that pickles call to create an object, with Python 3's modules.
+        make: A function that returns the plain data, or raises :class:`~ckptconv.edits.loadable.pickled.NotPlain`.
+            None for arrays, which become tensors of the checkpoint, and for rows without classes.
+        plain: The kind of the plain data.
         why: The reason why nothing is lost or run.
-        reads: How code reads the plain value. ``{x}`` stands for its name, ``{key}`` for a key in it.
-        reads_list: The same for a plain value that is a list.
-        is_listed: Return whether a report lists an object with this plain value.
+        reads: Code that reads the plain data. ``{x}`` is replaced by its name, and ``{key}`` by a key in it.
+        reads_list: The same code if the plain data is a list, or an empty string.
+        is_listed: A function that returns whether the report lists an object with this plain data.
     """
 
     title: str
