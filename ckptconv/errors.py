@@ -72,8 +72,7 @@ def _without_secrets(scheme: str, rest: str) -> tuple[str, bool]:
     """Remove the secrets of a URL from `rest`, the text after its `scheme`.
 
     Return the new text, and whether `rest` ends inside the query of the URL. Then the next scheme may be a value of
-    that
-    query.
+    that query.
     """
     import re
 
@@ -278,8 +277,8 @@ class NoMatchError(RefusedError):
 
     Attributes:
         unmatched: The name of a field of :class:`~ckptconv.edits.options.Edits`, and the item in it that matches
-            nothing.
-            None if the request makes no sense without the item. In a batch, the item may match something in another
+            nothing. None if the request makes no sense without the item. In a batch, the item may match something in
+            another
                 file.
     """
 

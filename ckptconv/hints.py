@@ -87,9 +87,7 @@ class Command:
     arguments: tuple[str | os.PathLike[str] | Option, ...]
 
     def words(self) -> list[tuple[str, ...]]:
-        """Return the command as it is typed in a shell: a flag together with its value, and each other word by
-        itself.
-        """
+        """Return the command as it is typed in a shell: a flag together with its value, each other word by itself."""
         words: list[tuple[str, ...]] = [("ckptconv",), (self.name.removesuffix("_many"),)]
         for argument in self.arguments:
             words += argument.words() if isinstance(argument, Option) else [(_no_option(argument),)]
@@ -112,8 +110,8 @@ class Message(str):
 
     ``+`` adds a part. An f-string or ``join`` returns a plain text without the parts. Tests forbid both outside of
     :mod:`ckptconv.cli` and :mod:`ckptconv.render`. A message in the words of Python is pickled as a plain text. A
-    message in
-    the words of a shell is pickled with its parts, so that another process can print it in the words of Python.
+    message in the words of a shell is pickled with its parts, so that another process can print it in the words of
+    Python.
     """
 
     parts: tuple[str | Option | Command, ...]

@@ -1,9 +1,8 @@
 """The budget of work: count the steps that a command spends on the contents of files, and stop if there are too many.
 
 Code that visits nodes, lists paths or pairs values charges its steps while it works. Each pickle and header that is
-read
-adds to the budget, in proportion to its size. So the time and the memory of a command are bounded by the size of its
-input, whatever the input contains. No clock is read: the same files are refused on every machine.
+read adds to the budget, in proportion to its size. So the time and the memory of a command are bounded by the size of
+its input, whatever the input contains. No clock is read: the same files are refused on every machine.
 """
 
 from __future__ import annotations

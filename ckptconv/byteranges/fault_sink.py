@@ -2,8 +2,7 @@
 
 Most commands raise the first fault. ``verify`` collects all of them. A reader passes a fault to :meth:`FaultSink.found`
 of its source. If this call returns, the reader goes on without the member, the tensor or the shard. If the reader
-cannot
-go on, it raises the fault, and a caller that collects faults adds it.
+cannot go on, it raises the fault, and a caller that collects faults adds it.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class FaultSink:
     """A sink that raises each fault, and the base class of all sinks.
 
     A context manager: an InputError that is raised in the block is passed to :meth:`found`. If that returns, the code
-    after
-    the block runs.
+    after the block runs.
     """
 
     def __enter__(self) -> FaultSink:

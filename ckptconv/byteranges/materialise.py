@@ -1,4 +1,4 @@
-"""Produce the bytes of any piece, a buffer at a time: copied, inflated, gathered, assembled, scaled or cast."""
+"""Produce the bytes of any piece, one buffer at a time: copied, inflated, gathered, assembled, scaled or cast."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 class Pieces:
-    """A reader of pieces, each of which can be read any number of times.
+    """A reader of pieces. Each piece can be read any number of times.
 
-    A context manager: leaving it removes the files that hold inflated bytes.
+    A context manager: leaving it removes the temporary files with inflated bytes.
 
     Attributes:
         spooled_bytes: How many bytes these files will need.
-        overflowed: By the ``paths`` of a :class:`~ckptconv.byteranges.spans.Cast`, how many of the numbers that its
-            tensors show were too large for the new dtype.
+        overflowed: The number of elements that were too large for their new dtype, by the ``paths`` of the
+            :class:`~ckptconv.byteranges.spans.Cast`. Only elements that tensors use are counted.
     """
 
     def __init__(self, pieces: Iterable[Piece], folder: Path | None = None) -> None:
-        """Prepare to read `pieces`: begin to import torch if one of them needs it.
+        """Prepare to read `pieces`. If one of them needs torch, its import begins in a thread.
 
-        Deflated bytes that are read at any offset are inflated into files without a name in `folder`, or, if that is
-        None, in the system's folder for temporary files.
+        Deflated pieces that are read at arbitrary offsets are inflated into files without a name in `folder`, or in the
+        system's folder for temporary files if `folder` is None.
         """
         pieces = list(pieces)
         self._folder = folder
@@ -53,7 +53,10 @@ class Pieces:
         self._files.close()
 
     def chunks(self, piece: Piece) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of `piece` in buffers, each valid until the next is asked for. Raises what reading raises."""
+        """Yield the bytes of `piece` in buffers. A buffer is valid until the next is requested.
+
+        Raises the errors of reading.
+        """
         if piece.is_computed:
             self._await_import()
         piece = self.located(piece)
@@ -77,7 +80,9 @@ class Pieces:
             yield from reading.read(piece)
 
     def read_into(self, piece: Piece, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `offset` of a piece that is a literal, made of ranges, or a scaled weight."""
+        """Fill `buffer` with the bytes at `offset` of `piece`, which is a literal, consists of ranges, or is a scaled
+        weight.
+        """
         if not isinstance(piece, Scaled):
             reading.read_into(piece, offset, buffer)
             return
@@ -87,32 +92,35 @@ class Pieces:
         read_scaled(piece, offset, buffer)
 
     def located(self, piece: Piece) -> Piece:
-        """Return `piece`, or for a slice of deflated bytes the range of the inflated file that contains it."""
+        """Return `piece`.
+
+        For a slice of deflated bytes, return the range of a temporary file that contains the slice.
+        """
         if not isinstance(piece, InflateSlice):
             return piece
         return self._seekable(piece.of).slice(piece.offset, piece.length)
 
     def buffer_for(self, piece: Cast, nbytes: int) -> CastBuffer:
-        """Return a buffer that casts at most `nbytes` bytes of what `piece` is made of at once."""
+        """Return a buffer that casts up to `nbytes` source bytes of `piece` in one step."""
         self._await_import()
         from ckptconv.byteranges.kernels.casting import CastBuffer
 
         return CastBuffer(piece, nbytes)
 
     def _await_import(self) -> None:
-        """Wait until the modules that need torch are imported. Raises what the import raises."""
+        """Wait until the modules that need torch are imported. Raises the exception of the import."""
         self._importing = self._importing or _begin_import()
         self._importing.result()
 
     def count_overflow(self, piece: Cast, count: int) -> None:
-        """Add `count` numbers of `piece` to those that were too large."""
+        """Add `count` to the overflows of `piece`."""
         if count:
             self.overflowed[piece.paths] = self.overflowed.get(piece.paths, 0) + count
 
     def _cast(self, piece: Cast) -> Iterator[memoryview]:
-        """Yield the bytes of `piece` in buffers of whole elements.
+        """Yield the bytes of the cast `piece` in buffers of complete elements.
 
-        Raises MalformedError if the range that it is made of has a wrong checksum.
+        Raises MalformedError if its source range has a wrong checksum.
         """
         buffer = self.buffer_for(piece, min(reading.BUFFER, piece.of.length))
         at = 0
@@ -124,7 +132,10 @@ class Pieces:
             yield result
 
     def _seekable(self, data: ByteRange | Inflate) -> ByteRange:
-        """Return `data`, or for deflated data a range of a file into which it is inflated once. Raises OutputError."""
+        """Return `data` as a range. Deflated data is inflated into a temporary file by the first call.
+
+        Raises OutputError.
+        """
         if isinstance(data, ByteRange):
             return data
         if id(data) not in self._inflated:
@@ -143,7 +154,7 @@ class Pieces:
         return self._inflated[id(data)]
 
     def check_space(self) -> None:
-        """Raise OutputError if there is less free space than the files with inflated bytes need."""
+        """Raise OutputError if there is less free space than the temporary files need."""
         if self.spooled_bytes:
             try:
                 free = calls.free_space(self._spool_folder())
@@ -169,7 +180,7 @@ class Pieces:
 
 
 class _Spool(Readable):
-    """The open file `fd`, which holds the inflated bytes of `data`."""
+    """The open temporary file `fd`, which contains the inflated bytes of `data`."""
 
     def __init__(self, fd: int, data: Inflate) -> None:
         self.path, self.fd, self.size = data.of.source.path, fd, data.length
@@ -185,7 +196,10 @@ def _checked(span: ByteRange) -> Iterator[bytes]:
 
 
 def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator[int]:
-    """Copy `chunks` into `room`, and yield the number of bytes in it each time it is full, and at the end."""
+    """Copy `chunks` into the buffer `room` again and again.
+
+    Yield the number of bytes in it when it is full, and at the end.
+    """
     filled = 0
     for chunk in chunks:
         left = memoryview(chunk)
@@ -201,9 +215,10 @@ def fillings(chunks: Iterable[bytes | memoryview], room: memoryview) -> Iterator
 
 
 def _begin_import() -> Task[None]:
-    """Begin to import the modules that need torch, in a thread: it takes as long as to copy some gigabytes.
+    """Start to import the modules that need torch, in a thread, and return the task.
 
-    Python gives Ctrl-C to the main thread, so Ctrl-C does not interrupt the import.
+    The import takes as long as copying some gigabytes. Python raises KeyboardInterrupt in the main thread, so Ctrl-C
+    does not interrupt the import.
     """
     task = Task(_import_kernels)
     try:
@@ -214,6 +229,9 @@ def _begin_import() -> Task[None]:
 
 
 def _import_kernels() -> None:
-    """Import the modules that need torch. Ctrl-C waits for the end, because it breaks the import of torch."""
+    """Import the modules that need torch.
+
+    Ctrl-C is delayed until the end, because it would break the import of torch.
+    """
     with calls.interrupts_blocked():
         from ckptconv.byteranges.kernels import casting, gathering, scaling  # noqa: F401

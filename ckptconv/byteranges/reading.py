@@ -1,4 +1,4 @@
-"""Read pieces a buffer at a time, inflate what is deflated, decode texts that contain bytes, compare two streams."""
+"""Read pieces in buffers, inflate deflated bytes, decode texts that contain bytes, compare two streams."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from ckptconv.byteranges.spans import ByteRange, ByteSource, Inflate, Literal, P
 from ckptconv.errors import MalformedError
 from ckptconv.light_dataclass import dataclass
 
-BUFFER = 4 << 20  # bytes held at once
+BUFFER = 4 << 20  # bytes in memory at the same time
 _STEP = 1 << 20  # bytes of a text that are decoded at once
 
 
 def announce(pieces: Iterable[Piece], *, keep: Path | None = None) -> int:
-    """Tell the remote sources of `pieces` which ranges will be read, in this order.
+    """Announce to the remote sources of `pieces` which ranges will be read, in this order.
 
-    If the ranges are read more than once, `keep` is the folder to keep them in. Return how many bytes that are.
+    `keep` is the folder in which the ranges are kept if they are read more than once. Return the number of bytes that
+    will be kept, 0 without `keep`.
     """
     remote: dict[int, tuple[Readable, list[tuple[int, int]]]] = {}
     for span in (span for piece in pieces for span in piece.read_from()):
@@ -33,7 +34,7 @@ def announce(pieces: Iterable[Piece], *, keep: Path | None = None) -> int:
 
 
 def located(span: ByteRange) -> tuple[ByteSource, int]:
-    """Return the source that contains the bytes of `span` and is not a slice of another, and their offset in it."""
+    """Return the source that contains the bytes of `span`, and the offset in it. Slices of sources are resolved."""
     source: ByteSource = span.source
     offset = span.offset
     while isinstance(source, SliceSource):
@@ -43,11 +44,12 @@ def located(span: ByteRange) -> tuple[ByteSource, int]:
 
 
 def read(piece: Piece) -> Iterator[bytes]:
-    """Yield the bytes of a piece that is a literal, deflated, or made of ranges.
+    """Yield the bytes of a piece that is a literal, is deflated, or consists of ranges. Yield nothing for other pieces.
 
     Raises:
         InputChangedError: A file became shorter.
-        MalformedError: Deflated bytes do not have the length or the checksum that the archive declares.
+        UnreadableError: The system could not read a file.
+        MalformedError: The inflated bytes do not have the length or the checksum that the archive declares.
     """
     if isinstance(piece, Literal):
         yield piece.data
@@ -59,7 +61,7 @@ def read(piece: Piece) -> Iterator[bytes]:
 
 
 def read_into(piece: Piece, offset: int, buffer: memoryview) -> None:
-    """Fill `buffer` with the bytes at `offset` of a piece that is a literal or made of ranges."""
+    """Fill `buffer` with the bytes at `offset` of `piece`, which is a literal or consists of ranges."""
     if isinstance(piece, Literal):
         buffer[:] = piece.data[offset : offset + len(buffer)]
     for part in piece.ranges():
@@ -71,7 +73,7 @@ def read_into(piece: Piece, offset: int, buffer: memoryview) -> None:
 
 
 def crc32_of(piece: ByteRange | Literal, start: int = 0) -> int:
-    """Return the CRC-32 of the bytes of `piece`, which follow bytes whose CRC-32 is `start`."""
+    """Return the CRC-32 of the bytes of `piece`, continued from the CRC-32 `start` of preceding bytes."""
     for chunk in read(piece):
         start = checksum(chunk, start)
     return start
@@ -80,7 +82,7 @@ def crc32_of(piece: ByteRange | Literal, start: int = 0) -> int:
 def inflated(piece: Inflate) -> Iterator[bytes]:
     """Yield the inflated bytes of `piece`.
 
-    Raises MalformedError if they do not have the length or the checksum that the archive declares.
+    Raises MalformedError if the stream is damaged, or has another length or checksum than the archive declares.
     """
     inflater = zlib.decompressobj(-15)
     length = crc32 = 0
@@ -89,7 +91,7 @@ def inflated(piece: Inflate) -> Iterator[bytes]:
         "a compressed record has another size than declared", where=where, expected=piece.length
     )
     for chunk in read(piece.of):
-        while True:  # bytes can wait in the inflater after it has taken the whole chunk
+        while True:  # the inflater can still contain output after it has consumed the chunk
             try:
                 data = inflater.decompress(chunk, BUFFER)
             except zlib.error as error:
@@ -109,7 +111,7 @@ def inflated(piece: Inflate) -> Iterator[bytes]:
 
 
 def same_streams(a: Iterator[bytes | memoryview], b: Iterator[bytes | memoryview]) -> bool:
-    """Return whether `a` and `b` yield the same bytes, however these are divided into buffers."""
+    """Return whether `a` and `b` yield the same bytes. The sizes of their buffers may differ."""
     left = right = memoryview(b"")
     while True:
         left, right = left or _next(a), right or _next(b)
@@ -122,18 +124,18 @@ def same_streams(a: Iterator[bytes | memoryview], b: Iterator[bytes | memoryview
 
 
 def _next(stream: Iterator[bytes | memoryview]) -> memoryview:
-    """Return the next buffer that is not empty, or an empty one at the end."""
+    """Return the next buffer that is not empty. At the end, return an empty one."""
     return next((memoryview(chunk) for chunk in stream if chunk), memoryview(b""))
 
 
 def no_bytes(where: str) -> MalformedError:
-    """Return the error for a text at `where` that does not contain bytes."""
+    """Return the error for a text that should contain bytes and has characters above 255. `where` is its location."""
     return MalformedError("a text that stands for bytes has characters that no byte has", where=where)
 
 
 @dataclass
 class Step:
-    """The bytes that were decoded last: those of step `index` of the text at `offset`."""
+    """The last decoded bytes: those of block `index` of the text at `offset`."""
 
     offset: int = -1
     index: int = -1
@@ -141,26 +143,31 @@ class Step:
 
 
 class Latin1Text(ComputedSource):
-    """The bytes in a long text, each a character below 256 that the file stores as UTF-8, read by position.
+    """The bytes that a long text stands for: each is a character below 256, which the file stores as UTF-8.
 
-    Pickles of protocol 2 store bytes objects so, among them the data of numpy arrays.
+    Pickles of protocol 2 store bytes objects in this way, among them the data of numpy arrays.
     """
 
     def __init__(self, of: ByteRange, where: str = "", last: Step | None = None) -> None:
-        """Find the length of the bytes in the text `of`.
+        """Decode the text `of` once, to find out the number of its bytes.
 
-        `where` is for messages. Texts that are read in turn can share the memory of the `last` step. Raises
-        MalformedError if the text contains a character above 255, or is not UTF-8.
+        Args:
+            of: The range of the text.
+            where: The location, for messages.
+            last: A cache of the last decoded block. Texts that are read in turn can share one.
+
+        Raises:
+            MalformedError: The text contains a character above 255, or is not UTF-8.
         """
         self.path, self.fd = of.source.path, -1
         self._of, self._where, self._last = of, where or str(of.source.path), last or Step()
-        self._starts = [0]  # the offset in the result of each step's first byte
+        self._starts = [0]  # the offset in the result of the first byte of each block
         for i in range(-(-of.length // _STEP)):
             self._starts.append(self._starts[-1] + len(self._step(i)))
         self.size = self._starts.pop()
 
     def _step(self, i: int) -> bytes:
-        """Return the bytes of the characters that begin in step `i` of the text."""
+        """Return the bytes of the characters that begin in block `i` of the text."""
         of, last = self._of, self._last
         if (last.offset, last.index) != (of.offset, i):
             start, end = i * _STEP, min((i + 1) * _STEP, of.length)
@@ -177,7 +184,7 @@ class Latin1Text(ComputedSource):
         return last.data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `offset`. Raises what :meth:`read` raises."""
+        """Fill `buffer` with the bytes at `offset`. Raises MalformedError, and the errors of reading the file."""
         while buffer:
             i = bisect_right(self._starts, offset) - 1
             part = self._step(i)[offset - self._starts[i] :][: len(buffer)]
@@ -186,5 +193,5 @@ class Latin1Text(ComputedSource):
 
 
 def _continues(byte: int) -> bool:
-    """Return whether `byte` is the second byte of a character."""
+    """Return whether `byte` is the second byte of a UTF-8 character."""
     return byte & 0xC0 == 0x80

@@ -1,4 +1,4 @@
-"""Compare the records of a file with the checksums that the file has for them."""
+"""Verify the records of a file: compare them with the checksums that the file declares."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from ckptconv.errors import InputError
 
 _CHUNK = 1 << 20  # bytes that stay in a processor's cache between reading and summing
 _MOST_THREADS = 4
-_WORTH_THREADS = 64 << 10  # bytes: to start threads takes as long as to sum some megabytes
-_PIECE = 16 << 20  # bytes that a thread sums as one task
+_WORTH_THREADS = 64 << 10  # bytes: starting threads takes as long as summing some megabytes
+_PIECE = 16 << 20  # bytes that a thread sums in one task
 _BATCH = 64  # pieces between two reports of progress
 
 
 class CheckingSink(FaultSink):
-    """A sink that raises each fault, and that compares the records of the file with their checksums.
+    """A sink that raises each fault, and can verify the records of the file.
 
     Attributes:
-        checked: The number of records that were compared.
+        checked: The number of records that were verified.
         nbytes: The number of their bytes.
     """
 
     def __init__(self, keep: Path | None = None) -> None:
-        """Check records. A remote file's are kept in the folder `keep`, because they will be read again."""
+        """Make a sink without records. `keep` is a folder for the bytes of remote files, which will be read again."""
         self.checked = self.nbytes = 0
         self._keep = keep
         self._records: list[UnreadRecord] = []
 
     def unread(self, records: Iterable[UnreadRecord]) -> None:
-        """Remember `records` for :meth:`check`."""
+        """Queue `records` for :meth:`check`."""
         self._records += records
 
     @property
     def waiting(self) -> int:
-        """The number of bytes that :meth:`check` will read."""
+        """The number of bytes that the next call of :meth:`check` will read."""
         return length_of(self._records)
 
     def check(self, counted: Progress | None = None) -> None:
-        """Compare the records that were added since the last call. Call `counted` with numbers of bytes.
+        """Verify the records that were queued since the last call. `counted` is called with numbers of bytes.
 
-        Raises InputError.
+        Raises InputError at the first wrong record.
         """
         records, self._records = self._records, []
         check_records(records, self, counted, keep=self._keep)
@@ -59,7 +59,7 @@ class CheckingSink(FaultSink):
 
 
 def length_of(records: Iterable[UnreadRecord]) -> int:
-    """Return the number of bytes in `records`, after inflating."""
+    """Return the total number of bytes in `records`, after inflating."""
     return sum(record.data.length for record in records)
 
 
@@ -70,14 +70,14 @@ def check_records(
     *,
     keep: Path | None = None,
 ) -> None:
-    """Compare `records` with their checksums, and give each fault to the sink `faults`.
+    """Verify `records`, and pass each fault to the sink `faults`.
 
-    Records that are deflated, or not in a file, are compared first and in this thread.
+    Records that are deflated, or are not in a file, are verified first and in this thread.
 
     Args:
-        records: What to compare.
-        faults: Takes the faults.
-        counted: Is called with the number of bytes of each piece that is done.
+        records: The records.
+        faults: The sink for faults.
+        counted: Called with the number of bytes that were verified since its last call.
         keep: As for :func:`~ckptconv.byteranges.reading.announce`.
     """
     counted = counted or (lambda nbytes: None)
@@ -86,7 +86,7 @@ def check_records(
         if not _is_for_threads(record.data):
             with faults:
                 if isinstance(record.data, Inflate):
-                    deque(inflated(record.data), maxlen=0)  # which checks it
+                    deque(inflated(record.data), maxlen=0)  # the end of the generator verifies the checksum
                 else:
                     check_crc32(record.data.crc32, crc32_of(record.data), record.name)
             counted(record.data.length)
@@ -105,7 +105,7 @@ def check_records(
 
 
 def _is_for_threads(data: ByteRange | Inflate) -> bool:
-    """Return whether several threads may read `data` at once: it is stored, in a file here or in a remote one."""
+    """Return whether several threads can read `data` at the same time: it is stored in a local file, or is remote."""
     if isinstance(data, Inflate):
         return False
     source, _ = located(data)
@@ -113,14 +113,14 @@ def _is_for_threads(data: ByteRange | Inflate) -> bool:
 
 
 def _pieces(data: ByteRange | Inflate) -> Iterator[ByteRange]:
-    """Yield the parts of the range `data` that threads read one at a time."""
+    """Yield slices of the range `data`. A thread reads one slice at a time."""
     for span in data.ranges():
         for at in range(0, span.length, _PIECE):
             yield ByteRange(span.source, span.offset + at, min(_PIECE, span.length - at))
 
 
 def _sums(records: list[UnreadRecord], counted: Progress) -> Iterator[tuple[int, InputError | None]]:
-    """Yield the checksum of each piece of `records`, or 0 and the error if the piece cannot be read."""
+    """Yield the checksum of each slice of `records` and None. If it cannot be read, yield 0 and the error."""
     pieces = (piece for record in records for piece in _pieces(record.data))
     while batch := [*islice(pieces, _BATCH)]:
         with Sums(batch, keep_going=True) as sums:
@@ -130,22 +130,26 @@ def _sums(records: list[UnreadRecord], counted: Progress) -> Iterator[tuple[int,
 
 
 class Sums:
-    """The CRC-32 of each of `spans`, pieces that are made of ranges, computed in threads.
+    """A computation, in threads, of the CRC-32 of each of `spans`, which are pieces that consist of ranges.
 
-    Bytes that several ranges contain are read and summed once. A context manager: leaving it ends the threads, finished
-    or not.
+    Bytes that several ranges contain are read only once. A context manager: leaving it ends the threads, even if they
+    have not finished.
 
     Attributes:
-        errors: By the index of a span, the InputError that was raised while it was read. Its checksum is 0.
+        errors: The InputError that was raised while a span was read, by the index of the span. Its checksum is 0.
     """
 
     def __init__(self, spans: Sequence[Piece], *, keep_going: bool = False) -> None:
-        """Sum `spans`. With `keep_going`, an InputError is put into :attr:`errors` and the other spans are summed."""
+        """Prepare to sum `spans`.
+
+        With `keep_going`, an InputError is recorded in :attr:`errors`, and the other spans are summed. Otherwise it
+        ends the computation.
+        """
         self.errors: dict[int, InputError] = {}
         self._keep_going = keep_going
         self._spans = spans
         self._runs = _runs(spans)
-        self._found: dict[int, int | InputError] = {}  # the checksum of each range or what reading raised, by its id
+        self._found: dict[int, int | InputError] = {}  # by the id of a range, its checksum or the error of reading
         self._next = 0
         self._lock = threading.Lock()
         self._is_stopped = False
@@ -164,17 +168,17 @@ class Sums:
         self._threads.shutdown()
 
     def check(self) -> None:
-        """Raise the exception that ended the summing, if there is one.
+        """Raise the exception that ended the computation, if there is one.
 
-        It is a MalformedError if a range has a wrong checksum, or what reading raised.
+        It is a MalformedError if a range has a wrong checksum, or an error of reading.
         """
         if self._error is not None:
             raise self._error
 
     def results(self) -> Sequence[int]:
-        """Compute what is left, here too, and return all checksums in the order of the spans.
+        """Compute the remaining checksums, in this thread too. Return all checksums in the order of the spans.
 
-        Raises what :meth:`check` raises.
+        Raises the exceptions of :meth:`check`.
         """
         if self._next < len(self._runs):
             self._run()
@@ -183,7 +187,7 @@ class Sums:
         return [self._result(i, span) for i, span in enumerate(self._spans)]
 
     def _result(self, i: int, span: Piece) -> int:
-        """Return the checksum of `span`, which has the index `i`, from those of its ranges."""
+        """Return the checksum of `span`, which has the index `i`, combined from those of its ranges."""
         crc32 = 0
         for part in span.ranges():
             found = self._found[id(part)]
@@ -194,7 +198,7 @@ class Sums:
         return crc32
 
     def _run(self) -> None:
-        """Sum runs until none is left. Keep the exception that ends this for :meth:`check`."""
+        """Sum runs until none is left. An exception is kept for :meth:`check`."""
         buffer = memoryview(bytearray(_CHUNK))
         try:
             while (i := self._take()) is not None:
@@ -209,14 +213,16 @@ class Sums:
             self._is_stopped = True
 
     def _take(self) -> int | None:
-        """Return the index of a run that no thread has taken, or None."""
+        """Return the index of the next run. Return None if there are no more, or the computation has ended."""
         with self._lock:
             i = self._next
             self._next += 1
         return i if i < len(self._runs) and not self._is_stopped else None
 
     def _sum(self, run: list[ByteRange], buffer: memoryview) -> None:
-        """Find the checksum of each range of `run`: from those of the bytes up to its start and up to its end."""
+        """Compute the checksum of each range of `run`, from the checksums of the bytes before its start and before its
+        end.
+        """
         source, at = located(run[0])
         starts = [located(part)[1] for part in run]
         crc32, crc32_until = 0, {at: 0}
@@ -236,9 +242,9 @@ class Sums:
 
 
 def _runs(spans: Iterable[Piece]) -> list[list[ByteRange]]:
-    """Return the ranges of `spans` in runs: ranges of one source that overlap, by their offsets.
+    """Return the ranges of `spans` in runs. A run contains ranges of one source that overlap, sorted by offset.
 
-    The runs are in the order in which `spans` begin to need them.
+    The runs are in the order in which `spans` first need them.
     """
     places = [(*located(part), part) for span in spans for part in span.ranges()]
     runs: list[tuple[int, list[ByteRange]]] = []

@@ -188,8 +188,7 @@ class Source(Readable):
         """Open `path`. With `locked`, the file cannot be changed in place until it is closed.
 
         Raises MissingInputError if it does not exist, UnreadableError if it cannot be read or is being changed in
-        place, and
-        InputError if it is not a regular file.
+        place, and InputError if it is not a regular file.
         """
         self.faults = faults
         if not os.fspath(path):  # pathlib takes it for the current folder
@@ -221,9 +220,8 @@ class Source(Readable):
             self.close()
             raise _no_file(self.path, self._stat.st_mode)
         self.size, self.mode = self._stat.st_size, self._stat.st_mode & 0o777
-        self._held: bytes | None = (
-            b"" if self.size > _HELD else None
-        )  # the content of a small file; None: not read yet; empty: the file is large or failed to be read
+        # the content of a small file; None: not read yet; empty: the file is large, or could not be read
+        self._held: bytes | None = b"" if self.size > _HELD else None
 
     def read(self, offset: int, length: int) -> bytes:
         """Return `length` bytes at `offset`. A small file is read completely by the first call.
@@ -266,8 +264,7 @@ class PartSource(Source):
     """A locked file that is one of several files of a checkpoint.
 
     If the process is near its limit of open files, ``fd`` is -1, and each read opens, locks and closes the file again.
-    An
-    error is raised if the file has changed between two reads.
+    An error is raised if the file has changed between two reads.
     """
 
     def __init__(self, path: str | os.PathLike[str], faults: FaultSink = RAISED) -> None:
@@ -328,8 +325,7 @@ class SourceFolder(Readable):
     """The files of one checkpoint, as one source. `path` is their folder, or the index that names them.
 
     The bytes of the source are those of its parts, one after the other. ``mode`` contains the permissions that all
-    parts
-    have. ``fd`` is always -1, and the kernel copies from the parts.
+    parts have. ``fd`` is always -1, and the kernel copies from the parts.
     """
 
     is_stored = True

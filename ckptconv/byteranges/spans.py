@@ -218,8 +218,7 @@ class Concat(Piece):
     """The bytes of `parts` in order, `length` bytes in all.
 
     If `whole` is a range, the parts are slices of that range, and only `whole` has a checksum. If it is None, each part
-    has
-    its own checksum. `verified` contains ranges with checksums of which only slices are among the parts.
+    has its own checksum. `verified` contains ranges with checksums of which only slices are among the parts.
     """
 
     parts: tuple[ByteRange, ...]
@@ -330,8 +329,7 @@ class Assemble(Piece):
     """The elements of a tensor of `shape` in row-major order, `length` bytes in all, `itemsize` bytes each.
 
     Each element is in one of `placements`, which are sorted by their offsets. `verified` contains ranges with checksums
-    of
-    which only slices are used.
+    of which only slices are used.
     """
 
     placements: tuple[ChunkPlacement, ...]
@@ -368,8 +366,7 @@ class Cast(Piece):
         swapped_out: The bytes of each number in the result are in reverse order.
         paths: The paths of the tensors that use these elements.
         shown: The elements that these tensors use, as pairs of a first element and an exclusive end. Empty: all. Only
-            in
-            these elements are overflows counted.
+            in these elements are overflows counted.
     """
 
     of: Piece
@@ -421,8 +418,7 @@ class Scaled(Piece):
         second: A second factor, one number for all scales, or None.
         code_dtype: The dtype of a code, or ``fp4`` for two codes of float4_e2m1 in a byte, the first in the low bits.
         scale_dtype: The dtype of a scale. ``uint8`` and ``ldexp`` are exponents of a power of two. The largest
-            ``uint8``
-            stands for infinity, the largest ``ldexp`` is finite.
+            ``uint8`` stands for infinity, the largest ``ldexp`` is finite.
         second_dtype: The dtype of `second`.
         matrix: The number of matrices, and the rows and columns of each.
         block: The rows and columns of a block. The last block of a row or column can be smaller.
@@ -488,8 +484,8 @@ class OutFile:
         pieces: Its bytes, in order.
         size: The number of its bytes.
         sums: Pieces whose CRC-32 is computed while the file is written. It is compared with the checksum of the range,
-            if
-            the range declares one, and given to the :class:`Deferred` pieces. A computed piece among them is also one
+            if the range declares one, and given to the :class:`Deferred` pieces. A computed piece among them is also
+            one
                 of
             `pieces`.
         mode: The permissions of a new file, before the umask is applied.

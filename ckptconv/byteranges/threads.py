@@ -1,7 +1,7 @@
-"""Threads that make calls. If the system gives no thread, the thread that submits a call makes it.
+"""Threads that run calls. If the system cannot start a thread, the thread that submits a call runs it.
 
-The package starts its threads here, except for those of executors that users pass. ``concurrent.futures`` is not used:
-its import takes some milliseconds, and it raises an error if the system gives no thread.
+All threads of the package are started here, except for those of executors that users pass. ``concurrent.futures`` is
+not used, because its import takes some milliseconds, and it raises an error if no thread can be started.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-#: Seconds after which an idle thread looks for a task again. In CPython 3.11, signals at random moments could leave a
+#: Seconds after which an idle thread looks for a task again. In CPython 3.11, a signal at the wrong moment can leave a
+#: thread asleep although a task is waiting.
 #: thread asleep while a task was waiting.
 _LOOK_AGAIN = 1.0
 
@@ -22,15 +23,15 @@ _T = TypeVar("_T")
 
 
 class Cancelled(Exception):
-    """The threads were shut down before one of them began the call."""
+    """The threads were shut down before the call began."""
 
 
 class Task(Generic[_T]):
-    """A call that waits for a thread, is being made, or has ended.
+    """A call that waits for a thread, is running, or has ended.
 
     Attributes:
         started: The value of ``time.monotonic()`` when the call began, or None.
-        error: What the call raised, or None.
+        error: The exception that the call raised, or None.
     """
 
     def __init__(self, call: Callable[..., _T], *args: object) -> None:
@@ -38,11 +39,11 @@ class Task(Generic[_T]):
         self.error: BaseException | None = None
         self._call = partial(call, *args)
         self._result: _T
-        self._begun = threading.Lock()  # held once the call has begun or is cancelled
+        self._begun = threading.Lock()  # locked once the call has begun or is cancelled
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Make the call, unless it is cancelled, and keep its result or its exception."""
+        """Run the call, unless it is cancelled or has begun. Keep its result or its exception."""
         if self._begun.acquire(blocking=False):
             self.started = time.monotonic()
             try:
@@ -62,7 +63,7 @@ class Task(Generic[_T]):
         return self._ended.wait(timeout)
 
     def result(self) -> _T:
-        """Wait for the end of the task. Return what the call returned, or raise what it raised."""
+        """Wait for the end of the task. Return the result of the call, or raise its exception."""
         self.wait()
         if self.error is not None:
             raise self.error
@@ -70,9 +71,9 @@ class Task(Generic[_T]):
 
 
 class Threads:
-    """At most `most` daemon threads, each begun when a task needs it. Any thread may submit tasks.
+    """A pool of at most `most` daemon threads. A thread is started when a task needs it. Any thread may submit tasks.
 
-    A context manager: leaving it shuts the threads down.
+    A context manager: leaving it shuts the pool down.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -90,9 +91,10 @@ class Threads:
         self.shutdown()
 
     def submit(self, call: Callable[..., _T], *args: object) -> Task[_T]:
-        """Have a thread call `call` with `args`. After a shutdown, the task is cancelled.
+        """Run `call` with `args` in a thread of the pool. After a shutdown, the returned task is cancelled.
 
-        If there is no thread, the call is made here. Its exception is kept, except for an interrupt, which is raised.
+        If the pool has no thread, the call runs in this thread. Its exception is kept in the task, except for
+        KeyboardInterrupt and the like, which are raised.
         """
         task = Task(call, *args)
         with self._lock:
@@ -130,7 +132,7 @@ class Threads:
             self._unfinished -= 1
 
     def shutdown(self, *, wait: bool = True) -> None:
-        """Cancel the tasks that no thread has begun, and end the threads. Wait for them unless `wait` is False."""
+        """Cancel the tasks that have not begun, and end the threads. Wait for the threads unless `wait` is False."""
         with self._lock:
             self._is_shut_down = True
         with contextlib.suppress(Empty):

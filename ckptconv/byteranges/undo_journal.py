@@ -125,8 +125,7 @@ class Journal:
         new_size: The size of the file after the change, in bytes.
         patches: The changes in the order of their offsets. They do not overlap.
         poison: Pairs of an offset and a byte. While the change is in progress, these bytes are in the file, so that
-            every
-            reader refuses the file.
+            every reader refuses the file.
         leader: The name of the file whose journal tells whether the change of the complete set is done. None: this
             file.
         members: In the leader's journal, the names of all files of the set.
@@ -204,8 +203,7 @@ def state_of(target: Path) -> bytes | None:
     """Return the state that the journal of `target` claims, or None without a journal. The claim is not verified.
 
     A journal with unexpected bytes counts as hot, so that the user looks at it. A link, a FIFO or a folder does not
-    count as
-    a journal, because this program never creates one.
+    count as a journal, because this program never creates one.
     """
     path = journal_path(target)
     try:

@@ -1,4 +1,4 @@
-"""Run many conversions. A failed one stops no other, and a lost one is run again.
+"""Run many conversions. If one fails, the others go on. A job whose process ended without an answer is run again.
 
 Jobs run in this thread, in worker processes, or on any executor with the ``submit`` of :mod:`concurrent.futures` (Dask,
 mpi4py, ...), as ``docs/scale.md`` shows.
@@ -41,18 +41,18 @@ from ckptconv.system import calls
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_WINDOW = 1000  # jobs that an executor of somebody else's holds at once
-_WAITING = 64 << 20  # bytes of input files whose outputs wait for the disk at once
-_AT_ONCE = 32  # files that wait so
-_OPEN = 8  # files that each of them may have open: its input, its output, a folder, with room for what is inflated
+_WINDOW = 1000  # jobs that an executor of the caller gets at the same time
+_WAITING = 64 << 20  # bytes of input files whose outputs wait for the disk at the same time
+_AT_ONCE = 32  # files that wait for the disk at the same time
+_OPEN = 8  # files that each of them may have open: its input, its output, a folder, inflated bytes
 
 
 class _ThisThread(JobExecutor):
     """An executor that plans and writes one job after another in this thread.
 
-    Other threads wait for the disk for the jobs before. At most `most` jobs wait, and their inputs have at most
-    `_WAITING` bytes together. A larger job is done without others. Outcomes come in the order of the jobs. `tick` is
-    called with each number of bytes written.
+    Meanwhile other threads wait for the disk for earlier jobs. At most `most` jobs wait, whose inputs have at most
+    `_WAITING` bytes together. A larger job is done without others. Outcomes are delivered in the order of the jobs.
+    `tick` is called with the number of bytes written since its last call.
     """
 
     def __init__(self, tick: Progress | None) -> None:
@@ -63,13 +63,14 @@ class _ThisThread(JobExecutor):
         #: Folders that are being synced, each with the jobs that wait for its next sync.
         self._folders: dict[FolderSync, list[_Begun]] = {}
         self._threads = Threads(self.most, "ckptconv-sync")
-        #: What the jobs that have begun have of paths, each alone, and of bytes; and what the next one will have.
+        #: The paths of the running jobs, without their common parents, and the bytes of their inputs; and those of the
+        #: next job.
         self._paths: set[str] = set()
         self._nbytes = 0
         self._next: tuple[set[str], int] = set(), 0
 
     def make_room(self, task: Task) -> None:
-        """Finish waiting jobs until there is room for `task` and none of them shares a path with it."""
+        """Finish waiting jobs until `task` fits within the limits and none of them has a path in common with it."""
         paths, nbytes = self._next = _paths_and_size(task)
         while self._begun and (self._nbytes + nbytes > _WAITING or not self._paths.isdisjoint(paths)):
             self.proceed()
@@ -78,7 +79,7 @@ class _ThisThread(JobExecutor):
                 self._wait_is_over(*self._synced.get_nowait())
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Do `task` up to its first wait for the disk. :meth:`make_room` was called with it before."""
+        """Run `task` up to its first wait for the disk. :meth:`make_room` must be called with the same task before."""
         paths, nbytes = self._next
         begun = _Begun(working(task, self.tick), Future(), paths, nbytes)
         self._begun.append(begun)
@@ -94,14 +95,20 @@ class _ThisThread(JobExecutor):
             self._wait_is_over(*self._synced.get())
 
     def _wait_is_over(self, group: list[_Begun], error: BaseException | None) -> None:
-        """Continue the `group`, whose wait raised `error`. Jobs that reached its folder meanwhile wait next."""
+        """Continue the jobs of `group`, whose common wait has ended, perhaps with `error`.
+
+        Jobs that began to wait for the same folder in the meantime are the next group.
+        """
         if isinstance(wait := group[0].wait, FolderSync) and (late := self._folders.pop(wait)):
             self._wait_for(wait, late)
         for each in group:
             self._go_on(each, error)
 
     def _go_on(self, begun: _Begun, error: BaseException | None) -> None:
-        """Do the job `begun`, whose wait raised `error`, up to its next wait."""
+        """Continue the job `begun` up to its next wait, or to its end.
+
+        `error` is the exception of its last wait, or None.
+        """
         try:
             begun.wait = begun.steps.throw(error) if error else next(begun.steps)
         except StopIteration as end:
@@ -118,13 +125,13 @@ class _ThisThread(JobExecutor):
             self._wait_for(begun.wait, [begun])
 
     def _wait_for(self, wait: DiskWait, group: list[_Begun]) -> None:
-        """Let a thread call `wait` once for all jobs of the `group`."""
+        """Start `wait` in a thread, once for all jobs of `group`."""
         if isinstance(wait, FolderSync):
             self._folders[wait] = []
         self._threads.submit(self._sync, wait, group)
 
     def _sync(self, wait: DiskWait, group: list[_Begun]) -> None:
-        """Call `wait` in a thread, and queue the result."""
+        """Run `wait` in a thread, and queue `group` with the exception of `wait` or None."""
         error: BaseException | None = None
         try:
             wait()
@@ -133,7 +140,10 @@ class _ThisThread(JobExecutor):
         self._synced.put((group, error))
 
     def close(self, *, failed: bool) -> None:  # noqa: ARG002 - where nothing failed, nothing waits
-        """End the waiting jobs. Each deletes its temporary file, unless that has the name of the output already."""
+        """Cancel the waiting jobs.
+
+        A job deletes its temporary file, unless the file was renamed to the output already.
+        """
         with contextlib.ExitStack() as ending:  # each of them, also where Ctrl-C comes once more
             for begun in self._begun:
                 ending.callback(begun.steps.close)
@@ -142,7 +152,7 @@ class _ThisThread(JobExecutor):
 
 @dataclass
 class _Begun:
-    """A job that waits for the disk, or is done and waits for the outcomes of earlier jobs."""
+    """A job that waits for the disk, or that is done and waits until earlier jobs have delivered their outcomes."""
 
     steps: Steps[Outcome]
     future: Future[Outcome]
@@ -153,14 +163,17 @@ class _Begun:
 
 
 def _most_at_once() -> int:
-    """Return how many files may wait for the disk at once, limited by the number of open files."""
+    """Return how many files may wait for the disk at the same time. The limit of open files bounds this number."""
     return int(max(1, min(_AT_ONCE, calls.open_limits()[1] // _OPEN)))
 
 
 def _paths_and_size(task: Task) -> tuple[set[str], int]:
-    """Return the paths of `task`, and the bytes of its input. A task that must be alone counts as `_WAITING` bytes.
+    """Return the paths of `task`, and the bytes of its input.
 
-    A task must be alone if its input is the output, is remote, or is not one file: a set has all its files open.
+    For a task that must run without others, return `_WAITING` bytes.
+
+    A task must run without others if its input is the output, is remote, or is not one file, because a set keeps all
+    its files open.
     """
     src, dst = task.job.src, task.job.dst
     paths = {os.path.abspath(src), os.path.abspath(dst)}
@@ -176,7 +189,7 @@ def _paths_and_size(task: Task) -> tuple[set[str], int]:
 
 
 class GivenExecutor(JobExecutor):
-    """The `executor` of a caller, which stays open."""
+    """The `executor` of a caller. It is not shut down."""
 
     most = _WINDOW
     repeats = True
@@ -190,7 +203,10 @@ class GivenExecutor(JobExecutor):
 
 
 def processes(workers: int, tick: Progress | None = None) -> JobExecutor:
-    """Return an executor with so many `workers`. One worker is this thread, which calls `tick` with bytes written."""
+    """Return an executor with this number of `workers`.
+
+    One worker is this thread, which calls `tick` with bytes written.
+    """
     if workers <= 1:
         return _ThisThread(tick)
 
@@ -199,7 +215,7 @@ def processes(workers: int, tick: Progress | None = None) -> JobExecutor:
     return Processes(workers)
 
 
-_ATTEMPTS = 3  # of a job that is lost each time
+_ATTEMPTS = 3  # attempts for a job that is lost each time
 _POLL = 0.2  # seconds between two looks at what was written
 
 
@@ -207,20 +223,20 @@ _POLL = 0.2  # seconds between two looks at what was written
 def convert_many(
     jobs: Iterable[Job], executor: Executor | None = None, *, done: Callable[[Outcome], object] | None = None
 ) -> list[Outcome]:
-    """Do `jobs`.
+    """Convert all `jobs`.
 
-    An edit that matches nothing in one checkpoint is left out there if it matches in another one. These checkpoints
-    come last. Missing folders above outputs are made.
+    An edit that matches nothing in a checkpoint is left out there, if it matches in another checkpoint. Such
+    checkpoints are converted last. Missing folders of outputs are created.
 
     Args:
-        jobs: What to convert, and how.
-        executor: Where the jobs are done: anything with the interface of :class:`concurrent.futures.Executor`, which is
-            left open. None: processes, one for each core, that end with this call. If `jobs` contain a function of the
+        jobs: The conversions and their options.
+        executor: Runs the jobs: any object with the interface of :class:`concurrent.futures.Executor`, which is not
+            shut down. None: processes, one for each core, that end with this call. If `jobs` contain a function of the
             main module, that module must be guarded by ``if __name__ == "__main__"``.
-        done: Called with each outcome when it is known.
+        done: Called with each outcome as soon as it is known.
 
     Returns:
-        The outcome of each job, in the order of the jobs. Errors are in the outcomes, and are not raised.
+        The outcome of each job, in the order of the jobs. Errors are in the outcomes and are not raised.
     """
 
     def tell(outcome: Outcome) -> Outcome:
@@ -246,18 +262,18 @@ def jobs_in(
     A sharded set, or a folder of torch.distributed.checkpoint, is one job.
 
     Args:
-        src: The folder; or several files and folders, which go to `dst` under their own names.
+        src: The folder; or several files and folders, whose outputs keep their names in `dst`.
         dst: The folder of the outputs. With ``in_place`` it is the folder `src`.
         **options: The keys of :class:`~ckptconv.conversion.options.JobOptions`.
 
     Returns:
-        A job for each checkpoint, and with ``copy_others`` one for each other file.
+        A job for each checkpoint. With ``copy_others``, also a job for each other file.
 
     Raises:
         UsageError: The arguments contradict each other.
-        RefusedError: Two outputs would have one name.
+        RefusedError: Two outputs would have the same path.
         InputError: There is no checkpoint.
-        ArgumentTypeError: An option has a wrong type, or there is no option of that name.
+        ArgumentTypeError: An option has a wrong type, or no option has that name.
     """
     srcs = [src] if isinstance(src, (str, os.PathLike)) else list(src)
     edits, others = split_edits(options)
@@ -270,7 +286,7 @@ def jobs_in(
 
 @for_python
 def write_index(folder: str | os.PathLike[str]) -> Path:
-    """Write the index of a set of shards, as the last step if each shard was a job of its own.
+    """Write the index of a set of shards, after each shard was converted by a job of its own.
 
     Args:
         folder: The folder with the shards.
@@ -281,7 +297,7 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
     Raises:
         MissingInputError: The folder does not exist.
         MalformedError: A shard is missing, or two shards contain the same name.
-        RefusedError: There are no shards, or there is an index.
+        RefusedError: There are no shards, or there is already an index.
     """
     folder = os.fspath(folder)
     if not os.path.isdir(folder):
@@ -303,13 +319,13 @@ def write_index(folder: str | os.PathLike[str]) -> Path:
 def run_jobs(
     jobs: Sequence[Job], executor: JobExecutor, done: Callable[[Outcome], Outcome], tick: Progress | None = None
 ) -> list[Outcome]:
-    """Do `jobs` and return their outcomes in the same order.
+    """Run `jobs`, and return their outcomes in the same order.
 
     Args:
         jobs: The jobs.
-        executor: Where they are done. It is closed.
-        done: Called with each outcome. Its value is what is returned for the job.
-        tick: Called with each number of bytes written.
+        executor: Runs the jobs. It is closed at the end.
+        done: Called with each outcome. It returns the outcome to put into the result.
+        tick: Called with the number of bytes written since its last call.
     """
     made: list[Path] = []
     failed = True
@@ -318,7 +334,7 @@ def run_jobs(
         failed = False
     finally:
         executor.close(failed=failed)
-        for folder in sorted(set(made), reverse=True):  # those in which nothing came to stand
+        for folder in sorted(set(made), reverse=True):  # remove the folders in which nothing was written
             with contextlib.suppress(OSError):
                 folder.rmdir()
     return [outcomes[i] for i in range(len(jobs))]
@@ -331,10 +347,14 @@ def _all(
     tick: Progress | None,
     made: list[Path],
 ) -> dict[int, Outcome]:
-    """Return the outcomes of `jobs` by their numbers. Jobs with edits that match nothing are done last."""
+    """Return the outcomes of `jobs` by their index. Jobs with an edit that matches nothing are run again at the end.
+
+    The second time, the edit is left out if it matched in another job. Otherwise the first outcome stays. Folders that
+    have to be created are added to `made`.
+    """
     outcomes: dict[int, Outcome] = {}
     put_off: dict[int, Outcome] = {}
-    known: set[tuple[str, object]] = set()  # the edits that mean something somewhere
+    known: set[tuple[str, object]] = set()  # the edits that match in at least one checkpoint
     with closing(_each(dict(enumerate(_tasks(jobs, made))), executor, tick)) as each:
         for i, outcome in each:
             known |= _matched(outcome)
@@ -343,7 +363,7 @@ def _all(
             else:
                 outcomes[i] = done(outcome)
     if any(not known.issuperset(outcome.unmatched) for outcome in put_off.values()):
-        # what was done before is unknown, so look what matches in it
+        # the conversion of a skipped output is not known, so plan it to find the edits that match
         skipped = {i: Task(jobs[i], is_rehearsal=True) for i, outcome in outcomes.items() if outcome.skipped}
         with closing(_each(skipped, executor, None)) as each:
             known |= {edit for _, outcome in each for edit in _matched(outcome)}
@@ -360,9 +380,9 @@ def _all(
 
 
 def _tasks(jobs: Sequence[Job], made: list[Path]) -> Iterator[Task]:
-    """Yield a task for each of `jobs`, with what is so before the batch begins.
+    """Yield a task for each of `jobs`, with facts about the output before the batch begins.
 
-    The missing folders above outputs are added to `made`.
+    The missing parent folders of outputs are added to `made`.
     """
     last = None
     for job in jobs:
@@ -378,7 +398,7 @@ def _tasks(jobs: Sequence[Job], made: list[Path]) -> Iterator[Task]:
 
 
 def _missing(folder: Path) -> Iterator[Path]:
-    """Yield `folder` and the folders above it that do not exist."""
+    """Yield `folder` and its parents, up to the first that exists (which is not included)."""
     for each in (folder, *folder.parents):
         if os.path.lexists(each):
             return
@@ -386,7 +406,7 @@ def _missing(folder: Path) -> Iterator[Path]:
 
 
 def _matched(outcome: Outcome) -> set[tuple[str, object]]:
-    """Return the edits that match something, as far as `outcome` shows."""
+    """Return the edits that matched something in this job. Empty if `outcome` does not show that."""
     if outcome.is_copy or not (outcome.report or outcome.unmatched):
         return set()
     return set(outcome.job.parsed()[0].several()).difference(outcome.unmatched)
@@ -395,25 +415,29 @@ def _matched(outcome: Outcome) -> set[tuple[str, object]]:
 def _each(
     tasks: Mapping[int, Task], executor: JobExecutor, tick: Progress | None
 ) -> Generator[tuple[int, Outcome], None, None]:
-    """Yield the outcomes of `tasks`, by their numbers, as they come. Submit again what `executor` loses."""
+    """Yield the outcomes of `tasks` with their index, as soon as they are known. Submit lost tasks again.
+
+    A task is lost if `executor` raises an error instead of an outcome, for example because a process was killed. After
+    several losses of the same task, an error is its outcome.
+    """
     waiting = deque(tasks)
-    suspects: deque[int] = deque()  # what was lost together, one of which may be why
+    suspects: deque[int] = deque()  # tasks that were lost together; one of them may be the cause
     running: dict[Future[Outcome], int] = {}
     finished: SimpleQueue[Future[Outcome]] = SimpleQueue()
     lost: Counter[int] = Counter()
-    suspected = False  # what is running
+    suspected = False  # whether a suspect is running
     before = executor.written()
     try:
         while waiting or suspects or running:
             while not suspected and (waiting or suspects) and len(running) < (1 if suspects else executor.most):
                 executor.make_room(tasks[(suspects or waiting)[0]])
-                if not finished.empty():  # which is told first
+                if not finished.empty():  # report the finished task first
                     break
                 suspected = bool(suspects)
                 i = (suspects or waiting).popleft()
                 try:
                     future = executor.submit(tasks[i]._replace(lost=executor.repeats or lost[i] > 0))
-                except Exception as broken:  # or shut down
+                except Exception as broken:  # the executor is broken or shut down
                     future = Future()
                     future.set_exception(broken)
                 running[future] = i
@@ -441,7 +465,10 @@ def _each(
 
 
 def _loss(future: Future[Outcome]) -> BaseException | None:
-    """Return why `future` has no outcome, or None. Jobs raise no errors, so the fault is that of the executor."""
+    """Return the reason why `future` has no outcome, or None if it has one.
+
+    KeyboardInterrupt and SystemExit are raised.
+    """
     if future.cancelled():
         return OutputError("it was cancelled")
     error = future.exception()

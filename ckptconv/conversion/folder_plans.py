@@ -1,7 +1,7 @@
 """Plan the conversion of one source: a file, a set, or a folder with a sharded set, other checkpoints and other files.
 
-The new folder is built next to its target and takes the place of an old one at once. Nothing else can be written into
-it, so everything that the folder will contain belongs to the plan.
+A new folder is built next to its target and replaces an old one in one step. So the plan contains everything that the
+folder will contain.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Part:
 
     Attributes:
         found: The checkpoint.
-        plan: The plan for it, without the edits that match nothing in it, or None if there is no plan.
-        error: Why there is no plan, or the first error about such an edit.
+        plan: Its plan, without the edits that match nothing in it. None if it cannot be converted.
+        error: The reason why there is no plan, or the first error about an edit that matches nothing. Otherwise None.
         unmatched: The edits that match nothing in it, as fields and values of :class:`Edits`.
     """
 
@@ -59,7 +59,7 @@ def plan_source(
 ) -> Plan:
     """Return the plan that converts `source` to `path`, which is a file, or a folder if `is_folder`.
 
-    Sources that planning opens are closed with `opened`.
+    Other sources that are opened for the plan are closed with `opened`.
     """
     folder = source if isinstance(source, SourceFolder) else None
     is_one = output.is_for_ranks or (folder and (format_ := folder_format(folder)) and format_.NAME != SHARDED)
@@ -73,14 +73,11 @@ def plan_source(
 
 
 def _plan_folder(source: SourceFolder, target: Path, edits: Edits, output: OutputOptions, opened: ExitStack) -> Plan:
-    """Return the plan that converts the folder `source` to `target`. If `source` is an index, convert only its set.
+    """Return the plan that converts the folder `source`, or only the set if it is an index, to `target`.
 
-    An edit that matches nothing in one checkpoint is an error only if it matches nothing in the others either. If the
-    target is the folder itself, everything that is not converted stays. What is opened becomes part of `source`.
-
-    Raises:
-        CkptconvError: The error of the first set, if no set can be converted.
-        RefusedError: Two files would have one name.
+    An edit may match nothing in a checkpoint if it matches in another. In place, files that are not converted stay.
+    Files that are opened become parts of `source`. Raises the first error if no set can be converted, and RefusedError
+    for two files with the same path.
     """
     folder, is_whole = source.folder, source.path.is_dir()
     is_listed = output.copy_others or source.is_stored
@@ -137,11 +134,11 @@ def _plan_folder(source: SourceFolder, target: Path, edits: Edits, output: Outpu
 def _plain_configs(
     parts: Sequence[_Part], others: Sequence[OtherFile]
 ) -> tuple[list[OutFile], Sequence[OtherFile], list[str]]:
-    """Return the configurations of models in `parts` that are not quantized any more, the rest of `others`, and notes.
+    """Return new ``config.json`` files for models that are dequantized, the `others` without the old ones, and notes.
 
     Args:
-        parts: The checkpoints of a folder.
-        others: Its other files that the new folder will have.
+        parts: The checkpoints of the folder.
+        others: Other files that the new folder will contain.
     """
     dtypes: dict[Path, set[str]] = {}
     for part in parts:
@@ -165,9 +162,9 @@ def _plain_configs(
 
 
 def _plain_config(config: Path, dtypes: set[str]) -> bytes | None:
-    """Return the file `config` without ``quantization_config``, and with the dtype if there is one in `dtypes`.
+    """Return the content of the file `config` without ``quantization_config``. Return None if there is no such entry.
 
-    Return None if it has no such entry.
+    If `dtypes` has one item, it becomes the dtype in the file.
     """
     parsed = _parsed(config)
     inner = [each for each in (parsed, *(parsed or {}).values()) if isinstance(each, dict)]
@@ -189,7 +186,9 @@ def _is_same_folder(a: Path, b: Path) -> bool:
 def _plan_part(
     found: Found, source: SourceFolder, target: Path, edits: Edits, output: OutputOptions, opened: ExitStack
 ) -> _Part:
-    """Plan the conversion of `found`, a checkpoint in the folder `source`, to its place in the folder `target`."""
+    """Plan the conversion of `found`, a checkpoint in the folder `source`, to the same relative path in the folder
+    `target`.
+    """
     place = place_below(found.path, source.folder, target)
     is_folder = found.kind == "shards"
     if not is_folder:
@@ -217,7 +216,7 @@ def _plan_part(
 
 
 def _typos(parts: Sequence[_Part]) -> list[_Part]:
-    """Return those of `parts` that have an edit which matches nothing in any part with a plan."""
+    """Return those of `parts` that have an edit which matches nothing in any of the planned parts."""
     planned = [part for part in parts if part.plan]
     return [
         part for part in planned if any(all(edit in other.unmatched for other in planned) for edit in part.unmatched)
@@ -227,7 +226,7 @@ def _typos(parts: Sequence[_Part]) -> list[_Part]:
 def _combined(target: Path, folder: Path, parts: Sequence[_Part]) -> Plan:
     """Return one plan for all `parts` of `folder`.
 
-    Paths in a checkpoint get the name of its file as a prefix, unless it is a set directly in `folder`.
+    Paths in a checkpoint get the name of its file as a prefix, except for a set directly in `folder`.
     """
     plans = []
     notes: list[str] = []
@@ -262,7 +261,7 @@ def _combined(target: Path, folder: Path, parts: Sequence[_Part]) -> Plan:
 
 
 def _about_left(folder: Path, every: Sequence[Found]) -> list[str]:
-    """Return notes about everything in `folder` that is neither converted nor copied."""
+    """Return notes about the files and folders in `folder` that are neither converted nor copied."""
     notes: list[str] = []
     for kind, what in (("other", "other file"), ("unentered", "hidden or linked folder")):
         if names := [str(found.path.relative_to(folder)) for found in every if found.kind == kind]:
@@ -272,9 +271,9 @@ def _about_left(folder: Path, every: Sequence[Found]) -> list[str]:
 
 
 def _about_config(folder: Path, plan: Plan) -> list[str]:
-    """Return a note if the configuration of the model in `folder` does not describe the new weights.
+    """Return a note if ``config.json`` in `folder` does not describe the new weights.
 
-    A plan that writes a new configuration needs none.
+    A plan that writes a new configuration needs no note.
     """
     new = {new for _, new in plan.changes.dtypes}
     parsed = _parsed(folder / "config.json") if new else None
@@ -295,7 +294,7 @@ def _about_config(folder: Path, plan: Plan) -> list[str]:
 
 
 def _parsed(config: Path) -> dict[str, Any] | None:
-    """Return the content of the file `config` of transformers, or None if it is not a JSON object."""
+    """Return the content of the JSON file `config`, or None if it cannot be read or is not a JSON object."""
     data = first_bytes(config, LIMITS.config_bytes)
     try:
         check_nesting(data)
@@ -306,10 +305,10 @@ def _parsed(config: Path) -> dict[str, Any] | None:
 
 
 def _successor(plan: Plan) -> Callable[[str], bool]:
-    """Return a function that says whether `plan` replaces a file of an old target, given by its relative path.
+    """Return a function that tells whether a file of an old target, given by its relative path, is replaced by `plan`.
 
-    Files of the same model in the same folder are replaced, in any shards and any format, and so are the files of a
-    DCP checkpoint by those of another.
+    Files of the same model in the same folder are replaced, in any format and number of shards. Files of a DCP
+    checkpoint are replaced by those of another DCP checkpoint.
     """
 
     def family(name: str) -> tuple[str, str] | None:
@@ -321,7 +320,9 @@ def _successor(plan: Plan) -> Callable[[str], bool]:
 
 
 def _about_old(target: Path, new: Sequence[Path], may_go: Callable[[str], bool]) -> list[str]:
-    """Return a note about the files of an old folder `target` that are not among the `new` ones and `may_go`."""
+    """Return a note about the files of the old folder `target` that will be deleted: `may_go` is true and they are not
+    in `new`.
+    """
     if not (store_of(target, writing=True).has_folders and target.is_dir()):
         return []
     kept = {str(path.relative_to(target)) for path in new}

@@ -1,6 +1,6 @@
-"""Change a checkpoint in its own file, or a set in its own files, and give such files their old bytes back.
+"""Change a checkpoint, or the files of a set, in place, and undo such a change.
 
-A change opens, locks, edits, writes the journal, and then writes the files.
+The steps of a change: open and lock the files, plan the edits, write the undo journals, write the files.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from ckptconv.output.signals import HeldSignals, signals_held, with_note
 from ckptconv.pickles.graph import gc_paused
 from ckptconv.system import calls
 
-#: Edits that move tensor bytes, and options of an output that there is none of.
+#: Edits that move tensor bytes, and options that need a new output.
 _MOVES = (
     *("dtypes", "compact", "loadable", "loadable_objects"),
     *("select", "state_dict", "drop", "include", "exclude", "optimizer", "like"),
@@ -85,7 +85,7 @@ _KEYWORDS = {"dtypes": "dtype"}
 
 @dataclass
 class _File:
-    """A file that changes, open and locked, with its changes."""
+    """A file that may change, open and locked, with its planned changes."""
 
     path: Path
     fd: int
@@ -94,19 +94,19 @@ class _File:
 
     @property
     def changes(self) -> bool:
-        """Whether anything in the file changes."""
+        """Whether any byte of the file changes."""
         return self.patches is not None and bool(self.patches.patches)
 
 
 def change_in_place(request: Request) -> Report:
-    """Change the file or the set of shards ``request.src`` in place, under an undo journal, and return the report.
+    """Change the file or the set of shards ``request.src`` in place, under an undo journal. Return the report.
 
     A link to a file is followed. With ``force``, a file may have other hard links.
 
     Raises:
         UsageError: An edit would move tensor bytes.
         RefusedError: The file cannot be changed in place, or cannot be changed now.
-        DangerousError: The file contains what no checkpoint needs.
+        DangerousError: The file contains a call that no checkpoint needs.
         OutputError: Writing failed. The journal contains the old bytes.
     """
     src, edits, output = request.src, request.edits, request.output
@@ -151,7 +151,7 @@ def change_in_place(request: Request) -> Report:
 
 
 def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
-    """Return the index of the set at `path`, or None, and all files that change with `path`, the index last."""
+    """Return the index of the set at `path` (None without one), and all files that may change, the index last."""
     if not path.is_dir() and not is_index_file(path):
         return None, [path]
     found = find_set(path)
@@ -170,9 +170,9 @@ def _files_of(path: Path) -> tuple[Path | None, list[Path]]:
 def _plan(
     files: list[_File], index: Path | None, edits: Edits, output: OutputOptions, faults: CheckingSink
 ) -> tuple[Changes, str]:
-    """Plan the changes of all `files`, before the first is written, and return the changes and the format.
+    """Plan the changes of all `files` before the first is written. Return the changes and the format.
 
-    An edit may match nothing in some shards. Raises the error of :func:`change_in_place`.
+    An edit may match nothing in some shards, if it matches in others. Raises the errors of :func:`change_in_place`.
     """
     shards = files[:-1] if index else files
     total = Changes()
@@ -193,7 +193,7 @@ def _plan(
             hint=option("strip_prefix", "module.") + " removes it anyway",
         )
     planned = len(shards) - len(missing)
-    total.notes = [note for note, n in Counter(total.notes).items() if n == planned]  # nothing changed in all of them
+    total.notes = [note for note, n in Counter(total.notes).items() if n == planned]  # keep notes that all shards have
     if index:
         _plan_index(files[-1], {change.old: change.new for change in total.names})
     return total, f"sharded {format_}" if index or len(shards) > 1 else format_
@@ -202,12 +202,13 @@ def _plan(
 def _plan_file(
     file: _File, edits: Edits, total: Changes, wrapped: set[bool], output: OutputOptions, faults: CheckingSink
 ) -> str:
-    """Plan the changes of one `file` that is a checkpoint, and return its format.
+    """Plan the changes of `file`, which is a checkpoint or a shard. Return its format.
 
-    The changes are added to `total`. For each state dict, `wrapped` gets whether all names have a wrapper's prefix.
+    The changes are added to `total`. For each state dict, True is added to `wrapped` if all its names have the prefix
+    of a wrapper, else False.
     """
     of_folder = file.path.name == dcp.METADATA
-    # Neither is locked: this process has the lock already.
+    # The sources are not locked, because this process already has the lock.
     with SourceFolder(file.path.parent, faults) if of_folder else Source(file.path, faults) as source:
         checkpoint = opening.read(source)
         if not source.is_same_file(os.fstat(file.fd)):
@@ -243,12 +244,12 @@ def _plan_file(
 
 
 def _plan_index(file: _File, names: dict[str, str]) -> None:
-    """Plan the index `file` with new `names`, which are mapped from the old ones, in the same order."""
+    """Plan the change of the index `file`. `names` maps old names to new ones. The order of names is kept."""
     with Source(file.path) as source:
         old = source.read(0, source.size)
     said = json.loads(old)
     said["weight_map"] = {names.get(name, name): shard for name, shard in said["weight_map"].items()}
-    if isinstance(said.get("metadata"), dict):  # ties stand there
+    if isinstance(said.get("metadata"), dict):  # the metadata contains ties
         said["metadata"] = {
             names.get(key, key): names.get(value, value) if isinstance(value, str) else value
             for key, value in said["metadata"].items()
@@ -259,7 +260,7 @@ def _plan_index(file: _File, names: dict[str, str]) -> None:
 
 
 def check_edits(edits: Edits, output: OutputOptions) -> None:
-    """Raise UsageError if an edit would move tensor bytes, or if no edit is asked for."""
+    """Raise UsageError if an edit would move tensor bytes, if an option needs an output, or if no edit is requested."""
     usual = Edits()
     said = [name for name in _MOVES if getattr(edits, name) != getattr(usual, name)]
     said += [
@@ -275,7 +276,7 @@ def check_edits(edits: Edits, output: OutputOptions) -> None:
 
 
 def _moves(keyword: str, when: str = "") -> UsageError:
-    """Return the error for an option that moves tensor bytes: always, or in the case `when`."""
+    """Return the error for an option that moves tensor bytes. `when` restricts this to a case, in words."""
     why = f", because it rewrites tensor data{when and ' ' + when}"
     return UsageError(
         option(keyword, None) + " cannot be used with " + option("in_place") + why,
@@ -284,7 +285,7 @@ def _moves(keyword: str, when: str = "") -> UsageError:
 
 
 def resolved(path: str | os.PathLike[str]) -> tuple[Path, tuple[str, ...]]:
-    """Return the file that `path` means, and a note if `path` is a link. Raise RefusedError in the Hub's cache."""
+    """Return the file that `path` leads to, and a note if `path` is a link. Raises RefusedError for the Hub's cache."""
     named = Path(os.fsdecode(path))
     target = Path(os.path.realpath(named))
     if is_hub_blob(target):
@@ -303,8 +304,9 @@ def open_locked(path: Path) -> Iterator[int]:
     """Open the file at `path` for writing, lock it, and yield its descriptor.
 
     Raises:
+        UnsupportedError: This system cannot change files in place.
         InputError: There is no regular file.
-        OutputError: The file cannot be written.
+        OutputError: The file cannot be opened for writing.
         RefusedError: Another program uses the file.
     """
     if not calls.HAS_OWNERS:
@@ -330,7 +332,9 @@ def open_locked(path: Path) -> Iterator[int]:
 
 
 def _remedy(error: OSError, path: Path) -> str:
-    """Return what to do after `error`, when the file or folder `path` could not be written."""
+    """Return a hint for the user after `error`, which was raised because the file or folder `path` could not be
+    written.
+    """
     copies = "convert it to another file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space, or " + copies
@@ -346,7 +350,7 @@ def _remedy(error: OSError, path: Path) -> str:
 
 
 def _check_file(file: _File, *, force: bool) -> None:
-    """Raise RefusedError unless the open `file` may be changed now."""
+    """Raise RefusedError if `file` has an interrupted change, or has other hard links and `force` is False."""
     links = os.fstat(file.fd).st_nlink
     if links > 1 and not force:
         raise RefusedError(
@@ -366,7 +370,7 @@ def _check_file(file: _File, *, force: bool) -> None:
 def _check_inside(path: Path, target: Path) -> None:
     """Raise RefusedError if `path`, a file of a folder or set, is a link to a `target` in another folder.
 
-    Undo looks for journals in one folder, and the journals of a set name the files in that folder.
+    Undo looks for journals in only one folder, and the journals of a set name files of that folder.
     """
     if os.path.realpath(path.parent) != os.path.realpath(target.parent):
         raise RefusedError(
@@ -375,9 +379,9 @@ def _check_inside(path: Path, target: Path) -> None:
 
 
 def _write(files: list[_File], *, keep_journal: bool) -> int:
-    """Write the patches of `files`, each under its journal, and return how many bytes were written.
+    """Write the patches of `files`, each under its journal. Return how many bytes were written.
 
-    Ctrl-C, SIGTERM and SIGHUP wait for the next point where everything can be taken back, or until everything is done.
+    Ctrl-C, SIGTERM and SIGHUP are delayed until everything can be undone, or until everything is done.
     """
     if not files:
         return 0
@@ -389,12 +393,15 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
 
 
 def _write_all(files: list[_File], signals: HeldSignals, *, keep_journal: bool) -> int:
-    """Do :func:`_write` while `signals` are held. The mark of the first file's journal commits the set."""
+    """Write the patches as :func:`_write` does, while `signals` are delayed.
+
+    The journal of the first file, the leader, is marked last-but-one: its mark completes the change of the set.
+    """
     leader = files[0]
     names = tuple(file.path.name for file in files) if len(files) > 1 else ()
     journals_ = [_journal(file, names, None if file is leader else leader.path.name) for file in files]
     pairs = [*zip(files, journals_, strict=True)]
-    if names:  # a journal of an earlier change beside one of this would take back too much
+    if names:  # an old journal next to a new one would restore too much
         with as_output_error(leader.path):
             writing.discard_journals(*(file.path for file in files))
     for file, journal in pairs:
@@ -435,7 +442,7 @@ def _write_all(files: list[_File], signals: HeldSignals, *, keep_journal: bool) 
 
 
 def _deliver(signals: HeldSignals, files: list[tuple[_File, Journal]], *, begun: int) -> None:
-    """Deliver the `signals` that came. If they end the change, put the old bytes back first, as after a fault."""
+    """Deliver the delayed `signals`. If a handler raises an exception, the old bytes are restored before it goes on."""
     try:
         signals.deliver()
     except BaseException as error:
@@ -446,10 +453,10 @@ def _deliver(signals: HeldSignals, files: list[tuple[_File, Journal]], *, begun:
 
 
 def _take_back(files: list[tuple[_File, Journal]], *, begun: int) -> bool:
-    """Give `files` their old bytes back after a fault, remove their journals, and return whether that worked.
+    """Restore the old bytes of `files`, and remove their journals. Return whether that worked.
 
-    The first `begun` files, and the last one, which is spoilt at once, may have new bytes. If it did not work, the set
-    is hot. A journal that is marked as done belongs to an earlier change, and stays.
+    The first `begun` files may have new bytes. The last file may too, because it is poisoned first. If the result is
+    False, the journals are hot. A journal with the state done belongs to an earlier change, and stays.
     """
     try:
         for file, journal in [*files[:-1][:begun], *files[-1:]] if begun else ():
@@ -472,25 +479,25 @@ def _journal(file: _File, members: tuple[str, ...], leader: str | None) -> Journ
 
 @for_python
 def undo(path: str | os.PathLike[str]) -> int:
-    """Give back the bytes that a file, or all files of its set, had before the last change in place.
+    """Restore the bytes that a file, or all files of its set, had before the last change in place.
 
     Args:
         path: A file; or any changed file of a sharded set, or its folder.
 
     Returns:
-        How many bytes were written.
+        The number of bytes that were written.
 
     Raises:
         InputError: There is no journal, or it is damaged.
         UsageError: The folder contains several checkpoints that were changed.
         RefusedError: A journal cannot be trusted, or a file was written again since. Nothing was changed.
-        OutputError: Writing failed. This can be done again.
+        OutputError: Writing failed. The call can be repeated.
     """
     return take_back(path)
 
 
 def take_back(path: str | os.PathLike[str]) -> int:
-    """Do :func:`undo`, with errors in the words of the command line."""
+    """Undo a change as :func:`undo` does, with errors in the words of the command line."""
     refuse_url(path)
     found = journals_of(Path(os.fsdecode(path))) if os.path.isdir(path) else [(Path(os.fsdecode(path)), HOT)]
     changed = [target for target, state in found if state == HOT] or [target for target, _ in found]
@@ -511,7 +518,7 @@ def take_back(path: str | os.PathLike[str]) -> int:
             _check_whole(file.path, file.fd, file.journal)
         written = 0
         with as_output_error(target), signals_held(f"{target}: restored"):
-            for file in files:  # the leader first: from here on the set is hot, whatever happens
+            for file in files:  # the leader first: from here on the set is hot, even after an interruption
                 writing.mark_journal(file.path, HOT)
             if len(files) > 1:
                 writing.spoil(files[-1].fd, files[-1].journal)
@@ -523,7 +530,7 @@ def take_back(path: str | os.PathLike[str]) -> int:
 
 
 class _Opened(NamedTuple):
-    """An open file, its undo journal, and the journal's state: ``DONE`` if the change was finished, or ``HOT``."""
+    """An open file, its undo journal, and the state of the journal: ``DONE`` if the change was finished, or ``HOT``."""
 
     path: Path
     fd: int
@@ -532,9 +539,9 @@ class _Opened(NamedTuple):
 
 
 def _set_of(first: _Opened, opened: ExitStack) -> list[_Opened]:
-    """Return the files of the set of the `first` one, the leader first. Raises the errors of :func:`undo`.
+    """Return the files of the set to which `first` belongs, the leader first. Raises the errors of :func:`undo`.
 
-    In a set that is hot, a member without a journal has its old bytes: its change had not begun, or was undone.
+    If the set is hot, files without a journal are left out: their change had not begun, or was undone.
     """
     target = first.path
     known = {target.name: first}
@@ -565,7 +572,7 @@ def _set_of(first: _Opened, opened: ExitStack) -> list[_Opened]:
 
 
 class _AsBefore(ComputedSource, Source):
-    """A file as it was before the change that a journal describes."""
+    """A file as it was before the change in `journal`, as a source."""
 
     def __init__(self, path: Path, journal: Journal) -> None:
         super().__init__(path)
@@ -585,10 +592,10 @@ class _AsBefore(ComputedSource, Source):
 
 
 def _check_whole(path: Path, fd: int, journal: Journal) -> None:
-    """Raise RefusedError unless `journal` can give the open file `fd` at `path` its old bytes back.
+    """Raise RefusedError unless `journal` can restore the open file `fd` at `path`.
 
-    The result must be a checkpoint, the patches must not be in its tensors, and all other bytes must be unchanged. An
-    index and metadata have no tensors.
+    The restored file must be a checkpoint, the patches must not be inside its tensors, and all other bytes must be
+    unchanged. An index and metadata have no tensors.
     """
     with _AsBefore(path, journal) as source, gc_paused():
         if not source.is_same_file(os.fstat(fd)):
@@ -608,7 +615,7 @@ def _check_whole(path: Path, fd: int, journal: Journal) -> None:
         spans, rest = tensor_spans(checkpoint), rest_sum(checkpoint)
     starts, ends = [span.offset for span in spans], [*accumulate((span.offset + span.length for span in spans), max)]
     for patch in journal.patches:
-        before = bisect_left(starts, patch.offset + len(patch.old))  # so many begin before it ends
+        before = bisect_left(starts, patch.offset + len(patch.old))  # the number of tensors that begin before its end
         if before and ends[before - 1] > patch.offset:
             raise RefusedError(
                 "the undo journal would change the bytes of a tensor", where=path, got=f"byte {patch.offset:,}"

@@ -1,6 +1,6 @@
-"""One conversion as a picklable job, and its outcome.
+"""A conversion as a picklable job, and its outcome.
 
-:func:`work` raises no errors, so one job that fails stops no other.
+:func:`work` does not raise errors, so a job that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ckptconv.stores import is_url, store_of
 
 @dataclass(frozen=True)
 class Job:
-    """One conversion as a picklable object.
+    """A conversion as a picklable object.
 
     Attributes:
         src: The input.
         dst: The output. With ``in_place`` it is `src`.
-        edits: The keywords of :func:`ckptconv.convert`, and ``skip_existing``: an output that exists is left as it is,
-            even with ``force``.
-        request: What :func:`ckptconv.jobs_in` found out about `src` and `dst`, or None if that is to be found out when
-            the job is done.
+        edits: The keywords of :func:`ckptconv.convert`, and ``skip_existing``: an existing output is not replaced, even
+            with ``force``.
+        request: The resolved paths and options, if :func:`ckptconv.jobs_in` created the job. None: they are resolved
+            when the job runs.
     """
 
     src: str | os.PathLike[str]
@@ -56,24 +56,24 @@ class Job:
         for name in self.edits:
             if name not in known:
                 raise unknown_keyword("convert", name, self.edits[name], [*known])
-        object.__setattr__(self, "edits", dict(self.edits))  # no other process can get a view of a dict
+        object.__setattr__(self, "edits", dict(self.edits))  # other kinds of mappings may not be picklable
         if self.request is None and self.parsed()[1].in_place and Path(self.dst) != Path(self.src):
             raise UsageError("an in-place change has no output", got=os.fspath(self.dst))
 
     def __repr__(self) -> str:
-        """Return the call that makes the job, without the secrets of URLs."""
+        """Return the call that creates the job, without the secrets of URLs."""
         src, dst = (redacted(each) if isinstance(each, str) else each for each in (self.src, self.dst))
         return f"Job(src={src!r}, dst={dst!r}, edits={self.edits!r})"
 
     def parsed(self) -> tuple[Edits, OutputOptions]:
-        """Return the keywords as data."""
+        """Return the keywords in `edits` as edits of the checkpoint and options of the output."""
         if self.request:
             return self.request.edits, self.request.output
         edits, others = split_edits(self.edits)
         return edits, OutputOptions(**others)
 
     def located(self) -> Request:
-        """Return `request`. If it is None, look up what `src` and `dst` mean.
+        """Return `request`. If it is None, resolve `src` and `dst`.
 
         Raises the errors of :func:`~ckptconv.conversion.targets.find_request`.
         """
@@ -81,8 +81,8 @@ class Job:
 
 
 def job_of(request: Request, edits: Mapping[str, Any]) -> Job:
-    """Return the job that does `request`, which was made from the keywords `edits`."""
-    src = request.src if is_url(request.src) else str(request.src)  # a URL shows only a part of what it contains
+    """Return the job for `request`, which was created from the keywords `edits`."""
+    src = request.src if is_url(request.src) else str(request.src)  # the text of a URL object is incomplete
     dst = f"{request.dst}".rstrip("/") + "/" if request.is_folder else str(request.dst)
     return Job(src, dst, edits, request)
 
@@ -93,10 +93,10 @@ class Outcome:
 
     Attributes:
         job: The job.
-        report: The report.
-        error: The error.
+        report: The report, or None.
+        error: The error, or None.
         skipped: Whether the job was skipped.
-        trace: The traceback of an error that is a bug.
+        trace: The traceback, if the error is a bug. Otherwise empty.
         unmatched: The edits that match nothing in this checkpoint. If there is a report, they match in another one.
     """
 
@@ -109,20 +109,20 @@ class Outcome:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the input is not a checkpoint, so that it is only copied."""
+        """Whether the input is not a checkpoint, so that it is copied unchanged."""
         return self.job.request is not None and self.job.request.kind == "other"
 
 
 class Task(NamedTuple):
-    """A job as an executor gets it.
+    """A job, and facts about it that an executor passes to :func:`work`.
 
     Attributes:
         job: The job.
-        dropped: Edits that match nothing in its input, and are left out.
-        new: Whether its output did not exist when the batch began.
-        lost: Whether it may have been done before by a process that ended without an answer.
-        stamp: If the output is the input, the :func:`stamp_of` of the input when the batch began.
-        is_rehearsal: Whether the conversion is only planned, even if its output exists.
+        dropped: Edits that match nothing in the input and are left out.
+        new: Whether the output did not exist when the batch began.
+        lost: Whether a process may have done the job before and ended without an answer.
+        stamp: If the output is the input, the :func:`stamp_of` of the input when the batch began. Otherwise None.
+        is_rehearsal: Whether to plan the conversion only, even if the output exists.
     """
 
     job: Job
@@ -134,12 +134,12 @@ class Task(NamedTuple):
 
 
 class JobExecutor:
-    """A base of executors, which do jobs. This class itself starts nothing.
+    """The base class of executors, which run jobs.
 
     Attributes:
-        most: How many jobs it takes at once.
-        alone: Whether a lost job is done again without others, because it may have ended the process.
-        repeats: Whether the executor may itself do a job again.
+        most: How many jobs the executor accepts at the same time.
+        alone: Whether a lost job has to run again without others, because it may have ended the process.
+        repeats: Whether the executor may run a job again by itself.
     """
 
     most = 1
@@ -147,33 +147,36 @@ class JobExecutor:
     repeats = False
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Start `task`, and return the future of its outcome."""
+        """Start `task`. Return the future of its outcome."""
         raise NotImplementedError
 
     def written(self) -> int:
-        """Return how many bytes were written, as far as is known here."""
+        """Return how many bytes the running jobs have written. 0 if this is not known."""
         return 0
 
     def make_room(self, task: Task) -> None:
-        """Work on submitted tasks until there is room for `task`, if the executor works in this thread."""
+        """Work on submitted tasks until `task` can be submitted.
+
+        Does nothing unless the executor works in this thread.
+        """
 
     def proceed(self) -> None:
-        """Work on submitted tasks until one is done, if the executor works in this thread."""
+        """Work on submitted tasks until one is done. Does nothing unless the executor works in this thread."""
 
     def close(self, *, failed: bool) -> None:
-        """End what the executor has started, and if `failed`, end it at once."""
+        """End the threads or processes of the executor. With `failed`, do not wait for them."""
 
 
 def work(task: Task, tick: Progress | None = None) -> Outcome:
-    """Do `task` and return its outcome. Raise only KeyboardInterrupt and the like.
+    """Run `task` and return its outcome. Only KeyboardInterrupt, SystemExit and the like are raised.
 
-    `tick` is called with each number of bytes written.
+    `tick` is called with the number of bytes written since its last call.
     """
     return run_steps(working(task, tick))
 
 
 def working(task: Task, tick: Progress | None = None) -> Steps[Outcome]:
-    """Do :func:`work` in steps that wait for the disk."""
+    """Run `task` as :func:`work` does, in steps that wait for the disk."""
     job = task.job
     try:
         return (yield from _converting(task, tick))
@@ -205,7 +208,7 @@ def _converting(task: Task, tick: Progress | None) -> Steps[Outcome]:
     try:
         return Outcome(job, report=(yield from _run(request, tick)))
     except TargetExistsError as error:
-        # A process that was killed right after it had done the task could not answer.
+        # A process that was killed right after the conversion could not answer.
         if task.new and task.lost and (report := _done_before(request)) is not None:
             return Outcome(job, report=report)
         error.hint = joined(error.hint, option("skip_existing") + " keeps the existing output", separator=", ")
@@ -213,7 +216,7 @@ def _converting(task: Task, tick: Progress | None) -> Steps[Outcome]:
 
 
 def _run(request: Request, tick: Progress | None) -> Steps[Report]:
-    """Do `request` in steps, and make the folders above its output first. Stores have no folders."""
+    """Run `request` in steps. Before that, create the missing parent folders of its output, unless it is in a store."""
     folder, stands_in = request.dst.parent, None
     with ExitStack() as opened:
         if store_of(request.dst, writing=True).has_folders:
@@ -227,9 +230,9 @@ def _run(request: Request, tick: Progress | None) -> Steps[Report]:
 
 
 def _done_before(request: Request) -> Report | None:
-    """Return the report on `request` if its output exists and is right, else None.
+    """Return the report about `request` if its output exists and has the right bytes. Else return None.
 
-    It is converted once more, to a temporary folder next to the output, and the bytes are compared.
+    The input is converted again, to a temporary folder next to the output, and the bytes are compared.
     """
     again = output_files.temporary_beside(request.dst)
     with output_files.as_output_error(request.dst):
@@ -243,7 +246,7 @@ def _done_before(request: Request) -> Report | None:
 
 
 def _content(path: Path) -> dict[str, tuple[int, int]]:
-    """Return the size and checksum of the file `path`, or of each file in and below the folder `path`."""
+    """Return the size and checksum of the file `path`, or of each file below the folder `path`, by relative path."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     sums = {}
     for file in files:
@@ -253,15 +256,15 @@ def _content(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when the file or folder `path` is replaced or written to."""
+    """Return the inode, size and modification time of `path`, which change when it is replaced or written to."""
     status = os.stat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _unmatched(task: Task, error: NoMatchError) -> tuple[tuple[str, object], ...]:
-    """Return all edits that match nothing in the input of `task`, of which `error` names the first.
+    """Return all edits that match nothing in the input of `task`. `error` names the first.
 
-    Return nothing if the conversion would fail without these edits too.
+    Return an empty tuple if the conversion would fail without these edits too.
     """
     unmatched: tuple[tuple[str, object], ...] = task.dropped
     last: CkptconvError = error

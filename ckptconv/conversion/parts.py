@@ -1,4 +1,4 @@
-"""A planned conversion as new bytes and parts of the source, from which another program can make the output."""
+"""A planned conversion as new bytes and ranges of the source, from which another program can write the output."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class FilePart(NamedTuple):
 
 
 class PlannedFile:
-    """One file that a conversion would write, as its parts. :func:`ckptconv.plan` returns it.
+    """A file that a conversion would write, as a sequence of parts. :func:`ckptconv.plan` returns it.
 
-    It is a context manager. Leaving it closes the source, unless that is a file object.
+    A context manager. Leaving it closes the source, unless that is a file object.
 
     Attributes:
         path: The path of the file.
-        report: What the conversion would do. After all parts are given, it contains what overflowed.
+        report: The report about the conversion. After all parts were yielded, it contains the numbers of overflows.
     """
 
     report: Report
 
     def __init__(self, source: Readable, file: OutFile, report: Report, opened: ExitStack) -> None:
-        """Make the `file` of a plan for `source`. Closing `opened` closes the source."""
+        """Create the planned `file` of a plan for `source`. Closing `opened` closes the source."""
         self.path, self.report = file.path, report
         self._source, self._file, self._opened = source, file, opened
         self._stored = {id(each) for each in _files_of(source)}
@@ -66,14 +66,14 @@ class PlannedFile:
 
     @property
     def size(self) -> int:
-        """The bytes of the file."""
+        """The size of the file, in bytes."""
         return self._file.size
 
     @property
     def nbytes_read(self) -> int:
-        """How many bytes :meth:`parts` reads or computes itself.
+        """The number of bytes that :meth:`parts` reads or computes itself.
 
-        These are the bytes whose checksum is missing or compared, that are inflated, or that torch computes.
+        These are the bytes whose checksum has to be computed or compared, that are inflated, or that torch computes.
         """
         return sum(piece.length for piece in (*self._file.sums, *filter(self._is_made, self._file.pieces)))
 
@@ -81,20 +81,20 @@ class PlannedFile:
         """Yield the parts of the file in order.
 
         Args:
-            progress: Called with each number of bytes that are read.
+            progress: Called with the number of bytes read since its last call.
 
         Yields:
-            Bytes, or a :class:`FilePart` with their place in the source.
+            Bytes, or a :class:`FilePart`, which is a range of the source.
 
         Raises:
-            CkptconvError: One of its subclasses. A wrong checksum is found before the first part is given, and a source
-                that has changed after the last one.
+            CkptconvError: One of its subclasses. A wrong checksum is raised before the first part is yielded, and a
+                change of the source after the last one.
         """
         announce(self._file.pieces)
         tick = progress or (lambda nbytes: None)
         with Pieces((*self._file.pieces, *self._file.sums)) as reader:
             sums = [_sum(reader, piece, tick) for piece in self._file.sums]
-            reader.overflowed.clear()  # what is summed is computed twice
+            reader.overflowed.clear()  # pieces with a checksum are computed twice
             for piece in (each.resolved(sums) for each in self._file.pieces):
                 if self._is_made(piece):
                     for chunk in reader.chunks(piece):
@@ -110,14 +110,16 @@ class PlannedFile:
         self._source.check_unchanged()
 
     def _is_made(self, piece: Piece) -> bool:
-        """Return whether the bytes of `piece` are neither known nor in the source as they are."""
+        """Return whether the bytes of `piece` have to be computed or inflated, because they are not stored unchanged in
+        the source.
+        """
         if isinstance(piece, (Literal, Deferred)):
             return False
         return not piece.ranges() or any(id(located(span)[0]) not in self._stored for span in piece.ranges())
 
 
 def _files_of(source: Readable) -> Iterator[Readable]:
-    """Yield the files of which `source` consists."""
+    """Yield the files that `source` consists of."""
     if isinstance(source, SourceFolder):
         for part in source.parts:
             yield from _files_of(part)
@@ -126,9 +128,9 @@ def _files_of(source: Readable) -> Iterator[Readable]:
 
 
 def plan_files(src: Input, request: Request) -> tuple[PlannedFile, ...]:
-    """Plan the conversion of `src` that `request` asks for, and return the files that it would write, an index last.
+    """Plan the conversion `request` of `src`. Return the files that it would write, an index last.
 
-    Each file has the report of all. Closing one closes the source. Raises the errors of :func:`plan`.
+    All files have the same report. Closing one of them closes the source. Raises the errors of :func:`plan`.
     """
     started = time.monotonic()
     path, edits, output = request.dst, request.edits, request.output
@@ -150,15 +152,15 @@ def plan_files(src: Input, request: Request) -> tuple[PlannedFile, ...]:
 def plan(
     src: Input, dst: str | os.PathLike[str], *, download: bool = False, **options: Unpack[PlanOptions]
 ) -> PlannedFile:
-    """Plan what :func:`ckptconv.convert` would write to the file `dst`, as bytes and parts of `src`.
+    """Plan the output that :func:`ckptconv.convert` would write to `dst`, as bytes and ranges of `src`.
 
-    Nothing is written, so the output can be put together elsewhere: in a browser, in a store that copies ranges, in an
-    HTTP response.
+    Nothing is written, so the output can be written elsewhere: in a browser, in a store that copies ranges, in an HTTP
+    response.
 
     Args:
         src: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`ckptconv.open`.
-        dst: The path of the file. Its suffix decides its format.
-        download: Of a URL, as for :func:`ckptconv.convert`.
+        dst: The path of the file. Its suffix determines its format.
+        download: For a URL, as for :func:`ckptconv.convert`.
         **options: The keys of :class:`~ckptconv.conversion.options.PlanOptions`.
 
     Returns:
@@ -166,7 +168,7 @@ def plan(
 
     Raises:
         CkptconvError: One of its subclasses.
-        ArgumentTypeError: An option has a wrong type, or there is no option of that name.
+        ArgumentTypeError: An option has a wrong type, or no option has that name.
     """
     edits, others = split_edits(options)
     output = OutputOptions(**others, download=download)
@@ -176,7 +178,7 @@ def plan(
 
 
 def _sum(reader: Pieces, piece: Piece, tick: Progress) -> int:
-    """Return the checksum of `piece`. Raise MalformedError if the source has another one."""
+    """Return the checksum of `piece`. Raise MalformedError if the source declares another one."""
     crc32 = 0
     for chunk in reader.chunks(piece):
         crc32 = checksum(chunk, crc32)

@@ -165,8 +165,7 @@ class Report(Result):
         seconds: How long the conversion took.
         written: Whether something was written. False in a dry run.
         overflowed: The number of elements that were too large for their new dtype, by the paths of the tensors that
-            share
-            their storage. Known only after writing.
+            share their storage. Known only after writing.
         files: The names of the files in an output folder, with their sizes.
         failed: The checkpoints of a folder that could not be converted, with their errors.
         in_place: How the input itself was changed, or None.
@@ -402,9 +401,7 @@ def _about_edits(checkpoint: Checkpoint, edits: Edits, writer: Writer) -> list[s
     """Return notes about edits that have no effect, and devices that are lost, because of the format of `writer`."""
     notes = []
     if edits.devices and not writer.devices:
-        unmatched_rules(
-            checkpoint, edits.devices, tags_of(checkpoint)
-        )  # even here: a rule that matches no device is a typo
+        unmatched_rules(checkpoint, edits.devices, tags_of(checkpoint))  # a typo is an error for every format
         notes.append(f"no device was changed: {writer.name} stores none; the device is chosen when the file is loaded")
     elif not writer.devices and (tags := tags_of(checkpoint) - {"cpu"}):
         lost = ", ".join(sorted(tags))

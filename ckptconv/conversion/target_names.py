@@ -1,4 +1,4 @@
-"""What is found in a folder, and the name that it gets in another one."""
+"""Checkpoints found in a folder, and the names of their outputs in another folder."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ckptconv.formats.distributed import rank_names
 from ckptconv.formats.sharded.index import hub_name
 from ckptconv.formats.writers import DEFAULT, WRITERS, admitted, split_suffix
 
-#: ``ranks``: the rank files of one run, where they are to become one; else each is a file. ``unentered``: a hidden
-#: folder that holds something, or a link to a folder.
+#: ``ranks``: the rank files of one run, if they are merged into one checkpoint; otherwise each is a ``file``.
+#: ``unentered``: a hidden folder with files in it, or a link to a folder.
 Kind: TypeAlias = Literal["file", "shards", "dcp", "ranks", "other", "unentered"]
 
 
 class Found(NamedTuple):
-    """Something in a folder.
+    """A checkpoint, another file, or a folder that is not searched.
 
     Attributes:
-        path: The file. For ``shards`` the index, or the folder if there is none; for ``dcp`` the folder.
-        kind: What it is.
+        path: The file. For ``shards`` it is the index, or the folder without an index. For ``dcp`` it is the folder.
+        kind: Its kind.
         parts: The files that belong to it.
     """
 
@@ -30,14 +30,15 @@ class Found(NamedTuple):
 
 
 def name_in_folder(found: Found, format: str | None, *, is_folder: bool = False) -> str:
-    """Return the name that the output of `found` gets in a folder.
+    """Return the name of the output of `found` in a folder.
 
-    A file keeps its name if its suffix allows the format. Otherwise it gets the name that the Hub's tools know, or
-    another suffix. A folder of torch.distributed.checkpoint gets a suffix after its complete name.
+    A file keeps its name if the suffix allows the format. Otherwise it gets the name that the Hub's tools use, or
+    another suffix. A folder of torch.distributed.checkpoint keeps its complete name and gets a suffix.
 
     Args:
         found: A checkpoint. Anything else keeps its name.
-        format: The format that was asked for. If it is None, parts keep their format, and a suffix decides otherwise.
+        format: The requested format. None: the format of the files of a folder is kept, and otherwise the suffix
+            determines the format.
         is_folder: Whether the output is a folder of shards, which has no suffix.
     """
     name = os.path.basename(os.path.abspath(found.path))

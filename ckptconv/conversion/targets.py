@@ -118,8 +118,8 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
     """Return the path of the output for the file `src`, and its format.
 
     If `dst` is a folder, the output keeps the name of `src`. If the suffix of that name does not allow `format`, the
-    name
-    becomes the Hub's name for the format (``pytorch_model.bin`` becomes ``model.safetensors``), or gets another suffix.
+    name becomes the Hub's name for the format (``pytorch_model.bin`` becomes ``model.safetensors``), or gets another
+    suffix.
 
     Returns:
         The path and the format: `format`, or else the only format that the suffix of the path allows. None if the
@@ -269,8 +269,7 @@ def list_in_place(
 
     Raises:
         MissingInputError: One of several `srcs` does not exist. If it is the last one, the hint explains that it would
-            be
-            the output without ``--in-place``.
+            be the output without ``--in-place``.
         InputError: A folder contains no checkpoint.
     """
     requests: list[Request] = []
@@ -448,8 +447,7 @@ def _of_tree(src: Path, path: Path, asked: Request) -> Listing:
     """Return the requests for everything in the folder `src`. The outputs are in the folder `path`.
 
     If `src` itself is a checkpoint, its output is in ``asked.dst``. A folder that directly contains a sharded set gives
-    one
-    request, which includes everything below it. Raises InputError if there is no checkpoint.
+    one request, which includes everything below it. Raises InputError if there is no checkpoint.
     """
     found = find(src)
     sets = {each.parts[0].parent for each in found if each.kind == "shards" and each.parts}
@@ -577,8 +575,7 @@ def through_link(src: Path, dst: Path) -> tuple[Path, tuple[str, ...]]:
     """Return the path to write for `dst`, and notes. They differ from `dst` only if `dst` is the same link as `src`.
 
     Then the file that the link leads to is converted, and the link is kept. A link into the Hub's cache is itself
-    replaced,
-    because the name of the file in the cache is its checksum.
+    replaced, because the name of the file in the cache is its checksum.
     """
     if not os.path.islink(dst) or os.path.abspath(src) != os.path.abspath(dst):
         return dst, ()

@@ -86,8 +86,7 @@ class StateDictSummary:
         path: Its path in the graph.
         tensors: The number of its tensors.
         parameters: The number of their elements. Tied tensors count once. A quantized weight counts with the elements
-            that
-            it has after dequantization, and its scales do not count.
+            that it has after dequantization, and its scales do not count.
         nbytes: The bytes of its tensors. Tied tensors count once.
         prefixes: How many names start with each prefix, the most frequent first.
         names: The number of its names, including those of values that are not tensors.
@@ -118,8 +117,7 @@ class OptimizerSummary:
         models: The paths of the state dicts that it can belong to. They are found by its names, or by shapes if it
             contains no names.
         shapes_agree: Whether the shapes of its state match those of the weights in `models`. None if there is nothing
-            to
-            compare.
+            to compare.
         trouble: The reason why its structure is not understood, or None.
     """
 
@@ -237,8 +235,7 @@ class TorchLoadSummary:
         installed: The version of torch that is installed, or None.
         flaws: The known vulnerabilities of the safe loader in the requested version.
         versions: The answer of each known version of torch. None if all versions give the same answer, or if `torch`
-            loads
-            the file and the answers of all versions were not requested.
+            loads the file and the answers of all versions were not requested.
     """
 
     answer: Answer
@@ -297,8 +294,7 @@ class Summary(Result):
         format: The name of its format.
         size: Its size on the disk.
         loads_here: Whether ``torch.load(path)`` without options loads it on this machine. None if that is not known,
-            for
-            example because the rules of this version of torch are not known.
+            for example because the rules of this version of torch are not known.
         findings: Problems and unusual facts, each with the command that corrects it.
         remedy: One command that corrects all findings, or None.
         protocol: The protocol of the pickle, or None if there is no pickle.
@@ -595,8 +591,7 @@ def _torch_load(loading: Loading, checkpoint: Checkpoint, host: Host, *, every: 
     """Return the summary of `loading`, with the paths of at most ``LIMITS.concerns`` reasons.
 
     `every` requests the answers of all known versions of torch. They are also included if versions differ and `torch`
-    does
-    not load the file.
+    does not load the file.
     """
     texts = {reason.text for reason in loading.reasons}
     wanted = every or (loading.varies and not loading.loads and not checkpoint.is_state_dict)

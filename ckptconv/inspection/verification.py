@@ -237,10 +237,8 @@ def checkpoints_in(path: str | os.PathLike[str], *, pickles: bool = False) -> li
     """Return the checkpoints at `path`: the file itself, or all checkpoints in and below the folder `path`.
 
     The files of all ranks of a run are one checkpoint. It is named by a pattern or, if DeepSpeed wrote it, by its
-    folder.
-    With `pickles`, all other pickles are included too, whatever their names, because somebody may load them. If a
-    folder
-    contains no checkpoint, return the folder.
+    folder. With `pickles`, all other pickles are included too, whatever their names, because somebody may load them. If
+    a folder contains no checkpoint, return the folder.
 
     Raises InputError if a folder cannot be listed.
     """
@@ -284,8 +282,7 @@ def _findings(
     """Return the findings about `checkpoint`: its `faults`, the concerns `concerned`, and notes.
 
     If there are faults, the globals of pickles outside of the checkpoint's graph are judged too. `checkpoint` is None
-    if it
-    could not be read.
+    if it could not be read.
     """
     if faults.errors:  # the checkpoint may then lack some objects of the file
         known = {concern.name for concern in concerned}

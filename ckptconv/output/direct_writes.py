@@ -1,10 +1,10 @@
-"""Destinations of bytes: files, and large files that are written around the page cache, from the source's pages.
+"""Destinations of bytes: files, also with direct I/O, which bypasses the page cache.
 
-An output that is large compared with the available memory would drive everything else out of the cache, and would not
-be in it when it is read. `docs/speed.md` has measurements.
+An output that is large compared with the available memory would displace all other files from the cache, and would not
+be in the cache when it is read. `docs/speed.md` has measurements.
 
-The source is mapped, but only the kernel reads the mapping. So if the source becomes shorter, the call fails (EFAULT)
-and the process goes on.
+Direct writes take their bytes from a mapping of the source, which only the kernel reads. So if the source becomes
+shorter, the call fails (EFAULT) and the process goes on.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ckptconv.system import calls, filesystem
 
 WINDOW = 8 << 20  # bytes of one write
 _AT_ONCE = 4  # concurrent writes
-_SHARE = 2  # files of at least half of the available memory are large: the source does not fit in with them
-_LEAST = 64 << 20  # bytes: fewer go through the cache in any case
+_SHARE = 2  # files of at least half of the available memory are large: they do not fit into it together with the source
+_LEAST = 64 << 20  # bytes: smaller outputs always use the cache
 _OLD_LIMIT = "memory.limit_in_bytes"  # the name in version 1 of control groups
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
-#: Errors of the write, or of the mapping: the filesystem has none (FUSE's direct_io), too many files, no memory.
+#: Errors of the write or of the mapping: not supported (as in FUSE with direct_io), too many files, no memory.
 _REFUSED = (
     *(errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP),
     *(errno.ENODEV, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
@@ -37,7 +37,10 @@ _REFUSED = (
 
 
 class Destination(Protocol):
-    """A file that bytes are written to. ``fd`` is -1 if the kernel has no file for it. All methods raise OSError."""
+    """A file to which bytes are written. ``fd`` is -1 if the kernel has no descriptor for it.
+
+    All methods raise OSError.
+    """
 
     fd: int
 
@@ -48,11 +51,11 @@ class Destination(Protocol):
         """Return at most `length` bytes at the offset `at`."""
 
     def start_writeback(self, at: int, length: int) -> None:
-        """Begin to write these bytes to the disk, and do not wait for the end."""
+        """Start to write these bytes to the disk, without waiting for the end."""
 
 
 class FileDestination:
-    """The open file `fd`."""
+    """The open file `fd` as a destination."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -70,18 +73,19 @@ class FileDestination:
         return calls.pread(self.fd, length, at)
 
     def start_writeback(self, at: int, length: int) -> None:
-        """Begin to write these bytes to the disk."""
+        """Start to write these bytes to the disk."""
         filesystem.start_writeback(self.fd, at, length)
 
     def settle(self) -> None:
-        """Wait for writes that have begun. Here all have ended."""
+        """Wait for the end of all writes. Here, every write has already ended."""
 
 
 def planned_directly(files: tuple[OutFile, ...], target: Path) -> tuple[OutFile, ...]:
-    """Return `files` with those marked `direct` that are to be written around the page cache.
+    """Return `files`. Those that should be written with direct I/O have `direct` set.
 
-    If all files together are large, these are the ones that are mostly copied and that the filesystem can write so.
-    `target` is the file, or the folder of the files.
+    None is set unless all files together are large compared with the available memory. Then it is set for files that
+    consist mostly of copied blocks, if the filesystem allows direct I/O. `target` is the file, or the folder of the
+    files.
     """
     total = sum(file.size for file in files)
     if total < _LEAST or total * _SHARE < available_memory():
@@ -91,7 +95,7 @@ def planned_directly(files: tuple[OutFile, ...], target: Path) -> tuple[OutFile,
 
 
 def _aligned(file: OutFile) -> int:
-    """Return how many bytes of `file` are in a source at the same offset modulo a block."""
+    """Return how many bytes of `file` are stored in a source at the same offset modulo a block."""
     at = aligned = 0
     for piece in file.pieces:
         if isinstance(piece, ByteRange) and piece.source.fd >= 0 and (piece.offset - at) % FILESYSTEM_BLOCK == 0:
@@ -101,7 +105,9 @@ def _aligned(file: OutFile) -> int:
 
 
 def _is_possible(file: OutFile, folder: Path) -> bool:
-    """Return whether `file` can be written directly in `folder`, and cannot share blocks with its source."""
+    """Return whether `file` can be written with direct I/O in `folder`, and cannot share blocks with its source
+    instead.
+    """
     if not hasattr(os, "O_DIRECT") or not hasattr(os, "O_TMPFILE"):
         return False
     try:
@@ -118,9 +124,9 @@ def _is_possible(file: OutFile, folder: Path) -> bool:
 
 
 def shares_blocks(fd: int, file: OutFile) -> bool:
-    """Return whether the open file `fd` can share blocks with the file that contains the longest range of `file`.
+    """Return whether the open file `fd` can share blocks with the source of the longest range of `file`.
 
-    The attempt may put a block of that range into `fd`.
+    The attempt may write a block of that range to `fd`.
     """
     ranges = (span for piece in file.pieces for span in piece.ranges())
     longest = max(ranges, key=lambda span: span.length, default=None)
@@ -130,14 +136,14 @@ def shares_blocks(fd: int, file: OutFile) -> bool:
 
 
 def _reopened(fd: int) -> int:
-    """Open the file `fd` a second time, for writes around the page cache. Raises OSError."""
+    """Open the file `fd` again for direct I/O. Raises OSError."""
     return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
 
 
 def available_memory() -> int:
-    """Return how many bytes files can have in the page cache.
+    """Return how many bytes of files fit into the page cache.
 
-    That is the system's available memory, or the limit of the process's control groups if that is lower.
+    This is the available memory of the system, or the limit of the process's control groups if that is lower.
     """
     limits = [sys.maxsize]
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -155,7 +161,7 @@ def available_memory() -> int:
 
 
 class DirectDestination(FileDestination):
-    """The file `fd`, to which blocks of other files are written around the page cache, several windows at once.
+    """The file `fd`, to which blocks of other files are copied with direct I/O, several windows at the same time.
 
     A context manager: leaving it ends the threads.
     """
@@ -176,7 +182,7 @@ class DirectDestination(FileDestination):
             os.close(self._direct)
 
     def copy(self, at: int, span: ByteRange) -> None:
-        """Begin to copy `span`, at most a window of whole blocks, to `at`. Raises errors of earlier copies."""
+        """Start to copy `span`, at most one window of complete blocks, to `at`. Raises errors of earlier copies."""
         while len(self._running) >= _AT_ONCE:
             self._running.popleft().result()
         self._running.append(self._threads.submit(self._copy, at, span))

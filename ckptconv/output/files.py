@@ -1,9 +1,9 @@
 """Write planned files, each completely or not at all.
 
-A unique temporary next to the target is filled (:mod:`ckptconv.output.transfer`), fsynced and renamed, and the folder
-is fsynced. Before the rename the target is as it was, and afterwards it is complete. The temporary stays open until
-then and is compared with the file at the target, because another user who may write in the folder can exchange it.
-Several files are built in a temporary folder (:mod:`ckptconv.output.folders`).
+A file is filled under a unique temporary name next to the target (:mod:`ckptconv.output.transfer`), fsynced and
+renamed, and then the folder is fsynced. Until the rename, the old target is unchanged. Another user with write
+permission for the folder could exchange the temporary file. So it stays open, and is compared with the file that has
+the target's name. Several files are built in a temporary folder (:mod:`ckptconv.output.folders`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHER_FOLDER = "choose a folder that other users cannot write to"
 
 
 class FileSync(NamedTuple):
-    """A wait until the bytes of the open file `fd` are on the disk. A call waits, and raises OSError."""
+    """A wait until the bytes of the open file `fd` are on the disk. Calling the object waits. Raises OSError."""
 
     fd: int
 
@@ -47,7 +47,7 @@ class FileSync(NamedTuple):
 
 
 class FolderSync(NamedTuple):
-    """A wait until all names that are in `folder` now are on the disk. A call waits, and raises OSError."""
+    """A wait until the names that `folder` contains now are on the disk. Calling the object waits. Raises OSError."""
 
     folder: Path
 
@@ -62,7 +62,7 @@ Steps: TypeAlias = Generator[DiskWait, None, _T]
 
 
 def run_steps(steps: Steps[_T]) -> _T:
-    """Do `steps` with all their waits in this thread, and return their result."""
+    """Run the generator `steps`, with all its waits in this thread. Return its result."""
     try:
         wait = next(steps)
         while True:
@@ -78,7 +78,9 @@ def run_steps(steps: Steps[_T]) -> _T:
 
 
 def waited_for(steps: Callable[_P, Steps[_T]]) -> Callable[_P, _T]:
-    """Return a function that does `steps` with all their waits in this thread, and returns their result."""
+    """Return a function that runs the generator function `steps`, with all waits in this thread, and returns its
+    result.
+    """
 
     @wraps(steps)
     def do(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -88,13 +90,13 @@ def waited_for(steps: Callable[_P, Steps[_T]]) -> Callable[_P, _T]:
 
 
 def check_target(path: Path, *, replace: bool) -> None:
-    """Raise unless a file may be put at `path`.
+    """Raise an error unless a file may be written to `path`.
 
     Raises:
-        RefusedError: There is a folder, a device or the like, or an interrupted change in place.
-        TargetExistsError: There is a file, and `replace` is False.
-        UsageError: The folder does not exist.
-        OutputError: The system does not let us look.
+        RefusedError: The path is a folder, a device or the like, or a change in place of the file was interrupted.
+        TargetExistsError: The file exists, and `replace` is False.
+        UsageError: The folder of `path` does not exist.
+        OutputError: The system does not allow to look at `path`.
     """
     mode = mode_at(path)
     if mode is None:
@@ -112,7 +114,9 @@ def check_target(path: Path, *, replace: bool) -> None:
 
 
 def refuse_interrupted(path: Path) -> None:
-    """Raise RefusedError if a change in place of the file at `path` was interrupted. Its journal would be lost."""
+    """Raise RefusedError if a change in place of the file at `path` was interrupted, because its undo journal would be
+    lost.
+    """
     if state_of(path) != HOT:
         return
     gone = f"the file is gone: put it back, or delete {journal_path(path)}"
@@ -124,7 +128,7 @@ def refuse_interrupted(path: Path) -> None:
 
 
 def mode_at(path: Path) -> int | None:
-    """Return the mode of the file or folder at `path`, without following a link, or None if there is none.
+    """Return the mode of the file or folder at `path`, or None if `path` does not exist. A link is not followed.
 
     Raises OutputError, and UsageError if the folder of `path` does not exist.
     """
@@ -143,17 +147,17 @@ def mode_at(path: Path) -> int | None:
 def writing(
     file: OutFile, source: Readable, *, replace: bool, verify: bool, progress: Progress | None = None
 ) -> Steps[Overflow]:
-    """Write `file`, whose ranges are in `source`, in steps, and return what overflowed.
+    """Write `file`, in steps that wait for the disk. Return the numbers of elements that overflowed in casts.
 
     Args:
         file: The planned file.
-        source: What must not change meanwhile.
+        source: The input, which must not change while `file` is written.
         replace: Whether an old file may be replaced.
-        verify: Whether to read everything back and compare it before the target appears.
-        progress: Called with each number of bytes written.
+        verify: Whether to read everything back and compare it before the file gets the target's name.
+        progress: Called with the number of bytes written since the last call.
 
     Raises:
-        OutputError, RefusedError, TargetExistsError, InputChangedError, MalformedError: The target is as it was.
+        OutputError, RefusedError, TargetExistsError, InputChangedError, MalformedError: An old target is unchanged.
     """
     check_target(file.path, replace=replace)
     temporary = temporary_beside(file.path)
@@ -162,23 +166,23 @@ def writing(
         with as_output_error(file.path), contextlib.ExitStack() as opened:
             try:
                 fd = opened.enter_context(_new_file(temporary, file))
-            except FileExistsError:  # another writer's, by the same random name
+            except FileExistsError:  # another writer chose the same random name
                 ours = False
                 raise
             overflowed = yield from _filling(fd, temporary.parent, file, source, verify=verify, progress=progress)
             source.check_unchanged()
             let_go(source, [file.path])
             with _locked(file.path), _locked(temporary):
-                refuse_interrupted(file.path)  # again: filling the new one took a while
+                refuse_interrupted(file.path)  # again, because filling the new file took a while
                 check_is_at(temporary, fd, file.path)
                 _publish(temporary, file.path, replace)
                 check_is_at(file.path, fd, file.path)
                 if state_of(file.path):
-                    with contextlib.suppress(OSError):  # a journal of the old file that stays restores nothing
+                    with contextlib.suppress(OSError):  # a journal of the old file cannot restore anything now
                         os.unlink(journal_path(file.path))
     finally:
         if ours:
-            with contextlib.suppress(OSError):  # it was renamed, or the earlier error matters more
+            with contextlib.suppress(OSError):  # the file was renamed, or an earlier error is more important
                 os.unlink(temporary)
     with _in_place_already(file.path):
         yield FolderSync(file.path.parent)
@@ -191,10 +195,10 @@ write = waited_for(writing)
 
 @contextlib.contextmanager
 def _new_file(path: Path, file: OutFile) -> Iterator[int]:
-    """Create the file `path`, which must not exist, for `file`, and yield its descriptor.
+    """Create the file `path`, which must not exist, for `file`. Yield its descriptor, and close it after the block.
 
-    It has the permissions that `cp` would give it: owner, mode and attributes of the regular file that it replaces, or
-    else its own mode, less the umask and with write permission for its owner.
+    Like ``cp``, it takes owner, mode and attributes of the regular file that it will replace. Without one, it gets the
+    mode of `file`, with write permission for the owner, less the umask.
 
     Raises OSError, RefusedError.
     """
@@ -213,9 +217,11 @@ def _new_file(path: Path, file: OutFile) -> Iterator[int]:
 def _filling(
     fd: int, folder: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None
 ) -> Steps[Overflow]:
-    """Write `file` to the open file `fd` in `folder`, and sync it, in steps. Return what overflowed.
+    """Write `file` to the open file `fd` in `folder`, and sync it, in steps.
 
-    Raises OSError, and what :func:`writing` raises.
+    Return the numbers of elements that overflowed.
+
+    Raises OSError, and the errors of :func:`writing`.
     """
     transfer = Transfer(file, folder, compared=verify)
     _drop_from_cache(file.path, source)
@@ -231,16 +237,16 @@ def _filling(
 
 
 def fill(path: Path, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
-    """Write `file` to `path`, which must not exist, and sync it. Return what overflowed.
+    """Write `file` to `path`, which must not exist, and sync it. Return the numbers of elements that overflowed.
 
-    Raises OSError, and what :func:`writing` raises.
+    Raises OSError, and the errors of :func:`writing`.
     """
     with _new_file(path, file) as fd:
         return run_steps(_filling(fd, path.parent, file, source, verify=verify, progress=progress))
 
 
 def is_at(path: Path, fd: int) -> bool:
-    """Return whether the open file or folder `fd` is at `path`, without following a link."""
+    """Return whether the open file or folder `fd` has the path `path`. A link is not followed."""
     try:
         return calls.is_same_file(os.lstat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -248,13 +254,16 @@ def is_at(path: Path, fd: int) -> bool:
 
 
 def check_is_at(path: Path, fd: int, where: object, hint: str = _OTHER_FOLDER) -> None:
-    """Raise OutputError about `where` unless the open file or folder `fd` is at `path`."""
+    """Raise OutputError unless the open file or folder `fd` has the path `path`.
+
+    `where` and `hint` are for the error.
+    """
     if not is_at(path, fd):
         raise OutputError("another process replaced the output while it was written", where=where, hint=hint)
 
 
 def let_go(source: Readable, paths: Iterable[Path]) -> None:
-    """Close `source` if it is one of the files at `paths`, which will be replaced, and the system needs that."""
+    """Close `source` if it is one of the files at `paths`, on systems that cannot replace open files (Windows)."""
     for path in paths if calls.OPEN_FILES_KEEP_NAMES else ():
         with contextlib.suppress(OSError):
             if source.is_same_file(os.stat(path)):
@@ -263,7 +272,7 @@ def let_go(source: Readable, paths: Iterable[Path]) -> None:
 
 
 def _destination(fd: int, *, direct: bool) -> AbstractContextManager[FileDestination]:
-    """Return a destination that writes to `fd`. With `direct` it bypasses the page cache, if that is still possible."""
+    """Return a destination that writes to `fd`. With `direct`, it uses direct I/O, if the system allows that."""
     if direct:
         with contextlib.suppress(OSError):
             return DirectDestination(fd)
@@ -283,7 +292,7 @@ def as_output_error(path: Path) -> Iterator[None]:
 
 
 def temporary_beside(target: Path) -> Path:
-    """Return a random name next to `target`, of at most 255 bytes."""
+    """Return a random path for a temporary file next to `target`. The name has at most 255 bytes."""
     name = target.name
     while len(os.fsencode(name)) > 200:
         name = name[:-1]
@@ -291,20 +300,23 @@ def temporary_beside(target: Path) -> Path:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether `name` is that of a temporary of a conversion that is running or was killed."""
+    """Return whether `name` is the name of a temporary file of a conversion that is running or was killed."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_own_file(name: str) -> bool:
-    """Return whether `name` is that of a temporary or an undo journal of this program, which are never copied."""
+    """Return whether `name` is the name of a temporary file or an undo journal of this program.
+
+    Such files are never copied.
+    """
     return is_temporary(name) or target_of(name) is not None
 
 
 def _drop_from_cache(target: Path, source: Readable) -> None:
-    """Drop the file at `target` from the page cache, as truncating it would, unless it is the `source`.
+    """Drop the file at `target` from the page cache, unless it is the `source`.
 
-    The new file needs as much memory, and memory that is free at once is faster to get than memory of a virtual machine
-    that was not used for long.
+    The new file needs as much memory. Memory that is free at once is available faster than memory that a virtual
+    machine has not used for long.
     """
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
@@ -318,10 +330,10 @@ def _drop_from_cache(target: Path, source: Readable) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock the file at `path`, if it is there and readable, against changes in place in this block.
+    """Lock the file at `path` against changes in place during this block, if it exists and is readable.
 
-    Such a change writes a journal, which would be removed with that of the replaced file. Raises InputError if the file
-    is being changed.
+    A change in place would write a journal, which would be removed with the journal of the replaced file. Raises
+    UnreadableError if the file is being changed.
     """
     try:
         fd = -1 if calls.OPEN_FILES_KEEP_NAMES else calls.open_to_read(path, follow=False)
@@ -339,9 +351,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _reserve(fd: int, folder: Path, file: OutFile, beside: int) -> None:
-    """Reserve space for `file` in `folder`, unless blocks will be shared. Raises OutputError if there is too little.
+    """Reserve space for `file` in `folder`, unless the filesystem shares blocks.
 
-    `beside`: the number of bytes that are needed in addition while it is written.
+    Raises OutputError if there is too little.
+
+    `beside` is the number of bytes that temporary files need in addition.
     """
     if shares_blocks(fd, file):
         return
@@ -358,12 +372,15 @@ def _reserve(fd: int, folder: Path, file: OutFile, beside: int) -> None:
 
 
 def no_space(free: int, where: Path, needed: int) -> OutputError:
-    """Return the error for a target that needs more bytes than the `free` ones."""
+    """Return the error for a file at `where` that needs more bytes than the `free` ones."""
     return OutputError("not enough free space", where=where, expected=f"{needed:,} bytes", got=f"{free:,} bytes")
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:
-    """Give the finished file its name. Without `replace`, do so only if the name is still free."""
+    """Rename `temporary` to `target`. Without `replace`, this is done only if the name is still free.
+
+    Raises TargetExistsError if it is not, and RefusedError if the filesystem cannot guarantee that.
+    """
     if replace:
         os.replace(temporary, target)
         return
@@ -381,7 +398,7 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
 
 
 def make_folder(folder: Path, like: Path) -> None:
-    """Make `folder` and its parents, unless they exist, and sync their names.
+    """Create `folder` and its missing parents, and sync their names.
 
     `folder` gets the permissions of `like`, its parent those of the parent of `like`, and so on. Raises OutputError.
     """
@@ -397,7 +414,10 @@ def make_folder(folder: Path, like: Path) -> None:
 
 
 def folder_mode(like: Path) -> int:
-    """Return the permissions of the folder `like`, with all permissions for its owner, or 0o777 if it is not there."""
+    """Return the permissions of the folder `like`, with all permissions for its owner.
+
+    If it does not exist, return 0o777.
+    """
     try:
         return stat.S_IMODE(os.stat(like).st_mode) | stat.S_IRWXU
     except OSError:
@@ -405,14 +425,17 @@ def folder_mode(like: Path) -> int:
 
 
 def sync_name(path: Path) -> None:
-    """Sync the name of the new file or folder at `path`. Raises OutputError, which says that the new one is there."""
+    """Sync the name of the new file or folder at `path`.
+
+    Raises OutputError with the note that the output is complete.
+    """
     with _in_place_already(path):
         calls.sync_folder(path.parent)
 
 
 @contextlib.contextmanager
 def _in_place_already(path: Path) -> Iterator[None]:
-    """Turn an OSError in this block into an OutputError that says that the new file is at `path`."""
+    """Turn an OSError in this block into an OutputError which tells that the output at `path` is complete."""
     try:
         yield
     except OSError as error:

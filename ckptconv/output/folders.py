@@ -255,8 +255,7 @@ def _make_folder(path: Path, place: Path, new: NewFolder) -> None:
     """Create the folder `path`, which will have the relative path `place` in `new`.
 
     It gets the attributes of the old folder at that place, or else the mode of the one in ``new.like``. It never has
-    more
-    permissions than the old one, and its owner may always write. Raises OSError, RefusedError.
+    more permissions than the old one, and its owner may always write. Raises OSError, RefusedError.
     """
     old = new.target / place
     if not old.is_dir():
@@ -436,8 +435,7 @@ def _entries(folder: Path, *, deep: bool, journals: bool = False) -> Iterator[tu
     """Yield the relative path and status of everything in `folder` and, with `deep`, in its subfolders.
 
     A folder is yielded before its contents. Links are not followed. Temporary files of this program are left out, and
-    so
-    are its undo journals unless `journals` is set. Raises OSError.
+    so are its undo journals unless `journals` is set. Raises OSError.
     """
     waiting = [""]
     while waiting:
@@ -462,8 +460,7 @@ def _kind(folder: Path, name: str, status: os.stat_result) -> str:
     """Return how to copy `name` in `folder`: ``file``, ``folder`` or ``link``.
 
     A link with a relative text that stays inside the folder is copied as a link. Any other link is copied as the file
-    that
-    it leads to. Raises RefusedError if it leads out of the folder, and for special files.
+    that it leads to. Raises RefusedError if it leads out of the folder, and for special files.
     """
     if stat.S_ISREG(status.st_mode):
         return "file"

@@ -1,9 +1,9 @@
-"""Change the bytes of a file under its undo journal, and restore them, so that no reader takes a torn file for a whole.
+"""Change the bytes of a file under its undo journal, and restore them, so that no reader accepts a half-changed file.
 
-A change of more than one sector first writes, and syncs, one byte that makes every reader refuse the file (the
-*poison*); then the rest, synced; then that byte, synced. After an interruption, the file is the old one, the new one,
-or one that every reader refuses, and the journal has the old bytes. In a set, the last file, the index, is poisoned
-before the first file is written, so that no reader takes a set of old and new files.
+A change of more than one sector has three steps, each followed by a sync: write one byte that makes every reader refuse
+the file (the *poison*), write all other bytes, replace the poison by the right byte. After an interruption, the file is
+the old one, the new one, or one that every reader refuses, and the journal contains the old bytes. In a set, the last
+file (the index) is poisoned before the first file is changed, so that no reader accepts a mixture of old and new files.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ WRITTEN_ANEW = "the file was written again after it was changed in place, so not
 
 
 def write_journal(target: Path, journal: Journal) -> None:
-    """Write `journal`, in the state hot, next to the file `target`, and sync it.
+    """Write `journal` next to the file `target`, with the state hot, and sync it.
 
     Raises:
-        OSError: It cannot be written. Then there is no journal.
+        OSError: It cannot be written. There is no journal then.
     """
     path = journal_path(target)
     temporary = temporary_beside(path)
@@ -52,7 +52,7 @@ def write_journal(target: Path, journal: Journal) -> None:
 def mark_journal(target: Path, state: bytes) -> None:
     """Write `state` into the journal of `target`, and sync it.
 
-    Raises OSError, also if something else took the journal's place, which is left as it is.
+    Raises OSError, also if another file has replaced the journal. That file is not changed.
     """
     fd = calls.open_to_change(journal_path(target))
     try:
@@ -66,7 +66,7 @@ def mark_journal(target: Path, state: bytes) -> None:
 
 
 def discard_journals(*targets: Path) -> None:
-    """Remove the journals of `targets`, files of one folder, if they have any. Raises OSError."""
+    """Remove the journals of `targets`, which are in one folder. A missing journal is not an error. Raises OSError."""
     removed = []
     for path in map(journal_path, targets):
         with contextlib.suppress(FileNotFoundError):
@@ -80,7 +80,7 @@ def apply(fd: int, journal: Journal) -> int:
     """Write the new bytes of `journal` to the open file `fd`, and sync them. Return how many bytes were written.
 
     Raises:
-        OSError: The file may be poisoned. Its journal is hot and has the old bytes.
+        OSError: The file may be poisoned. Its journal is hot and contains the old bytes.
     """
     return _write(fd, [(patch.offset, patch.new) for patch in journal.patches], journal, journal.new_size)
 
@@ -89,15 +89,15 @@ def restore(fd: int, journal: Journal) -> int:
     """Write the old bytes of `journal` to the open file `fd`, and sync them. Return how many bytes were written.
 
     Raises:
-        OSError: The journal is still there, and the call can be repeated.
+        OSError: The journal still exists, and the call can be repeated.
     """
     return _write(fd, [(patch.offset, patch.old) for patch in journal.patches], journal, journal.old_size)
 
 
 def spoil(fd: int, journal: Journal) -> int:
-    """Poison the open file `fd`, until it is written or restored. Return how many bytes were written.
+    """Write the poison of `journal` to the open file `fd`, and sync it. Return how many bytes were written.
 
-    Raises OSError.
+    :func:`apply` and :func:`restore` remove the poison. Raises OSError.
     """
     size = os.fstat(fd).st_size
     written = sum(_pwrite(fd, bytes([byte]), offset) for offset, byte in journal.poison if offset < size)
@@ -106,7 +106,10 @@ def spoil(fd: int, journal: Journal) -> int:
 
 
 def _write(fd: int, parts: Sequence[tuple[int, bytes]], journal: Journal, size: int) -> int:
-    """Write `parts`, pairs of an offset and bytes, to the open file `fd`, and give it the `size`. Sync each step."""
+    """Write `parts`, pairs of an offset and bytes, to the open file `fd`, and set its size to `size`, under the poison.
+
+    If all changes are in one sector, they are written in one step without poison. Return how many bytes were written.
+    """
     if journal.fits_a_sector:
         start = parts[0][0]
         end = parts[-1][0] + len(parts[-1][1])
@@ -132,7 +135,7 @@ def _write(fd: int, parts: Sequence[tuple[int, bytes]], journal: Journal, size: 
 
 
 def _poisoned(data: bytes, at: int, poison: dict[int, int]) -> bytes:
-    """Return `data`, the bytes at the offset `at`, with the bytes of `poison` in it."""
+    """Return `data`, the bytes at the offset `at`, with the bytes of `poison` inserted at their offsets."""
     poisoned = bytearray(data)
     for offset, byte in poison.items():
         if at <= offset < at + len(data):
@@ -141,7 +144,7 @@ def _poisoned(data: bytes, at: int, poison: dict[int, int]) -> bytes:
 
 
 def _pwrite(fd: int, data: bytes, offset: int) -> int:
-    """Write all of `data` at `offset`, and return its length."""
+    """Write all of `data` at `offset`. Return its length."""
     view = memoryview(data)
     while view:
         done = calls.pwrite(fd, view, offset)
@@ -151,12 +154,13 @@ def _pwrite(fd: int, data: bytes, offset: int) -> int:
 
 
 def check_restorable(fd: int, journal: Journal, where: object, *, done: bool) -> None:
-    """Raise RefusedError unless the ranges of `journal` are, in the open file `fd`, as this program left them.
+    """Raise RefusedError unless the patched ranges of the open file `fd` contain the bytes that this program wrote.
 
     Another program may have written the file since: ``torch.save`` keeps the inode, and often the size. If the change
     is `done`, all bytes must be the new ones. If it was interrupted, each sector must be the old one, the new one, or
-    one of the two with poison in it. After the end of the new bytes, the old ones follow until the file is truncated.
-    Bytes beyond the old size may be anything, because restoring removes them, and missing bytes will be written.
+    one of the two with poison. After the end of the new bytes, the old ones follow until the file is truncated. Bytes
+    after the old size may be anything, because restoring removes them. Missing bytes are allowed, because restoring
+    writes them.
     """
     info = os.fstat(fd)
     smallest, largest = sorted((journal.new_size if done else journal.old_size, journal.new_size))
@@ -178,7 +182,7 @@ def check_restorable(fd: int, journal: Journal, where: object, *, done: bool) ->
 
 
 def _sectors(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and last offsets of the parts of a range that are in one sector each."""
+    """Yield the start and end of each part of a range that is in one sector."""
     while start < end:
         stop = min((start // SECTOR + 1) * SECTOR, end)
         yield start, stop

@@ -1,4 +1,4 @@
-"""Turn signals into exceptions, and hold them back while a file changes."""
+"""Turn signals into exceptions, and delay them while a file is changed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _Handler: TypeAlias = "Callable[[int, FrameType | None], Any]"
 
 @contextmanager
 def _handling(names: Sequence[str], handler: _Handler, before: dict[int, _Handler | int]) -> Iterator[None]:
-    """Set `handler` for the signals `names` during this block, except for ignored ones (``nohup``).
+    """Set `handler` for the signals `names` during this block, except for ignored signals (``nohup``).
 
-    Put the handlers that they had into `before`, by their numbers. A handler in C is left, because Python cannot put it
-    back.
+    The previous handlers are added to `before`, by the numbers of the signals. A handler in C is not replaced, because
+    Python could not restore it.
     """
     with ExitStack() as after:
         for number in (getattr(signal, name) for name in names if hasattr(signal, name)):
@@ -37,10 +37,10 @@ def _handling(names: Sequence[str], handler: _Handler, before: dict[int, _Handle
 
 @contextmanager
 def handled_by(handler: _Handler) -> Iterator[None]:
-    """Call `handler`, which raises an exception, on SIGTERM and the like, so that a command ends as on Ctrl-C.
+    """Call `handler`, which raises an exception, on SIGTERM and similar signals, so that a command ends as on Ctrl-C.
 
-    In a callback of an import or in a ``__del__``, the interpreter would print that exception, or Ctrl-C's, and go on:
-    it is raised again a moment later.
+    The interpreter prints and drops such an exception, and KeyboardInterrupt, if it is raised in a callback of an
+    import or in a ``__del__``. In this block it is raised again a moment later.
     """
     hook = sys.unraisablehook
 
@@ -51,7 +51,7 @@ def handled_by(handler: _Handler) -> Iterator[None]:
             return
 
         def raise_it(_: int, frame: FrameType | None) -> None:
-            while frame:  # inside this hook the interpreter would drop it too
+            while frame:  # inside this hook the interpreter would drop the exception too
                 if frame.f_code is raise_later.__code__:
                     calls.call_soon(raise_it)
                     return
@@ -69,10 +69,10 @@ def handled_by(handler: _Handler) -> Iterator[None]:
 
 
 class HeldSignals:
-    """The signals that arrived and wait for their handlers.
+    """The signals that have arrived but are delayed.
 
     Attributes:
-        handlers: The handlers of the signals that are held back, by their numbers.
+        handlers: The previous handlers of the delayed signals, by their numbers.
     """
 
     def __init__(self) -> None:
@@ -80,13 +80,14 @@ class HeldSignals:
         self._arrived: list[tuple[int, FrameType | None]] = []
 
     def hold(self, number: int, frame: FrameType | None) -> None:
-        """Remember the signal `number`: the handler while signals are held back."""
+        """Record the signal `number`. This method is the handler while signals are delayed."""
         self._arrived.append((number, frame))
 
     def deliver(self, *, last: bool = False) -> None:
-        """Call the handlers of the signals that arrived, which may raise.
+        """Call the previous handlers of the signals that have arrived. They may raise exceptions.
 
-        A signal without a handler in Python, which would end the process, is sent again if this is the `last` time.
+        A signal without a handler in Python, which would end the process, is sent again only if this is the `last`
+        call.
         """
         for number, frame in self._arrived[:]:
             handler = self.handlers[number]
@@ -97,10 +98,10 @@ class HeldSignals:
 
 @contextmanager
 def signals_held(done: str) -> Iterator[HeldSignals]:
-    """Hold back SIGINT, SIGTERM and the like in this block, and deliver them after it.
+    """Delay SIGINT, SIGTERM and similar signals in this block, and deliver them after it.
 
-    An exception that a handler raises gets a note: the error that ended the block, or `done`, which says what the block
-    did. Python calls handlers in the main thread only, so in other threads nothing is held back.
+    An exception that a handler raises gets a note: the error that ended the block, or else `done`, a text about what
+    the block has done. Python calls handlers only in the main thread, so nothing is delayed in other threads.
     """
     held = HeldSignals()
     is_main = threading.current_thread() is threading.main_thread()

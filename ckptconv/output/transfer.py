@@ -1,8 +1,8 @@
-"""Move the bytes of pieces into a file, or into a reader's buffers. No other module writes tensor bytes.
+"""Write the bytes of pieces to a file, or into a reader's buffers. No other module writes tensor bytes.
 
-The measure is ``cp``: the kernel copies from file to file in large steps, and writing to disk begins while copying goes
-on. If the filesystem can share blocks, ``copy_file_range`` does so when both offsets agree modulo a block. Checksums
-and casts are computed in threads meanwhile. What depends on the checksums is written last.
+Copying is meant to be as fast as ``cp``: the kernel copies from file to file in large steps, and writing to the disk
+begins during the copy. ``copy_file_range`` shares blocks if the filesystem can do that and both offsets agree modulo a
+block. Threads compute checksums and casts at the same time. Pieces that contain checksums are written last.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from ckptconv.output.direct_writes import Destination
 
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
-_BEHIND = 8 << 20  # bytes after which writing to disk is started: a call for each small tensor costs more than it gives
-_WORTH_A_THREAD = 64 << 10  # bytes: to cast fewer here is faster than to hand them over
+_BEHIND = 8 << 20  # bytes after which writing to the disk is started: a call for each small tensor would cost too much
+_WORTH_A_THREAD = 64 << 10  # bytes: smaller casts are faster in this thread
 _CAST_BLOCK = 4 << 20  # bytes of the source that a thread casts at once
 _MOST_THREADS = 4
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
@@ -52,15 +52,18 @@ _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno
 class Transfer:
     """The writing of one planned file.
 
-    A context manager: leaving it ends the threads and removes the files that hold inflated bytes.
+    A context manager: leaving it ends the threads and removes the temporary files with inflated bytes.
 
     Attributes:
-        beside: How many bytes are needed in addition to the file while it is written.
-        overflowed: After :meth:`fill`, the numbers that were too large for the dtype that they were cast to.
+        beside: The number of bytes that temporary files need while the file is written.
+        overflowed: After :meth:`fill`, the numbers of elements that were too large for their new dtype.
     """
 
     def __init__(self, file: OutFile, folder: Path, *, compared: bool = False) -> None:
-        """Prepare to write `file`, with temporary files in `folder`. `compared`: :meth:`compare` will be called."""
+        """Prepare to write `file`, with temporary files in `folder`.
+
+        `compared` tells that :meth:`compare` will be called.
+        """
         self._file = file
         self._pieces = Pieces(file.pieces, folder)
         is_read_again = compared or bool(file.sums) or any(piece.is_computed for piece in file.pieces)
@@ -84,7 +87,7 @@ class Transfer:
         self._pieces.__exit__()
 
     def fill(self, out: Destination, progress: Progress | None) -> None:
-        """Write all pieces to `out`. Raises OSError, OutputError, and what reading raises."""
+        """Write all pieces to `out`. Raises OSError, OutputError, and the errors of reading."""
         late: list[tuple[int, Deferred]] = []
         begun = end = 0
         with CastThreads(self._pieces, out) as casts:
@@ -130,9 +133,9 @@ class Transfer:
             )
 
     def compare(self, out: Destination) -> None:
-        """Read `out` back, and raise OutputError if it is not what was to be written.
+        """Read `out` back, and raise OutputError if it differs from the planned bytes.
 
-        The bytes come from the disk if the kernel can be asked to drop them from its cache.
+        The bytes come from the disk if the kernel can drop them from its cache.
         """
         if out.fd >= 0 and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(out.fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -148,7 +151,7 @@ class Transfer:
                 at += len(chunk)
 
     def _move(self, out: Destination, at: int, piece: Piece) -> Iterator[int]:
-        """Write `piece` at the offset `at`, and yield the length of each write."""
+        """Write `piece` at the offset `at`. Yield the length of each write."""
         piece = self._pieces.located(piece)
         if isinstance(piece, ByteRange):
             yield from _copy(out, at, piece)
@@ -165,9 +168,10 @@ class Transfer:
 
 
 def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
-    """Copy `span` to the offset `at` by the kernel if possible, and yield the length of each step.
+    """Copy `span` to the offset `at`, by the kernel if possible. Yield the length of each step.
 
-    The first step ends at a block's border and the next ones are whole blocks, which the filesystem can share.
+    The first step ends at the border of a block, and the next ones are complete blocks, so that the filesystem can
+    share them.
     """
     offset, left = span.offset, span.length
     direct = out if isinstance(out, DirectDestination) and span.source.fd >= 0 else None
@@ -187,7 +191,7 @@ def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
                 if error.errno not in _CANNOT_COPY:
                     raise
                 done = 0
-            if not done:  # or the file became shorter: then reading it raises an error
+            if not done:  # or the file became shorter: then reading raises an error
                 by_kernel = False
                 continue
         else:
@@ -198,14 +202,14 @@ def _copy(out: Destination, at: int, span: ByteRange) -> Iterator[int]:
 
 
 def _is_for_threads(piece: Piece) -> TypeGuard[Cast]:
-    """Return whether `piece` is a cast of what can be read anywhere, and large enough to be worth a thread's time."""
+    """Return whether `piece` is a cast of bytes that can be read at any offset, and is large enough for threads."""
     if not isinstance(piece, Cast) or piece.length < _WORTH_A_THREAD:
         return False
     return bool(piece.of.ranges()) or isinstance(piece.of, Scaled)
 
 
 class _Block(NamedTuple):
-    """The result of casting a block: bytes and CRC-32 of what was read and of what was written, and overflows."""
+    """The result of casting a block: the sizes and CRC-32 of the bytes read and written, and the overflows."""
 
     read: int
     crc32_read: int
@@ -217,12 +221,12 @@ class _Block(NamedTuple):
 class CastThreads:
     """Threads that read, cast, checksum and write the blocks of pieces.
 
-    A context manager: leaving it ends the threads, finished or not.
+    A context manager: leaving it ends the threads, even if they have not finished.
     """
 
     def __init__(self, pieces: Pieces, out: Destination) -> None:
         self._pieces, self._out = pieces, out
-        self._own = threading.local()  # what each thread keeps from block to block
+        self._own = threading.local()  # objects that a thread uses for all blocks
         self._begun: list[tuple[Cast, list[Task[_Block]]]] = []
         self._threads = Threads(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-cast")
 
@@ -233,7 +237,7 @@ class CastThreads:
         self._threads.shutdown()
 
     def begin(self, piece: Cast, at: int) -> None:
-        """Begin to write `piece`, which is a cast of stored bytes, at the offset `at`."""
+        """Start to write `piece`, a cast of bytes that can be read at any offset, at the offset `at`."""
         old, new = BY_NAME[piece.old].itemsize, BY_NAME[piece.new].itemsize
         elements = piece.length // new
         step = _CAST_BLOCK // max(old, new)
@@ -245,7 +249,7 @@ class CastThreads:
     def finish(self, progress: Progress | None) -> dict[int, int]:
         """Wait until everything is written. Return the CRC-32 of the written bytes by the id of the piece.
 
-        Raises what went wrong.
+        Raises the errors of the threads, and MalformedError if a range has a wrong checksum.
         """
         sums = {}
         for piece, tasks in self._begun:
@@ -264,7 +268,7 @@ class CastThreads:
         return sums
 
     def _cast(self, piece: Cast, offset: int, length: int, at: int) -> _Block:
-        """Cast `length` bytes at `offset` of what `piece` is made of, and write the result at `at`."""
+        """Cast `length` bytes at `offset` of the piece inside `piece`, and write the result at `at`."""
         buffer = self._buffer(piece)
         data = buffer.room[:length]
         self._pieces.read_into(piece.of, offset, data)
@@ -277,7 +281,7 @@ class CastThreads:
     def _buffer(self, piece: Cast) -> CastBuffer:
         """Return this thread's buffer for `piece`.
 
-        Most pieces of a file need the same one, and memory that was just allocated is slow.
+        A buffer is reused for pieces with the same dtypes, because memory that was just allocated is slow.
         """
         key = (piece.old, piece.new, piece.conj, piece.neg, piece.swapped_in, piece.swapped_out)
         if getattr(self._own, "key", None) != key:
@@ -288,12 +292,12 @@ class CastThreads:
 
 
 class VirtualFile(io.RawIOBase):
-    """A read-only, seekable view of a planned file, which torch's loader takes in place of a path.
+    """A read-only, seekable view of a planned file, which torch's loader accepts instead of a path.
 
-    Checksums that are known only after writing are zero in it. Reading raises what reading the sources raises.
+    Checksums that are known only after writing are zero in the view. Reading raises the errors of reading the sources.
 
     Attributes:
-        failure: The exception that reading raised, or None. torch's reader drops it, even if it is Ctrl-C.
+        failure: The exception that a read raised, or None. torch's reader drops such exceptions, even Ctrl-C.
     """
 
     def __init__(self, file: OutFile) -> None:
@@ -305,7 +309,7 @@ class VirtualFile(io.RawIOBase):
         reading.announce(self._pieces)
         self._starts = [*accumulate((piece.length for piece in self._pieces), initial=0)][:-1]
         self._at = 0
-        # the piece that is read as a stream, the offset in it of the current buffer, that buffer, and the next ones
+        # the piece that is read as a stream, the offset of the current buffer in it, that buffer, and the next ones
         self._stream: tuple[Piece | None, int, bytes | memoryview, Iterator[bytes | memoryview]]
         self._stream = None, 0, b"", iter(())
         filling = self._filling()
@@ -321,25 +325,28 @@ class VirtualFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return the position."""
+        """Return the current position."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position to `offset` from the start, the position or the end, and return it."""
+        """Set the position to `offset`, relative to the start, the position or the end. Return the new position."""
         self._at = offset + (0, self._at, self._size)[whence]
         return self._at
 
     def close(self) -> None:
-        """Refuse further reading, and remove the files that hold inflated bytes."""
+        """Forbid further reads, and remove the temporary files with inflated bytes."""
         super().close()
         self._reader.__exit__()
         self.readinto = self._refuse  # type: ignore[method-assign]
 
     def _filling(self) -> Generator[int, memoryview, None]:
-        """Fill each buffer that is sent as far as the file goes, and yield the number of bytes: the method readinto.
+        """Receive buffers, and fill them from the file. Yield the number of bytes in each.
 
-        A generator that has begun is inside ``try`` when a signal is handled at its first instruction. A function is
-        not, and torch drops what ``readinto`` raises: it calls ``read`` instead.
+        Its ``send`` is the method readinto.
+
+        A function can be interrupted by a signal before its ``try`` block begins, and torch ignores errors of
+        ``readinto`` (it calls ``read`` instead). A generator that has begun is always inside its ``try`` block, so no
+        error is lost.
         """
         try:
             length = 0
@@ -368,10 +375,10 @@ class VirtualFile(io.RawIOBase):
         return length
 
     def _read_piece(self, piece: Piece, offset: int, buffer: memoryview) -> int:
-        """Read bytes of `piece` from `offset` on into `buffer`, and return how many.
+        """Read bytes of `piece` from `offset` into `buffer`. Return how many were read.
 
-        Pieces that are not at hand are read as a stream, because torch reads storages from end to end. The stream
-        begins again if the offset is before its current buffer.
+        Pieces that cannot be read at any offset are read as a stream, because torch reads storages from start to end.
+        The stream starts again if `offset` is before its current buffer.
         """
         if piece.is_at_hand():
             length = min(piece.length - offset, len(buffer))
@@ -387,5 +394,5 @@ class VirtualFile(io.RawIOBase):
         data = chunk[offset - start : offset - start + len(buffer)]
         buffer[: len(data)] = data
         if start + len(chunk) == piece.length:
-            next(chunks, None)  # which checks what has been inflated
+            next(chunks, None)  # the end of the generator checks the inflated bytes
         return len(data)

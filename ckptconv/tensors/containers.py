@@ -27,10 +27,12 @@ _LEAVES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)  # always leave
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """The first position of `node`.
+    """The first position of `node` in the containers.
 
-    `parent` is the slot of the object that contains it, or None for the root. `key` is its key if it is a value of a
-    dict, and otherwise None.
+    Attributes:
+        node: An object.
+        parent: The slot of the container that contains `node`, or None for the root.
+        key: The key of `node` if it is a value of a dict, otherwise None.
     """
 
     node: Any
@@ -38,7 +40,7 @@ class Slot:
     key: object = None
 
     def upwards(self) -> Iterator[Slot]:
-        """Yield this slot and the slots around it, from the inside outwards."""
+        """Yield this slot, its parent, and so on up to the root."""
         at: Slot | None = self
         while at is not None:
             yield at
@@ -46,7 +48,7 @@ class Slot:
 
 
 class Contents:
-    """All objects in `root`, each once, except for atoms."""
+    """All objects that can be reached from `root`, without atoms and without repetitions."""
 
     def __init__(self, root: object) -> None:
         self.root = root
@@ -72,10 +74,10 @@ class Contents:
                         ]
 
     def copied(self, replaced: Callable[[Any], Any]) -> Any:
-        """Return a copy of the root in which `replaced`(leaf) stands for each leaf.
+        """Return a copy of the root in which each leaf is replaced by the result of `replaced`.
 
-        A tensor that replaces another tensor gets its attributes. A tuple or frozenset without replaced members is not
-        copied.
+        A tensor that replaces another tensor gets its attributes. A tuple or frozenset is copied only if one of its
+        items is replaced.
         """
         return _Copy(self, replaced).of(self.root)
 
@@ -83,8 +85,8 @@ class Contents:
 class _Copy:
     """A copy of all containers.
 
-    Mutable containers are made empty and filled later, so that cycles can refer to them. Tuples and frozensets are made
-    after their members.
+    Mutable containers are created empty and filled later, so that cycles can refer to them. Tuples and frozensets are
+    created after their items.
     """
 
     def __init__(self, contents: Contents, replaced: Callable[[Any], Any]) -> None:
@@ -101,15 +103,18 @@ class _Copy:
                 set_attributes(new, {name: self.of(value) for name, value in attributes_of(place.node).items()})
 
     def of(self, node: Any) -> Any:
-        """Return the copy of `node`, which must be made already."""
+        """Return the copy of `node`, which must exist already."""
         return node if _is_atom(node) else self.made[id(node)]
 
     def has(self, node: Any) -> bool:
-        """Return whether the copy of `node` is made."""
+        """Return whether the copy of `node` exists."""
         return _is_atom(node) or id(node) in self.made
 
     def finished(self, node: Any) -> bool:
-        """Make and fill the copy of `node`, if the copies of its contents are made. Return whether it was filled."""
+        """Create and fill the copy of `node`, if the copies of its contents exist.
+
+        Return whether the copy is complete now.
+        """
         if not self.has(node):
             items = list(_items(node))
             if not all(map(self.has, items)):
@@ -128,7 +133,7 @@ def _is_atom(node: object) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether the class of `tensor` defines its operations (``__torch_dispatch__``).
+    """Return whether the class of `tensor` has its own ``__torch_dispatch__``.
 
     The attributes of such a tensor may be the tensors that it consists of.
     """
@@ -136,8 +141,9 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _is_container(node: object) -> bool:
-    """Return whether `node` is a container. A dataclass or mapping counts only if ``object.__new__`` can make an empty
-    one.
+    """Return whether `node` is a container.
+
+    A dataclass or mapping is one only if ``object.__new__`` can create an empty instance.
     """
     if isinstance(node, _LEAVES):
         return False
@@ -153,20 +159,23 @@ def _is_container(node: object) -> bool:
 
 
 def _base(node: object) -> Any:
-    """Return the first builtin container class that `node` is an instance of, or None."""
+    """Return the first built-in container class of which `node` is an instance, or None."""
     return next((base for base in _BASES if isinstance(node, base)), None)
 
 
 def _items(node: Any) -> Iterator[Any]:
-    """Return an iterator over the elements of a tuple, list, deque or set, or over the keys of a dict."""
+    """Return an iterator over the elements of a tuple, list, deque or set, or over the keys of a dict.
+
+    Else an empty one.
+    """
     base = _base(node)
     return base.__iter__(node) if base else iter(())
 
 
 def _keyed(node: Any) -> Iterator[tuple[object, Any]]:
-    """Yield the contents of `node`, except for atoms, as pairs of a key and a value.
+    """Yield the contents and attributes of `node`, except for atoms, as pairs of a key and a value.
 
-    The key is the key of a dict's value, and None for elements, keys and attributes.
+    The key is set only for the values of a dict. It is None for elements, keys and attributes.
     """
     if isinstance(node, dict):
         for key, value in _base(node).items(node):
@@ -180,7 +189,7 @@ def _keyed(node: Any) -> Iterator[tuple[object, Any]]:
 
 
 def attributes_of(node: object) -> dict[str, Any]:
-    """Return the attributes of `node` in its ``__dict__`` and its ``__slots__``."""
+    """Return the attributes of `node` in its ``__dict__`` and its ``__slots__``, by name."""
     found = dict(getattr(node, "__dict__", ()))
     for slot in _slots(node):
         try:
@@ -191,8 +200,9 @@ def attributes_of(node: object) -> dict[str, Any]:
 
 
 def set_attributes(node: object, values: dict[str, Any]) -> None:
-    """Set the attributes `values` on `node` without calling its ``__setattr__``, which refuses if a dataclass is
-    frozen.
+    """Set the attributes `values` on `node`.
+
+    Its ``__setattr__`` is not called, because a frozen dataclass would raise an error.
     """
     slots = {slot.__name__: slot for slot in _slots(node)}
     for name, value in values.items():
@@ -210,7 +220,7 @@ def _slots(node: object) -> Iterator[MemberDescriptorType]:
 
 
 def _empty(node: Any) -> Any:
-    """Return an empty container of the type of `node`."""
+    """Return an empty container of the type of `node`, with its ``maxlen`` or ``default_factory``."""
     base = _base(node)
     if base is None:
         return object.__new__(type(node))
@@ -223,18 +233,24 @@ def _empty(node: Any) -> Any:
 
 
 def _remade(node: Any, items: list[Any]) -> Any:
-    """Return a tuple or frozenset like `node` with `items`, or `node` itself if nothing differs and it has no
-    attributes.
+    """Return a tuple or frozenset like `node` with `items`.
+
+    Return `node` itself if all items are the same objects and it has no attributes.
     """
     if not attributes_of(node) and all(new is old for new, old in zip(items, _items(node), strict=True)):
         return node
-    if hasattr(type(node), "n_sequence_fields"):  # a ``torch.return_types``, as Python's own ``os.stat_result``
+    if hasattr(
+        type(node), "n_sequence_fields"
+    ):  # a ``torch.return_types`` class, which is created like Python's ``os.stat_result``
         return type(node)(items)
     return _base(node).__new__(type(node), items)
 
 
 def _fill(new: Any, node: Any, of: Callable[[Any], Any]) -> None:
-    """Add the contents and attributes of `node` to the empty container `new`, each mapped by `of`."""
+    """Add copies of the contents and attributes of `node` to the empty container `new`.
+
+    `of` returns the copy of an object.
+    """
     base = _base(node)
     if isinstance(node, dict):
         for key, value in base.items(node):

@@ -43,14 +43,15 @@ if TYPE_CHECKING:
 
 @for_python
 def open(path: Input, *, download: bool = False) -> CheckpointFile:
-    """Open the checkpoint at `path`, to look into it and to load single tensors.
+    """Open the checkpoint at `path`, to inspect it and to load single tensors.
 
     Only headers and the pickle are read.
 
     Args:
         path: A file, a sharded set, or a folder of torch.distributed.checkpoint. Or a binary file object that can seek,
-            such as an io.BytesIO: it is read from its byte 0 on, wherever its position is. Each reading restores the
-            position, and the object stays open.
+            such as an io.BytesIO. It is read from its byte 0, whatever its position. Each read restores the position,
+                and
+            the object stays open.
         download: For a URL, as for :func:`ckptconv.convert`.
 
     Returns:
@@ -90,8 +91,9 @@ class CheckpointFile:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """The tensors by path (``state_dict/conv.weight``), in the order of the file: dtype, shape, stride in elements,
-        device, sizes in bytes, ties.
+        """The tensors by path (``state_dict/conv.weight``), in the order of the file.
+
+        Each has its dtype, shape, stride in elements, device, sizes in bytes, and tie.
         """
         return MappingProxyType(self._checkpoint.tensors)
 
@@ -102,18 +104,20 @@ class CheckpointFile:
 
     @for_python
     def load(self, path: str) -> torch.Tensor:
-        """Load one tensor. Each call reads it again.
+        """Load one tensor. Each call reads the tensor again.
 
         Args:
             path: The path of the tensor, as in :attr:`tensors`.
 
         Returns:
-            The tensor on the CPU, as torch would load it: dtype, shape, stride, ``requires_grad``, ``Parameter``.
+            The tensor on the CPU, with the dtype, shape, stride, ``requires_grad`` and class (such as ``Parameter``)
+                that
+            torch would load.
 
         Raises:
             NoMatchError: There is no tensor at this path.
             UsageError: The checkpoint is closed.
-            UnsupportedError: Torch's safe loader refuses code that makes the tensor.
+            UnsupportedError: Torch's safe loader refuses code that creates the tensor.
         """
         require_torch("loading a tensor", self.path)
         from ckptconv.byteranges import kernels  # noqa: F401 - raises MissingTorchError if torch is broken
@@ -126,7 +130,10 @@ class CheckpointFile:
         return tensor
 
     def _part(self, path: str) -> Checkpoint:
-        """Return a checkpoint of the same nodes that contains only the tensor at `path`."""
+        """Return a checkpoint with the same nodes that contains only the tensor at `path`.
+
+        Raises NoMatchError if there is none, and ArgumentTypeError if `path` is not a text.
+        """
         if not isinstance(path, str):
             raise ArgumentTypeError(
                 f"a tensor is loaded by its path, such as {next(iter(self._places), 'weight')!r}, not by {path!r}"
@@ -156,8 +163,9 @@ class CheckpointFile:
 
 
 def _near(path: str, paths: Iterable[str]) -> str | None:
-    """Return a hint with the path that is most like `path`, or with any path if none is like it. None if there are
-    none.
+    """Return a text with the most similar of `paths`, or with the first if none is similar.
+
+    None if there are no paths.
     """
     every = list(paths)
     ending = [each for each in every if each.endswith("/" + path)]
@@ -178,8 +186,9 @@ def load(
 ) -> Any:
     """Load a checkpoint as real tensors. Needs torch: ``pip install "ckptconv[torch]"``.
 
-    From any container, it returns what ``torch.load(path, map_location, weights_only=True)`` would. Nothing in the
-    file is executed. If the file needs unknown classes, use `state_dict` or `select` to load a part without them.
+    The result is the same as that of ``torch.load(path, map_location, weights_only=True)``, for any container. Nothing
+    in the file is executed. If the file needs unknown classes, use `state_dict` or `select` to load a part without
+    them.
 
     Args:
         path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`open`.
@@ -188,7 +197,7 @@ def load(
             there is one, else the CPU. A device without an index is torch's current one. States of random generators
             move with all other tensors, as in torch.
         state_dict: Load only the state dict, wherever it is.
-        select: Load only the part at this path, such as ``ema/model``.
+        select: Load only the object at this path, such as ``ema/model``.
         strip_prefix: Prefixes to remove from the start of names, such as ``module.``.
         loadable: Turn objects that are only data into plain containers, as :func:`ckptconv.convert` does, and load
             everything.
@@ -221,7 +230,10 @@ def load(
 
 
 def _read(source: Readable, select: str | None = None) -> tuple[Checkpoint, str | None]:
-    """Return what :func:`ckptconv.formats.opening.read_selected` does; warn if a change in place was interrupted."""
+    """Return the result of :func:`ckptconv.formats.opening.read_selected`.
+
+    Warn if a change in place was interrupted.
+    """
     found = opening.read_selected(source, select)
     if said := opening.interrupted(source):
         warnings.warn(said, UserWarning, stacklevel=4)
@@ -231,25 +243,26 @@ def _read(source: Readable, select: str | None = None) -> tuple[Checkpoint, str 
 @for_python
 @takes(SaveOptions, force=True)
 def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
-    """Write `obj` to `path`. An existing file is replaced after the new file is complete, and not before.
+    """Write `obj` to `path`. An existing file is replaced only after the new file is complete.
 
     Tensors on a GPU are copied to the CPU 4 MiB at a time. Other tensors are written directly from memory.
 
     Args:
         obj: Any object that ``torch.save`` accepts.
-        path: A file, here or in S3: safetensors if the suffix is ``.safetensors``, else torch's zip format. Or a binary
-            file object that can seek. If it has a ``name``, the name decides the format as a path does. It is written
-            from its position on and stays open, and its position is then after the last byte, as with ``torch.save``.
-            If writing fails, what was written so far stays.
+        path: A local file or one in S3. The format is safetensors if the suffix is ``.safetensors``, else torch's zip
+            format. Or a binary file object that can seek. If it has a ``name``, the name determines the format in the
+            same way. It is written from its position on and stays open, and its position is then after the last byte,
+                as
+            with ``torch.save``. If writing fails, the bytes written so far stay in it.
         **options: The keys of :class:`~ckptconv.conversion.options.SaveOptions`.
         force: Whether `path` may exist.
 
     Returns:
-        A report of what was done. `map_location` changes only the devices in the file, and no tensor moves.
+        The report. `map_location` changes only the devices in the file, and no tensor moves.
 
     Raises:
         CkptconvError: One of its subclasses. `path` is then unchanged.
-        Exception: What pickling `obj` raises.
+        Exception: The exception that pickling `obj` raises.
     """
     started = time.monotonic()
     require_torch("saving tensors", path_of(path))
@@ -271,10 +284,10 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
 
 
 def _target_of(path: Output, output: OutputOptions) -> tuple[Path, str | None]:
-    """Return the file to write and its format, which is None if neither an option nor the name decides it.
+    """Return the file to write and its format. The format is None if neither an option nor the suffix determines it.
 
-    For a file object, return its name instead of a file. Raise UsageError if `path` is a folder, and another
-    CkptconvError if it may not be written.
+    For a file object, return its name as the path. Raises UsageError if `path` is a folder, and another CkptconvError
+    if it may not be written.
     """
     if is_file_object(path):
         name = path_of(path)

@@ -1,8 +1,8 @@
-"""Load real tensors with torch's own safe loader, from an archive that is never written.
+"""Load real tensors with torch's own safe loader, from an archive that exists only in memory.
 
-torch reads the pickle that the graph emits, and the bytes of the storages from where they are
-(:class:`ckptconv.output.transfer.VirtualFile`). So a part of a file, a safetensors file, and a pickle that torch
-refuses only for its protocol all load in one way.
+torch reads the pickle that the graph emits, and the bytes of the storages directly from the source
+(:class:`ckptconv.output.transfer.VirtualFile`). So the same code loads a part of a file, a safetensors file, and a
+pickle that torch refuses only for its protocol.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
     Args:
         checkpoint: The checkpoint.
         map_location: As for :func:`ckptconv.load`.
-        whole: Whether the user could ask for a part instead. If so, errors suggest a part that loads.
+        whole: Whether the complete checkpoint is loaded, so that errors can suggest a part that loads.
 
     Raises:
         DeviceUnavailable: torch lacks a device. Raised before a tensor is read.
         UnsupportedError: torch's safe loader refuses the checkpoint.
-        MalformedError: torch cannot make what the checkpoint describes.
+        MalformedError: torch cannot create the objects in the checkpoint.
     """
     _warn_of_flaws()
     where = checkpoint.source.path
@@ -81,7 +81,7 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
         if not isinstance(error, Exception):
             raise
         short = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
-        if short or callable(target):  # not the file's fault, or perhaps the function's own error
+        if short or callable(target):  # not a fault of the file, or perhaps an error of the function itself
             raise
         raise MalformedError(
             "torch cannot create the objects in the file", where=where, got=f"{type(error).__name__}: {error}"
@@ -90,20 +90,20 @@ def load_checkpoint(checkpoint: Checkpoint, map_location: LoadLocation | None, *
 
 @cache
 def _warn_of_flaws() -> None:
-    """Warn once in a process of known vulnerabilities of the safe loader that is used here."""
+    """Warn, once in a process, if the installed torch has known vulnerabilities in its safe loader."""
     if warning := warning_of_flaws(torch.__version__):
         warnings.warn(warning, stacklevel=2)
 
 
 def _refuse_code(checkpoint: Checkpoint, *, whole: bool) -> None:
-    """Raise UnsupportedError if torch's safe loader would refuse `checkpoint`, before a tensor is read.
+    """Raise UnsupportedError if torch's safe loader would refuse `checkpoint`. No tensor is read.
 
-    If `whole` is set, the error suggests a part that would load.
+    With `whole`, the error suggests a part that would load.
     """
     unknown = sorted({node.name for node in checkpoint.graph.globals if isinstance(node, OtherDType)})
     if unknown:
         raise UnsupportedError("torch has no such dtype", where=checkpoint.source.path, got=", ".join(unknown))
-    trusted = {  # by the program that uses this package
+    trusted = {  # trusted by the program that uses this package
         each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}"
         for each in torch.serialization.get_safe_globals()
     }
@@ -150,9 +150,9 @@ def _default_byteorder() -> str:
 
 
 def _meaning(map_location: LoadLocation | None) -> tuple[Devices, Any]:
-    """Return the mapping of tags and the `map_location` for torch.
+    """Return `map_location` as a mapping of tags for ckptconv, and as an argument for torch. One of them has no effect.
 
-    Raise TypeError or UsageError if `map_location` is wrong.
+    Raises UsageError if `map_location` is wrong.
     """
     if callable(map_location):
         if _takes_two(map_location):
@@ -164,7 +164,7 @@ def _meaning(map_location: LoadLocation | None) -> tuple[Devices, Any]:
 
 
 def _takes_two(function: Callable[..., object]) -> bool:
-    """Return whether `function` is one for torch: (storage, tag) → storage or None."""
+    """Return whether `function` has the signature of torch's ``map_location``: (storage, tag) → storage or None."""
     try:
         inspect.signature(function).bind(None, "cpu")
     except TypeError:
@@ -175,9 +175,9 @@ def _takes_two(function: Callable[..., object]) -> bool:
 
 
 def _device(word: object) -> str:
-    """Return the device `word` for all tensors, as torch writes it.
+    """Return the device `word`, on which all tensors are loaded, in torch's spelling.
 
-    Without an index it is the current device of its family. ``auto`` is the accelerator that is available, or the CPU.
+    Without an index, torch uses the current device of the family. ``auto`` is the available accelerator, or the CPU.
     """
     if word == "auto":
         return automatic_device()

@@ -100,10 +100,10 @@ class _Found:
     """The tensors in `contents` and their gradients.
 
     Attributes:
-        owned: Tensors of modules and optimizers.
-        free: Slots of all other tensors. Their gradients are added by :meth:`tensors`.
-        storages: Storages that are themselves leaves.
-        hosted: Tensors of optimizers that stay on the CPU if they are on the CPU.
+        owned: The tensors of modules and optimizers, with their gradients. They move in place.
+        free: The slots of all other tensors. Their gradients are added by :meth:`tensors`.
+        storages: Storages that occur as objects of their own.
+        hosted: Tensors of optimizers that stay on the CPU if they are there.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -124,7 +124,7 @@ class _Found:
                 self.storages.append(node if isinstance(node, torch.UntypedStorage) else node._untyped_storage)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors, each once."""
+        """Return all tensors and gradients, without repetitions."""
         free = _with_gradients(place.node for place in self.free)
         return list({id(tensor): tensor for tensor in [*self.owned, *free]}.values())
 
@@ -143,9 +143,9 @@ def _with_gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _hosted(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the tensors of `optimizer` that stay on the CPU if they are there.
 
-    These are ``step`` and the options of groups, because each step of training reads them. Groups that are
-    ``capturable`` or ``fused`` have none. Torch's ``Optimizer._process_value_according_to_param_policy`` leaves
-    ``step`` too.
+    These are ``step`` and the tensors among the options of groups (such as ``lr``), because the CPU reads them in each
+    training step. In groups that are ``capturable`` or ``fused`` there are none. ``step`` stays too in torch's
+    ``Optimizer._process_value_according_to_param_policy``.
     """
     for group in optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):
@@ -157,7 +157,7 @@ def _hosted(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 class _Move:
-    """A move of storages and tensors, each once, however many objects refer to them."""
+    """A move of storages and tensors to other devices. Each is moved once, even if several objects refer to it."""
 
     def __init__(self, devices: Devices, found: _Found) -> None:
         self.devices = devices
@@ -172,7 +172,7 @@ class _Move:
         self.hosted = _keys(found.hosted)
 
     def check(self) -> None:
-        """Raise DeviceUnavailable if a tensor or storage would move to a device that is not here."""
+        """Raise DeviceUnavailable if a tensor or storage would move to a device that does not exist here."""
         things = [*map(_thing, self.all), *self.found.storages]
         require_devices(
             (new for thing in things if (new := self.target(thing)) != _tag(thing)),
@@ -184,7 +184,7 @@ class _Move:
         )
 
     def target(self, thing: torch.Tensor | torch.UntypedStorage) -> str:
-        """Return the tag of the device that `thing` moves to, which may be the device that it is on."""
+        """Return the tag of the device that `thing` moves to. It can be the device on which `thing` is."""
         tag = _tag(thing)
         key = _key(thing) if isinstance(thing, torch.UntypedStorage) else None
         if tag == "meta" or (tag == "cpu" and key in self.hosted):
@@ -195,7 +195,9 @@ class _Move:
         return self.tags[case]
 
     def new(self, leaf: Any) -> Any:
-        """Return the object that stands for `leaf` in the copy of a container."""
+        """Return the object that replaces `leaf` in the copy of a container: a moved tensor or storage, or `leaf`
+        itself.
+        """
         if isinstance(leaf, torch.Tensor):
             return self.tensor(leaf)
         if isinstance(leaf, torch.UntypedStorage):
@@ -207,7 +209,7 @@ class _Move:
         return leaf
 
     def storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return `storage` on its target. Each storage is moved once."""
+        """Return `storage` on its target device. A storage is moved by the first call only."""
         key = _key(storage)
         if key not in self.storages:
             tag = self.target(storage)
@@ -216,7 +218,7 @@ class _Move:
         return self.storages[key]
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` if it is on its target or was moved in place, and otherwise a copy there.
+        """Return `tensor` if it is on its target device or was moved in place. Otherwise return a copy there.
 
         The copy has a copy of the gradient.
         """
@@ -240,7 +242,7 @@ class _Move:
         return tensor
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` if it is on its target, and otherwise a copy there, without its gradient."""
+        """Return `tensor` if it is on its target device. Otherwise return a copy there, without the gradient."""
         storage = _own_storage(tensor)
         if storage is not None:
             new = self.storage(storage)
@@ -250,9 +252,9 @@ class _Move:
 
 
 def _resolved(map_location: MapLocation) -> Devices:
-    """Return the mapping of devices for `map_location`.
+    """Return `map_location` as a mapping of devices.
 
-    A device without an index, for all tensors, becomes the current one of its family, if this machine has it.
+    If it is one device without an index, the index of the current device is added, if this machine has the family.
     """
     devices = to_devices(
         automatic_device() if isinstance(map_location, str) and map_location == "auto" else map_location
@@ -268,7 +270,7 @@ def _current(family: str) -> int | None:
 
 
 def _tag(thing: torch.Tensor | torch.UntypedStorage) -> str:
-    """Return the device of `thing`, as torch writes it into a file."""
+    """Return the device of `thing` in the spelling that torch writes into files, such as ``cpu`` or ``cuda:0``."""
     device = thing.device
     return device.type if device.type in _NO_INDEX else f"{device.type}:{device.index or 0}"
 
@@ -287,19 +289,19 @@ def _keys(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of `tensor`, or None unless storage, offset, shape and stride describe it completely."""
+    """Return the storage of `tensor`. Return None unless `tensor` is only a strided view of one storage."""
     special = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or is_wrapper(tensor)
     return tensor.untyped_storage() if not special and torch._C._has_storage(tensor) else None
 
 
 def _thing(tensor: torch.Tensor) -> torch.Tensor | torch.UntypedStorage:
-    """Return the object that has to move if `tensor` moves: its storage, or the tensor itself."""
+    """Return the object that has to move so that `tensor` moves: its storage, or the tensor itself without one."""
     storage = _own_storage(tensor)
     return tensor if storage is None else storage
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield all storages of `tensor`, including the storages of its parts."""
+    """Yield all storages of `tensor`, including those of the tensors inside a sparse or wrapper tensor."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     elif tensor.layout == torch.sparse_coo:
@@ -324,7 +326,7 @@ def _storage_on(tag: str, storage: torch.UntypedStorage) -> torch.UntypedStorage
 
 
 def _tensor_on(tag: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `tensor` on the device `tag`. For tensors that are more than a view of one storage."""
+    """Return a copy of `tensor`, which is not a strided view of one storage, on the device `tag`."""
     return tensor.detach().to(tag)
 
 
@@ -367,8 +369,8 @@ def _become(tensor: torch.Tensor, new: torch.Tensor) -> None:
 def has_device(tag: str) -> bool:
     """Return whether torch can put tensors on the device `tag` here.
 
-    Its backend must be built in, and the device must be visible. ``cpu`` and ``meta`` exist everywhere. Their tags have
-    no index, so the answer for ``cpu:0`` is False.
+    Its backend must be built in, and the device must be visible. ``cpu`` and ``meta`` exist everywhere, but only
+    without an index: the answer for ``cpu:0`` is False.
     """
     family, _, index = tag.partition(":")
     if family in _EVERYWHERE:
@@ -377,10 +379,10 @@ def has_device(tag: str) -> bool:
 
 
 def _device_count(family: str) -> int:
-    """Return the number of devices of `family`, or 0 if this torch does not know it.
+    """Return the number of available devices of `family`. Return 0 if torch does not know the family.
 
-    Backends that register themselves with torch (npu, mlu, ...) are modules of torch too. A backend that cannot count
-    its devices has one.
+    Backends that register themselves with torch (npu, mlu, ...) are included. A backend that cannot count its devices
+    counts as one.
     """
     try:
         backend = torch.get_device_module(family)
@@ -422,7 +424,7 @@ def automatic_device() -> str:
 def rng_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
     """Return the tensors at `places` that are states of random generators.
 
-    `alone` returns whether nothing else uses the storage of a tensor. That holds for each state.
+    `alone` returns whether a tensor is the only user of its storage. Only such tensors can be states.
     """
     possible = [place for place in places if _is_bytes(place.node) and alone(place.node)]
     rules = RngRules(
@@ -434,7 +436,7 @@ def rng_states(places: Iterable[Slot], alone: Callable[[torch.Tensor], bool]) ->
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a plain vector of bytes that fills its storage, as each state is."""
+    """Return whether `tensor` is a plain one-dimensional uint8 tensor that fills its storage, as states are."""
     return (
         type(tensor) is torch.Tensor
         and tensor.dtype == torch.uint8
@@ -446,9 +448,9 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _is_in_state_dict(rules: RngRules, place: Slot) -> bool:
-    """Return whether one of the dictionaries around `place` is a state dict.
+    """Return whether one of the dictionaries that contain `place` is a state dict of a module.
 
-    The dictionaries in an optimizer's state are not state dicts.
+    Dictionaries inside an optimizer's state do not count.
     """
     for node in [above.node for above in place.upwards() if isinstance(above.node, dict)][::-1]:
         if isinstance(getattr(node, "_metadata", None), Mapping):

@@ -178,10 +178,8 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], **options: Unpack
     """Compare the checkpoints `a` and `b`. Their formats may differ.
 
     Neither is executed, loaded or changed. Options that select a part of a checkpoint apply to both. If `b` does not
-    have
-    this part, all of `b` is compared. Options that edit names apply only to `a`. If one of the two is safetensors, only
-    the
-    state dict of the other is compared.
+    have this part, all of `b` is compared. Options that edit names apply only to `a`. If one of the two is safetensors,
+    only the state dict of the other is compared.
 
     Args:
         a: The first checkpoint.
@@ -254,8 +252,7 @@ def _paired(
     """Open `a` and `b`, and yield their comparison. Everything except tensor values has been compared.
 
     With `judged`, dangerous calls in both are recorded too. Raises InputChangedError at the end of the block if a file
-    has
-    changed.
+    has changed.
     """
     with (
         open_input(a, download=compared.download, progress=progress) as source_a,
@@ -363,8 +360,7 @@ class _Comparison:
         """Reduce `b` to the selected part, if `b` has it, and return the objects that are left out.
 
         `alone` requests the state dict. A note is added if all of `b` is compared instead. Raises RefusedError if `b`
-        has several
-        state dicts, or none although one is needed.
+        has several state dicts, or none although one is needed.
         """
         path = self.edits.select
         if path is not None:
@@ -519,8 +515,7 @@ class _Comparison:
         """Return a command that is useful for this difference, or None.
 
         If only the grouping of tensors differs (such as fused weights), the command converts `a` to the grouping of
-        `b`. If no
-        name is common, the command compares matching names.
+        `b`. If no name is common, the command compares matching names.
         """
         pairing = self.pairing
         if not (pairing.a.only and pairing.b.only):

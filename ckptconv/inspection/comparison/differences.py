@@ -43,12 +43,10 @@ class ValueDifference:
         largest: The largest ``|a - b|`` of the elements that are finite on both sides. None for dtypes whose bits torch
             does not read as numbers.
         largest_relative: The largest ``|a - b| / |b|`` of the same elements, inf if b is 0 and a is not. None for the
-            same
-            dtypes as `largest`.
+            same dtypes as `largest`.
         not_finite: The number of differing elements that are NaN or infinite on at least one side.
         histogram: The distribution of ``|a - b|`` over the finite elements that are not equal, including those within
-            the
-            tolerance. None if it was not requested.
+            the tolerance. None if it was not requested.
         relative_to_max: ``largest`` divided by the largest ``|b|`` of all finite elements, including equal ones. It is
             inf if the divisor is 0, and None if it is not known.
     """
@@ -124,8 +122,7 @@ class Difference(Result):
         others: The differences between objects that are not tensors. Empty if only names were compared.
         notes: Objects that were not compared, and further remarks.
         suggestion: A command, or None. If only the grouping of tensors differs, it converts `a` to the grouping of `b`.
-            If
-            no name is common, it compares the tensors under other paths or prefixes.
+            If no name is common, it compares the tensors under other paths or prefixes.
         near: The number of tensors whose numbers differ, but only within the tolerance.
         dangers: Dangerous calls in `a` and `b`, in the words of ``inspect``. Each text begins with the side.
     """

@@ -2,8 +2,7 @@
 
 Objects are paired by their paths, so the order of keys makes no difference. Members of sets are paired by their values.
 A pair of nodes is visited only once, even if both occur at several common paths. So an object that is shared on one
-side
-and stored twice on the other counts as the same. Values that pickles can write in several ways (bytes, sets,
+side and stored twice on the other counts as the same. Values that pickles can write in several ways (bytes, sets,
 bytearrays, names of Python 2) are compared after decoding.
 """
 
@@ -249,8 +248,7 @@ class Meaning:
     """A computation of the meaning of a key or of a member of a set: a value that can be compared between both sides.
 
     The meaning of a tuple or frozenset is a number that equal items share. So each is visited once, even if it is large
-    and
-    occurs often.
+    and occurs often.
 
     Attributes:
         side: The side that contains the key.
@@ -557,8 +555,7 @@ class Pairing:
         """Return the places directly below `place`, by the key with which they are paired.
 
         The key is the segment of the path, or the meaning of a dict key that is not a text. Arguments and states whose
-        ids are
-        in `again` are left out.
+        ids are in `again` are left out.
         """
         node = place.node
         keys = [effect.values[i : i + 2] for effect, i in node.pairs()] if isinstance(node, Object) else []

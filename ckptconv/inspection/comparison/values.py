@@ -62,8 +62,7 @@ def unequal_parts(
         pairs: The ranges to compare.
         progress: Called with the number of bytes that were compared since its last call.
         counts: Called with the index of a pair and a range in which it differs, in any thread. If it returns False,
-            that
-            range is not included in the result.
+            that range is not included in the result.
 
     Raises the errors of reading and of these functions.
     """
@@ -287,8 +286,7 @@ class Values:
         """Return a pair of ranges of the files. If the bytes in them are equal, then `a` and `b` are equal.
 
         The ranges contain the elements, or the complete storages if both tensors are the same view. Return None if
-        there are no
-        such ranges, for example because dtypes differ or storages are deflated.
+        there are no such ranges, for example because dtypes differ or storages are deflated.
         """
         if a.dtype != b.dtype or (a.conj, a.neg) != (b.conj, b.neg) or self.orders[0] != self.orders[1]:
             return None
@@ -317,8 +315,7 @@ class Values:
         """Compare views as numbers whose bytes differ.
 
         The views `keys` have one dtype and may overlap in `home`. So each range between two of their ends is compared
-        once, and
-        the results are combined for each view.
+        once, and the results are combined for each view.
         """
         infos = self.wanted[keys[0]]
         starts = {key: spans[key][0].offset - home[0].offset for key in keys}
@@ -339,8 +336,8 @@ class Values:
             self.conclude(key, together.of(at[starts[key]], at[stops[key]]))
 
     def see_rest(self, comparer: Comparer, b: TensorInfo, span: ByteRange, parts: Sequence[Unequal]) -> None:
-        """Pass `comparer` the elements of `b`, stored in `span`, outside of `parts`, because the largest element may
-        be there.
+        """Pass `comparer` the elements of `b`, stored in `span`, outside of `parts`, because the largest element may be
+        there.
 
         The total amount read in this way is limited to the size of the files. After that the largest element is not
         known.
@@ -361,8 +358,8 @@ class Values:
     def compared(
         self, infos: tuple[TensorInfo, TensorInfo], spans: Sequence[ByteRange], parts: Sequence[Unequal]
     ) -> Comparer:
-        """Return a comparer that has compared the ranges `parts` of `spans`, which contain the elements of `infos`,
-        as numbers.
+        """Return a comparer that has compared the ranges `parts` of `spans`, which contain the elements of `infos`, as
+        numbers.
         """
         for info in infos:
             self._budget.spend(sum(length for _, length in parts), f"the tensors up to {info.path}")
@@ -518,8 +515,8 @@ class _Judge:
         return is_left
 
     def surely_differ(self, dtype: str, spans: tuple[ByteRange, ByteRange], part: Unequal) -> bool:
-        """Return True if numbers at the start of the range `part` of `spans` differ, as far as Python can tell
-        without torch.
+        """Return True if numbers at the start of the range `part` of `spans` differ, as far as Python can tell without
+        torch.
 
         False means that the answer is not known.
         """

@@ -1,4 +1,4 @@
-"""Issues and their fixes as data, and the command line of a fix."""
+"""Issues and their fixes as data, and the command for a fix."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ckptconv.hints import Option, command_line, placed
 from ckptconv.inspection.diagnosis.host import Host
 from ckptconv.light_dataclass import dataclass
 
-#: The kinds of findings that depend on the version of torch.
+#: The kinds of findings whose answer depends on the version of torch.
 BY_RULES = ("code", "container", "import", "legacy", "opcodes")
-#: The kinds of findings after which it is not known whether the file loads.
+#: The kinds of findings because of which it is not known whether the file loads.
 OPEN = ("device", "not known")
 SHOWN = 3  # unknown classes that get a line each
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A finding about a checkpoint that is to be loaded.
+    """A finding about loading a checkpoint.
 
     Attributes:
         kind: A word for programs.
         blocks: Whether ``torch.load`` would fail here.
         text: The finding, in one line.
-        command: The command that mends it, or None.
+        command: The command that corrects it, or None.
     """
 
     kind: str
@@ -49,8 +49,8 @@ class Diagnosis:
 
     Attributes:
         findings: The findings. Those that block come first.
-        remedy: One command that mends several findings at once, or None if the command of a single finding does.
-        other_torch: The version of torch on that machine if other rules were used, else None.
+        remedy: One command that corrects several findings at the same time. None if the command of a finding is enough.
+        other_torch: The version of torch on that machine if its rules are not known. Otherwise None.
     """
 
     findings: list[Advice]
@@ -61,8 +61,8 @@ class Diagnosis:
     def loads_here(self) -> bool | None:
         """Whether ``torch.load`` would load the file on that machine, or None if that is not known.
 
-        It is not known for devices that cannot be seen without torch, for objects that torch builds in a way that is
-        not modelled, and for another version of torch.
+        It is not known for devices that only torch could detect, for objects whose construction by torch is not
+        modelled, and for a version of torch whose rules are not known.
         """
         blocking = [advice.kind for advice in self.findings if advice.blocks]
         if any(kind not in BY_RULES for kind in blocking):
@@ -74,16 +74,16 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Fix:
-    """A conversion that mends an issue.
+    """A conversion that corrects an issue.
 
     Attributes:
-        suffix: The text that the name of the output has after the name of the source.
-        part: Options for the part to take.
+        suffix: The text between the name of the source and the file suffix in the name of the output, such as "-cpu".
+        part: Options that select a part of the checkpoint.
         names: Options that change names.
         to_cpu: Whether all tensors go to the CPU.
         maps: New tags for some tags.
-        compact: Whether storages lose unused bytes.
-        format: The word for the format of the output, or None for the usual one.
+        compact: Whether unused bytes of storages are removed.
+        format: The word for the format of the output, or None for the default.
     """
 
     suffix: str
@@ -96,12 +96,12 @@ class Fix:
 
     @property
     def is_any(self) -> bool:
-        """Whether every conversion of the complete file mends the issue."""
+        """Whether every conversion of the complete file corrects the issue."""
         return not self.options and self.format is None
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """The options of ``convert``."""
+        """The options of ``convert`` for this fix."""
         devices = "cpu" if self.to_cpu else tuple(self.maps.items())
         others = {"map_location": devices, "compact": self.compact}
         return (*self.part, *self.names, *(Option(name, value) for name, value in others.items() if value))
@@ -109,7 +109,7 @@ class Fix:
 
 @dataclass(frozen=True)
 class Issue:
-    """A finding, with the conversion that mends it, or None."""
+    """A finding, and the conversion that corrects it, or None."""
 
     kind: str
     text: str
@@ -119,13 +119,13 @@ class Issue:
 
 @dataclass(frozen=True)
 class Scope:
-    """A checkpoint, or a part of it, on a machine.
+    """A checkpoint, or a part of it, and the machine on which it is loaded.
 
     Attributes:
         checkpoint: The checkpoint.
         host: The machine.
         reach: The ids of the nodes in the part, or None for the complete checkpoint.
-        module: The module whose state dict the part is, or None.
+        module: The pickled module, if the part is its state dict. Otherwise None.
     """
 
     checkpoint: Checkpoint
@@ -135,12 +135,14 @@ class Scope:
 
     @cached_property
     def storages(self) -> list[Storage]:
-        """The storages of the part, each once."""
+        """The storages of the part, without repetitions."""
         references = self.checkpoint.references
         return list(dict.fromkeys(r.storage for r in references if self.reach is None or id(r.node) in self.reach))
 
     def named(self) -> Sequence[StateDict | NamedOptimizer | PickledModule]:
-        """Return the objects with names: the module, or the state dicts, or the optimizers if there is nothing else."""
+        """Return the objects with names: the module, or the state dicts in the part, or the optimizers without any of
+        these.
+        """
         if self.module is not None:
             return [self.module]
         if self.reach is None:
@@ -149,13 +151,13 @@ class Scope:
 
 
 def advice(checkpoint: Checkpoint, issue: Issue) -> Advice:
-    """Return `issue` with the command that mends it."""
+    """Return `issue` with the command that corrects it."""
     line = fix_command(checkpoint, issue.fix) if issue.fix else None
     return Advice(kind=issue.kind, blocks=issue.blocks, text=issue.text, command=line)
 
 
 def with_names_apart(issues: list[Issue]) -> list[Issue]:
-    """Return `issues` with different suffixes for different fixes."""
+    """Return `issues` with changed suffixes, so that different fixes have different outputs."""
     names: dict[tuple[object, ...], str] = {}
     apart = []
     for issue in issues:
@@ -173,7 +175,7 @@ def with_names_apart(issues: list[Issue]) -> list[Issue]:
 
 
 def together(fixes: list[Fix]) -> Fix:
-    """Return one fix for all of `fixes`. If two of them map one tag, the later one counts."""
+    """Return one fix that does all of `fixes`. If two of them map the same tag, the later one wins."""
     return Fix(
         "-fixed",
         part=tuple(option for part in dict.fromkeys(fix.part for fix in fixes) for option in part),
@@ -184,7 +186,7 @@ def together(fixes: list[Fix]) -> Fix:
 
 
 def fix_command(checkpoint: Checkpoint, fix: Fix) -> str:
-    """Return the command for `fix`, for the folder to which the checkpoint's path is relative."""
+    """Return the ``ckptconv convert`` command for `fix`. The output is next to the checkpoint."""
     path = Path(placed(checkpoint.source.path))
     writer = WRITERS[fix.format] if fix.format else writer_for(objects=not checkpoint.is_state_dict)
     is_set = isinstance(checkpoint.source, SourceFolder)

@@ -23,12 +23,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Host:
-    """A machine.
+    """A machine on which a checkpoint is loaded.
 
     Attributes:
         cuda: The number of ``cuda`` devices, or None if it is not known.
         mps: Whether the machine has Apple's ``mps``.
-        torch: The version of torch, or None if none is installed.
+        torch: The version of torch, or None if it is not installed.
     """
 
     cuda: int | None = 0
@@ -37,11 +37,11 @@ class Host:
 
     @property
     def other_torch(self) -> str | None:
-        """The version of torch if its rules are not known, else None."""
+        """The version of torch if its rules are not known. Otherwise None."""
         return self.torch if self.torch and version_of(self.torch) not in KNOWN else None
 
     def shows(self, tag: str) -> bool | None:
-        """Return whether the machine has the device `tag`, or None if only torch and a driver could tell."""
+        """Return whether the machine has the device `tag`. Return None if only torch and a driver could tell."""
         family, _, index = tag.partition(":")
         if family in ("cpu", "meta"):
             return not index  # torch does not restore a tag cpu:0
@@ -59,10 +59,10 @@ def this_host(
     processor: str | None = None,
     folders: Iterable[str] | None = None,
 ) -> Host:
-    """Return the machine.
+    """Return this machine. The parameters replace facts about it in tests.
 
     Args:
-        root: The folder whose files show the GPUs.
+        root: The folder with ``dev``, ``proc`` and ``sys``, whose files show the GPUs.
         environ: The environment variables.
         system: The name of the system, as in ``sys.platform``.
         processor: The name of the processor. None means ``platform.machine()``.
@@ -75,7 +75,10 @@ def this_host(
 
 
 def _cuda(root: Path, environ: Mapping[str, str]) -> int | None:
-    """Return the number of GPUs that torch calls cuda, or None if it is not known."""
+    """Return the number of GPUs that torch calls cuda, after environment variables are applied.
+
+    None if it is not known.
+    """
     nvidia = _nvidia(root)
     if nvidia:
         return _visible(environ.get("CUDA_VISIBLE_DEVICES"), nvidia, _uuids(root))
@@ -88,8 +91,8 @@ def _cuda(root: Path, environ: Mapping[str, str]) -> int | None:
 def _nvidia(root: Path) -> int:
     """Return the number of NVIDIA GPUs.
 
-    In a container, /dev has only the GPUs of the container, and /proc has all. Outside, /dev has them after the first
-    use of the driver.
+    In a container, /dev contains only the GPUs of the container, but /proc contains all. Outside of containers, /dev
+    contains them only after the driver was used once.
     """
     files = [path for path in _listed(root / "dev") if re.fullmatch(r"nvidia[0-9]+", path.name)]
     return len(files) or len(_listed(root / "proc/driver/nvidia/gpus"))
@@ -102,7 +105,7 @@ def _uuids(root: Path) -> list[str]:
 
 
 def _amd(root: Path) -> int:
-    """Return the number of AMD GPUs: the nodes of the topology, except for processors, whose id is 0."""
+    """Return the number of AMD GPUs. These are the nodes of the topology whose gpu_id is not 0; processors have 0."""
     if not (root / "dev/kfd").exists():
         return 0
     nodes = _listed(root / "sys/class/kfd/kfd/topology/nodes")
@@ -118,7 +121,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """Return the text of the file `path`, or an empty text if it cannot be read, like that of another container."""
+    """Return the text of the file `path`. Return an empty text if it cannot be read, for example in a container."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -126,13 +129,13 @@ def _text(path: Path) -> str:
 
 
 def _visible(variable: str | None, count: int, uuids: list[str] | None = None) -> int:
-    """Return how many of `count` devices are visible.
+    """Return how many of `count` devices are visible to the process.
 
     Args:
-        variable: The value of the environment variable, or None if it is not set. The list in it ends at the first
-            entry that is not a device. No device is visible if an entry occurs twice.
+        variable: The value of the environment variable, or None if it is not set. Its list ends at the first entry that
+            is not a device. No device is visible if an entry occurs twice.
         count: The number of devices.
-        uuids: Their UUIDs. If not all are known, every UUID in the list counts as one of a device.
+        uuids: Their UUIDs. If some are not known, every UUID in the list counts as a device.
     """
     if variable is None or not count:
         return count
@@ -150,18 +153,18 @@ def _visible(variable: str | None, count: int, uuids: list[str] | None = None) -
 
 
 def _until_wrong(entries: list[_T | None]) -> list[_T]:
-    """Return `entries` before the first None, or an empty list if one of them occurs twice."""
+    """Return `entries` before the first None. Return an empty list if one of these occurs twice."""
     right = entries[: entries.index(None)] if None in entries else entries
     return [entry for entry in right if entry is not None] if len(set(right)) == len(right) else []
 
 
 def _number(word: str) -> int | None:
-    """Return the number at the start of `word`, as C's strtoul reads it, or None if there is none or it is negative."""
+    """Return the number at the start of `word`, as C's strtoul reads it. None if there is none or it is negative."""
     match = re.match(r"[+-]?[0-9]{1,9}", word.strip())
     return int(match[0]) if match and int(match[0]) >= 0 else None
 
 
 def _the_only(word: str, uuids: list[str]) -> str | None:
-    """Return the only one of `uuids` that starts with `word`, or None."""
+    """Return the UUID of `uuids` that starts with `word`. Return None if there is none, or more than one."""
     found = [uuid for uuid in uuids if uuid.startswith(word)]
     return found[0] if len(found) == 1 else None

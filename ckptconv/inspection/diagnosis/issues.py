@@ -36,7 +36,7 @@ _WRAPPED_INSIDE = regex(rf"(?<![^.])({'|'.join(map(re.escape, _UNMISTAKABLE))})"
 
 
 def missing_devices(scope: Scope) -> Iterator[Issue]:
-    """Yield issues about tags that torch cannot restore on the machine, or for which that is not known."""
+    """Yield issues about tags that torch cannot restore on the machine, or for which this is not known."""
     arguments = scope.checkpoint.index.device_arguments
     used = {each.device for each in arguments if scope.reach is None or id(each.call) in scope.reach}
     tags = sorted(used | {storage.device for storage in scope.storages})
@@ -66,7 +66,7 @@ def missing_devices(scope: Scope) -> Iterator[Issue]:
 
 
 def _is_no_tag(tag: str) -> bool:
-    """Return whether torch never writes nor restores `tag`, on any machine."""
+    """Return whether torch never writes or restores `tag`, on any machine."""
     family, colon, index = tag.partition(":")
     if family in ("cpu", "meta"):
         return bool(colon)
@@ -74,7 +74,7 @@ def _is_no_tag(tag: str) -> bool:
 
 
 def _tensors_on(scope: Scope, tags: list[str]) -> str:
-    """Return the number of tensors on `tags`, or of storages if no tensor has a path, as a text."""
+    """Return a text with the number of tensors on the devices `tags`. If no tensor has a path, storages are counted."""
     meant = set(tags)
     infos = [info for info in scope.checkpoint.tensors.values() if info.tied_to is None and info.device in meant]
     on = f"on {some(tags)}"
@@ -86,7 +86,7 @@ def _tensors_on(scope: Scope, tags: list[str]) -> str:
 
 
 def _there_is(scope: Scope) -> str:
-    """Return the devices of the machine as a text."""
+    """Return a text with the GPUs of the machine."""
     cuda = [f"cuda:{i}" for i in range(min(scope.host.cuda or 0, 100))]
     found = [*(cuda if len(cuda) < 3 else [f"{cuda[0]} to {cuda[-1]}"]), *(["mps"] if scope.host.mps else [])]
     return f"only {' and '.join(found)}" if found else "no GPU"
@@ -95,7 +95,8 @@ def _there_is(scope: Scope) -> str:
 def _fix_of(scope: Scope, missing: list[str], shown: dict[str, bool | None]) -> Fix:
     """Return a fix that moves the `missing` tags to a GPU of the machine, or to the CPU.
 
-    All tags go to the CPU if no other can stay. `shown` is whether the machine has each tag.
+    If the file has no other GPU tag that can stay, all tensors go to the CPU. `shown` tells for each tag whether the
+    machine has the device.
     """
     gpu_here = bool(scope.host.cuda)
     others_stay = any(shown[tag] is not False and tag not in _NO_GPU for tag in shown)
@@ -106,7 +107,9 @@ def _fix_of(scope: Scope, missing: list[str], shown: dict[str, bool | None]) -> 
 
 
 def optimizers(scope: Scope) -> Iterator[Issue]:
-    """Yield issues about optimizers with their state on one GPU, onto which all processes of a run would load it."""
+    """Yield issues about optimizers whose state is on one GPU, because all processes of a run would load it onto that
+    GPU.
+    """
     if all(storage.device in _NO_GPU for storage in scope.storages):
         return
     seen: set[int] = set()  # a node in two optimizers counts for the first one, so that each is visited once
@@ -133,7 +136,7 @@ def optimizers(scope: Scope) -> Iterator[Issue]:
 
 
 def rng_states(scope: Scope) -> Iterator[Issue]:
-    """Yield an issue about states of random generators that torch.set_rng_state would refuse."""
+    """Yield an issue about states of random generators on a GPU, which torch.set_rng_state would refuse."""
     storages = set(scope.storages)
     states = [
         info for info in scope.checkpoint.detected.rng_states if info.storage in storages and info.device not in _NO_GPU
@@ -147,7 +150,7 @@ def rng_states(scope: Scope) -> Iterator[Issue]:
 
 
 def _can_be_mapped(tags: Iterable[str]) -> bool:
-    """Return whether ``--map`` accepts each of `tags`. A file may contain any text as a tag."""
+    """Return whether ``--map`` accepts all of `tags`. A tag in a file can be any text."""
     return all(_TAG.fullmatch(tag) and not tag.startswith(("cpu:", "mps:")) for tag in tags)
 
 
@@ -155,7 +158,10 @@ def _can_be_mapped(tags: Iterable[str]) -> bool:
 
 
 def prefixes(scope: Scope) -> Iterator[Issue]:
-    """Yield an issue about the segments that wrappers add to the names of state dicts."""
+    """Yield an issue about prefixes that wrappers (DataParallel, torch.compile, ...) add to the names of state dicts.
+
+    Its fix removes them. It has no fix if that could merge names or change names of the model itself.
+    """
     every = [found.names() for found in scope.named()]
     chains = [_chain(names) for names in every]
     stripped = list(dict.fromkeys(max(chains, key=len, default=[]) + [w for chain in chains for w in chain]))
@@ -205,7 +211,7 @@ def prefixes(scope: Scope) -> Iterator[Issue]:
 
 
 def averages(scope: Scope) -> Iterator[Issue]:
-    """Yield issues about state dicts of torch's AveragedModel, with the code that resumes it.
+    """Yield issues about state dicts of torch's AveragedModel, with the code that resumes them.
 
     The issue of :func:`prefixes` has the command for the model itself.
     """
@@ -224,7 +230,7 @@ def averages(scope: Scope) -> Iterator[Issue]:
 
 
 def twins(scope: Scope) -> Iterator[Issue]:
-    """Yield issues about averages of the weights (EMA), which a conversion to safetensors leaves out."""
+    """Yield issues about averages of the weights (EMA), with the command that takes the average only."""
     for average in scope.checkpoint.detected.averages():
         path = average.path
         text = f"{path} is an average of the weights (EMA), with the same names; the command takes only the average"
@@ -232,7 +238,7 @@ def twins(scope: Scope) -> Iterator[Issue]:
 
 
 def inner_models(scope: Scope) -> Iterator[Issue]:
-    """Yield an issue about a model in a Lightning module, if the name of its attribute starts the names."""
+    """Yield an issue about a model inside a Lightning module, if more than half of the names start with its name."""
     root, main = scope.checkpoint.graph.root, scope.checkpoint.detected.main()
     if (
         not isinstance(root, Dict)
@@ -264,7 +270,7 @@ def inner_models(scope: Scope) -> Iterator[Issue]:
 
 
 def inner_prefixes(scope: Scope) -> Iterator[Issue]:
-    """Yield an issue about an inner ``module.`` in all names of a submodule, which may be that of nn.DataParallel."""
+    """Yield an issue about a ``module.`` inside all names of a submodule, which nn.DataParallel may have added."""
     found = wrapped_parts([found.names() for found in scope.named()])
     if found:
         fix = Fix("-inner", names=(Option("rename", (found.rename,)),)) if found.is_safe else None
@@ -276,9 +282,9 @@ def inner_prefixes(scope: Scope) -> Iterator[Issue]:
 
 
 def _chain(names: list[str]) -> list[str]:
-    """Return the wrappers that start all of `names`, the outermost one first.
+    """Return the prefixes of wrappers that all of `names` start with, the outermost first.
 
-    ``module.`` occurs only once, because the model may have a module of this name.
+    ``module.`` occurs only once in the result, because the model may have a module of this name.
     """
     chain: list[str] = []
     while names:
@@ -291,14 +297,14 @@ def _chain(names: list[str]) -> list[str]:
 
 
 def _all_start(names: list[str], wrapper: str) -> bool:
-    """Return whether all of `names`, except for the counter of an AveragedModel, start with `wrapper`."""
+    """Return whether all of `names` start with the prefix `wrapper`. The counter of an AveragedModel is exempt."""
     return len(names) > (_AVERAGES in names) and all(
         name.startswith(wrapper) or (wrapper == _MODULE and name == _AVERAGES) for name in names
     )
 
 
 def _is_average(names: list[str]) -> bool:
-    """Return whether `names` are the names in the state dict of an AveragedModel."""
+    """Return whether `names` are the names of a state dict of an AveragedModel."""
     return _AVERAGES in names and _all_start(names, _MODULE)
 
 
@@ -320,7 +326,7 @@ def _is_for(stripped: list[str], chain: list[str], names: list[str]) -> bool:
 
 
 def unused_bytes(scope: Scope) -> Iterator[Issue]:
-    """Yield an issue about storages that are much larger than their tensors."""
+    """Yield an issue if most of the stored bytes, and more than 1 MB, are not used by any tensor."""
     if not any(info.storage and info.nbytes < info.storage.nbytes for info in scope.checkpoint.tensors.values()):
         return
     users = Counter(each.storage for each in scope.checkpoint.references)
@@ -347,7 +353,7 @@ def unused_bytes(scope: Scope) -> Iterator[Issue]:
 
 
 def _covered(infos: list[TensorInfo]) -> int:
-    """Return how many bytes of a storage the tensors `infos` use."""
+    """Return how many bytes of a storage are used by the tensors `infos`."""
     covered = end = 0
     for start, stop in sorted(map(extent, infos)):
         covered += max(stop - max(start, end), 0)
@@ -356,7 +362,7 @@ def _covered(infos: list[TensorInfo]) -> int:
 
 
 def shared(scope: Scope) -> Iterator[Issue]:
-    """Yield an issue about tensors of the state dict that share memory, which the safetensors library refuses."""
+    """Yield an issue about tensors of the state dict with overlapping memory, which the safetensors library refuses."""
     if scope.checkpoint.index.is_unshared:
         return
     by_storage: dict[Storage, list[tuple[str, TensorInfo]]] = {}
@@ -380,7 +386,10 @@ def shared(scope: Scope) -> Iterator[Issue]:
 
 
 def _for_safetensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
-    """Return the tensors of the main state dict by name, or none if safetensors cannot contain all of them."""
+    """Return the tensors of the main state dict by name.
+
+    Return none of them if safetensors cannot store one of them.
+    """
     main = checkpoint.detected.main()
     tensors: dict[str, TensorInfo] = {}
     for key, value in main[0].items() if len(main) == 1 else ():
@@ -394,7 +403,10 @@ def _for_safetensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
 
 
 def _fits(info: TensorInfo) -> bool:
-    """Return whether safetensors can contain `info`. False also for some tensors that it could contain."""
+    """Return whether safetensors can store `info`.
+
+    The answer is also False in some unusual cases that are not decided.
+    """
     if info.kind != "strided" or info.storage is None or info.conj or info.neg:
         return False
     has_word = get_dtype(info.dtype).word is not None and (info.shape != () or info.dtype != "float4_e2m1fn_x2")

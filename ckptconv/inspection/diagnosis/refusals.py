@@ -1,4 +1,4 @@
-"""Issues with torch's safe loader: what it refuses and at which path, and which part loads without it."""
+"""Issues with torch's safe loader: the objects that it refuses, their paths, and a part of the file that it loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptconv.safety.torch_load import NO_SAFETENSORS, Loading
 
 _PICKLE, _LEGACY = WRITERS["pickle"].name, WRITERS["legacy"].name
 _MOST_DROPPED = 8  # items that one command leaves out
-_LOCAL = "/.__state__[1]/_local_tensor"  # the path in a DTensor of the part of this process
+_LOCAL = "/.__state__[1]/_local_tensor"  # the path in a DTensor of the tensor of this process
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class LoadablePart:
     """A part of a checkpoint that torch's safe loader loads.
 
     Attributes:
-        nodes: The nodes that the part consists of.
+        nodes: The nodes of the part.
         path: The path of the part, or None for the main state dict.
         nbytes: The bytes of its storages.
-        module: The pickled module whose state dict the part is, or None.
+        module: The pickled module, if the part is its state dict. Otherwise None.
     """
 
     nodes: list[Node]
@@ -48,15 +48,16 @@ class LoadablePart:
 def refusals(
     scope: Scope, refused: Sequence[tuple[str, Value]], plain: tuple[Fix, str] | None
 ) -> tuple[list[Issue], LoadablePart | None, list[Issue]]:
-    """Return the issues about what torch refuses, with a fix in the last one.
+    """Return the issues about objects that torch refuses, with a fix in the last issue.
 
     Args:
         scope: The checkpoint.
         refused: The result of :func:`what_is_refused`.
-        plain: A fix that makes all of it plain, with its description, or None. It is preferred to a part that loads.
+        plain: A fix that converts all refused objects to plain ones, with its description, or None. It is preferred to
+            a fix that selects a part.
 
     Returns:
-        The issues; the part that the fix takes, or None; and issues with other fixes.
+        The issues; the part that the fix selects, or None; and issues with other fixes.
     """
     found = Refused(scope.checkpoint, refused)
     if found.where and all(map(needed_import, found.where)):
@@ -84,7 +85,7 @@ def refusals(
 
 
 def _to_import(found: Refused) -> Issue:
-    """Return the issue for globals that torch's safe loader accepts after an import of torch's modules or torchao."""
+    """Return the issue for globals that torch's safe loader accepts after an import of a module of torch or torchao."""
     modules = dict.fromkeys(needed_import(name) or "" for name in found.where)
     first, _ = next(iter(found.where.values()))
     name, *others = found.where
@@ -95,12 +96,15 @@ def _to_import(found: Refused) -> Issue:
 
 
 def _total(checkpoint: Checkpoint) -> int:
-    """Return the bytes of all storages."""
+    """Return the bytes of all storages of `checkpoint`."""
     return sum(storage.nbytes for storage in checkpoint.storages.values())
 
 
 def _fix(found: Refused, part: LoadablePart | None, unwanted: Sequence[str]) -> tuple[Fix | None, str]:
-    """Return a fix that takes `part`, or leaves out the paths `unwanted`, and its description. The fix may be None."""
+    """Return a fix that selects `part`, or else leaves out the paths `unwanted`, and its description.
+
+    The fix is None if both are empty.
+    """
     checkpoint = found.checkpoint
     is_script = checkpoint.script_classes is not None
     drop = Option("drop", tuple(unwanted))
@@ -126,9 +130,9 @@ def _fix(found: Refused, part: LoadablePart | None, unwanted: Sequence[str]) -> 
 
 
 def what_is_refused(checkpoint: Checkpoint, loading: Loading) -> list[tuple[str, Value]]:
-    """Return what torch refuses in the graph, whatever opcodes write it: the reasons, each with its node.
+    """Return the objects in the graph that torch refuses, each with a reason before it.
 
-    The reason may be the name of a global.
+    Refusals because of opcodes are not included. If the node is a global, the reason may be its name.
     """
     if any(reason.is_spelling for reason in loading.reasons):
         return checkpoint.index.obstacles
@@ -137,7 +141,7 @@ def what_is_refused(checkpoint: Checkpoint, loading: Loading) -> list[tuple[str,
 
 
 def around(checkpoint: Checkpoint, loading: Loading) -> list[Issue]:
-    """Return issues about the file around the pickle: what torch refuses, or what is not known."""
+    """Return issues about the container: what torch refuses in it, or why the answer is not known."""
     refused = [each for each in loading.reasons if each.known == "refused" and each.text != NO_SAFETENSORS]
     if refused:
         fix = Fix("-readable") if all(reason.is_spelling for reason in refused) else None
@@ -159,7 +163,7 @@ class Refused:
         refused: Reasons, each with its node: obstacles of the index, or the result of :func:`what_is_refused`.
 
     Attributes:
-        where: For each reason, or name of a global: its first path, and the number of its places.
+        where: By reason, or by name for a global: the first path, and the number of paths.
     """
 
     def __init__(self, checkpoint: Checkpoint, refused: Sequence[tuple[str, Value]]) -> None:
@@ -174,7 +178,7 @@ class Refused:
             self.where[word] = first, times + 1 + more
 
     def loadable_part(self) -> LoadablePart | None:
-        """Return a part that loads without the refused objects, or None.
+        """Return a part that contains none of the refused objects, or None.
 
         It is the main state dict, or else the largest state dict, or else a part with more than half of all bytes.
         """
@@ -203,13 +207,16 @@ class Refused:
         return largest if largest and largest.nbytes > enough else None
 
     def left_out(self, part: LoadablePart) -> list[str]:
-        """Return the paths of the root's items that `part` leaves out."""
+        """Return the paths of the root's items that are not in `part`."""
         kept = self.uses.above([part.module.place.node] if part.module else part.nodes)
         places = self.checkpoint.index.places_in_root()
         return [place.path for place in places if is_item(place) and id(place.node) not in kept]
 
     def droppable(self) -> list[str]:
-        """Return the paths of a few items without which nothing is refused and no tensor is lost, or an empty list."""
+        """Return the paths of items without which nothing is refused and no tensor is lost.
+
+        Return an empty list if there are no such items, or more than 8.
+        """
         refused, index = {id(node) for node in self.nodes}, self.checkpoint.index
         tainted, opened = self.uses.above(self.nodes), {0}
         unwanted: list[Place] = []
@@ -236,14 +243,14 @@ class Refused:
 
 
 def _holds_items(node: Value) -> bool:
-    """Return whether `node` is a dict or OrderedDict, from which items can be removed."""
+    """Return whether `node` is a dict or OrderedDict, so that items can be removed from it."""
     return isinstance(node, Dict) or (isinstance(node, Call) and is_global(node.callable, "collections.OrderedDict"))
 
 
 def partial_tensors(scope: Scope, refused: Sequence[tuple[str, Value]]) -> Iterator[Issue]:
-    """Yield an issue about tensors of which the file has one process's part, such as DTensors.
+    """Yield an issue about tensors of which the file contains only the part of one process, such as DTensors.
 
-    If each part is the complete tensor, the issue has the code that saves them as plain tensors.
+    If that part is the complete tensor, the issue has the code that saves plain tensors.
     """
     tensors = scope.checkpoint.tensors
     parts = {path: info for path, info in tensors.items() if info.kind == "partial"}
@@ -284,7 +291,7 @@ def _subscripts(checkpoint: Checkpoint) -> str | None:
 
 
 def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[LoadablePart]:
-    """Return the outermost parts without a `tainted` node that are reached from the root through items only."""
+    """Return the outermost containers without a `tainted` node that can be reached from the root through items only."""
     items: dict[int, bool] = {}
     found: list[LoadablePart] = []
     for place in checkpoint.places:
@@ -298,7 +305,7 @@ def _other_parts(checkpoint: Checkpoint, tainted: set[int]) -> list[LoadablePart
 
 
 def nested(scope: Scope) -> Iterator[Issue]:
-    """Yield issues about checkpoints in byte strings, which commands read only with ``select``."""
+    """Yield issues about checkpoints inside byte strings. Commands read them only with ``select``."""
     graph = scope.checkpoint.graph
     if not graph.byte_strings and not any(is_global(each, "_codecs.encode") for each in graph.globals):
         return
@@ -330,7 +337,10 @@ def containers(checkpoint: Checkpoint) -> list[Issue]:
 
 
 def opcodes(checkpoint: Checkpoint) -> list[Issue]:
-    """Return an issue if torch refuses the opcodes or the container, but nothing in the graph, or an empty list."""
+    """Return an issue if torch refuses only the container or the opcodes, or warns of the protocol.
+
+    Else an empty list.
+    """
     unread = containers(checkpoint)
     if unread:
         return unread
@@ -347,9 +357,9 @@ def opcodes(checkpoint: Checkpoint) -> list[Issue]:
 
 
 def only_data(scope: Scope, refused: Sequence[tuple[str, Value]]) -> tuple[Fix, str] | None:
-    """Return a fix that makes everything `refused` plain, and its description, or None.
+    """Return a fix that converts all `refused` objects to plain data, and its description. Return None if that fails.
 
-    This reads the file again and tries it.
+    The file is read again to try the fix.
     """
     source = scope.checkpoint.source
     names = {imported_name(node, 2) for _, node in refused if isinstance(node, Global)}
