@@ -1,4 +1,4 @@
-"""Programs of torch.export (``.pt2``): read for their weights, and for what the program contains. They are not written.
+"""Programs of torch.export (``.pt2``): the weights are read, and the program is described. Programs are not written.
 
 Layout, in one folder of a zip archive (torch 2.9 and newer):
 
@@ -66,8 +66,9 @@ def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
     """Return the weights in the program `source` as a state dict, with notes about the program.
 
     Raises:
-        UnsupportedError: `unread`, if the archive has another layout.
-        MalformedError, LimitError: The archive or its JSON is damaged.
+        UnsupportedError: The archive has another layout. The error is `unread`, which the caller provides.
+        MalformedError: The archive or its JSON is damaged.
+        LimitError: Its JSON is too large.
     """
 
     def is_known(names: list[str]) -> None:
@@ -98,7 +99,7 @@ def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
 
 
 def refuse(checkpoint: Checkpoint, path: Path, *, devices: bool) -> None:
-    """Raise RefusedError if `checkpoint` is a program and more than its weights would have to be written to `path`.
+    """Raise RefusedError if `checkpoint` is a program and an edit or the output `path` requires more than its weights.
 
     `devices` is whether devices are to be changed.
     """
@@ -123,7 +124,10 @@ def refuse(checkpoint: Checkpoint, path: Path, *, devices: bool) -> None:
 
 
 def _weights(source: Readable, archive: Archive, config: str) -> Checkpoint:
-    """Return the tensors that the record `config` describes, as a dict. Raises MalformedError, LimitError."""
+    """Return the tensors that the record `config` describes, as a dict.
+
+    An entry that is not valid is reported as a fault. Raises MalformedError, LimitError.
+    """
     names, where = archive.names(), f"{source.path}: {config}"
     graph = empty_graph()
     calls = TensorCalls(graph)
@@ -149,7 +153,7 @@ def _weights(source: Readable, archive: Archive, config: str) -> Checkpoint:
 
 
 def _entries(source: Readable, archive: Archive, config: str) -> dict[str, Any]:
-    """Return the entries in the record `config` by name. Raises MalformedError, LimitError."""
+    """Return the entries in the JSON record `config` by name. Raises MalformedError, LimitError."""
     parsed = _json(source, archive, config)
     entries = parsed.get("config") if isinstance(parsed, dict) else None
     if not isinstance(entries, dict):
@@ -158,9 +162,10 @@ def _entries(source: Readable, archive: Archive, config: str) -> dict[str, Any]:
 
 
 def _tensor(calls: TensorCalls, entry: Any, names: Mapping[str, Member], folder: str) -> Call:
-    """Return a call that makes the tensor that `entry` describes.
+    """Return a call that rebuilds the tensor that `entry` describes.
 
-    Raises KeyError, TypeError, ValueError or AttributeError if it does not describe one.
+    Its storage is a record in `folder`, listed in `names`. Raises KeyError, TypeError, ValueError or AttributeError if
+    the entry is not valid.
     """
     meta, key = entry["tensor_meta"], entry["path_name"]
     if entry["use_pickle"] is not False:
@@ -182,7 +187,10 @@ def _tensor(calls: TensorCalls, entry: Any, names: Mapping[str, Member], folder:
 
 
 def _device(device: Any) -> str:
-    """Return the tag of a device in the JSON of a program. Raises KeyError, TypeError, ValueError."""
+    """Return the location tag of `device`, a JSON object with type and index.
+
+    Raises KeyError, TypeError, ValueError.
+    """
     kind, index = device["type"], device["index"]
     if not isinstance(kind, str) or not kind.isidentifier() or not (index is None or is_count(index)):
         raise ValueError(f"a device {kind!r}")
@@ -193,7 +201,10 @@ def _device(device: Any) -> str:
 
 
 def _notes(source: Readable, archive: Archive, model: str) -> Iterator[str]:
-    """Yield notes about the program `model`: its version and devices, its constants and its sample inputs."""
+    """Yield notes about the program `model`: its version, inputs and devices, and its constants.
+
+    If its JSON is not that of a program, a fault is reported.
+    """
     program = _json(source, archive, f"models/{model}.json")
     try:
         graph, version = program["graph_module"]["graph"], program["schema_version"]
@@ -213,7 +224,10 @@ def _notes(source: Readable, archive: Archive, model: str) -> Iterator[str]:
 
 
 def _sample_inputs(source: Readable, names: Mapping[str, Member], model: str, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a note about the sample inputs, which are added to `checkpoint`, so that they are searched for dangers."""
+    """Yield a note about the sample inputs of the program `model`, if the archive has some.
+
+    They are added to `checkpoint`, so that they are searched for dangerous functions. They are not converted.
+    """
     name = f"data/sample_inputs/{model}.pt"
     saved = names.get(name)
     if saved and saved.method == STORED:
@@ -228,7 +242,7 @@ def _sample_inputs(source: Readable, names: Mapping[str, Member], model: str, ch
 
 
 def _about(entry: Any) -> str:
-    """Return the dtype, shape and device of a constant, or that it is an object."""
+    """Return the dtype, shape and device of the constant `entry`, or "an object" if it is not a tensor."""
     try:
         meta = entry["tensor_meta"]
         size = [each["as_int"] for each in meta["sizes"]]
@@ -238,7 +252,7 @@ def _about(entry: Any) -> str:
 
 
 def _devices(program: Any) -> Iterator[str]:
-    """Yield each device that the JSON of a program contains, as an object with a type and an index."""
+    """Yield each device in the JSON `program`: an object with the keys type and index."""
     todo = [program]
     while todo:
         value = todo.pop()
@@ -252,7 +266,7 @@ def _devices(program: Any) -> Iterator[str]:
 
 
 def _left_behind(names: Mapping[str, Member], config: str) -> Iterator[LeftBehind]:
-    """Yield what a copy of the weights does not contain, one entry for each folder."""
+    """Yield the records that a copy of the weights does not contain, with their total size by folder."""
     sizes: Counter[str] = Counter()
     for name, member in names.items():
         if name.startswith(("models/", "data/", "extra/")) and not name.startswith(_WEIGHTS) and name != config:
@@ -262,7 +276,7 @@ def _left_behind(names: Mapping[str, Member], config: str) -> Iterator[LeftBehin
 
 
 def _small(source: Readable, archive: Archive, name: str) -> bytes | None:
-    """Return a record of a few bytes, or None."""
+    """Return the bytes of the record `name`, or None if it is missing or has more than a few bytes."""
     member = archive.names().get(name)
     if member is None or member.size > LIMITS.note_bytes:
         return None
@@ -270,7 +284,10 @@ def _small(source: Readable, archive: Archive, name: str) -> bytes | None:
 
 
 def _json(source: Readable, archive: Archive, name: str) -> Any:
-    """Return the content of the JSON record `name`. Raises MalformedError, LimitError."""
+    """Return the content of the JSON record `name`.
+
+    Raises MalformedError if it is not JSON, LimitError if it is too large.
+    """
     member, where = archive.names()[name], f"{source.path}: {name}"
     if member.size > LIMITS.program_bytes:
         raise LimitError(

@@ -67,10 +67,10 @@ _ESCAPED = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t
 
 
 def read_program(source: Readable, checkpoint: Checkpoint) -> None:
-    """Add information about the program to `checkpoint`, read from `source`.
+    """Add information about the program in `source` to `checkpoint`, which was read from it.
 
     This adds the classes of its modules, its constants, notes on devices, and the records that a copy of the weights
-    leaves behind. Raises MalformedError, LimitError.
+    does not contain. Raises MalformedError, LimitError.
     """
     archive = checkpoint.container
     assert isinstance(archive, Archive)
@@ -119,7 +119,10 @@ def read_program(source: Readable, checkpoint: Checkpoint) -> None:
 
 
 def _code(source: Readable, archive: Archive) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and text of each file of code. Raises LimitError before anything is inflated."""
+    """Yield the name and the text of each file of code.
+
+    Raises LimitError before any is inflated if they are too large.
+    """
     files = [
         (name, member) for name, member in archive.names().items() if name.startswith("code/") and name[-3:] == ".py"
     ]
@@ -139,7 +142,7 @@ _Counted: TypeAlias = "Callable[[Iterator[Any]], Iterator[Any]]"
 
 
 class _Class(NamedTuple):
-    """A class in the code: its lists of names, and its attributes whose type is not Tensor.
+    """A class in the code: its parameters, its buffers, and the names of its attributes whose type is not Tensor.
 
     ``name`` is None if the class is not a module.
     """
@@ -151,9 +154,9 @@ class _Class(NamedTuple):
 
 
 def _classes(module: str, text: bytes, counted: _Counted = iter) -> dict[str, tuple[list[str], list[str]]]:
-    """Return the parameters and buffers of each class of modules in `text`, the code of `module`.
+    """Return the names of the parameters and buffers of each module class in `text`, the code of `module`.
 
-    `counted` counts the items of an iterator.
+    The keys are the full names of the classes. `counted` wraps an iterator, and raises LimitError after too many items.
     """
     classes = [_Class(None, [], [], set())]  # for lines before the first class
     for line in counted(_CLASS_LINE.finditer(text)):
@@ -177,7 +180,7 @@ def _classes(module: str, text: bytes, counted: _Counted = iter) -> dict[str, tu
 
 
 def _listed(names: bytes) -> Iterator[str]:
-    """Yield the strings in `names`, the text between the brackets of a list."""
+    """Yield the strings in `names`, the text between the brackets of a list literal."""
     at = 0
     while item := _ITEM.match(names, at):
         yield _unquoted(item[1])
@@ -185,7 +188,7 @@ def _listed(names: bytes) -> Iterator[str]:
 
 
 def _unquoted(text: bytes) -> str:
-    """Return the string that `text` represents in the code, in which three octal digits are a byte."""
+    """Return the string that `text`, the inside of a string literal, represents. Three octal digits are a byte."""
 
     def character(match: re.Match[bytes]) -> bytes:
         code = match[1]
@@ -195,7 +198,10 @@ def _unquoted(text: bytes) -> str:
 
 
 def _devices(text: bytes, counted: _Counted = iter) -> Counter[str]:
-    """Return how often `text` names each device. ``x.cuda()`` is ``torch.cuda(x)`` there."""
+    """Return how often each device occurs in `text`. In the code, ``x.cuda()`` is written ``torch.cuda(x)``.
+
+    `counted` wraps an iterator, and raises LimitError after too many items.
+    """
     return Counter((match[1] or match[2]).decode("utf-8", "replace") for match in counted(_DEVICE.finditer(text)))
 
 
@@ -216,19 +222,19 @@ def _constants(source: Readable, archive: Archive) -> Checkpoint:
 
 
 def _has_weights(checkpoint: Checkpoint) -> bool:
-    """Return whether there is a module that has a state dict, or whose state dict is not known."""
+    """Return whether a module in `checkpoint` has a state dict, or one that cannot be determined."""
     return any(module.tensors or module.trouble for module in checkpoint.detected.modules)
 
 
 def _why_none(archive: Archive) -> str:
-    """Return the reason why a program in `archive` has no weights."""
+    """Return a message that says why the program in `archive` has no weights."""
     frozen = any(name.startswith("constants/") for name in archive.names())
     why = ": torch.jit.freeze made them constants of its code, without names" if frozen else ""
     return f"it has no parameters and no buffers, so no state dict{why}"
 
 
 def _left_behind(archive: Archive) -> list[LeftBehind]:
-    """Return what a copy of the weights does not contain, one entry for each kind of record."""
+    """Return the records that a copy of the weights does not contain, with their total size by kind."""
     names = archive.names()
     sizes: Counter[str] = Counter()
     for name, member in names.items():
@@ -245,7 +251,7 @@ def _left_behind(archive: Archive) -> list[LeftBehind]:
 def refuse(checkpoint: Checkpoint, *, weights: bool) -> None:
     """Raise RefusedError if `checkpoint` is a program and cannot be written.
 
-    Only its `weights` can be written, if it has some.
+    If `weights` is true, only its weights are to be written, which is possible unless it has none.
     """
     if checkpoint.script_classes is None:
         return

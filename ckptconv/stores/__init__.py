@@ -1,8 +1,8 @@
-"""Where files are: on this machine, in memory, or behind a URL.
+"""Access to files on this machine, in memory and behind URLs.
 
-:func:`locate` reads a path or a URL. A remote path (:class:`ckptconv.stores.remote.FarPath`) knows its URL, its secrets
-and its folder's listing. The modules for remote files are imported for the first URL, and the libraries for transport
-for the first request.
+:func:`locate` turns a path or a URL into a path. A remote path (:class:`ckptconv.stores.remote.FarPath`) contains its
+URL with the secrets, and the listing of its folder. The modules for remote files are imported for the first URL, and
+the libraries for transport for the first request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _URL = regex(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+:/+[^/]", re.IGNORECASE)
 def is_url(given: object) -> bool:
     """Return whether `given` is a URL.
 
-    pathlib turns the two slashes of a URL into one; such a path is a URL only if no file here has that name.
+    pathlib merges the two slashes of a URL into one. Such a text is a URL only if no local file has that name.
     """
     if not isinstance(given, (str, os.PathLike)):
         return False
@@ -37,7 +37,7 @@ def is_url(given: object) -> bool:
 
 
 def locate(given: str | os.PathLike[str]) -> Path:
-    """Return the path `given`. A URL becomes a remote path, and a URL of the scheme ``file`` a local path.
+    """Return the path of `given`: a local path, or a remote path if it is a URL. A ``file`` URL gives a local path.
 
     Raises UsageError if a URL is malformed.
     """
@@ -56,7 +56,7 @@ def is_folder(given: str | os.PathLike[str]) -> bool:
 
 
 def list_folder(folder: Path) -> tuple[dict[str, bool], list[str]]:
-    """Return the names in `folder`: those of folders, with whether they are links, and the sorted names of all else.
+    """Return the names of the subfolders of `folder`, with whether each is a link, and the sorted other names.
 
     Raises InputError if the folder cannot be listed.
     """
@@ -64,17 +64,17 @@ def list_folder(folder: Path) -> tuple[dict[str, bool], list[str]]:
 
 
 def place_below(path: Path, folder: Path, target: Path) -> Path:
-    """Return `path` relative to `folder`, as it will be below the folder `target`.
+    """Return `path` relative to `folder`, to be appended to the folder `target`.
 
-    Raises RefusedError if a store lists a name that leads elsewhere on some system, and `target` is a local folder.
+    Raises RefusedError if a remote name would lead out of a local `target` on some system.
     """
     return cast("FarPath", path).place_below(folder, target) if is_url(path) else path.relative_to(folder)
 
 
 def first_bytes(path: Path, most: int) -> bytes:
-    """Return the first bytes of the file at `path`, at most `most`; none if the file cannot be read.
+    """Return the first bytes of the file at `path`, at most `most`. Return no bytes if the file cannot be read.
 
-    Raises InputError if a remote file is there but its bytes do not arrive.
+    Raises InputError if a remote file exists but the request fails.
     """
     if is_url(path):
         return cast("FarPath", path).first_bytes(most)

@@ -28,22 +28,23 @@ _Delete: TypeAlias = Callable[[Path, "str | None"], bool]
 
 
 def hint_to_replace() -> str:
-    """Return what to do about an output that exists."""
+    """Return the hint for an output that exists: ``--force`` replaces it."""
     return option("force") + " replaces it"
 
 
 @dataclass(frozen=True)
 class OldSet:
-    """The files of an old set that are deleted when a new set appears in its remote folder.
+    """The files of an old sharded set that are deleted when a new set is written to its remote folder.
 
-    No index may name files of two sets. So the old index is deleted first if a new shard has the name of an old shard.
-    Otherwise it stays until the new index replaces it, and the old shards are deleted afterwards.
+    At no time may an index refer to shards of two sets. If a new shard has the name of an old shard, the old index is
+    deleted first. Otherwise the old index stays until the new index replaces it, and the old shards are deleted
+    afterwards.
 
     Attributes:
-        first: The files that are deleted before any new file appears.
-        last: The files that are deleted after all new files have appeared.
-        etags: The ETags of all files that are deleted or replaced, as they were listed before anything was written;
-            None if the store lists none. A file with another ETag is somebody else's, and is not deleted.
+        first: The files to delete before any new file appears.
+        last: The files to delete after all new files have appeared.
+        etags: The ETags of all files to delete or replace, as they were listed before anything was written. None if the
+            store lists no ETags. A file with another ETag was written by another process, and is not deleted.
     """
 
     first: tuple[Path, ...] = ()
@@ -52,7 +53,7 @@ class OldSet:
 
     @property
     def about(self) -> tuple[str, ...]:
-        """Notes on what a reader can see meanwhile."""
+        """Notes on the states of the folder that other readers can see while it is written."""
         if not self.first:
             return ()
         return (
@@ -62,9 +63,10 @@ class OldSet:
 
     @contextlib.contextmanager
     def leaving(self, delete: _Delete) -> Iterator[Callable[[], None]]:
-        """Yield a function that deletes the `first`, and raises OutputError if a file is not the one that was listed.
+        """Yield a function that deletes the files in `first`.
 
-        An OutputError that leaves the ``with`` after that says that they are gone.
+        It raises OutputError if a file is not the one that was listed. If the ``with`` block raises an OutputError
+        after deletions, the hint of the error says that the old index is gone. `delete` deletes one file.
         """
         gone: list[Path] = []
 
@@ -82,9 +84,9 @@ class OldSet:
             raise
 
     def leave_last(self, delete: _Delete) -> None:
-        """Delete the `last` that are the files that were listed.
+        """Delete the files in `last` that are still those that were listed. `delete` deletes one file.
 
-        Raises OutputError, which says that the new set is there.
+        Raises OutputError, which says that the new set is complete.
         """
         try:
             for path in self.last:
@@ -98,12 +100,12 @@ NO_OLD_SET = OldSet()
 
 
 class Placement(NamedTuple):
-    """How planned files get to their store.
+    """The plan for writing files to their store.
 
     Attributes:
         files: The files, as they will be written.
-        work: The length of a progress bar: bytes that are written, and read back from the store.
-        notes: Notes on what writing takes.
+        work: The total of a progress bar: the bytes that are written, and those that are read back from the store.
+        notes: Notes on the cost of writing.
         old: The files of an old set in a remote folder that are deleted.
     """
 
@@ -114,10 +116,10 @@ class Placement(NamedTuple):
 
 
 class Store:
-    """A place that files are read from and written to. All paths are paths in this store.
+    """The interface of a place where files are read and written. All paths are paths in this store.
 
     Attributes:
-        has_folders: Whether files are in folders, which have to be made, and which can have modes and links.
+        has_folders: Whether folders must be created, and files can have modes and links.
         can_write: Whether files can be written.
     """
 
@@ -125,11 +127,14 @@ class Store:
     can_write = True
 
     def open(self, path: Path) -> Readable:
-        """Open the file `path`, without a lock and whatever it is. Raises InputError."""
+        """Open the file `path` for reading, without a lock and without a check of its format. Raises InputError."""
         raise NotImplementedError
 
     def exists(self, path: Path, *, is_folder: bool) -> bool:
-        """Return whether there is a file at `path`, or if `is_folder` a folder that is not empty."""
+        """Return whether there is a file at `path`.
+
+        If `is_folder` is true, return whether there is a folder that is not empty.
+        """
         raise NotImplementedError
 
     def check_target(self, path: Path, *, replace: bool) -> None:
@@ -142,26 +147,29 @@ class Store:
         raise NotImplementedError
 
     def scratch(self, path: Path) -> Path:
-        """Return a local folder for temporary files while `path` is written."""
+        """Return a local folder for the temporary files that are needed while `path` is written."""
         raise NotImplementedError
 
     def others_in(
         self, folder: Path, target: Path, taken: Collection[str], *, deep: bool
     ) -> tuple[list[OtherFile], list[tuple[Path, CkptconvError]]]:
-        """Return what is in `folder` besides the files `taken`, and what of that cannot be copied, with the reasons.
+        """Return the files in `folder` that are not in `taken`, and those that cannot be copied, with the errors.
 
         Args:
             folder: The folder.
-            target: The folder that the files are copied to, in any store.
-            taken: Paths from `folder`.
-            deep: Whether to include the folders below.
+            target: The folder to which the files are copied, in any store.
+            taken: Paths relative to `folder`.
+            deep: Whether to include subfolders.
         """
         raise NotImplementedError
 
     def place(self, new: NewFolder, *, replace: bool, verify: bool) -> Placement:
         """Plan how `new` is written. Nothing is changed.
 
-        Raises TargetExistsError if remote files are in the way and `replace` is False.
+        Args:
+            new: The planned files.
+            replace: Whether existing files may be replaced. If not, TargetExistsError is raised for remote files.
+            verify: Whether the output will be read back.
         """
         raise NotImplementedError
 
@@ -176,9 +184,10 @@ class Store:
         progress: Progress | None = None,
         old: OldSet = NO_OLD_SET,
     ) -> Steps[Overflow]:
-        """Write `new`, whose ranges come from `source`, in steps. Return what overflowed.
+        """Write `new`, whose ranges come from `source`, in steps.
 
-        A file appears whole or not at all, and so do the files of a set.
+        Return the numbers that overflowed in casts, by tensor. Every file becomes visible completely or not at all. The
+        same is true of a set of files.
 
         Args:
             new: The planned files.
@@ -186,7 +195,7 @@ class Store:
             replace: Whether existing files may be replaced.
             verify: Whether to read all files back and compare them.
             jobs: The number of threads that write files.
-            progress: Is called with each number of bytes written.
-            old: As :meth:`place` has returned it.
+            progress: A function that is called with numbers of bytes written.
+            old: The old set that :meth:`place` returned.
         """
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Read and write files on the filesystems of fsspec, except HTTP and S3.
 
-A file is made here first, and sent when it is complete. The filesystem must be able to make a file appear at once, by a
-move or by a transaction.
+A file is first written to a temporary file on this machine, and sent when it is complete. The filesystem must support
+a move or a transaction, so that a file appears completely or not at all.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ckptconv.stores.urls import Secrets, Url
 
 
 class Location:
-    """The place of a file on a filesystem of fsspec: the filesystem `files`, and the `path` there."""
+    """A file on a filesystem of fsspec: the filesystem `files`, and the `path` there."""
 
     def __init__(self, url: Url, shown: object) -> None:
-        """Find the filesystem of `url`, which is called `shown` in messages.
+        """Find the filesystem of `url`. Messages call the file `shown`.
 
-        Raises UsageError if there is no such filesystem, or if a package for it is missing.
+        Raises UsageError if fsspec does not know the scheme, or if a package is not installed.
         """
         if url.scheme not in (*fsspec.registry, *fsspec.available_protocols()):
             raise UsageError(f"cannot be read: neither ckptconv nor fsspec knows {url.scheme}://", where=shown)
@@ -53,12 +53,12 @@ class Location:
             self.files, self.path = fsspec.core.url_to_fs(text)
 
     def said(self, error: Exception) -> str:
-        """Return the class and the text of `error`, without secrets."""
+        """Return the class and the text of `error`, with secrets hidden."""
         return self.secrets.hidden(f"{type(error).__name__}: {error}")
 
     @contextlib.contextmanager
     def as_error(self, url: Url) -> Iterator[None]:
-        """Raise every error of a filesystem as a CkptconvError, without secrets."""
+        """Turn every error of the filesystem of `url` into a CkptconvError without secrets."""
         with self.secrets.kept():
             try:
                 yield
@@ -73,7 +73,7 @@ class Location:
 
 
 class FsspecTransport(Location):
-    """The file `url` on a filesystem of fsspec."""
+    """A reader of ranges of the file `url`."""
 
     def __init__(self, url: Url, shown: object) -> None:
         super().__init__(url, shown)
@@ -90,9 +90,9 @@ class FsspecTransport(Location):
         return Version(said["size"], said.get("ETag") or said.get("etag"), modified)
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:  # noqa: ARG002
-        """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` does.
+        """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` describes it.
 
-        There is no deadline.
+        The deadline is ignored. The version is asked for before each read, and the caller compares it.
         """
         try:
             version = self._asked()
@@ -107,7 +107,7 @@ class FsspecTransport(Location):
         return Answer(data, version)
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 _CHUNK = 8 << 20
@@ -118,9 +118,10 @@ _Send = Callable[[Path, Location], None]
 
 @contextlib.contextmanager
 def _appearing(at: Location) -> Iterator[_Send]:
-    """Yield a function that sends files to the filesystem of `at`. They appear when the ``with`` ends, or never.
+    """Yield a function that sends a local file to the filesystem of `at`.
 
-    Raises UnsupportedError if the filesystem has neither a move nor a transaction.
+    The files appear when the ``with`` block ends. If the block raises an error, no file appears. Raises
+    UnsupportedError if the filesystem has neither a move nor a transaction.
     """
     files = at.files
     if type(files).mv is not AbstractFileSystem.mv:  # the default copies, which others could see half
@@ -140,9 +141,9 @@ def _appearing(at: Location) -> Iterator[_Send]:
 
 
 def _has_commit(at: Location) -> bool:
-    """Return whether a file on the filesystem of `at` appears only when a transaction ends.
+    """Return whether the filesystem of `at` has transactions, so that a file appears only when a transaction ends.
 
-    A file is opened for that, and its class must have a ``commit`` of its own.
+    To find out, a temporary file is opened and discarded: its class must define ``commit``.
     """
     probe = _beside(at)
     with _as_output_error(at):
@@ -160,7 +161,10 @@ def _has_commit(at: Location) -> bool:
 
 @contextlib.contextmanager
 def _moved(at: Location) -> Iterator[_Send]:
-    """Yield a function that sends files, which have temporary names until all are there."""
+    """Yield a function that sends a local file under a temporary name.
+
+    The files are renamed when the ``with`` block ends. After an error, temporary files are deleted.
+    """
     sent: list[tuple[str, str]] = []
 
     def send(here: Path, there: Location) -> None:
@@ -188,7 +192,7 @@ def _beside(at: Location) -> str:
 
 @contextlib.contextmanager
 def _as_output_error(at: Location) -> Iterator[None]:
-    """Raise every error of a filesystem as an OutputError, without secrets."""
+    """Turn every error of the filesystem of `at` into an OutputError without secrets."""
     with at.secrets.kept():
         try:
             yield
@@ -199,14 +203,17 @@ def _as_output_error(at: Location) -> Iterator[None]:
 
 
 class FsspecStore(WritableStore):
-    """The filesystems of fsspec. They are tried as they are."""
+    """The store of files on the filesystems of fsspec."""
 
     def transport(self, url: Url, shown: object) -> FsspecTransport:
-        """Return what reads ranges of the file `url`."""
+        """Return a reader of ranges of the file `url`. Messages call the file `shown`."""
         return FsspecTransport(url, shown)
 
     def entries(self, url: Url, shown: object) -> Iterator[Entry]:
-        """Yield the files in the folder `url` and in the folders below it. Raises InputError."""
+        """Yield the files in the folder `url` and in its subfolders. Messages call the folder `shown`.
+
+        Raises InputError.
+        """
         at = Location(url, shown)
         with at.as_error(url):
             at.files.invalidate_cache()
@@ -223,14 +230,17 @@ class FsspecStore(WritableStore):
             return bool(at.files.exists(at.path))
 
     def version(self, path: Path) -> object:
-        """Return what fsspec says of the file at `path`. Raises OutputError."""
+        """Return fsspec's description of the file at `path`, a dict.
+
+        Raises OutputError, also if the file does not exist.
+        """
         at = Location(far_path(path).url, path)
         with _as_output_error(at):
             at.files.invalidate_cache()
             return at.files.info(at.path)
 
     def cost_of(self, files: Sequence[OutFile], *, verify: bool) -> tuple[int, list[str]]:
-        """Return the bytes that are made here first and read back, and notes on what is not guaranteed."""
+        """Return the bytes of temporary files and those read back, and notes on guarantees that are missing."""
         nbytes = sum(file.size for file in files)
         notes = [
             "written to a temporary file here first, and then sent; fsspec does not say what happens when two write to"
@@ -249,9 +259,10 @@ class FsspecStore(WritableStore):
         old: OldSet = NO_OLD_SET,
         progress: Progress | None = None,
     ) -> Overflow:
-        """Write `files`, each of which is made here first. Return what overflowed.
+        """Write `files` by way of temporary files. Return the numbers that overflowed in casts, by tensor.
 
-        Raises OutputError, UnsupportedError if a file could be seen half on this filesystem, and TargetExistsError.
+        Raises OutputError, TargetExistsError, and UnsupportedError if readers could see an incomplete file on this
+        filesystem.
         """
         from ckptconv.output.files import fill
 
@@ -286,7 +297,10 @@ class FsspecStore(WritableStore):
         return dict(overflowed)
 
     def delete(self, path: Path, etag: str | None = None) -> bool:  # noqa: ARG002 - fsspec lists none
-        """Delete the file at `path`, and return True. Raises OutputError."""
+        """Delete the file at `path`, and return True. `etag` is ignored, because fsspec lists none.
+
+        Raises OutputError.
+        """
         at = Location(far_path(path).url, path)
         with _as_output_error(at):
             at.files.rm_file(at.path)

@@ -1,7 +1,7 @@
-"""Ranges over HTTP (RFC 9110), and files on the Hub, which are such: urllib3 carries the requests.
+"""Ranges of files over HTTP (RFC 9110), with urllib3, and files on the Hub.
 
-Redirects are followed, but never from https to http nor to another scheme, and credentials stay with the host that they
-are for. Each answer must be of the version that the first one was.
+Redirects are followed, but never from https to http or to another scheme. Credentials are sent only to the host that
+they are for. All answers for a file must be of the same version.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ for _name in ("connection", "connectionpool", "response"):
 
 @contextlib.contextmanager
 def until(deadline: Deadline) -> Iterator[None]:
-    """Give each answer that this thread begins to read in the body of the ``with`` the `deadline`."""
+    """Set the `deadline` for all answers that this thread begins to read inside the ``with`` block."""
     _CURRENT.deadline = deadline
     try:
         yield
@@ -73,7 +73,7 @@ def until(deadline: Deadline) -> Iterator[None]:
 
 
 class _Reader(io.RawIOBase):
-    """The bytes that arrive at `socket`. A read raises Transient after the deadline of :func:`until`."""
+    """The bytes that arrive at `socket`. Reading after the deadline of :func:`until` raises Transient."""
 
     def __init__(self, socket: Any) -> None:
         self._socket, self._deadline, self._received = socket, _CURRENT.deadline, 0
@@ -102,7 +102,7 @@ class _Reader(io.RawIOBase):
 
 
 class _Socket:
-    """The part of a socket that ``http.client`` needs to read an answer."""
+    """The methods of a socket that ``http.client`` needs to read an answer."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
@@ -133,7 +133,10 @@ class _SecurePool(urllib3.HTTPSConnectionPool):  # type: ignore[misc]
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy for `url`, by the variables that all programs read. Raises UsageError."""
+    """Return the proxy for `url`, or None. The environment variables are those that all programs read.
+
+    Raises UsageError if the proxy's URL cannot be used.
+    """
     at = urlsplit(url)
     if urllib.request.proxy_bypass(at.netloc.rpartition("@")[2]):
         return None
@@ -149,7 +152,10 @@ def proxy_for(url: str) -> str | None:
 
 
 def pool(proxy: str | None) -> urllib3.PoolManager:
-    """Return a pool of connections, through `proxy` if there is one. Its URL can contain a name and a password."""
+    """Return a pool of connections.
+
+    They go through the URL `proxy`, which can contain a name and a password, unless it is None.
+    """
     timeout = urllib3.Timeout(connect=POLICY.silence, read=POLICY.silence)
     kept: dict[str, Any] = {"maxsize": POLICY.concurrency, "timeout": timeout, "retries": False}
     if proxy is None:
@@ -177,7 +183,11 @@ def _hint_to_download() -> str:
 
 
 class HttpTransport:
-    """The file at `url`. `token` is sent to its host as a bearer token."""
+    """A reader of ranges of the file at `url`.
+
+    Messages call the file `shown`. `token` is sent to the host of `url` as a bearer token. Without it, the name and the
+    password of the URL or of ``~/.netrc`` are sent.
+    """
 
     def __init__(self, url: Url, shown: object, token: str | None = None) -> None:
         self._start, self._shown = url, shown
@@ -188,7 +198,10 @@ class HttpTransport:
         self._pools: dict[str | None, urllib3.PoolManager] = {}  # by the proxy
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
-        """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` does."""
+        """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` describes it.
+
+        With `expected`, the server is asked for this version only.
+        """
         headers = {"Range": f"bytes={start}-{stop - 1}", **_PLAINLY}
         if expected and expected.strong_etag:
             headers |= {"If-Match": expected.strong_etag, "If-Range": expected.strong_etag}
@@ -199,9 +212,10 @@ class HttpTransport:
 
     @contextlib.contextmanager
     def whole(self, deadline: Deadline) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """Yield the number of bytes that the server announces, or 0, and all bytes of the file in pieces.
+        """Yield the number of bytes that the server announces, or 0, and an iterator over all bytes of the file.
 
-        Raises Transient, InputError, also while pieces are read and after `deadline`.
+        An answer that is compressed with gzip is inflated. Raises Transient, InputError, also while the iterator is
+        read, and after `deadline`.
         """
         with contextlib.ExitStack() as stack:
             with self._as_error(), until(deadline):
@@ -217,7 +231,7 @@ class HttpTransport:
             yield number(response.headers.get("Content-Length")) or 0, chunks
 
     def _chunks(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-        """Yield the bytes of `response`. Raises Transient, TransferError."""
+        """Yield the bytes of `response` in chunks. Raises Transient, TransferError."""
         while True:
             with self._as_error():
                 if not (chunk := response.read1(_CHUNK)):
@@ -225,9 +239,9 @@ class HttpTransport:
             yield chunk
 
     def _unzipped(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield what the `chunks` contain without gzip, in pieces no larger than a chunk.
+        """Yield the inflated content of `chunks`, in pieces of at most 256 KiB.
 
-        Raises Transient, TransferError.
+        Raises Transient if the data ends early, and TransferError if it is damaged.
         """
         decoder = zlib.decompressobj(_GZIP)
         try:
@@ -245,7 +259,7 @@ class HttpTransport:
             raise Transient("the connection was cut, or what the server compressed has no end")
 
     def page(self, deadline: float) -> tuple[list[dict[str, Any]], str | None]:
-        """Return a page of a list of the Hub, and the path of the next page, or None.
+        """Return the entries of a page of the Hub's file list, and the path of the next page or None.
 
         Raises Transient, InputError.
         """
@@ -256,9 +270,9 @@ class HttpTransport:
             return found, self._next_page(response.headers.get("Link", ""))
 
     def _next_page(self, link: str) -> str | None:
-        """Return the path of the page that the header Link calls the next one (RFC 8288), or None.
+        """Return the path of the next page of a listing, or None if there is no next page.
 
-        Raises TransferError if that page is on another server.
+        `link` is the value of the header Link (RFC 8288). Raises TransferError if the page is on another server.
         """
         found = re.search(r'<([^>]+)>\s*;\s*rel="?next"?', link)
         if not found:
@@ -276,7 +290,10 @@ class HttpTransport:
 
     @contextlib.contextmanager
     def _as_error(self) -> Iterator[None]:
-        """Raise the errors of urllib3, and of Python's parsers of answers, as CkptconvErrors or Transient."""
+        """Turn errors of urllib3 and of Python's HTTP parser into a CkptconvError, or into Transient.
+
+        Transient is for errors that may not occur again.
+        """
         with self.secrets.kept():
             try:
                 yield
@@ -295,10 +312,10 @@ class HttpTransport:
 
     @contextlib.contextmanager
     def _followed(self, headers: dict[str, str]) -> Iterator[urllib3.BaseHTTPResponse]:
-        """Yield the answer after all redirects.
+        """Yield the answer to a GET request with `headers`, after all redirects.
 
-        If the last place refuses the request now, the redirects are followed from the start again: those of the Hub are
-        signed for an hour.
+        The last URL is remembered for later requests. If it refuses a request (401, 403), the redirects are followed
+        from the start again, because those of the Hub are signed for an hour only.
         """
         response = self._request(self._at, headers)
         if response.status in (401, 403) and self._at != self._start.full:
@@ -331,7 +348,10 @@ class HttpTransport:
         return manager.request("GET", url, headers=headers, redirect=False, preload_content=False, decode_content=False)
 
     def _joined(self, base: str, place: str) -> str:
-        """Return the URL of `place`, a header's value, relative to `base`. Raises TransferError if it is not a URL."""
+        """Return the URL `place`, from a header, made absolute with `base`.
+
+        Raises TransferError if it is not a valid URL.
+        """
         with contextlib.suppress(ValueError):
             joined = urljoin(base, place)
             if is_readable_host(urlsplit(joined).netloc):
@@ -339,9 +359,9 @@ class HttpTransport:
         raise TransferError("the server sent an invalid URL", where=self._shown)
 
     def _checked(self, before: str, after: str) -> str:
-        """Return `after`, to which a server redirects from `before`.
+        """Return the URL `after`, to which the server at `before` redirects.
 
-        Raises TransferError for a scheme other than HTTP, and for a redirect from https to http.
+        Raises TransferError if its scheme is not HTTP, or if the redirect leads from https to http.
         """
         old, new = urlsplit(before).scheme.lower(), urlsplit(after).scheme.lower()
         if new not in HTTP or (old == "https" and new == "http"):
@@ -374,7 +394,10 @@ class HttpTransport:
         return Answer(received(self._chunks(response), end - start, deadline), Version(size, etag, modified))
 
     def _refused(self, response: urllib3.BaseHTTPResponse, start: int, expected: Version | None) -> Exception:
-        """Return the error for an answer without the bytes."""
+        """Return the exception for `response`, an answer without the requested bytes.
+
+        It is UnsupportedError, InputChangedError, MissingInputError, Transient or TransferError.
+        """
         status, where = response.status, self._shown
         got = f"{status} {response.reason or ''}".strip()
         if status == 200 and expected is None:
@@ -399,16 +422,22 @@ class HttpTransport:
 
 
 class HttpStore(RemoteStore):
-    """Web servers and the Hub, which are only read."""
+    """The read-only store of web servers and the Hub."""
 
     can_write = False
 
     def transport(self, url: Url, shown: object) -> HttpTransport:
-        """Return what reads ranges of the file `url`."""
+        """Return a reader of ranges of the file `url`, which is on a web server or on the Hub.
+
+        Messages call the file `shown`.
+        """
         return HttpTransport(url, shown) if url.is_http else _hub_transport(url, shown)
 
     def entries(self, url: Url, shown: object) -> Iterator[Entry]:
-        """Return the files in the folder `url` of a repository. Raises InputError, also for a web server's folder."""
+        """Return the files in the folder `url` of a repository on the Hub and in its subfolders.
+
+        Raises InputError if they cannot be listed, and UnsupportedError for a web server, which lists no files.
+        """
         if url.is_http:
             raise UnsupportedError(
                 "web servers do not list the files in a folder",
@@ -422,14 +451,14 @@ STORE = HttpStore()
 
 
 def _hub_transport(url: Url, shown: object) -> HttpTransport:
-    """Return the transport of ``hf://[datasets/|spaces/]OWNER/REPO[@REVISION]/PATH``, by the Hub's URLs and token."""
+    """Return the transport for ``hf://[datasets/|spaces/]OWNER/REPO[@REVISION]/PATH``, with the user's token."""
     kind, repo, revision, path = url.on_hub
     folder = "" if kind == "models" else f"{kind}/"
     return _on_hub(f"{folder}{repo}/resolve/{revision}/{path}", shown)
 
 
 def _hub_entries(url: Url, shown: object) -> Iterator[Entry]:
-    """Yield the files in the folder `url` of a repository, as the Hub's tree API lists them.
+    """Yield the files in the folder `url` of a repository and in its subfolders, from the Hub's tree API.
 
     Raises InputError.
     """
@@ -453,7 +482,10 @@ def _on_hub(path: str, shown: object) -> HttpTransport:
 
 
 def _is_same(headers: Any, version: Version | None) -> bool:
-    """Return whether an answer with these `headers` and all of a file is of this `version`, as far as it says."""
+    """Return whether an answer with `headers`, which contains the complete file, is of `version`.
+
+    False if the headers have neither an ETag nor a date.
+    """
     said = headers.get("ETag"), headers.get("Last-Modified")
     if version is None or said != (version.etag, version.modified) or said == (None, None):
         return False
@@ -461,7 +493,7 @@ def _is_same(headers: Any, version: Version | None) -> bool:
 
 
 def _parsed(data: bytes, where: object) -> list[dict[str, Any]]:
-    """Return the entries of a list of files in JSON. Raises TransferError if `data` is not such a list."""
+    """Return the entries in `data`, a JSON list of files. Raises TransferError if it is anything else."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -472,12 +504,15 @@ def _parsed(data: bytes, where: object) -> list[dict[str, Any]]:
 
 
 def _coding(response: urllib3.BaseHTTPResponse) -> str:
-    """Return how `response` is compressed, by today's name."""
+    """Return the compression of `response`: ``gzip``, ``identity`` or another name.
+
+    The old name ``x-gzip`` becomes ``gzip``.
+    """
     return str(response.headers.get("Content-Encoding", "identity")).lower().removeprefix("x-")
 
 
 def _hub_token() -> str | None:
-    """Return the token that the Hub's own tools would send, or None."""
+    """Return the user's token for the Hub, as the Hub's own tools find it, or None."""
     try:
         from huggingface_hub import get_token
     except ImportError:
@@ -486,7 +521,10 @@ def _hub_token() -> str | None:
 
 
 def _who(url: Url) -> str | None:
-    """Return the name and password for `url`, which it has itself, or ~/.netrc for its host."""
+    """Return ``NAME:PASSWORD`` for `url`: from the URL itself, or from ~/.netrc for its host.
+
+    None if there is neither.
+    """
     if url.userinfo:
         return unquote(url.userinfo)
     try:
@@ -497,7 +535,7 @@ def _who(url: Url) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return what is wrong, without the URL, which can be signed."""
+    """Return a description of `error` of urllib3. It omits the URL, which can be signed."""
     words = {
         urllib3.exceptions.ReadTimeoutError: f"the server sent nothing for {POLICY.silence:g} s",
         urllib3.exceptions.ConnectTimeoutError: f"no connection within {POLICY.silence:g} s",
@@ -511,7 +549,10 @@ def _reason(error: Exception) -> str:
 
 
 def _seconds(after: str | None) -> float | None:
-    """Return the seconds that a Retry-After asks for, as a number or as a date, or None."""
+    """Return the seconds to wait by `after`, the value of a Retry-After header: a number or a date.
+
+    None if it is neither. The result is at most an hour.
+    """
     seconds: float | None = number(after)
     if seconds is None and after:
         with contextlib.suppress(ValueError, OverflowError, TypeError, OSError):  # a year out of range

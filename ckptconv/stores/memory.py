@@ -1,4 +1,4 @@
-"""File objects that the caller has open: what they must offer, and reading and writing them by position."""
+"""File objects that the caller has opened: their interface, and reading and writing them by position."""
 
 from __future__ import annotations
 
@@ -29,23 +29,32 @@ if TYPE_CHECKING:
 
 
 class BinaryFile(Protocol):
-    """A file object like those of ``open(path, "rb")`` and ``io.BytesIO``, as far as reading needs it."""
+    """The methods that reading needs of a file object, such as those of ``open(path, "rb")`` and ``io.BytesIO``."""
 
     def read(self, size: int, /) -> bytes:
-        """Return at most `size` bytes from the position, and none at the end."""
+        """Return at most `size` bytes from the position on. Return no bytes at the end of the file."""
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Go to `offset` from the start, or from the position (`whence` is 1), or from the end (2)."""
+        """Set the position to `offset` from the start. If `whence` is 1, count from the position.
+
+        If it is 2, count from the end.
+        """
 
     def tell(self) -> int:
         """Return the position."""
 
 
 class WritableFile(BinaryFile, Protocol):
-    """A file object like those of ``open(path, "wb")`` and ``io.BytesIO``. It is read only to verify."""
+    """The methods that writing needs of a file object, such as those of ``open(path, "wb")``.
+
+    It is read only to verify.
+    """
 
     def write(self, data: memoryview, /) -> int | None:
-        """Write `data`, or its first bytes, at the position. Return the number of bytes written, or None for all."""
+        """Write `data`, or its first bytes, at the position.
+
+        Return the number of bytes written, or None if all were written.
+        """
 
 
 #: What can be read: a path, or a file object.
@@ -55,15 +64,15 @@ Output: TypeAlias = "str | os.PathLike[str] | WritableFile"
 
 
 class FileObjectSource(ComputedSource):
-    """`file`, which its caller has open and closes, from byte 0 to its end.
+    """The file object `file` as a source, from byte 0 to its end. The caller closes it.
 
-    The position is the caller's: it is restored after each read. Threads take turns.
+    The position is restored after each read, because it belongs to the caller. Threads read one at a time.
     """
 
     def __init__(self, file: BinaryFile, faults: FaultSink = RAISED) -> None:
-        """Take `file`.
+        """Check `file`, and find its size.
 
-        Raises ArgumentTypeError for a file of text, and UsageError if `file` cannot seek or be read.
+        Raises ArgumentTypeError if it is open as text, and UsageError if it cannot seek or cannot be read.
         """
         self.path, self.fd, self.faults = path_of(file), -1, faults
         self._file, self._lock = file, threading.Lock()
@@ -78,7 +87,10 @@ class FileObjectSource(ComputedSource):
 
     @contextlib.contextmanager
     def _position(self, offset: int, whence: int = os.SEEK_SET) -> Iterator[None]:
-        """Set the position for the body of the ``with``, and restore it afterwards."""
+        """Set the position during the ``with`` block, and restore it afterwards.
+
+        `offset` and `whence` are those of ``seek``.
+        """
         with self._lock:
             before = self._file.tell()
             try:
@@ -88,7 +100,10 @@ class FileObjectSource(ComputedSource):
                 self._file.seek(before)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `offset`. Raises the errors of :meth:`read`."""
+        """Fill `buffer` with the bytes from `offset` on.
+
+        Raises UnreadableError, or an InputError if the file is too short.
+        """
         end = offset + len(buffer)
         try:
             with self._position(offset):
@@ -103,7 +118,7 @@ class FileObjectSource(ComputedSource):
             raise self._too_short(end)
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if its size is not what it was."""
+        """Raise InputChangedError if the size has changed, and UnreadableError if it cannot be found."""
         try:
             size = self._size()
         except (OSError, ValueError) as error:
@@ -120,7 +135,10 @@ def is_file_object(given: object) -> TypeIs[BinaryFile]:
 
 
 def path_of(given: Input) -> Path:
-    """Return the path `given`. For a file object, return its ``name`` if that is a text, or a name for messages."""
+    """Return the path `given`.
+
+    For a file object, return its ``name`` if that is a string, or else a name for messages.
+    """
     if not is_file_object(given):
         return Path(os.fsdecode(given))
     name = getattr(given, "name", None)
@@ -129,7 +147,10 @@ def path_of(given: Input) -> Path:
 
 @contextlib.contextmanager
 def seeking(file: BinaryFile, otherwise: str, hint: str) -> Iterator[None]:
-    """Raise UsageError with `hint` if `file` cannot seek, or with the text `otherwise` if the body fails."""
+    """Raise UsageError if `file` cannot seek, or if the ``with`` block fails.
+
+    `hint` is the hint of the first error, and `otherwise` the text of the second ("cannot be read").
+    """
     try:
         has_both = hasattr(file, "seek") and hasattr(file, "tell")
         if not has_both or not getattr(file, "seekable", lambda: True)():
@@ -143,17 +164,17 @@ def seeking(file: BinaryFile, otherwise: str, hint: str) -> Iterator[None]:
 
 
 class FileObjectDestination:
-    """`file`, written from its position on, which is after the last byte when :meth:`write_all` ends.
+    """The file object `file` as an output, written from its position on. The caller closes it.
 
-    Its caller closes it.
+    After :meth:`write_all`, the position is after the last byte.
     """
 
     fd = -1
 
     def __init__(self, file: WritableFile) -> None:
-        """Take `file`, to be written from its position on.
+        """Check `file`, and remember its position.
 
-        Raises ArgumentTypeError for a file of text, and UsageError if `file` cannot seek or be written.
+        Raises ArgumentTypeError if it is open as text, and UsageError if it cannot seek or cannot be written.
         """
         self.path = path_of(file)
         self._file, self._lock = file, threading.Lock()
@@ -166,7 +187,7 @@ class FileObjectDestination:
             self._start = file.tell()
 
     def write(self, at: int, data: bytes | memoryview) -> None:
-        """Write `data` at `at`."""
+        """Write `data` at `at` bytes from the start position. Raises OutputError if `file` writes elsewhere."""
         view, end = memoryview(data), self._start + at + len(data)
         with self._lock:
             self._file.seek(self._start + at)
@@ -177,7 +198,7 @@ class FileObjectDestination:
                 raise OutputError("the file object writes elsewhere than it was told to: is it open for appending?")
 
     def read(self, at: int, length: int) -> bytes:
-        """Return at most `length` bytes at `at`."""
+        """Return at most `length` bytes at `at` bytes from the start position."""
         with self._lock:
             self._file.seek(self._start + at)
             parts = []
@@ -187,12 +208,13 @@ class FileObjectDestination:
             return b"".join(parts)
 
     def start_writeback(self, at: int, length: int) -> None:
-        """Do nothing: the owner of a file object decides when it reaches a disk."""
+        """Do nothing: the owner of a file object decides when its bytes reach a disk."""
 
     def write_all(self, file: OutFile, *, verify: bool) -> Overflow:
-        """Write `file`, and return what overflowed. After an error, the bytes written so far stay.
+        """Write `file`, and return the numbers that overflowed in casts, by tensor.
 
-        Raises OutputError, and what reading the ranges of `file` raises. With `verify` all is read back and compared.
+        With `verify`, all bytes are read back and compared. After an error, the bytes written so far stay. Raises
+        OutputError, and the errors of reading the ranges of `file`.
         """
         from ckptconv.output.files import as_output_error
         from ckptconv.output.transfer import Transfer

@@ -1,6 +1,6 @@
-"""Request ranges of a file: how large and how many at once, again if that may help, and until a deadline.
+"""Request ranges of a remote file: their sizes, how many at once, retries and deadlines.
 
-Each answer must be of the version of the file that the first answer was of. All numbers are in :data:`POLICY`.
+All answers must be of the version of the file that the first answer was of. All numbers are in :data:`POLICY`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Range = tuple[int, int]
 
 @dataclass
 class Policy:
-    """How a remote file is read."""
+    """The sizes, counts and times for reading remote files."""
 
     #: The least that is asked for, from the start of the file and from its end: a zip's longest end with what torch's
     #: reader looks at before it has 68 KiB, and most headers and pickles fit. Three such requests are below 256 KiB.
@@ -55,7 +55,10 @@ POLICY = Policy()
 
 
 def merged(ranges: Iterable[Range], gap: int) -> list[Range]:
-    """Return `ranges` in ascending order. Ranges that overlap or are at most `gap` bytes apart are joined."""
+    """Return `ranges` in ascending order.
+
+    Ranges that overlap or are at most `gap` bytes apart are joined, empty ones dropped.
+    """
     result: list[Range] = []
     for start, stop in sorted(ranges):
         if result and start <= result[-1][1] + gap:
@@ -66,14 +69,14 @@ def merged(ranges: Iterable[Range], gap: int) -> list[Range]:
 
 
 def in_parts(ranges: Iterable[Range], part: int) -> list[Range]:
-    """Return `ranges` cut into ranges of at most `part` bytes."""
+    """Return `ranges`, cut into ranges of at most `part` bytes."""
     return [(at, min(at + part, stop)) for start, stop in ranges for at in range(start, stop, part)]
 
 
 def enlarged(wanted: Range, size: int, window: int) -> Range:
-    """Return `wanted`, enlarged to at least `window` bytes by the bytes after it, or at the end of the file before it.
+    """Return the range `wanted`, enlarged to at least `window` bytes within a file of `size` bytes.
 
-    `size` is the number of bytes of the file.
+    Bytes after the range are added first. At the end of the file, bytes before the range are added.
     """
     start, stop = wanted
     stop = min(max(stop, start + window), size)
@@ -81,7 +84,7 @@ def enlarged(wanted: Range, size: int, window: int) -> Range:
 
 
 class Extents:
-    """Bytes of a file that are known, at most `most` of them. The oldest are forgotten first."""
+    """A cache of bytes of a file. It holds about `most` bytes, and forgets the oldest ones first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -90,7 +93,7 @@ class Extents:
         self._held = 0
 
     def missing(self, start: int, stop: int) -> list[Range]:
-        """Return the gaps in what is known of the bytes from `start` to `stop`."""
+        """Return the ranges between `start` and `stop` that are not in the cache."""
         gaps = []
         i = max(bisect_right(self._starts, start) - 1, 0)
         for at in self._starts[i:]:
@@ -102,7 +105,7 @@ class Extents:
         return [*gaps, (start, stop)] if start < stop else gaps
 
     def put(self, start: int, data: bytes) -> None:
-        """Remember `data`, which is at `start`."""
+        """Add `data`, the bytes from `start` on, to the cache."""
         for first, last in self.missing(start, start + len(data)):
             insort(self._starts, first)
             self._data[first] = data[first - start : last - start]
@@ -113,7 +116,7 @@ class Extents:
             self._starts.remove(oldest)
 
     def get(self, start: int, stop: int) -> bytes | None:
-        """Return the bytes from `start` to `stop`, or None unless all are known."""
+        """Return the bytes from `start` to `stop`, or None if one of them is not in the cache."""
         if start >= stop:
             return b""
         if self.missing(start, stop):
@@ -134,7 +137,7 @@ _LARGEST = (1 << 63) - 1  # bytes of a file, and of no header's number more
 
 @dataclass(frozen=True)
 class Version:
-    """The version of a file: its size, and what changes with its content."""
+    """The version of a file: its size, and its ETag and time of change if the server sends them."""
 
     size: int
     etag: str | None = None
@@ -142,20 +145,20 @@ class Version:
 
     @property
     def strong_etag(self) -> str | None:
-        """The ETag if it changes with every byte, else None."""
+        """The ETag if it changes with every byte of the file, else None."""
         return self.etag if self.etag and not self.etag.startswith("W/") else None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The bytes of a range, and the version of their file."""
+    """The bytes of a range, and the version of the file that they are from."""
 
     data: bytes
     version: Version
 
 
 class Entry(NamedTuple):
-    """A file in a remote folder: its relative path, its size, and its ETag if the store lists ETags."""
+    """A file in a remote folder: its relative path `place`, its size, and its ETag if the store lists ETags."""
 
     place: str
     size: int
@@ -163,7 +166,7 @@ class Entry(NamedTuple):
 
 
 class Transient(Exception):
-    """An error that may not occur again, and the seconds that the server asks to wait, or None."""
+    """An error that may not occur again. `after` is the number of seconds that the server asks to wait, or None."""
 
     def __init__(self, what: str, after: float | None = None) -> None:
         super().__init__(what)
@@ -171,22 +174,27 @@ class Transient(Exception):
 
 
 class Deadline:
-    """A time `at` of :func:`time.monotonic`, which can be moved."""
+    """A time `at` of :func:`time.monotonic`. It can be changed while a request runs."""
 
     def __init__(self, at: float) -> None:
         self.at = at
 
 
 class Transport(Protocol):
-    """What reads ranges of one file. `secrets` are those that its requests contain."""
+    """The interface of a reader of ranges of one file.
+
+    Attributes:
+        secrets: The secrets that its requests contain.
+    """
 
     secrets: Secrets
 
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:
         """Return the bytes from `start` to `stop`, or to the end of the file, of the version `expected`.
 
-        Raises Transient, and for errors that would occur again MissingInputError, InputError, InputChangedError,
-        UnsupportedError and TransferError. It gives up at `deadline`, a time of :func:`time.monotonic`.
+        `expected` is None for the first request. The request ends at `deadline`, a time of :func:`time.monotonic`.
+        Raises Transient if a retry may help. Otherwise raises MissingInputError, InputError, InputChangedError,
+        UnsupportedError or TransferError.
         """
 
     def close(self) -> None:
@@ -194,7 +202,7 @@ class Transport(Protocol):
 
 
 class Requests:
-    """The requests for one file. All answers are of one version of it."""
+    """The requests for one file. They are repeated if that may help, and all answers must be of one version."""
 
     def __init__(self, transport: Transport, where: object) -> None:
         self._transport, self._where = transport, where
@@ -203,9 +211,9 @@ class Requests:
         self.version: Version | None = None
 
     def get(self, start: int, stop: int) -> bytes:
-        """Return the bytes from `start` to `stop`. The first request may end at the end of the file.
+        """Return the bytes from `start` to `stop`.
 
-        Raises InputError.
+        The first request may return fewer bytes, up to the end of the file. Raises InputError.
         """
         where = f"{self._where} at byte {start}"
 
@@ -220,7 +228,7 @@ class Requests:
         return answer.data
 
     def _check(self, answer: Answer, where: str) -> None:
-        """Raise InputChangedError if `answer` is of another version than the first answer."""
+        """Raise InputChangedError if `answer` is of another version of the file than the first answer."""
         with self._lock:
             first = self.version = self.version or answer.version
         for what in ("size", "etag", "modified"):
@@ -230,15 +238,16 @@ class Requests:
                 raise InputChangedError(what, where=where, expected=before, got=now)
 
     def close(self) -> None:
-        """Close all connections, and end all waits."""
+        """Close all connections, and end all waiting."""
         self._closed.set()
         self._transport.close()
 
 
 def retried(ask: Callable[[float], _T], where: object, wait: Callable[[float], object] = time.sleep) -> _T:
-    """Return the result of `ask`, which is called with a deadline, and again if it raises Transient and that may help.
+    """Return the result of `ask`, which is called with a deadline, and again if it raises Transient.
 
-    Raises TransferError if it does not help, and other errors of `ask`.
+    `wait` is called with the seconds between two calls. Raises TransferError, which names `where`, after the last
+    attempt or the deadline, and other errors of `ask` at once.
     """
     deadline = time.monotonic() + POLICY.deadline
     for attempt in range(1, POLICY.attempts + 1):
@@ -254,7 +263,13 @@ def retried(ask: Callable[[float], _T], where: object, wait: Callable[[float], o
 
 
 def paged(ask: Callable[[str, float], tuple[list[Entry], str | None]], first: str, where: object) -> Iterator[Entry]:
-    """Yield what a server lists in pages. `ask` returns the page at a place and the place of the next page, or None.
+    """Yield the entries of all pages of a listing.
+
+    Args:
+        ask: A function that takes the token of a page and a deadline, and returns its entries and the token of the next
+            page or None.
+        first: The token of the first page.
+        where: The name of the folder in errors.
 
     Raises LimitError if there are too many entries, and the errors of :func:`retried`.
     """
@@ -270,16 +285,16 @@ def paged(ask: Callable[[str, float], tuple[list[Entry], str | None]], first: st
 
 
 def number(text: str | None) -> int | None:
-    """Return the number in a header: ASCII digits, and no more than a file has bytes. None for anything else."""
+    """Return the number in the header value `text`. None unless it consists of ASCII digits and is below 2^63."""
     text = (text or "").strip(" \t")
     is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_LARGEST))
     return int(text) if is_number and int(text) <= _LARGEST else None
 
 
 def check_range(said: str | None, start: int, stop: int, where: object) -> tuple[int, int]:
-    """Return the end of the range that the header Content-Range `said` contains, and the size of the file.
+    """Return the end of the range in `said`, the header Content-Range, and the size of the file.
 
-    Raises TransferError if it is not the range that was requested.
+    Raises TransferError if it is not the requested range from `start` to `stop`.
     """
     unit, _, rest = (said or "").strip().partition(" ")
     span, _, total = rest.partition("/")
@@ -296,9 +311,9 @@ def check_range(said: str | None, start: int, stop: int, where: object) -> tuple
 
 
 def received(chunks: Iterator[bytes], length: int | None, deadline: float, most: int = 0) -> bytes:
-    """Return all of `chunks`, which must have `length` bytes, or at most `most` if `length` is None.
+    """Return the bytes of all `chunks`.
 
-    Raises Transient.
+    Raises Transient unless there are exactly `length` bytes (at most `most` if `length` is None), or after `deadline`.
     """
     data = bytearray()
     for chunk in chunks:
@@ -316,7 +331,10 @@ _GRACE = 2.0  # seconds in which a request that notices the deadline itself says
 
 
 def answer_of(task: Task[_T], where: object) -> _T:
-    """Return the result of `task`, a request for `where`. Raises its error, and TransferError after the deadline."""
+    """Return the result of the request `task`, and wait for it.
+
+    Raises the error of the request, and TransferError, which names `where`, if it does not end by the deadline.
+    """
     most = POLICY.deadline + _GRACE
     while not task.wait(min(1.0, most)):
         if task.started is not None and time.monotonic() - task.started > most:

@@ -1,6 +1,6 @@
-"""What stores with several writers share: the parts of an upload, reading back, and replacing an old set.
+"""Code that all writable remote stores share: cutting a file into parts, reading it back, and replacing an old set.
 
-Rules of S3: at most 10,000 parts, each but the last of 5 MiB to 5 GiB.
+Rules of S3: at most 10,000 parts. Each part except the last has 5 MiB to 5 GiB.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _MOST = 9_000  # parts of a very large file, whose parts are larger: below 10,00
 
 @dataclass(frozen=True)
 class Part:
-    """`length` bytes of a file, in `pieces`. If `copied`, they are one range that the store itself copies."""
+    """A part of an upload: `length` bytes of a file, in `pieces`.
+
+    If `copied`, it is one range that the store itself copies.
+    """
 
     pieces: tuple[Piece, ...]
     length: int
@@ -43,14 +46,18 @@ class Part:
 
 
 def is_streamed(file: OutFile) -> bool:
-    """Return whether all bytes of `file` are known, or are in sources, before any is written."""
+    """Return whether the bytes of `file` can be sent in order, because all are known or in sources from the start.
+
+    This is false if some bytes are computed while others are written.
+    """
     return all(piece.is_at_hand() for piece in file.pieces)
 
 
 def parts_of(file: OutFile, copies: Callable[[ByteSource], bool]) -> list[Part]:
-    """Return the parts of `file`, which is streamed.
+    """Return the parts of `file`, all of whose bytes are known or in sources.
 
-    Ranges of sources that the store `copies` are not sent, except for bytes that make the part before them long enough.
+    `copies` returns whether the store itself can copy ranges of a source. These ranges are not sent, except for a few
+    bytes that fill the part before them to the smallest allowed size.
     """
     sent = max(_SENT, -(-file.size // _MOST))
     copied = max(_COPIED, -(-file.size // _MOST))
@@ -82,7 +89,10 @@ def parts_of(file: OutFile, copies: Callable[[ByteSource], bool]) -> list[Part]:
 
 
 def _cut(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
-    """Yield `pieces` in groups of `most` bytes. The last group may have fewer."""
+    """Yield `pieces` in groups of exactly `most` bytes, by cutting some of them.
+
+    The last group may have fewer bytes.
+    """
     group: list[Piece] = []
     room = most
     for piece in pieces:
@@ -107,12 +117,12 @@ Sent: TypeAlias = "tuple[int, bytes] | ByteRange"
 
 
 def hint_if_replaced() -> str:
-    """Return what to do about an output that is in its place and may be wrong."""
+    """Return the hint for an output that is visible and may be wrong: ``--force`` writes it again."""
     return "the new object is visible: " + option("force") + " writes it again"
 
 
 def digest(chunks: Iterable[bytes | memoryview]) -> bytes:
-    """Return the MD5 of bytes that were sent. It finds errors, and does not protect against forgery."""
+    """Return the MD5 of `chunks`. It detects transfer errors, and does not protect against forgery."""
     md5 = hashlib.md5(usedforsecurity=False)
     for chunk in chunks:
         md5.update(chunk)
@@ -122,9 +132,10 @@ def digest(chunks: Iterable[bytes | memoryview]) -> bytes:
 def read_back(path: Path, parts: Sequence[Sent], etag: str | None, progress: Progress | None) -> None:
     """Compare the object at `path`, whose ETag was `etag`, with the `parts` that it was made of.
 
-    Several ranges are read at once, of the object and of what the store copied.
+    Ranges that the store copied are compared with their source. Several ranges are read at once. `progress` is called
+    with the length of each part.
 
-    Raises OutputError if the object differs, is another one, or cannot be read.
+    Raises OutputError if the object differs, has another ETag, or cannot be read.
     """
     copied = [part for part in parts if isinstance(part, ByteRange)]
     lengths = [part.length if isinstance(part, ByteRange) else part[0] for part in parts]
@@ -157,9 +168,9 @@ def _differs(where: str, expected: int | None = None, got: int | None = None) ->
 
 
 def old_set(new: NewFolder, *, replace: bool) -> OldSet:
-    """Return the old set in the remote folder that `new` goes to: its shards and indexes that no new file replaces.
+    """Return the old files in the remote folder of `new`: those of an old set, and those that new files replace.
 
-    Raises TargetExistsError if something is in the way, unless it may be replaced.
+    Raises TargetExistsError if there are such files and `replace` is False.
     """
     folder = new.target
     try:
@@ -182,27 +193,30 @@ def old_set(new: NewFolder, *, replace: bool) -> OldSet:
 
 
 class WritableStore(RemoteStore):
-    """A remote store that files are written to."""
+    """The base class of remote stores to which files can be written."""
 
     def has_object(self, path: Path) -> bool:
         """Return whether there is a file at `path`. Raises OutputError."""
         raise NotImplementedError
 
     def version(self, path: Path) -> object:
-        """Return a value that differs for every other file at `path`, if the store has one. Raises OutputError."""
-        raise NotImplementedError
-
-    def delete(self, path: Path, etag: str | None = None) -> bool:
-        """Delete the file at `path` if its ETag is `etag`, or if that is None. Return whether it was deleted.
+        """Return a value that identifies the file at `path`, such as its ETag. It changes when the file is replaced.
 
         Raises OutputError.
         """
         raise NotImplementedError
 
-    def cost_of(self, files: Sequence[OutFile], *, verify: bool) -> tuple[int, list[str]]:
-        """Return the bytes of writing `files`, and notes on what it takes and does not guarantee.
+    def delete(self, path: Path, etag: str | None = None) -> bool:
+        """Delete the file at `path`, and return whether it was deleted.
 
-        The bytes are those that are made here first, sent or copied, and with `verify` read back.
+        With `etag`, a file with another ETag is not deleted. Raises OutputError.
+        """
+        raise NotImplementedError
+
+    def cost_of(self, files: Sequence[OutFile], *, verify: bool) -> tuple[int, list[str]]:
+        """Return the number of bytes to move for `files`, and notes on the cost and on guarantees that are missing.
+
+        The bytes are those of temporary files, those sent or copied, and with `verify` those read back.
         """
         raise NotImplementedError
 
@@ -216,18 +230,21 @@ class WritableStore(RemoteStore):
         old: OldSet = NO_OLD_SET,
         progress: Progress | None = None,
     ) -> Overflow:
-        """Write `files`, whose ranges come from `source`. Return what overflowed.
+        """Write `files`, whose ranges come from `source`. Return the numbers that overflowed in casts, by tensor.
 
-        The last of several files is the index, which appears last. The files of the `old` set that are deleted first
-        are deleted before any new file appears. With `verify` all are read back. `progress` is called with as many
-        bytes in all as :meth:`cost_of` says.
+        The last file, the index of a set, becomes visible last. The files in ``old.first`` are deleted before any new
+        file becomes visible. With `verify`, all files are read back. `progress` is called with numbers of bytes, as
+        many in all as :meth:`cost_of` returns.
 
-        Raises OutputError, TargetExistsError, and what reading raises.
+        Raises OutputError, TargetExistsError, and the errors of reading the sources.
         """
         raise NotImplementedError
 
     def exists(self, path: Path, *, is_folder: bool) -> bool:
-        """Return whether there is a file at `path`, or if `is_folder` a folder with something in it."""
+        """Return whether there is a file at `path`.
+
+        If `is_folder` is true, return whether there is a folder that is not empty.
+        """
         if not is_folder:
             return self.has_object(path)
         try:
@@ -236,16 +253,16 @@ class WritableStore(RemoteStore):
             return False
 
     def check_target(self, path: Path, *, replace: bool) -> None:
-        """Raise TargetExistsError if there is a file at `path`, unless it may be replaced."""
+        """Raise TargetExistsError if there is a file at `path` and `replace` is False."""
         if not replace and self.has_object(path):
             raise TargetExistsError("the output exists", where=path, hint=hint_to_replace())
 
     def scratch(self, path: Path) -> Path:  # noqa: ARG002 - remote folders have no temporary files
-        """Return the folder for temporary files."""
+        """Return the system's folder for temporary files."""
         return Path(tempfile.gettempdir())
 
     def place(self, new: NewFolder, *, replace: bool, verify: bool) -> Placement:
-        """Plan the requests, and what of an old set is deleted."""
+        """Plan the writing of `new`: the bytes to move, notes, and the old files to delete."""
         notes: list[str] = []
         old = old_set(new, replace=replace) if new.is_folder else NO_OLD_SET
         if others := [other for other in new.others if other.kind != "folder"]:
@@ -266,7 +283,10 @@ class WritableStore(RemoteStore):
         progress: Progress | None = None,
         old: OldSet = NO_OLD_SET,
     ) -> Steps[Overflow]:
-        """Write files; the other files are written first."""
+        """Upload the other files of `new`, then its planned files.
+
+        Return the numbers that overflowed in casts, by tensor.
+        """
         yield from ()  # no wait for a disk
         how: dict[str, Any] = {"replace": replace, "verify": verify, "progress": progress}
         with self.others_uploaded(new.others, **how):
@@ -274,11 +294,11 @@ class WritableStore(RemoteStore):
 
     @contextlib.contextmanager
     def others_uploaded(self, others: Iterable[OtherFile], *, replace: bool, **how: Any) -> Iterator[None]:
-        """Upload `others` one after another before the body of the ``with``.
+        """Upload `others` one after another, then run the ``with`` block.
 
-        If either fails, those that replaced nothing are deleted again, unless somebody has replaced them meanwhile.
-        A link to a file is uploaded as that file. A link to a folder is left out, because the files in that folder are
-        among the others. `how` and the errors are as for :meth:`upload`.
+        If an error occurs, the uploaded files are deleted again, except those that replaced a file and those that
+        another process has replaced meanwhile. A link to a file is uploaded as that file. A link to a folder is
+        skipped, because the files in that folder are among `others`. `how` and the errors are those of :meth:`upload`.
         """
         done: list[tuple[Path, object]] = []
         try:

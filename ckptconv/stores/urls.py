@@ -1,4 +1,4 @@
-"""URLs of files and folders, shown without their secrets; and those secrets, hidden in all messages."""
+"""URLs of files and folders, printed without their secrets, and a way to hide these secrets in all messages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Url:
     """A URL of a file or a folder.
 
     Attributes:
-        scheme: The scheme in small letters.
-        host: The host and its port; the bucket, or the owner on the Hub.
+        scheme: The scheme in lower case.
+        host: The host with its port, the bucket, or the owner on the Hub.
         path: The path as it was typed, without the first slash.
-        query: The text after the question mark, which can be a signature.
-        userinfo: The name and the password.
+        query: The text after the question mark, which can contain a signature.
+        userinfo: The name and the password, as in ``NAME:PASSWORD``, or an empty string.
     """
 
     scheme: str
@@ -43,28 +43,28 @@ class Url:
 
     @property
     def shown(self) -> str:
-        """The URL for messages, without secrets."""
+        """The URL for messages: without name, password and query."""
         return f"{self.scheme}://{self.host}" + (f"/{self.path.lstrip('/')}" if self.path else "")
 
     @property
     def full(self) -> str:
-        """The URL for requests. Name and password are sent in a header."""
+        """The URL for requests: with the query, but without name and password, which are sent in a header."""
         return self.shown + (f"?{self.query}" if self.query else "")
 
     @property
     def is_http(self) -> bool:
-        """Whether it is a URL of HTTP, whose path can be percent-encoded."""
+        """Whether the scheme is http or https. The path is then percent-encoded."""
         return self.scheme in HTTP
 
     @property
     def says_folder(self) -> bool:
-        """Whether it is a folder by its text: it ends in a slash, or is a bucket or a repository."""
+        """Whether the text of the URL means a folder: it ends in a slash, or is a bucket or a repository."""
         is_whole = (self.scheme == "s3" and not self.path) or (self.scheme == "hf" and not self.on_hub[3])
         return is_whole or self.path.endswith("/")
 
     @property
     def on_hub(self) -> tuple[str, str, str, str]:
-        """The kind of repository on the Hub, its name, the revision as one segment, and the path."""
+        """The kind of repository on the Hub, its name, the revision (encoded as one segment), and the path in it."""
         kind, owner, *rest = [self.host, *self.path.strip("/").split("/")]
         if kind not in _HUB_KINDS:
             kind, owner, rest = "models", kind, [owner, *rest]
@@ -72,21 +72,22 @@ class Url:
         return kind, f"{owner}/{repo}" if repo else "", quote(unquote(revision), safe="") or "main", "/".join(rest[1:])
 
     def below(self, name: str) -> Url:
-        """Return the URL of `name` in this folder, without the query, which signs another URL."""
+        """Return the URL of `name` in this folder, without the query, which is a signature of this URL only."""
         folder = f"{self.path.rstrip('/')}/" if self.path.strip("/") else ""
         return replace(self, path=folder + (quote(name) if self.is_http else name), query="")
 
     @property
     def parent(self) -> Url:
-        """The URL of the folder that contains it."""
+        """The URL of the folder that contains this URL, without the query."""
         folder, slash, _ = self.path.rstrip("/").rpartition("/")
         return replace(self, path=folder + slash, query="")
 
 
 def parse(text: str) -> Url:
-    """Return `text` as a URL. pathlib may have turned its two slashes into one.
+    """Return `text` as a URL. One slash after the scheme is accepted, because pathlib merges two slashes.
 
-    Raises UsageError for a URL that names nothing, is chained, or has a host that programs read in several ways.
+    Raises UsageError if the URL names no file, is chained (``zip::s3://…``), or has a host that programs read
+    differently.
     """
     keyed = _KEYED.fullmatch(text)
     if not keyed and _CHAINED.search(text):
@@ -110,8 +111,10 @@ def parse(text: str) -> Url:
 
 
 def is_readable_host(netloc: str) -> bool:
-    r"""Return whether all programs read the same host and port in `netloc`: there is no backslash (browsers see the
-    host before it, and urllib3 the one after the ``@``), no space, and a port is a number.
+    r"""Return whether all programs read the same host and port in `netloc`.
+
+    It must have no backslash and no space, and the port must be a number. With a backslash, browsers use the host
+    before it, and urllib3 the host after the ``@``.
     """
     try:
         return "\\" not in netloc and netloc.isprintable() and " " not in netloc and urlsplit(f"//{netloc}").port != -1
@@ -120,7 +123,7 @@ def is_readable_host(netloc: str) -> bool:
 
 
 def local_path(url: Url) -> Path | None:
-    """Return the path of a URL of the scheme ``file``, or None for other schemes."""
+    """Return the local path of a URL of the scheme ``file``, or None for other schemes."""
     if url.scheme != "file":
         return None
     folder = "" if url.host in ("localhost", "") else f"/{url.host}"  # file:/tmp/x has one slash
@@ -132,24 +135,27 @@ _LEAST = 3  # characters; what is shorter is in many words
 
 
 class ForeignError(Exception):
-    """An error of another library whose text contained secrets: its class, and its text without them."""
+    """A replacement for an error of another library whose text contained secrets. Its text has them hidden."""
 
 
 class Secrets:
-    """The secrets of the requests for `url`: its own, the `others` in headers, and those in the environment."""
+    """The secrets in requests for `url`: those of the URL, the `others` in headers, and those in the environment."""
 
     def __init__(self, url: Url, *others: str) -> None:
         self._url, self._others = url, others
 
     def hidden(self, text: str) -> str:
-        """Return `text` without the secrets."""
+        """Return `text` with an ellipsis in place of each secret."""
         text = redacted(text)
         for secret in sorted(self._known(), key=len, reverse=True):
             text = text.replace(secret, "…") if secret in text else text
         return text
 
     def _known(self) -> set[str]:
-        """Return all secrets, each as it is, percent-encoded or not, and as the Basic scheme sends it."""
+        """Return all secrets, in all spellings: plain, percent-encoded, and base64 as in the Basic scheme.
+
+        Secrets shorter than three characters are left out.
+        """
         query = self._url.query
         found = {query, *(each.partition("=")[2] for each in query.split("&"))}
         for who in (self._url.userinfo, *self._others):
@@ -166,7 +172,7 @@ class Secrets:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Hide the secrets in the error that leaves the body of the ``with``, and in the errors that caused it."""
+        """Hide the secrets in an error that leaves the ``with`` block, and in the error that caused it."""
         try:
             yield
         except Exception as error:
@@ -180,6 +186,6 @@ class Secrets:
             raise
 
     def _are_in(self, error: BaseException) -> bool:
-        """Return whether the text of `error`, or of an error that caused it, has secrets."""
+        """Return whether the traceback text of `error`, with the errors that caused it, contains a secret."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         return self.hidden(text) != text

@@ -1,4 +1,4 @@
-"""What differs between operating systems. No other package asks which one it runs on.
+"""The differences between operating systems. No other package checks on which system it runs.
 
 `calls` is the module for this system. The modules for all systems have the same functions.
 """

@@ -1,6 +1,6 @@
 """Owner, permissions and attributes of files, and system calls of Linux and macOS that Python's ``os`` lacks.
 
-Each system call returns whether it was done. On other systems none is.
+The functions for system calls return whether the call was made. They return False on systems without it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _libc: Any = ctypes.CDLL(None, use_errno=True) if _HAS_LIBC else None
 
 
 def _done(result: int) -> bool:
-    """Return whether the call worked, or False if the system does not offer it. Raises OSError for other failures."""
+    """Return True if `result`, returned by a C function, means success, and False if the call is not supported.
+
+    Raises OSError for other failures.
+    """
     if result == 0:
         return True
     code = ctypes.get_errno()
@@ -45,25 +48,31 @@ def _done(result: int) -> bool:
 
 
 def fallocate(fd: int, size: int) -> bool:
-    """Reserve `size` bytes. ``os.posix_fallocate`` would write into each block if the filesystem cannot."""
+    """Reserve `size` bytes on the disk for the open file `fd`. Return False if that is not supported.
+
+    ``os.posix_fallocate`` is not used, because it would write into each block if the filesystem cannot reserve space.
+    """
     if not hasattr(_libc, "fallocate"):
         return False
     return _done(_libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)))
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
-    """Ask the kernel to begin writing these bytes to the disk, so that the fsync at the end has little to wait for."""
+    """Ask the kernel to begin writing a range of the open file `fd` to the disk.
+
+    The final fsync then has less to wait for.
+    """
     if hasattr(_libc, "sync_file_range"):
         _libc.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
 def rename_if_absent(old: str, new: str) -> bool:
-    """Rename `old` to `new`. Raises FileExistsError if `new` exists."""
+    """Rename `old` to `new`. Return False if that is not supported. Raises FileExistsError if `new` exists."""
     return _rename(old, new, _RENAME_NOREPLACE, _RENAME_EXCL)
 
 
 def exchange(a: str, b: str) -> bool:
-    """Exchange the names of `a` and `b`, which both exist, in one step."""
+    """Exchange the names of `a` and `b`, which both exist, in one step. Return False if that is not supported."""
     return _rename(a, b, _RENAME_EXCHANGE, _RENAME_SWAP)
 
 
@@ -76,7 +85,10 @@ def _rename(old: str, new: str, flag: int, flag_of_macos: int) -> bool:
 
 
 def share_block(src: int, dst: int, block: int) -> bool:
-    """Share the first `block` bytes of `src` with `dst` in place of copying them."""
+    """Make the file `dst` share the first `block` bytes of the file `src`, without a copy.
+
+    Return False if that fails.
+    """
     try:
         import fcntl
 
@@ -89,8 +101,8 @@ def share_block(src: int, dst: int, block: int) -> bool:
 def take_over(new: int | Path, old: Path) -> None:
     """Give `new`, an open file or a folder, the owner, group, permissions and extended attributes of `old`.
 
-    If the system does not let us keep the group, the group gets only the permissions that everybody has, and an access
-    control list, which says what the group may do, cannot be kept.
+    If the group cannot be kept, the group of `new` gets only the permissions that everybody has. An access control list
+    cannot be kept in that case, because it contains permissions of the group.
 
     Raises:
         RefusedError: An attribute, such as an access control list, cannot be kept. `new` is not more open than `old`.
@@ -115,7 +127,7 @@ def take_over(new: int | Path, old: Path) -> None:
 
 
 def _give_away(new: int | Path, info: os.stat_result) -> int:
-    """Give `new` the owner and group in `info`, and return the permissions that it may have."""
+    """Give `new` the owner and group in `info`, as far as allowed. Return the permissions that it may have."""
     mine, mode = os.stat(new), stat.S_IMODE(info.st_mode)
     if (mine.st_uid, mine.st_gid) == (info.st_uid, info.st_gid):
         return mode
@@ -131,7 +143,7 @@ def _give_away(new: int | Path, info: os.stat_result) -> int:
 
 
 def _attributes(path: int | Path) -> dict[str, bytes]:
-    """Return the extended attributes of `path` that its successor keeps."""
+    """Return the extended attributes of `path` that a new version of the file keeps. Raises RefusedError."""
     values: dict[str, bytes] = {}
     try:
         names = os.listxattr(path) if hasattr(os, "listxattr") else []

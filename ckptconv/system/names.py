@@ -1,4 +1,4 @@
-"""Names that files give to other files, and what they lead to on any system."""
+"""Check names that files contain: whether they lead to a file in the same folder on every system."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_NAMES = 1024  # remembered: thousands of tensors are in one file
 
 @lru_cache(maxsize=_MOST_NAMES)
 def stays_inside(path: str, *, folders: bool = False) -> bool:
-    """Return whether `path`, which a file contains, leads to a file below that file's own folder on every system.
+    """Return whether `path`, which a file contains, leads to a file in that file's own folder on every system.
 
-    A drive (``C:x``), a stream (``x:y``), a device (``NUL``), a backslash, and a name that Windows shortens (one that
-    ends in a dot or a space) lead elsewhere on Windows. Links in the folder are not followed here.
+    These lead elsewhere on Windows: a drive (``C:x``), a stream (``x:y``), a device (``NUL``), a backslash, and a name
+    that ends in a dot or a space, which Windows removes. Links in the folder are not checked here.
 
     Args:
         path: The path, with slashes.

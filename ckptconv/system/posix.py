@@ -41,37 +41,49 @@ _MOMENT = 0.01  # seconds until an exception that the interpreter dropped is rai
 
 
 def open_to_read(path: str | os.PathLike[str], *, follow: bool = True) -> int:
-    """Open the file at `path`. Without `follow`, a link is an error. Raises OSError."""
+    """Open the file at `path` for reading, and return the descriptor.
+
+    Raises OSError, also if `follow` is False and the path is a link.
+    """
     return os.open(path, os.O_RDONLY | _CLOEXEC | _NONBLOCK | (0 if follow else _NOFOLLOW))
 
 
 def open_to_change(path: str | os.PathLike[str]) -> int:
-    """Open the file at `path`, which is no link, for reading and writing. Raises OSError."""
+    """Open the file at `path` for reading and writing, without following a link, and return the descriptor.
+
+    Raises OSError.
+    """
     return os.open(path, os.O_RDWR | _CLOEXEC | _NOFOLLOW | _NONBLOCK)
 
 
 def create(path: str | os.PathLike[str], mode: int) -> int:
-    """Create the file `path`, for reading and writing. Raises FileExistsError if it exists, OSError."""
+    """Create the file `path` with permissions `mode` for reading and writing, and return the descriptor.
+
+    Raises FileExistsError if the file exists, and OSError.
+    """
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _CLOEXEC, mode)
 
 
 def open_folder(path: str | os.PathLike[str]) -> int:
-    """Open the folder `path`, which is no link. Raises OSError."""
+    """Open the folder `path`, without following a link, and return the descriptor. Raises OSError."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW | _CLOEXEC)
 
 
 if hasattr(os, "pread"):
 
     def pread(fd: int, length: int, offset: int) -> bytes:
-        """Return at most `length` bytes at `offset`, and none at the end of the file. Raises OSError."""
+        """Return at most `length` bytes at `offset`. Return no bytes at the end of the file. Raises OSError."""
         return os.pread(fd, length, offset)
 
     def pwrite(fd: int, data: bytes | memoryview, offset: int) -> int:
-        """Write the first bytes of `data` at `offset`, and return how many. Raises OSError."""
+        """Write `data`, or its first bytes, at `offset`. Return the number of bytes written. Raises OSError."""
         return os.pwrite(fd, data, offset)
 
     def pread_into(fd: int, buffer: memoryview, offset: int) -> int:
-        """Read bytes at `offset` into `buffer`, and return how many. Raises OSError."""
+        """Read bytes at `offset` into `buffer`. Return the number of bytes read, 0 at the end of the file.
+
+        Raises OSError.
+        """
         if hasattr(os, "preadv"):
             return os.preadv(fd, [buffer], offset)
         data = os.pread(fd, min(len(buffer), 1 << 24), offset)  # WebAssembly has no preadv
@@ -105,9 +117,10 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def lock(fd: int, *, exclusive: bool) -> None:
-    """Lock the open file `fd` until it is closed.
+    """Lock the open file `fd`, shared or `exclusive`, until it is closed. Does not wait.
 
-    Raises BlockingIOError if another process has locked it, and OSError or ImportError if there are no locks.
+    Raises BlockingIOError if another process has a conflicting lock, and OSError or ImportError if locks are not
+    supported.
     """
     import fcntl
 
@@ -115,13 +128,19 @@ def lock(fd: int, *, exclusive: bool) -> None:
 
 
 def free_space(folder: str | os.PathLike[str], fd: int = -1) -> int:
-    """Return how many bytes can be written in `folder`, or to the filesystem of the open file `fd`. Raises OSError."""
+    """Return the number of bytes that can be written in `folder`. With `fd`, ask the filesystem of that open file.
+
+    Raises OSError.
+    """
     space = os.statvfs(folder) if fd < 0 else os.fstatvfs(fd)
     return space.f_bavail * space.f_frsize
 
 
 def open_limits() -> tuple[float, float]:
-    """Return how many files this process may have open, and how far it may raise that number."""
+    """Return the number of files that this process may have open, and the greatest number to which it may raise that.
+
+    Both are infinite if there is no limit.
+    """
     try:
         import resource
     except ImportError:
@@ -131,7 +150,7 @@ def open_limits() -> tuple[float, float]:
 
 
 def raise_open_limit(most: float) -> None:
-    """Let this process have `most` files open, if the system permits that."""
+    """Allow this process to have `most` files open. Ignored if the system refuses."""
     import resource
 
     with contextlib.suppress(OSError, ValueError):
@@ -142,24 +161,24 @@ def raise_open_limit(most: float) -> None:
 
 
 def is_junction(status: os.stat_result) -> bool:  # noqa: ARG001 - Windows has these
-    """Return whether `status` is of a folder that leads to another one and is no symbolic link."""
+    """Return False: only Windows has junctions."""
     return False
 
 
 def can_be_name(name: str) -> bool:  # noqa: ARG001 - every name can be
-    """Return whether a file can be called `name`."""
+    """Return whether a file can be called `name`, which is always true here."""
     return True
 
 
 def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
-    """Return whether both are of one file or folder."""
+    """Return whether `a` and `b` are of the same file or folder."""
     return os.path.samestat(a, b)
 
 
 def publish(temporary: Path, target: Path) -> bool:
-    """Give the file `temporary` the name `target` if that is free. The first name may stay.
+    """Give the file `temporary` the name `target` if that name is free. The old name may stay.
 
-    Return False if this filesystem cannot do that safely. Raises FileExistsError, OSError.
+    Return False if the filesystem cannot do this without risking to replace a file. Raises FileExistsError, OSError.
     """
     from ckptconv.system.filesystem import rename_if_absent
 
@@ -173,17 +192,17 @@ def publish(temporary: Path, target: Path) -> bool:
 
 
 def rename_folder(old: Path, new: Path) -> None:
-    """Give the folder `old` the name `new`, where at most an empty folder is. Raises OSError."""
+    """Rename the folder `old` to `new`. An empty folder at `new` is replaced. Raises OSError."""
     os.rename(old, new)
 
 
 def link_file(source: Path, path: Path) -> None:
-    """Give the file or link `source` the second name `path`. Raises OSError."""
+    """Create a hard link `path` to the file or symbolic link `source`. Raises OSError."""
     os.link(source, path, follow_symlinks=False)
 
 
 def usable(path: Path) -> Path:
-    """Return `path` in a form that all system calls take."""
+    """Return `path` in a form that all system calls accept, which is `path` itself here."""
     return path
 
 
@@ -192,7 +211,10 @@ def usable(path: Path) -> Path:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Hold Ctrl-C back in this thread, and for good in processes that are started inside."""
+    """Delay Ctrl-C in this thread until the ``with`` block ends.
+
+    Processes that are started in the block never receive it.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -204,22 +226,22 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def call_soon(function: Callable[..., Any]) -> None:
-    """Call `function` in the main thread a moment later, as a handler of signals."""
+    """Call `function` in the main thread a moment later, as a signal handler."""
     signal.signal(signal.SIGALRM, function)
     signal.setitimer(signal.ITIMER_REAL, _MOMENT)
 
 
 def end_main_thread() -> None:
-    """Have this process's main thread handle SIGTERM."""
+    """Deliver SIGTERM to this process. Its main thread runs the handler."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def start_worker(
     words: Callable[[int], Sequence[str]], theirs: Connection, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a process that Ctrl-C does not reach, with the connection `theirs`.
+    """Start a process that Ctrl-C does not reach. It inherits the connection `theirs`.
 
-    `words`: returns the command line for the number of the connection.
+    `words` returns the command line for the descriptor of the connection. `environment` has the process's variables.
     """
     import subprocess
 
@@ -234,14 +256,14 @@ def end_worker(process: subprocess.Popen[bytes]) -> None:
 
 
 def connected(number: int) -> Connection:
-    """Return the connection with this `number`, which :func:`start_worker` has passed to this process."""
+    """Return the connection with the descriptor `number`, which :func:`start_worker` passed to this process."""
     from multiprocessing.connection import Connection
 
     return Connection(number)
 
 
 def is_closed_pipe(error: OSError) -> bool:
-    """Return whether `error`, of writing, says that nobody reads the pipe any more."""
+    """Return whether `error`, raised while writing, means that the reader of the pipe has closed it."""
     return isinstance(error, BrokenPipeError)
 
 
@@ -256,19 +278,25 @@ RENAME = "mv"
 
 
 def command_line(words: Sequence[str], *, ascii_only: bool = False) -> str:
-    """Return a command of `words`, as it is typed."""
+    """Return `words` as a command that can be typed. With `ascii_only`, other characters are escaped."""
     return " ".join(quoted(word, ascii_only=ascii_only) for word in words)
 
 
 def quoted(word: str, *, ascii_only: bool = False) -> str:
-    """Return `word` for a shell. Characters that cannot be printed are in the shell's own escapes."""
+    """Return `word` quoted for a shell.
+
+    Characters that cannot be printed are escaped, and with `ascii_only` all non-ASCII characters.
+    """
     if printable(word) == word and (word.isascii() or not ascii_only):
         return shlex.quote(word)
     return f"$'{''.join(_escaped(character, ascii_only=ascii_only) for character in word)}'"
 
 
 def _escaped(character: str, *, ascii_only: bool = False) -> str:
-    """Return `character` as it is written between ``$'`` and ``'`` in a shell."""
+    """Return `character` as it is written between ``$'`` and ``'`` in a shell.
+
+    `ascii_only` is as for :func:`quoted`.
+    """
     if printable(character) == character and character not in "\\'" and (character.isascii() or not ascii_only):
         return character
     code = ord(character)

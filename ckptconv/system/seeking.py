@@ -1,4 +1,4 @@
-"""Reading and writing at an offset on systems that only have a position: a seek and a call, under a lock."""
+"""Reading and writing at an offset on systems without pread and pwrite: seek, then read or write, under a lock."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ _LOCKS = [threading.Lock() for _ in range(32)]  # shared by the descriptors with
 
 
 def pread(fd: int, length: int, offset: int) -> bytes:
-    """Return at most `length` bytes at `offset`, and none at the end of the file. Raises OSError."""
+    """Return at most `length` bytes at `offset`. Return no bytes at the end of the file. Raises OSError."""
     with _LOCKS[fd % len(_LOCKS)]:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, min(length, _MOST))
 
 
 def pwrite(fd: int, data: bytes | memoryview, offset: int) -> int:
-    """Write the first bytes of `data` at `offset`, and return how many. Raises OSError."""
+    """Write `data`, or its first bytes, at `offset`. Return the number of bytes written. Raises OSError."""
     with _LOCKS[fd % len(_LOCKS)]:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.write(fd, memoryview(data)[:_MOST])
 
 
 def pread_into(fd: int, buffer: memoryview, offset: int) -> int:
-    """Read bytes at `offset` into `buffer`, and return how many. Raises OSError."""
+    """Read bytes at `offset` into `buffer`. Return the number of bytes read, 0 at the end of the file.
+
+    Raises OSError.
+    """
     data = pread(fd, len(buffer), offset)
     buffer[: len(data)] = data
     return len(data)

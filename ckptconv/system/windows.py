@@ -1,7 +1,7 @@
-"""System calls on Windows. :mod:`ckptconv.system.posix` has the same functions, with their contracts.
+"""System calls on Windows. :mod:`ckptconv.system.posix` has the same functions, and describes what they do.
 
-Files are opened by CreateFile and not by ``os.open``: others may read, write, rename and delete them meanwhile, as on
-Linux, no byte is translated, and no child process inherits them.
+Files are opened with CreateFile instead of ``os.open``. As on Linux, other processes may then read, write, rename and
+delete them, no byte is translated, and no child process inherits them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def _opened(path: str | os.PathLike[str], access: int, how: int, flags: int) -> 
 
 
 def open_to_read(path: str | os.PathLike[str], *, follow: bool = True) -> int:
-    """Open the file at `path`. Without `follow`, a link is an error. Raises OSError."""
+    """Open the file at `path` for reading, and return the descriptor.
+
+    Raises OSError, also if `follow` is False and the path is a link.
+    """
     fd = _opened(path, _READ, _EXISTING, _NORMAL if follow else _NORMAL | _NO_FOLLOW)
     if not follow and os.fstat(fd).st_file_attributes & stat.FILE_ATTRIBUTE_REPARSE_POINT:
         os.close(fd)
@@ -74,17 +77,20 @@ def open_to_read(path: str | os.PathLike[str], *, follow: bool = True) -> int:
 
 
 def open_to_change(path: str | os.PathLike[str]) -> int:
-    """Raise OSError: no file is changed in place."""
+    """Raise OSError: in-place changes are not supported on Windows."""
     raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
 
 
 def create(path: str | os.PathLike[str], mode: int) -> int:  # noqa: ARG001 - permissions come from the folder
-    """Create the file `path`, for reading and writing. Raises FileExistsError if it exists, OSError."""
+    """Create the file `path` for reading and writing, and return the descriptor. `mode` is ignored.
+
+    Raises FileExistsError if the file exists, and OSError.
+    """
     return _opened(path, _READ | _WRITE, _NEW, _NORMAL)
 
 
 def open_folder(path: str | os.PathLike[str]) -> int:
-    """Open the folder `path`, which is no link. Raises OSError."""
+    """Open the folder `path`, without following a link, and return the descriptor. Raises OSError."""
     return _opened(path, _ATTRIBUTES, _EXISTING, _FOLDER | _NO_FOLLOW)
 
 
@@ -94,7 +100,10 @@ def sync(fd: int) -> None:
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Ask for the names in `folder` to be written to the disk. Not every filesystem does that."""
+    """Ask the system to write the names in `folder` to the disk.
+
+    Errors are ignored: not every filesystem can do this.
+    """
     with contextlib.suppress(OSError):
         fd = _opened(folder, _WRITE, _EXISTING, _FOLDER)
         try:
@@ -104,61 +113,70 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def lock(fd: int, *, exclusive: bool) -> None:
-    """Do nothing: a lock holds off changes in place, and there are none."""
+    """Do nothing: locks only protect from in-place changes, which are not supported on Windows."""
 
 
 def free_space(folder: str | os.PathLike[str], fd: int = -1) -> int:  # noqa: ARG001 - of a filesystem by a path
-    """Return how many bytes can be written in `folder`. Raises OSError."""
+    """Return the number of bytes that can be written in `folder`. `fd` is ignored. Raises OSError."""
     return shutil.disk_usage(folder).free
 
 
 def open_limits() -> tuple[float, float]:
-    """Return how many files this process may have open, twice."""
+    """Return the number of files that this process may have open, and the same number as its upper limit."""
     return _MOST_OPEN, _MOST_OPEN
 
 
 def raise_open_limit(most: float) -> None:
-    """Do nothing: the number is that of the C library."""
+    """Do nothing: the C library sets the limit."""
 
 
 # Names
 
 
 def is_junction(status: os.stat_result) -> bool:
-    """Return whether `status` is of a folder that leads to another one. Every user may make such a folder."""
+    """Return whether `status` is that of a junction, a folder that leads to another one.
+
+    Every user may create junctions.
+    """
     return status.st_reparse_tag == stat.IO_REPARSE_TAG_MOUNT_POINT
 
 
 def can_be_name(name: str) -> bool:
-    """Return whether a file can be called `name`: it is no stream and no device."""
+    """Return whether a file can be called `name`. Names of streams and devices are not allowed."""
     return stays_inside(name)
 
 
 def is_same_file(a: os.stat_result, b: os.stat_result) -> bool:
-    """Return whether both are of one file or folder. Wine has no device for an open file that was renamed."""
+    """Return whether `a` and `b` are of the same file or folder.
+
+    Wine gives device 0 for an open file that was renamed, so 0 matches every device.
+    """
     return a.st_ino == b.st_ino and (a.st_dev == b.st_dev or not a.st_dev or not b.st_dev)
 
 
 def publish(temporary: Path, target: Path) -> bool:
-    """Give the file `temporary` the name `target` if that is free. Raises FileExistsError, OSError."""
+    """Rename the file `temporary` to `target` if that name is free, and return True.
+
+    Raises FileExistsError, OSError.
+    """
     os.rename(temporary, target)  # which never replaces a file here
     return True
 
 
 def rename_folder(old: Path, new: Path) -> None:
-    """Give the folder `old` the name `new`, where at most an empty folder is. Raises OSError."""
+    """Rename the folder `old` to `new`. An empty folder at `new` is replaced. Raises OSError."""
     with contextlib.suppress(OSError):
         os.rmdir(new)
     os.rename(old, new)
 
 
 def link_file(source: Path, path: Path) -> None:
-    """Give the file `source` the second name `path`. Raises OSError."""
+    """Create a hard link `path` to the file `source`. Raises OSError."""
     os.link(source, path)
 
 
 def usable(path: Path) -> Path:
-    """Return `path` in a form that all system calls take: a long path starts with a prefix that lifts their limit."""
+    """Return `path` in a form that all system calls accept. A long path gets a prefix that lifts their limit."""
     text = os.path.abspath(path)
     if len(text) < _LONGEST or text.startswith("\\\\?\\"):
         return path
@@ -170,7 +188,7 @@ def usable(path: Path) -> Path:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Do nothing: the processes that are started inside are in groups of their own, which Ctrl-C does not reach."""
+    """Do nothing: processes that are started inside are in groups of their own, which Ctrl-C does not reach."""
     yield
 
 
@@ -181,14 +199,17 @@ def call_soon(function: Callable[..., Any]) -> None:
 
 
 def end_main_thread() -> None:
-    """Have this process's main thread handle SIGTERM."""
+    """Deliver SIGTERM to the main thread of this process."""
     _thread.interrupt_main(signal.SIGTERM)
 
 
 def start_worker(
     words: Callable[[int], Sequence[str]], theirs: PipeConnection, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a process that Ctrl-C does not reach, with the connection `theirs`, which alone it inherits."""
+    """Start a process that Ctrl-C does not reach. It inherits only the connection `theirs`.
+
+    `words` returns the command line for the handle of the connection. `environment` has the process's variables.
+    """
     import subprocess
 
     handle = theirs.fileno()
@@ -203,7 +224,7 @@ def start_worker(
 
 
 def end_worker(process: subprocess.Popen[bytes]) -> None:
-    """Ask the worker `process` to delete its temporary file and end, or end it if there is no console."""
+    """Ask the worker `process` to delete its temporary file and end. Without a console, terminate it."""
     try:
         process.send_signal(signal.CTRL_BREAK_EVENT)
     except OSError:
@@ -211,14 +232,14 @@ def end_worker(process: subprocess.Popen[bytes]) -> None:
 
 
 def connected(number: int) -> PipeConnection:
-    """Return the connection with this handle, which :func:`start_worker` has passed to this process."""
+    """Return the connection with the handle `number`, which :func:`start_worker` passed to this process."""
     from multiprocessing.connection import PipeConnection
 
     return PipeConnection(number)
 
 
 def is_closed_pipe(error: OSError) -> bool:
-    """Return whether `error`, of writing, says that nobody reads the pipe any more."""
+    """Return whether `error`, raised while writing, means that the reader of the pipe has closed it."""
     is_of_stream = error.errno == errno.EINVAL and error.winerror is None and error.filename is None
     return isinstance(error, BrokenPipeError) or is_of_stream
 
@@ -232,17 +253,20 @@ RENAME = "move"
 
 
 def command_line(words: Sequence[str], *, ascii_only: bool = False) -> str:
-    """Return a command of `words`, as it is typed. If only PowerShell can take it, the text says so."""
+    """Return `words` as a command that can be typed.
+
+    If only PowerShell accepts the command, it begins with "in PowerShell: ". With `ascii_only`, other characters are
+    escaped.
+    """
     typed = [quoted(word, ascii_only=ascii_only) for word in words]
     needs_powershell = any("`" in word or "%" in word for word in typed)
     return "in PowerShell: " * needs_powershell + " ".join(typed)
 
 
 def quoted(word: str, *, ascii_only: bool = False) -> str:
-    """Return `word` for cmd and PowerShell alike, or for PowerShell if they have no common form.
+    """Return `word` quoted for both cmd and PowerShell, or for PowerShell only if there is no common form.
 
-    In the latter, some characters are in its escapes: those that cannot be printed, too, and with `ascii_only` all
-    outside of ASCII.
+    In the second case, characters that cannot be printed are escaped, and with `ascii_only` all non-ASCII characters.
     """
     shown = printable(word) == word and (word.isascii() or not ascii_only)
     if shown and _PLAIN.fullmatch(word):
@@ -257,7 +281,7 @@ def quoted(word: str, *, ascii_only: bool = False) -> str:
 def _escaped(character: str, *, ascii_only: bool) -> str:
     """Return `character` as it is written between double quotes in PowerShell.
 
-    It never ends the quotes, not even in cmd, where the word would be another and what follows would run.
+    The result never ends the quotes, not even in cmd, which would run the text after them.
     """
     if character == '"' or printable(character) != character or (ascii_only and not character.isascii()):
         return f"`u{{{ord(character):x}}}"

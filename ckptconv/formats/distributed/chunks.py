@@ -1,10 +1,10 @@
-"""Parts of distributed tensors: check that chunks cover a tensor once, and cut as torch does.
+"""Slices of distributed tensors: check that chunks cover a tensor exactly once, and cut tensors as torch does.
 
-Which elements of a tensor a process has follows from torch's placements, from left to right over a mesh. Each dimension
-of the mesh cuts one dimension of the tensor as ``torch.chunk`` does, or none. ``_StridedShard`` first cuts into
-``split`` pieces, and the mesh cuts each of these: the process has a strip of each piece. Source:
-``torch/distributed/tensor/placement_types.py`` and ``_utils.py`` (``_compute_local_shape_and_global_offset``) of torch
-2.13.
+The elements that a process has follow from torch's placements, which are applied from left to right to a mesh of
+processes. Each dimension of the mesh cuts one dimension of the tensor as ``torch.chunk`` does, or none.
+``_StridedShard`` first cuts into ``split`` pieces. Then the mesh cuts each piece, so a process has a strip of each
+piece. Source: ``torch/distributed/tensor/placement_types.py`` and ``_utils.py``
+(``_compute_local_shape_and_global_offset``) of torch 2.13.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PRIME = (1 << 127) - 1
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor: the first index and the number of indices in each dimension."""
+    """A rectangular slice of a tensor: its first index and its size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -31,15 +31,15 @@ class Chunk(NamedTuple):
 def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
     """Raise MalformedError unless each element of a tensor is in exactly one of `chunks`.
 
-    Each chunk is a function of the elements: 1 inside the chunk, 0 elsewhere. The chunks cover the tensor exactly once
-    if and only if the sum of these functions is that of a chunk which is the whole tensor. The differences of such a
-    function along all dimensions are 1 or -1 at the corners of the chunk, and 0 elsewhere. They are taken as the
+    Each chunk is regarded as a function of the elements: 1 inside the chunk, 0 elsewhere. The chunks cover the tensor
+    exactly once if and only if the sum of these functions is the function of the complete tensor. The differences of
+    such a function along all dimensions are 1 or -1 at the corners of the chunk, and 0 elsewhere. They are the
     coefficients of a polynomial, whose exponents are the indices of the corners. The polynomials are compared at one
-    random point, where two different ones are equal once in 2^58 times. So no chunk is compared with another.
+    random point, where two different ones are equal with a probability of 2^-58. So no chunk is compared with another.
 
     Args:
-        where: For errors, the file.
-        name: For errors, the tensor.
+        where: The name of the file in errors.
+        name: The name of the tensor in errors.
         shape: The shape of the tensor.
         chunks: The chunks, each of which must lie inside `shape`.
     """
@@ -60,7 +60,7 @@ def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequen
 
 
 def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
-    """Return whether the polynomials of `chunks` add up to that of a chunk that is all of `shape`."""
+    """Return whether the polynomials of `chunks` add up to that of a tensor of `shape`. See :func:`check_cover`."""
     values = [1] * (len(chunks) + 1)  # of the whole tensor, then of each chunk
     for d, size in enumerate(shape):
         ends = [(0, size), *((chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]) for chunk in chunks)]
@@ -75,9 +75,9 @@ def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
 
 
 def rows_of_ranks(shape: tuple[int, ...], ranks: int) -> dict[int, Chunk]:
-    """Return the rows of a tensor of `shape` that each of `ranks` processes writes, as ``torch.chunk`` deals them.
+    """Return the rows of a tensor of `shape` for each of `ranks` processes, as ``torch.chunk`` divides them.
 
-    A process without rows is left out. The first one writes a tensor without dimensions or without elements.
+    A process without rows is not in the result. A tensor without dimensions or elements is given to process 0.
     """
     whole = Chunk((0,) * len(shape), shape)
     if ranks == 1 or 0 in (shape or (0,)):
@@ -87,9 +87,9 @@ def rows_of_ranks(shape: tuple[int, ...], ranks: int) -> dict[int, Chunk]:
 
 
 def is_apart(info: TensorInfo) -> bool:
-    """Return whether no two elements of `info` are the same bytes.
+    """Return whether all elements of the tensor `info` have different bytes.
 
-    Otherwise a small file could ask for any number of copies.
+    If elements shared bytes, a small file could become a large output.
     """
     end = 1
     for step, size in sorted((step, size) for size, step in zip(info.shape, info.stride, strict=True) if size > 1):
@@ -100,9 +100,10 @@ def is_apart(info: TensorInfo) -> bool:
 
 
 class Cut(NamedTuple):
-    """A cut of the dimension `dim` of a tensor by one dimension of a mesh.
+    """A cut of dimension `dim` of a tensor by one dimension of a mesh.
 
-    `split` pieces are made first. Each is cut into `parts`, one for each process. Number `at` is that of this process.
+    The dimension is first cut into `split` pieces. Each piece is cut into `parts`, of which this process has number
+    `at`.
     """
 
     parts: int
@@ -112,7 +113,7 @@ class Cut(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """A `chunk` of the whole tensor, which begins at the index `start` of the part that the process has."""
+    """A `chunk` of the complete tensor. In the local tensor of the process, it begins at the index `start`."""
 
     chunk: Chunk
     start: tuple[int, ...]
@@ -123,9 +124,9 @@ _Stretches = list[tuple[int, int]]
 
 
 def held_sizes(shape: tuple[int, ...], cuts: Sequence[Cut]) -> list[_Stretches]:
-    """Return the stretches that the process has of each dimension of a tensor of `shape`.
+    """Return for each dimension of a tensor of `shape` the stretches of indices that the process has after `cuts`.
 
-    This takes at most :func:`steps_of` steps for these cuts.
+    It takes at most :func:`steps_of` steps.
     """
     held: list[_Stretches] = [[(0, size)] for size in shape]
     for cut in cuts:
@@ -135,15 +136,15 @@ def held_sizes(shape: tuple[int, ...], cuts: Sequence[Cut]) -> list[_Stretches]:
 
 
 def steps_of(cuts: Sequence[Cut]) -> int:
-    """Return a bound on the steps that :func:`held_sizes` takes.
+    """Return a bound on the steps that :func:`held_sizes` takes for `cuts`.
 
-    Each cut looks at all stretches that earlier cuts made, and each piece makes one more.
+    Each cut reads all stretches that earlier cuts made, and each piece adds one.
     """
     return len(cuts) * (1 + sum(cut.split for cut in cuts))
 
 
 def strips_of(held: Sequence[_Stretches]) -> Iterator[Strip]:
-    """Yield the strips of a process that has the stretches `held` of each dimension."""
+    """Yield the strips of a process that has the stretches `held` in each dimension: all their combinations."""
     starts = [accumulate((count for _, count in stretches), initial=0) for stretches in held]
     for strip in product(*(zip(stretches, at, strict=False) for stretches, at in zip(held, starts, strict=True))):
         chunk = Chunk(tuple(first for (first, _), _ in strip), tuple(count for (_, count), _ in strip))
@@ -151,14 +152,17 @@ def strips_of(held: Sequence[_Stretches]) -> Iterator[Strip]:
 
 
 def _share(total: int, parts: int, at: int) -> tuple[int, int]:
-    """Return the first index, and how many, that number `at` of `parts` gets of `total`, as ``torch.chunk`` deals."""
+    """Return the first index and the number of indices of share `at`, if ``torch.chunk`` cuts `total` into `parts`."""
     most = -(-total // parts)
     first = min(most * at, total)
     return first, min(most, total - first)
 
 
 def _shares(total: int, cut: Cut) -> Iterator[tuple[int, int]]:
-    """Yield the share of this process in each piece that `cut` makes of `total` indices. They ascend."""
+    """Yield the stretch of indices that this process gets of each piece, if `cut` cuts `total` indices.
+
+    A stretch is the first index and the number of indices. They ascend.
+    """
     for piece in range(min(cut.split, total)):  # the pieces after these are empty
         start, count = _share(total, cut.split, piece)
         inner, size = _share(count, cut.parts, cut.at)
@@ -166,7 +170,7 @@ def _shares(total: int, cut: Cut) -> Iterator[tuple[int, int]]:
 
 
 def _taken(of: _Stretches, shares: Iterable[tuple[int, int]]) -> _Stretches:
-    """Return the stretches of those indices of `of`, counted from its first one, that are in `shares`."""
+    """Return the stretches of the indices of `of` whose numbers, counted along all stretches, are in `shares`."""
     taken: _Stretches = []
     rest = iter(of)
     first, size, before = 0, 0, 0  # a stretch, and the number of indices in earlier ones

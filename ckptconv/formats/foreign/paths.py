@@ -1,7 +1,7 @@
-"""Recognise what is given in place of a checkpoint's path: a folder, a URL, a dash, the name of another format.
+"""Recognise a path that is not the path of a checkpoint: a folder, a URL, a dash, the name of another format.
 
-For a folder: names are looked at, a bounded number of them, and the starts of small files where a checkpoint should be,
-because they may be Git LFS pointers.
+Of a folder, a limited number of names is read, and the first bytes of small files with a checkpoint's name, because
+they may be Git LFS pointers.
 
 Sources of the names: ``torch/distributed/checkpoint/filesystem.py`` and ``format_utils.py`` of torch 2.13,
 ``deepspeed/utils/zero_to_fp32.py``, ``megatron/training/checkpointing.py`` and the README of Megatron-LM, transformers'
@@ -64,9 +64,10 @@ _LATEST = "latest_checkpointed_iteration.txt"
 
 
 class _Folder(NamedTuple):
-    """A folder, and the names in it. Names of folders end in a slash.
+    """A folder and the names in it. Names of subfolders end in a slash.
 
-    `others` are neither files nor folders: FIFOs, links to nowhere. `cut`: it has more names than were looked at.
+    `others` are the names of everything else, such as FIFOs and broken links. `cut` is whether the folder has more
+    names than were read.
     """
 
     path: Path
@@ -88,7 +89,7 @@ _Answer = tuple[str, str]
 
 
 def folder_error(path: Path) -> InputError:
-    """Return the error that says what the folder `path` is, and what to type instead."""
+    """Return the error for a folder `path` that is not a checkpoint. It says what the folder is and what to do."""
     try:
         what, hint = next(answer for answer in _answers(_list(path)) if answer)
     except OSError as error:
@@ -97,7 +98,7 @@ def folder_error(path: Path) -> InputError:
 
 
 def _answers(folder: _Folder) -> Iterator[_Answer | None]:
-    """Yield the answer of each test, or None if it does not fit. The first answer is right."""
+    """Yield for each test its answer, or None if the test does not fit. The first answer is the right one."""
     give = "use the path of the checkpoint itself"
     if not (folder.names or folder.others):
         yield "it is empty", give
@@ -125,7 +126,7 @@ def _answers(folder: _Folder) -> Iterator[_Answer | None]:
 
 
 def name_like(path: Path) -> Path | None:
-    """Return a path next to `path`, which is missing, with nearly the same name, or None."""
+    """Return a path next to the missing `path` with a similar name, or None if there is none."""
     folder = _folder_at(path.parent)
     if folder is None:
         return None
@@ -138,9 +139,9 @@ def name_like(path: Path) -> Path | None:
 
 
 def distributed_part_error(source: Readable) -> InputError | None:
-    """Return the error for the file `source` if it is a part of a checkpoint of torch.distributed.checkpoint, or None.
+    """Return the error for `source` if it is one file of a torch.distributed.checkpoint folder. Otherwise return None.
 
-    A file is recognised by the files next to it, or by its first bytes if it is not stored in a folder.
+    The file is recognised by its name and the files next to it. If it has no folder, its first bytes decide.
     """
     path = source.path
     if not source.is_stored:
@@ -156,7 +157,10 @@ def distributed_part_error(source: Readable) -> InputError | None:
 
 
 def _list(path: Path) -> _Folder:
-    """Return the folder `path` with the first names in it, and with the :data:`_KNOWN` names that it contains."""
+    """Return the folder `path` with a limited number of its names, and with all its :data:`_KNOWN` names.
+
+    Raises OSError, or InputError for a URL.
+    """
     names: set[str] = set()
     others: set[str] = set()
     if is_url(path):
@@ -194,7 +198,7 @@ def _distributed(folder: _Folder) -> _Answer | None:
 
 
 def _to_one(folder: _Folder) -> Message:
-    """Return the command that makes one file of `folder`."""
+    """Return the command that converts `folder` to one file."""
     out, whole = Path("out.pt"), _absolute(folder.path)
     if Path(os.path.realpath(whole)) in Path(os.path.realpath(out)).parents:  # nothing is written among the parts
         out = whole.with_name(f"{whole.name}.pt")
@@ -212,7 +216,7 @@ def _is_pointer(path: Path) -> bool:
 
 
 def _model(folder: _Folder) -> _Answer | None:
-    """Recognise a folder with a whole model under one of the usual names."""
+    """Return the answer for a folder that contains a complete model with one of the usual names, or None."""
     name = next((name for name in _MODELS if folder.has(name) and not _is_pointer(folder.path / name)), None)
     if name is None:
         return None
@@ -233,7 +237,7 @@ def _deepspeed(folder: _Folder) -> _Answer | None:
 
 
 def _megatron(folder: _Folder) -> _Answer | None:
-    """Recognise the folder of a step, which has a folder for each rank, or the folder above it."""
+    """Return the answer for a Megatron-LM folder, or None. It is the folder of a step, or the folder with all steps."""
     inside = _has_ranks(folder)
     steps = [] if inside or not folder.has(_LATEST) else [name for name in _folders(folder) if _STEP.fullmatch(name)]
     if not inside and not any((step := _folder_at(folder.path / name)) and _has_ranks(step) for name in steps):
@@ -252,9 +256,9 @@ def _has_ranks(folder: _Folder) -> bool:
 
 
 def about_part(path: Path) -> str | None:
-    """Return what to say of the file `path` if it is one rank's part and DeepSpeed or Megatron-LM saved it, or None.
+    """Return a note on the file `path` if it is one rank's file of DeepSpeed or Megatron-LM. Otherwise return None.
 
-    The text says what merges all parts.
+    The note says how to merge the files of all ranks.
     """
     here = Path(os.path.dirname(os.path.abspath(path)))
     if _ZERO.fullmatch(path.name):
@@ -268,12 +272,15 @@ def about_part(path: Path) -> str | None:
 
 
 def _absolute(path: Path) -> Path:
-    """Return `path` from the root on, or unchanged if it is a URL."""
+    """Return the absolute path of `path`. A URL is returned unchanged."""
     return path if is_url(path) else Path(os.path.abspath(path))
 
 
 def _listed(folder: _Folder, where: str) -> _Answer | None:
-    """Recognise a folder by the names of the checkpoints in it and below. `where` is for messages."""
+    """Return an answer that lists the checkpoints in the folder and its subfolders, or None if there are none.
+
+    `where` says in messages where they are.
+    """
     names = _checkpoints_in(folder)
     if not names:
         return None
@@ -293,9 +300,10 @@ def _or_all(folder: _Folder) -> str:
 
 
 def _checkpoints_in(folder: _Folder) -> list[str]:
-    """Return the checkpoints in `folder` by their names, then those in folders below it.
+    """Return the names of the checkpoints in `folder`, then those in its subfolders.
 
-    A checkpoint is a file, or a folder that is one checkpoint. Links and hidden folders are not entered.
+    A checkpoint is a file with such a suffix, or a folder that is one checkpoint. Links and hidden folders are not
+    entered.
     """
     names = _files(folder)
     waiting, left = deque(_folders(folder)), LIMITS.folder_names
@@ -324,7 +332,7 @@ def _folders(folder: _Folder) -> list[str]:
 
 
 def _folder_at(path: Path) -> _Folder | None:
-    """Return the folder `path`, or None if it cannot be listed."""
+    """Return the folder `path` with its names, or None if it cannot be listed."""
     try:
         return _list(path)
     except (OSError, ValueError, InputError):  # ValueError: a NUL in the path
@@ -365,7 +373,10 @@ _OTHERS = {
 
 
 def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageError | None:
-    """Return the error for a `path` that is a dash, a path of Windows or a URL, or None."""
+    """Return the error for a `path` that is a dash, a Windows path or a URL. Return None for other paths.
+
+    `is_output` is whether the path is that of an output.
+    """
     text = os.fsdecode(path)
     if text == "-":
         what = (
@@ -394,17 +405,19 @@ def no_path_error(path: str | os.PathLike[str], *, is_output: bool) -> UsageErro
 
 
 def refuse_url(path: str | os.PathLike[str]) -> None:
-    """Raise UsageError if `path` is a URL, for operations on local files only."""
+    """Raise UsageError if `path` is a URL. For operations that only work on local files."""
     if is_url(path) and (error := no_path_error(path, is_output=False)):
         raise error
 
 
 def odd_suffix_error(path: Path, known: Iterable[str], sources: Iterable[Path]) -> UsageError | None:
-    """Return the error for an output `path` whose name promises another program's file, or is misspelled, or None.
+    """Return the error for an output `path` with a misspelled suffix or a suffix of another program.
+
+    Otherwise return None.
 
     Args:
-        path: The path of a file. Numbers (``model.v2``) and unknown suffixes promise nothing.
-        known: The suffixes of formats that are written. The last of them in a name decides the format.
+        path: The path of a file. Numbers (``model.v2``) and unknown suffixes are accepted.
+        known: The suffixes of formats that can be written. The last of them in a name decides the format.
         sources: The paths of the inputs. A suffix that one of them has is accepted.
     """
     known = set(known)
@@ -428,7 +441,10 @@ def odd_suffix_error(path: Path, known: Iterable[str], sources: Iterable[Path]) 
 
 
 def _is_near(suffix: str, known: str) -> bool:
-    """Return whether `suffix` is `known` with one letter changed, two letters swapped, or few changes if it is long."""
+    """Return whether `suffix` looks like a misspelling of the suffix `known`.
+
+    True if one letter is changed, added or missing, two letters are swapped, or a long suffix differs little.
+    """
     if len(known) < len(".pt"):  # every letter is near to one
         return False
     if close_matches(suffix, [known], cutoff=0.85):
