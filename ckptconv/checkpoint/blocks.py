@@ -1,4 +1,4 @@
-"""Blocks: where the bytes of the rectangular parts of a tensor are, and how blocks make up another tensor."""
+"""Blocks: rectangular slices of a tensor with their bytes, from which other tensors are assembled."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def assembled(
     path: Path,
     verified: tuple[ByteRange, ...] = (),
 ) -> ByteRange | Concat | Assemble:
-    """Return the bytes of a tensor of `shape`, which `placements` cover.
+    """Return the bytes of a tensor of `shape` that consists of blocks.
 
-    If the elements of each placement follow one another in the tensor, its own bytes are used as they are.
+    If the elements of each block are consecutive in the tensor, the bytes of the blocks are used one after another.
 
     Args:
         shape: The shape of the tensor.
         itemsize: The number of bytes of an element.
         placements: Blocks that cover the tensor exactly once.
-        path: For messages, the file or folder.
-        verified: Ranges with checksums of which the placements are parts.
+        path: The file or folder, for messages.
+        verified: Ranges with checksums that contain the bytes of the blocks.
     """
     length = prod(shape) * itemsize
     if not length:
@@ -47,7 +47,7 @@ def assembled(
 
 
 def _is_run(placement: ChunkPlacement, shape: _Shape) -> bool:
-    """Return whether the elements of `placement` follow one another, in the file and in a tensor of `shape`."""
+    """Return whether the elements of `placement` are consecutive, both in the file and in a tensor of `shape`."""
     if placement.stride != row_major(placement.sizes):
         return False
     cut = [d for d in range(len(shape)) if placement.sizes[d] != shape[d]]
@@ -55,11 +55,12 @@ def _is_run(placement: ChunkPlacement, shape: _Shape) -> bool:
 
 
 def blocks_of(info: TensorInfo, shape: _Shape, stride: _Shape) -> list[ChunkPlacement] | None:
-    """Return blocks that cover a strided tensor, or None if its bytes are not there to be taken apart.
+    """Return blocks that cover a strided tensor, or None if its bytes cannot be taken apart. The list is empty if
+    it is empty.
 
     Args:
         info: The tensor.
-        shape: Its shape, or one that its elements have in the same order.
+        shape: The shape of the tensor, or another shape with the elements in the same order.
         stride: The strides for `shape`.
     """
     data, itemsize = info.storage.data if info.storage else None, get_dtype(info.dtype).itemsize
@@ -90,7 +91,7 @@ def blocks_of(info: TensorInfo, shape: _Shape, stride: _Shape) -> list[ChunkPlac
 
 
 def _boxes(shape: _Shape, start: int, stop: int) -> Iterator[tuple[_Shape, _Shape]]:
-    """Yield the boxes, as offsets and sizes, that the elements from `start` to `stop` are in row-major order."""
+    """Yield offsets and sizes of the boxes that consist of the elements `start` to `stop`, in row-major order."""
     if not shape:
         yield (), ()
         return

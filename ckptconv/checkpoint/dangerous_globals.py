@@ -1,20 +1,20 @@
-"""Dangerous globals: names that no checkpoint needs and that attacks are made of.
+"""Dangerous globals: names that attacks use and that no checkpoint needs.
 
 There are two sources of names:
 
-- The lists in this module: modules that are dangerous as a whole, functions written in C, and names in other packages.
+- The lists in this module: complete modules, functions written in C, and names in other packages.
 - The table ``dangerous_globals.txt`` next to this module: harmful functions and methods in Python, torch and the
-  packages that torch needs. ``tools/danger_table/make.py`` in the repository makes it from their source code. The table
-  is read when the first global is looked up that torch's safe loader does not accept. The line of a module is parsed
-  when a name in that module is looked up.
+  packages that torch needs. ``tools/danger_table/make.py`` in the repository generates it from their source code. The
+  table is read at the first lookup of a global that torch's safe loader does not accept. The line of a module is parsed
+  at the first lookup in this module.
 
-Both are narrow: they contain nothing that an honest checkpoint names. What is called, and with which arguments, is
-judged in :mod:`ckptconv.checkpoint.dangerous_calls`.
+Neither contains a name that an honest checkpoint uses. Calls and their arguments are judged in
+:mod:`ckptconv.checkpoint.dangerous_calls`.
 
 ``getattr``, ``operator.attrgetter`` and ``functools.partial`` are in neither: pickle itself writes the first for bound
 methods and the last for ``__getnewargs_ex__``. ``reduce_graph_module`` of torch.fx is listed although every saved
 GraphModule names it, because it runs source text from the pickle. A name in neither source is not safe, but unknown.
-The allowlist in :mod:`ckptconv.checkpoint.safe_globals` decides what loads.
+The allowlist in :mod:`ckptconv.checkpoint.safe_globals` decides which globals load.
 
 Source of the lists: advisories for pickle scanners, each of which was missed by a scanner
 (https://github.com/mmaitre314/picklescan/security/advisories).
@@ -43,7 +43,7 @@ _WORST: tuple[Entry, ...] = ("name", "table", "new", "class")
 
 
 class _Table(NamedTuple):
-    """The content of ``dangerous_globals.txt``, with the lines of modules as texts."""
+    """The content of ``dangerous_globals.txt``. The lines of modules are not parsed yet."""
 
     packages: frozenset[str]
     modules: dict[str, tuple[str, ...]]  # modules by the names that other modules have for them
@@ -77,8 +77,10 @@ def _table() -> _Table:
 
 @lru_cache(maxsize=1024)
 def _names(module: str) -> dict[str, Entry | tuple[str, ...]]:
-    """Return the entries of `module`: the entry of each name, or the names of other things that are the same or
-    its bases.
+    """Return the entries in the line of `module`.
+
+    ``name`` and ``name()`` have the kind of the entry. ``=name`` has the other names of the same object, and
+    ``<name`` the bases of the class. The dict is empty if the table does not contain the module.
     """
     found: dict[str, Entry | tuple[str, ...]] = {}
     others: dict[str, list[str]] = {}
@@ -96,47 +98,49 @@ def _names(module: str) -> dict[str, Entry | tuple[str, ...]]:
 
 
 def is_known_package(module: str) -> bool:
-    """Return whether `module` belongs to Python, torch or the packages that torch needs, which the table describes
-    completely.
+    """Return whether `module` belongs to a package that the table covers: Python, torch and the packages that torch
+    needs.
     """
     return module.partition(".")[0] in _table().packages
 
 
 def is_method(name: str, *, of_known_class: bool = False) -> bool:
-    """Return whether a method with this `name` does harm in any class of the known packages.
+    """Return whether a method with this `name` does harm in any class of the packages in the table.
 
-    If `of_known_class` is set, only methods written in C count: the table does not list them by class.
+    If `of_known_class` is True, only methods written in C count, because the table lists all others by class.
     """
     table = _table()
     return name in table.methods_in_c or (not of_known_class and name in table.methods)
 
 
 def modules_called(word: str) -> tuple[str, ...]:
-    """Return the modules that other modules of the known packages have under the name `word`."""
+    """Return the modules that some module of a known package has imported under the name `word`."""
     return _table().modules.get(word, ())
 
 
 @lru_cache(maxsize=1024)
 def _mentioned(module: str) -> frozenset[str]:
-    """Return the first parts of all names in the line of `module`."""
+    """Return the first component of each name in the line of `module`."""
     return frozenset(key.lstrip("=<").partition(".")[0].partition("(")[0] for key in _names(module))
 
 
 def is_mentioned(module: str, name: str) -> bool:
-    """Return whether the table may contain `name` of `module` or one of its methods. This is faster than a lookup
-    of each.
-    """
+    """Return whether the table may contain `name` of `module` or one of its methods. This is faster than a lookup."""
     return "." in name or name in _mentioned(module)
 
 
 def only_looks_up(module: str, name: str) -> bool:
-    """Return whether the method `name` in `module` only looks up a name that it is given."""
+    """Return whether the method `name` in `module` only looks up an attribute whose name is its argument."""
     return listed(module, f"{name}?") is not None
 
 
 @lru_cache(maxsize=4096)
 def listed(module: str, name: str) -> Entry | None:
-    """Return the entry of `name` in `module`, or None. Each part of a dotted name is followed to all that it can be."""
+    """Return the entry of `name` in `module`, or None if there is none.
+
+    Each component of a dotted name can be a class, a module or another name of one; all are tried, and the worst
+    entry is returned. A name of more than 20 components is dangerous.
+    """
     words = name.split(".")
     if len(words) > _MOST_WORDS:
         return "name"
@@ -149,7 +153,7 @@ def listed(module: str, name: str) -> Entry | None:
 
 
 def _in_module(module: str, words: list[str]) -> Entry | None:
-    """Return the entry of `words`, of which the first are a name in `module`, or a class and its attributes."""
+    """Return the entry of the dotted name `words` in `module`, or None. The first words can name a class."""
     if module not in _table().lines:
         return None
     for end in range(1, min(len(words), _LONGEST_NAME) + 1):
@@ -168,9 +172,10 @@ def _in_module(module: str, words: list[str]) -> Entry | None:
 
 @lru_cache(maxsize=4096)
 def _others(module: str, name: str) -> tuple[tuple[str, str, bool], ...]:
-    """Return what `name` in `module` can be: the name itself, other names of the same thing, and the bases of a class.
+    """Return all objects that `name` in `module` can be: itself, the same object under other names, and bases of a
+    class.
 
-    Each element is a module, a name in it, and whether it is a base.
+    Each element is a module, a name in it, and whether the object is a base.
     """
     found = {(module, name, False): None}
     todo = [*found]
@@ -188,7 +193,10 @@ def _others(module: str, name: str) -> tuple[tuple[str, str, bool], ...]:
 
 
 def _module_of(full: str) -> tuple[str, str]:
-    """Return the module of the class with the full name `full`, and its name in this module."""
+    """Return the module and the name in it of the full name `full`.
+
+    The module is empty if the table does not contain it.
+    """
     parts = full.split(".")
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
@@ -357,9 +365,10 @@ INNARDS = frozenset([
 
 
 def is_dangerous(node: Global) -> bool:
-    """Return whether `node` is a dangerous global, as it is spelled or as a name of Python 2.
+    """Return whether `node` is a dangerous global, as it is spelled or after the names of Python 2 are mapped to
+    Python 3.
 
-    torch's safe loader maps the names of Python 2 under every protocol.
+    torch's safe loader maps these names under every protocol.
     """
     module, name = imported_as(node, 2)
     if leads_to_danger(module, name):
@@ -368,7 +377,7 @@ def is_dangerous(node: Global) -> bool:
 
 
 def leads_to_danger(module: str, name: str) -> bool:
-    """Return whether `name` in `module` is dangerous.
+    """Return whether `name` in `module` is dangerous, by the lists, the table or an internal attribute in the name.
 
     A dotted `name` goes through attributes: ``torch.serialization`` has ``os.system``, and ``random`` has it as
     ``_os.system``.
@@ -385,8 +394,9 @@ def leads_to_danger(module: str, name: str) -> bool:
 
 
 def is_on_lists(module: str, name: str) -> bool:
-    """Return whether `name` in `module`, or one of its attributes, is on the lists in this module. The table is
-    not used.
+    """Return whether `name` in `module`, or an attribute in it, is on the lists in this module.
+
+    The table is not used.
     """
     package, attributes = module.split("."), name.split(".")
     bare = [word.lstrip("_") for word in attributes]
@@ -397,10 +407,10 @@ def is_on_lists(module: str, name: str) -> bool:
 
 
 def _is_lent(module: str, package: list[str], name: str, attributes: list[str]) -> bool:
-    """Return whether `name` in `module`, which belongs to a known package, does harm by the table or by a rule of this
+    """Return whether `name` in `module`, a module of a known package, does harm by the table or by a rule of this
     function.
 
-    The rules cover what no table can contain: ``reduce`` with a function, storages in files, pytest with options,
+    The rules cover cases that are not in the table: ``reduce`` with a function, storages in files, pytest with options,
     modules that are programs or tests.
     """
     if attributes[-1] == "reduce" or (package[0] == "numpy" and name == "test"):
@@ -418,8 +428,9 @@ def _is_lent(module: str, package: list[str], name: str, attributes: list[str]) 
 
 
 def _is_listed(words: list[str], package: int) -> bool:
-    """Return whether `words`, of which the first `package` are the module, or a part of them, name something on
-    the lists.
+    """Return whether the dotted name `words`, or a dotted name inside it, is on the lists.
+
+    The first `package` words are the module.
     """
     work().charge(len(words))  # names of a thousand parts can be made of two opcodes each
     starts = (0, *range(package, len(words)))
@@ -435,12 +446,14 @@ def _first_words() -> frozenset[str]:
 
 
 def _starts_listed(words: list[str], start: int) -> bool:
-    """Return whether `words` from `start` on, or the first of these, are a dangerous name."""
+    """Return whether at least two of `words`, from the position `start` on, form a name in DANGEROUS_NAMES."""
     work().charge(_MOST_PARTS)
     ends = range(start + 2, min(start + _MOST_PARTS, len(words)) + 1)
     return any(".".join(words[start:end]) in DANGEROUS_NAMES for end in ends)
 
 
 def is_way_out(words: Iterable[str]) -> bool:
-    """Return whether one of the attributes `words` leads from any object to every other, or to a dangerous module."""
+    """Return whether an attribute in `words` leads from any object to all others, or is the name of a dangerous
+    module.
+    """
     return any(word in INNARDS or word.lstrip("_") in DANGEROUS_MODULES or word.lstrip("_") in _LENT for word in words)

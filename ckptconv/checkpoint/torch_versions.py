@@ -1,4 +1,4 @@
-"""The versions of torch whose safe loader is modelled, the one that is installed, and where versions differ.
+"""The versions of torch whose safe loader is modelled, their differences, and the installed version.
 
 Sources: ``torch/_weights_only_unpickler.py``, ``_utils.py``, ``serialization.py`` and ``storage.py`` of each version.
 The tests' table ``torch_facts.txt`` contains the names and the hashes of the functions that were compared.
@@ -54,12 +54,12 @@ ALL = "all"
 
 
 class Rules:
-    """The rules of one version of torch.
+    """The rules of the safe loader in one version of torch.
 
     Attributes:
         torch: The version.
-        keep: Whether globals that only older known versions have on their list are allowed too.
-        vary: Whether another known version may have had another answer to a question that was asked.
+        keep: Whether to allow globals, too, that only older known versions allow.
+        vary: Whether the answer to an earlier call may be different for another known version.
     """
 
     def __init__(self, torch: Version = NEWEST, *, keep: bool = False) -> None:
@@ -68,16 +68,16 @@ class Rules:
         self.vary = False
 
     def since(self, *version: int) -> bool:
-        """Return whether :attr:`torch` is `version` or newer. The answer is different for other known versions."""
+        """Return whether the version is `version` or newer. Also set ``vary``."""
         self.vary = True
         return self.torch >= version
 
     def allow(self, name: str) -> bool:
-        """Return whether the global `name` is on the list."""
+        """Return whether the unpickler allows the global `name`."""
         return name in ALLOWED and self._have(name)
 
     def add(self, name: str) -> bool:
-        """Return whether ``import torch`` adds the global `name` to the list."""
+        """Return whether ``import torch`` adds the global `name` to the allowed globals."""
         if name.startswith(("builtins.", "traceback.")) and name.endswith(_ONLY_IN_2_14):
             return self.since(2, 14) and not self.since(2, 15)
         return name in IMPORTED_WITH_TORCH and self._have(name)
@@ -89,7 +89,10 @@ class Rules:
 
 
 def version_of(text: str) -> Version:
-    """Return the version in `text`, such as ``2.9`` or ``2.9.1+cu126``. Raises UsageError if there is none."""
+    """Return the version in `text`, such as ``2.9`` or ``2.9.1+cu126``.
+
+    Raise UsageError if `text` does not start with one.
+    """
     found = _NUMBERS.match(text)
     if found is None:
         raise UsageError("no version of torch", expected=option("torch", "2.9") + ", or all", got=text)
@@ -97,22 +100,25 @@ def version_of(text: str) -> Version:
 
 
 def asked_version(torch: str | None) -> Version:
-    """Return the version that `torch` names, the installed one for None or ``all``, or the newest known one if none is
-    installed.
+    """Return the version `torch`. For None or ``all``, return the installed one, or the newest known one if there
+    is none.
 
-    Raises UsageError if `torch` is no version.
+    Raises UsageError if `torch` is not a version.
     """
     text = installed_torch() if torch in (None, ALL) else torch
     return NEWEST if text is None else version_of(text)
 
 
 def word_of(version: Version) -> str:
-    """Return `version` as text."""
+    """Return `version` as a text such as ``2.13``."""
     return "{}.{}".format(*version)
 
 
 def by_version(answers: Mapping[str, str]) -> str:
-    """Return the `answers` of all known versions as text: ``loads in torch 2.6 to 2.14, refused by torch 2.15``."""
+    """Return the answers of all known versions as one text: ``loads in torch 2.6 to 2.14, refused by torch 2.15``.
+
+    `answers` maps each version to its answer, the oldest version first.
+    """
     runs = [(answer, [version for version, _ in each]) for answer, each in groupby(answers.items(), itemgetter(1))]
     if [answer for answer, _ in runs] == ["refused", "loads"]:
         return f"requires torch {runs[1][1][0]} or newer"
@@ -124,9 +130,10 @@ def by_version(answers: Mapping[str, str]) -> str:
 
 
 def installed_torch(folders: Iterable[str] | None = None) -> str | None:
-    """Return the version of the first torch in `folders`, by the name of its ``dist-info`` folder, or None.
+    """Return the version of the first torch in `folders`, from the name of its ``dist-info`` folder. Return None if
+    there is none.
 
-    `folders` None means ``sys.path``. Relative folders, such as the working directory, are ignored.
+    If `folders` is None, ``sys.path`` is searched. Relative folders, such as the working directory, are ignored.
     ``importlib.metadata`` would find the same, but its import takes longer than the inspection of most files.
     """
     for folder in filter(os.path.isabs, sys.path if folders is None else folders):
@@ -138,12 +145,12 @@ def installed_torch(folders: Iterable[str] | None = None) -> str | None:
 
 
 def flaws_of(torch: str | None) -> tuple[str, ...]:
-    """Return the known vulnerabilities of the safe loader of the version `torch`. None has none."""
+    """Return the known vulnerabilities of the safe loader in the version `torch`. The tuple is empty for None."""
     return () if torch is None else tuple(name for name, (mended, _) in _FLAWS.items() if version_of(torch) < mended)
 
 
 def warning_of_flaws(torch: str | None) -> str | None:
-    """Return a warning of the vulnerabilities of the version `torch`, or None if none is known."""
+    """Return a warning of the vulnerabilities of the version `torch`. Return None if none are known."""
     found = flaws_of(torch)
     if not found:
         return None

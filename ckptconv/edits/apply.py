@@ -1,4 +1,4 @@
-"""Apply edits to the graph of a checkpoint, in place, and return what changed.
+"""Apply edits to the graph of a checkpoint, in place, and return the changes.
 
 Order: selection, unwrap, strip, rename, regroup, add, like, optimizer, scales, dtypes, devices, loadable, compaction.
 """
@@ -32,17 +32,18 @@ def apply(
     like: Checkpoint | None = None,
     model: Checkpoint | None = None,
 ) -> Changes:
-    """Edit the graph of a checkpoint, in place, and return the changes.
+    """Apply `edits` to the graph of `checkpoint`, in place, and return the changes.
 
     Args:
         checkpoint: The checkpoint. After an error it may be half edited, and must not be used.
         edits: The edits.
-        is_emitted: Whether the graph will be written as a pickle. It is not for safetensors, nor for a comparison.
-        like: The checkpoint that ``edits.like`` names.
-        model: The checkpoint that ``edits.model`` names.
+        is_emitted: Whether the graph will be written as a pickle. It is not for safetensors, nor for a comparison; then
+            optimizers are not edited.
+        like: The checkpoint in the file ``edits.like``, or None.
+        model: The checkpoint in the file ``edits.model``, or None.
 
     Raises:
-        UsageError, NoMatchError, CollisionError, RefusedError: The edits make no sense, or not for this checkpoint.
+        UsageError, NoMatchError, CollisionError, RefusedError: The edits are not valid, or not for this checkpoint.
     """
     optimizers = partial(Followers, checkpoint, in_order=edits.optimizer_order == "model", model=model)
     changes = _select(checkpoint, edits, optimizers, is_emitted=is_emitted)
@@ -85,7 +86,7 @@ def apply(
 
 
 def _select(checkpoint: Checkpoint, edits: Edits, optimizers: Callable[[], Followers], *, is_emitted: bool) -> Changes:
-    """Take the part that is asked for, and let the optimizers follow. Return the changes."""
+    """Select the requested data, and remove the state of removed weights from optimizers. Return the changes."""
     averages = checkpoint.detected.averages() if edits.state_dict and edits.select is None else []
     is_partial = edits.drop or edits.include or edits.exclude
     followers = optimizers() if is_partial and is_emitted else None
@@ -101,7 +102,7 @@ def _select(checkpoint: Checkpoint, edits: Edits, optimizers: Callable[[], Follo
 
 
 def _regroup(checkpoint: Checkpoint, edits: Edits, changes: Changes, followers: Followers | None) -> None:
-    """Regroup the tensors of `checkpoint`. The optimizers of `followers` follow."""
+    """Regroup the tensors of `checkpoint`, and change its optimizers accordingly if `followers` is not None."""
     from ckptconv.edits.regroup import regroup  # lazily, for start-up
 
     if followers is None or not followers.optimizers:

@@ -1,7 +1,7 @@
-"""Check that nothing is forgotten that belongs to tensors which were regrouped: biases, scales, quantization state.
+"""Check that the biases, scales and quantization state of regrouped tensors are regrouped, too.
 
-The scales of a quantized weight are other tensors of its module (``weight_scale_inv``, ``scales``, ``qzeros``), or have
-names that begin with its own (``gate_up_proj_scale_inv``, ``weight.absmax``).
+The scales of a quantized weight are other tensors of its module (``weight_scale_inv``, ``scales``, ``qzeros``), or
+their names begin with its name (``gate_up_proj_scale_inv``, ``weight.absmax``).
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 def check_companions(
     path: str, before: Sequence[str], after: Collection[str], groups: Sequence[Group], where: object
 ) -> list[str]:
-    """Check the names of the state dict at `path`, and return notes about biases.
+    """Check the tensors that belong to regrouped tensors. Return a list with a note if biases of stacked weights stay.
 
     Args:
         path: The path of the state dict.
         before: Its names before all rules.
-        after: Its names after them.
+        after: Its names after all rules.
         groups: The groups of tensors that were regrouped.
-        where: For errors, the file.
+        where: The file, for errors.
 
     Raises:
-        RefusedError: A bias or the state of a quantization stays beside a tensor that was regrouped, or is not
-            regrouped as the tensor is.
+        RefusedError: A bias or quantization state of a regrouped tensor was not regrouped, or is cut differently.
     """
     group_of = {name: group for group in groups for name in group.old}
     if not group_of:
@@ -75,7 +74,7 @@ def check_companions(
 
 
 def _check_gates(groups: Sequence[Group], where: object) -> None:
-    """Raise RefusedError if stacked gates, [E, 2I, H], do not fit the down projection beside them, [E, H, I]."""
+    """Raise RefusedError if the shape of stacked gates, [E, 2I, H], does not fit the down projection, [E, H, I]."""
     wholes = {(group.old if group.rule.whole_is_read else group.new)[0]: group.geometry.shape for group in groups}
     for name, shape in wholes.items():
         other = wholes.get(name.removesuffix("gate_up_proj") + "down_proj")
@@ -89,7 +88,7 @@ def _check_gates(groups: Sequence[Group], where: object) -> None:
 
 
 class _Beside:
-    """Names, by the modules in which they are.
+    """An index of names by their modules.
 
     Args:
         names: The names.
@@ -108,7 +107,7 @@ class _Beside:
                 module = module.rpartition(".")[0]
 
     def state_of(self, name: str) -> Iterator[str]:
-        """Yield the names of quantization state that belongs to the tensor `name`."""
+        """Yield the names of the quantization state of the tensor `name`. There may be none."""
         if name in self._below:
             yield self._below[name]
         module, _, own = name.rpartition(".")

@@ -1,7 +1,7 @@
-"""Give quantized weights their real values: replace codes and scales by tensors of float32, which the casts then round.
+"""Dequantize weights: replace codes and scales by float32 tensors, which the casts then round.
 
-Only weights for which a rule asks for a floating-point dtype of at least 16 bits are replaced. The scales of these
-weights, and the scales of the inputs of their modules, are left out.
+A weight is replaced only if its rule has a floating-point dtype of at least 16 bits. Its scales, and the scales of the
+inputs of its module, are removed.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _UNREAD = "nothing reads them once the weights are not quantized"
 
 
 def dequantize(checkpoint: Checkpoint, rules: Sequence[DTypeRule], changes: Changes) -> bool:
-    """Replace the quantized weights of `checkpoint` that `rules` are for. Return whether there were any.
+    """Dequantize the weights of `checkpoint` that `rules` match. Return whether there were any.
 
     Args:
         checkpoint: The checkpoint, which is changed in place.
         rules: The rules for dtypes.
-        changes: Takes what changed.
+        changes: The report.
 
     Raises:
-        RefusedError: A weight has a layout that is not known, or its scales do not fit.
-        CollisionError: There is another tensor with the name that a weight gets.
+        RefusedError: The layout of a weight is not known, or its scales do not fit.
+        CollisionError: Another tensor already has the name of a dequantized weight.
     """
     tensors = {
         id(found.node): {
@@ -85,9 +85,10 @@ def dequantize(checkpoint: Checkpoint, rules: Sequence[DTypeRule], changes: Chan
 
 
 def show_values(checkpoint: Checkpoint, wanted: Collection[str]) -> Counter[str]:
-    """Replace the quantized weights of `checkpoint` with names in `wanted`, as far as their values are certain.
+    """Dequantize the weights of `checkpoint` whose names are in `wanted`, except for those whose values are not
+    certain.
 
-    Return how many of each layout were replaced.
+    Return the number of replaced weights by layout. A state dict with an error stays unchanged.
     """
     config, weights, layouts = known_config(checkpoint.source), _Weights(checkpoint, Changes()), Counter[str]()
     for found in checkpoint.detected.state_dicts:
@@ -102,7 +103,10 @@ def show_values(checkpoint: Checkpoint, wanted: Collection[str]) -> Counter[str]
 
 
 def known_config(source: Readable) -> QuantizationConfig | None:
-    """Return the quantization in the ``config.json`` beside `source`, or None if that is not JSON or has none."""
+    """Return the quantization in the ``config.json`` next to `source`.
+
+    Return None if there is none or it cannot be read.
+    """
     try:
         return read_config(content_of_config(source))
     except InputError:
@@ -110,7 +114,11 @@ def known_config(source: Readable) -> QuantizationConfig | None:
 
 
 def _is_asked(rules: Sequence[DTypeRule], path: str, name: str, *, exactly: bool = False) -> bool:
-    """Return whether the most specific of `rules` for `name`, in the state dict at `path`, is for a real weight."""
+    """Return whether the most specific rule for `name`, in the state dict at `path`, has a dtype that needs real
+    values.
+
+    If `exactly` is True, only rules count whose glob is the complete name or path.
+    """
     ranks: dict[int, list[DTypeRule]] = {}
     paths = (f"{path}/{name}", f"./{path}/{name}") if path != "." else (f"./{name}",)
     for rule in rules:
@@ -131,9 +139,9 @@ def _refuse_orphans(
     tensors: Mapping[str, TensorInfo],
     quantized: list[Quantized],
 ) -> None:
-    """Raise RefusedError if there is a float8 tensor without a scale, or a scale without a weight, beside others.
+    """Raise RefusedError if `found` contains a float8 tensor without a scale, or a scale without a weight.
 
-    A float8 tensor that a rule names in full is cast as it is.
+    A float8 tensor whose complete name is in a rule is cast without a scale, and so does not count.
     """
     lone = [name for name in orphans(tensors, quantized) if not _is_asked(rules, found.path, name, exactly=True)]
     if lone:
@@ -147,7 +155,7 @@ def _refuse_orphans(
 
 
 class _Weights:
-    """Makes tensors of float32 of quantized weights in `checkpoint`."""
+    """Builds float32 tensors from quantized weights in `checkpoint`."""
 
     def __init__(self, checkpoint: Checkpoint, changes: Changes) -> None:
         self.checkpoint, self.changes = checkpoint, changes
@@ -156,7 +164,7 @@ class _Weights:
         self._made: dict[tuple[object, ...], Call] = {}
 
     def replace(self, found: StateDict, tensors: Mapping[str, TensorInfo], weights: list[Quantized]) -> None:
-        """Put tensors of float32 in the place of the codes of `weights` in `found`, and remove their scales."""
+        """Replace the codes of `weights` in the state dict `found` by float32 tensors, and remove their scales."""
         new: dict[str, tuple[str, Call]] = {}
         gone: dict[str, str] = {}
         for each in weights:
@@ -181,7 +189,9 @@ class _Weights:
         self.changes.dequantized += len(weights)
 
     def _check(self, each: Quantized, tensors: Mapping[str, TensorInfo]) -> None:
-        """Raise RefusedError if the values of `each` are not certain, CollisionError if its new name is taken."""
+        """Raise RefusedError if the values of `each` are not certain, and CollisionError if its new name exists
+        already.
+        """
         where = self.checkpoint.source.path
         if each.trouble:
             what, expected, got = each.trouble
@@ -202,7 +212,10 @@ class _Weights:
             raise RefusedError("scales in a big-endian file are not read", where=where, got=each.scales[0])
 
     def _piece(self, name: str, info: TensorInfo, *, one: bool = False) -> Piece:
-        """Return the bytes of the tensor `name`. Raise RefusedError unless they can be read anywhere; `one`: in one."""
+        """Return the bytes of the tensor `name`. Raise RefusedError if they are deflated or made of other bytes.
+
+        If `one` is True, they must be a single range of the source.
+        """
         piece = piece_of(info, "little")
         if info.conj or info.neg or not piece.ranges() or (one and not isinstance(piece, ByteRange)):
             raise RefusedError(
@@ -213,7 +226,7 @@ class _Weights:
         return piece
 
     def _tensor(self, each: Quantized, tensors: Mapping[str, TensorInfo]) -> Call:
-        """Return a tensor of float32 with the values of `each`. Tied weights give the same tensor."""
+        """Return a call that builds a float32 tensor with the values of `each`. Tied weights have the same call."""
         codes, scale, *second = (tensors[name] for name in (each.codes, *each.scales))
         known = (each.layout, *(info.view for info in (codes, scale, *second)))
         if known in self._made:
@@ -253,7 +266,7 @@ class _Weights:
         return node
 
     def conclude(self) -> bool:
-        """Bring the checkpoint up to date. Return whether a weight was replaced."""
+        """Update the checkpoint if weights were replaced. Return whether any were."""
         if self._made:
             self.checkpoint.restrict(self.checkpoint.root)
             drop_effect_order(self.checkpoint)

@@ -1,7 +1,7 @@
 """The grammar of ``--dtype`` and ``dtype=``.
 
-``bf16`` is for the weights, ``GLOB=bf16`` for the tensors that GLOB matches. Dtypes may be written with torch's names,
-safetensors' words, and other usual words.
+``bf16`` is for the weights, and ``GLOB=bf16`` for the tensors that GLOB matches. A dtype can be written with torch's
+name, safetensors' word, or another common word.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class DTypeRule:
-    """A rule: `dtype`, torch's name, for the tensors that `glob` matches, or for all weights if `glob` is None."""
+    """A rule that casts tensors.
+
+    Attributes:
+        dtype: torch's name of the new dtype, without ``torch.``.
+        glob: The glob that the tensors match, or None for all weights.
+    """
 
     glob: str | None
     dtype: str
@@ -59,7 +64,7 @@ class DTypeRule:
     def is_within(self, other: DTypeRule) -> bool:
         """Return whether this glob is more specific than the glob of `other`.
 
-        That is so if the other glob matches the text of this one, and not the other way round.
+        It is if the glob of `other` matches the text of this glob, and not the other way round.
         """
         return (
             self.glob is not None
@@ -73,9 +78,9 @@ class DTypeRule:
 
 
 def near_dtype(word: str) -> str | None:
-    """Return the dtype for weights that somebody means by `word`, or None.
+    """Return the dtype that resembles `word`, or None if there is none.
 
-    The digits must be right but for their order: ``float61`` is float16, and ``fp4`` is not fp64.
+    The digits must be the same, in any order: ``float61`` is float16, and ``fp4`` is not fp64.
     """
     plain = word.strip().lower().removesuffix("-mixed").removesuffix("-true")
     if plain in _NAMES or plain in _LOOSELY:
@@ -89,11 +94,10 @@ def _digits(word: str) -> list[str]:
 
 
 def to_dtypes(dtype: DTypeLike | None) -> tuple[DTypeRule, ...]:
-    """Return the rules that `dtype` asks for.
+    """Return the rules in `dtype`. The tuple is empty for None.
 
     Args:
-        dtype: A dtype, a rule ``GLOB=DTYPE``, a mapping from globs to dtypes, or several dtypes and rules. None asks
-            for nothing.
+        dtype: A dtype, a rule ``GLOB=DTYPE``, a mapping from globs to dtypes, or several dtypes and rules.
 
     Raises:
         UsageError: A word is not a dtype, or two dtypes are given for one glob.
@@ -130,7 +134,7 @@ def _split(text: str) -> tuple[str | None, str]:
 
 
 def _rule(glob: str | None, word: str) -> DTypeRule:
-    """Return the rule for `glob` and the dtype `word`. Raise UsageError if one of them makes no sense."""
+    """Return the rule for `glob` and the dtype `word`. Raise UsageError if one of them is not valid."""
     name = _NAMES.get(word.strip().removeprefix("torch.").lower())
     if name is None or glob == "":
         expected = "a dtype like fp32, fp16, bf16, float8_e4m3fn, float8_e5m2" + (

@@ -104,9 +104,9 @@ def check_type(state_dict: object) -> None:
 
 
 def _renamed(state_dict: StateDictT, new: Callable[[str], str]) -> StateDictT:
-    """Return a copy of `state_dict`, of the same type, with each name replaced by `new` of it.
+    """Return a copy of `state_dict`, of the same type, with each string key replaced by the result of `new`.
 
-    Raise CollisionError if two names become one.
+    Raise CollisionError if two names become equal.
     """
     items: dict[Any, tuple[Any, Any]] = {}
     for key, value in state_dict.items():
@@ -118,7 +118,7 @@ def _renamed(state_dict: StateDictT, new: Callable[[str], str]) -> StateDictT:
 
 
 def copied(state_dict: StateDictT, items: Iterable[tuple[Any, Any]]) -> StateDictT:
-    """Return a copy of `state_dict`, of the same type, with `items` in place of its own."""
+    """Return a copy of `state_dict`, of the same type and with its attributes, that contains only `items`."""
     copy_of = copy.copy(state_dict)
     copy_of.clear()
     copy_of.update(items)
@@ -131,15 +131,15 @@ def set_metadata(
     above: Mapping[str, Any],
     module: Callable[[str], str | None],
 ) -> None:
-    """Set ``_metadata`` of `state_dict` to the entries of `metadata`, each under `module` of its path.
+    """Set ``_metadata`` of `state_dict` to the entries of `metadata` under new module paths.
 
-    An entry for which `module` returns None is left out. If two entries get the same path, the first one stays.
+    If two entries get the same path, the first one stays.
 
     Args:
         state_dict: The state dict.
         metadata: The old ``_metadata``.
-        above: Entries to put before the others.
-        module: Return the new module path for an old one, or None.
+        above: Entries to add before the others.
+        module: Returns the new module path for an old one, or None to remove the entry.
     """
     entries = dict(above)
     for path, entry in metadata.items():

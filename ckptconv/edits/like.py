@@ -1,4 +1,7 @@
-"""Give a checkpoint the names, order and groups of parameters of another one (``--like``). Nothing is invented."""
+"""Give a checkpoint the names, their order and the parameter groups of another one (``--like``).
+
+No values are made up.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ _NOT_THERE = "the other checkpoint does not have it"
 
 
 def make_like(checkpoint: Checkpoint, other: Checkpoint, changes: Changes, *, in_order: bool) -> None:
-    """Give `checkpoint` the names of `other`, in their order, and its optimizers the groups of those of `other`.
+    """Give `checkpoint` the names of `other`, in their order, and its optimizers the parameter groups of `other`.
 
-    Names that `other` does not have are left behind. Names that only `other` has are noted.
+    Names that `other` does not have are removed. A note lists names that only `other` has.
 
     Args:
         checkpoint: The checkpoint, which is changed in place.
-        other: The other one.
-        changes: Takes what changed.
-        in_order: Whether the user vouches for the order of numbers, in both.
+        other: The other checkpoint.
+        changes: The report.
+        in_order: Whether the user asserts that the parameters of both are in the order of their models.
 
     Raises:
         RefusedError: It is not clear what belongs together, or which options a group would have.
@@ -54,7 +57,7 @@ def make_like(checkpoint: Checkpoint, other: Checkpoint, changes: Changes, *, in
 
 
 def _main(checkpoint: Checkpoint) -> StateDict:
-    """Return the main state dict of `checkpoint`. Raise RefusedError if it is not clear which one that is."""
+    """Return the main state dict of `checkpoint`. Raise RefusedError if there is none or several."""
     found = [each for each in checkpoint.detected.main() if isinstance(each, StateDict)]
     if len(found) != 1:
         got = some([each.path for each in found]) or "none"
@@ -63,7 +66,11 @@ def _main(checkpoint: Checkpoint) -> StateDict:
 
 
 def _order_weights(checkpoint: Checkpoint, ours: StateDict, theirs: StateDict, changes: Changes) -> set[str]:
-    """Give the state dict `ours` of `checkpoint` the names of `theirs`, in their order. Return those left behind."""
+    """Give the state dict `ours` of `checkpoint` the names of `theirs`, in their order. Return the names that were
+    removed.
+
+    Raises RefusedError if they have no name in common.
+    """
     place_of = {name: i for i, name in enumerate(theirs.names())}
     names = ours.names()
     if not place_of.keys() & set(names):
@@ -92,7 +99,18 @@ def _note_missing(path: str, names: Collection[str], changes: Changes) -> None:
 def _order_optimizer(
     ours: Followers, optimizer: Optimizer, names: dict[Key, str], wanted: Sequence[Sequence[str]], changes: Changes
 ) -> None:
-    """Give `optimizer`, whose parameters have these `names`, the groups `wanted`, which consist of names."""
+    """Give `optimizer` the parameter groups `wanted`.
+
+    Args:
+        ours: The optimizers of the checkpoint.
+        optimizer: The optimizer.
+        names: The names of its parameters.
+        wanted: The names of the parameters of each group.
+        changes: The report.
+
+    Raises:
+        RefusedError: The options of a group are not known.
+    """
     key_of = {name: key for key, name in names.items()}
     listed = {name for group in wanted for name in group}
     extra = {key for key, name in names.items() if name not in listed}

@@ -1,4 +1,4 @@
-"""The names inside a state dict: prefixes, what wrappers add, and the module paths in ``_metadata``.
+"""The names in a state dict: prefixes, the segments that wrappers add, and the module paths in ``_metadata``.
 
 A name is a key: ``module.conv.weight``. Its segments end at dots, and a prefix is one or more complete segments, such
 as ``module.``. The keys of ``_metadata`` are module paths: names without their last segments, and ``''`` for the
@@ -34,7 +34,7 @@ _MOST_PARENTS = 20
 
 
 def normal_prefix(prefix: str) -> str:
-    """Return `prefix` with a dot at its end: ``module`` means ``module.``.
+    """Return `prefix` with a dot at its end: ``module.`` for ``module``.
 
     Raise UsageError if it is empty or has an empty segment.
     """
@@ -49,9 +49,9 @@ def normal_prefix(prefix: str) -> str:
 
 
 def strings(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
-    """Return `words`, the value of the argument `name`, as a tuple. A single string counts as one word.
+    """Return `words` as a tuple of strings. A single string becomes a tuple of one.
 
-    Raise ArgumentTypeError if it contains anything but strings.
+    Raises ArgumentTypeError if another value is in it. `name` is the name of the argument in the error.
     """
     found = (words,) if isinstance(words, str) else tuple(words) if isinstance(words, Iterable) else (words,)
     if not all(isinstance(word, str) for word in found):
@@ -60,19 +60,18 @@ def strings(name: str, words: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def prefixes_of(names: Iterable[str]) -> Counter[str]:
-    """Count the first segments of `names`, with their dots. Names of one segment do not count."""
+    """Return the number of names by their first segment, with its dot. Names of one segment do not count."""
     return Counter(name.split(".")[0] + "." for name in names if "." in name)
 
 
 def modules_without(prefix: str, modules: Collection[object], *, keep_ancestors: bool) -> Callable[[str], str | None]:
-    """Return a function that removes `prefix` from a module path.
-
-    The function returns None for a path whose place the wrapped module takes: the entries of the wrapper itself.
+    """Return a function that removes `prefix` from a module path. It returns None for paths of the wrapper itself.
 
     Args:
         prefix: The prefix.
         modules: All module paths.
-        keep_ancestors: Whether some names keep the prefix. Then the modules around it stay, except for the outermost.
+        keep_ancestors: Whether some names do not start with the prefix. If so, the paths above the wrapped module stay,
+            except for the outermost.
     """
     wrapped = prefix[:-1]
     gone = set() if wrapped not in modules else {""} if keep_ancestors else _ancestors(wrapped)
@@ -80,7 +79,10 @@ def modules_without(prefix: str, modules: Collection[object], *, keep_ancestors:
 
 
 def modules_with(prefix: str, modules: Collection[object]) -> tuple[list[str], Callable[[str], str]]:
-    """Return the module paths that a wrapper adds to `modules`, and a function that adds `prefix` to a module path."""
+    """Return the module paths that a wrapper adds to `modules`, and a function that adds `prefix` to a module path.
+
+    No paths are added if `modules` does not contain the outermost module.
+    """
     if "" not in modules:
         return [], lambda path: prefix + path
     wrapped = prefix[:-1]
@@ -88,19 +90,19 @@ def modules_with(prefix: str, modules: Collection[object]) -> tuple[list[str], C
 
 
 def _ancestors(path: str) -> set[str]:
-    """Return the module paths above `path`, of which the outermost is ``''``."""
+    """Return the module paths above `path`, including ``''`` for the outermost module."""
     segments = path.split(".")
     return {".".join(segments[:n]) for n in range(len(segments))}
 
 
 @dataclass(frozen=True)
 class WrappedParts:
-    """Submodules whose names all go through an inner ``module.``.
+    """Submodules in which all names start with an inner ``module.``.
 
     Attributes:
         parents: The prefixes of the submodules, such as ``encoder.``
         rename: The pattern and the replacement that remove the inner ``module.``.
-        is_safe: Whether names that are different stay different after the rename.
+        is_safe: Whether no two names become equal and no name becomes empty.
     """
 
     parents: list[str]
@@ -109,7 +111,9 @@ class WrappedParts:
 
 
 def wrapped_parts(every: Sequence[Collection[str]]) -> WrappedParts | None:
-    """Return the submodules that only nn.DataParallel or a module called ``module`` explains, or None.
+    """Return the submodules in which all names start with an inner ``module.``, as nn.DataParallel adds it.
+
+    Return None if there are none or too many.
 
     Args:
         every: The names of each state dict.
@@ -137,19 +141,19 @@ def wrapped_parts(every: Sequence[Collection[str]]) -> WrappedParts | None:
 
 
 def keeps_apart(old: Collection[str], new: Collection[str]) -> bool:
-    """Return whether different names stay different, and none becomes empty."""
+    """Return whether the names `new` have as many different elements as `old`, and none is empty."""
     return len(set(new)) == len(set(old)) and "" not in new
 
 
 def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[str, str]:
-    """Return a mapping from each name to the name without wrappers.
+    """Return a dict from each name to the name without the segments of wrappers.
 
-    Unmistakable wrappers are removed at any depth. ``module.`` is removed once, if every name then starts with it. An
-    inner ``module.`` stays.
+    Segments that only wrappers use are removed everywhere. ``module.`` is removed once at the start, if then all
+    names start with it. An inner ``module.`` stays.
 
     Args:
         names: The names of one state dict.
-        followers: The names of an optimizer, which lose the same wrappers. They need not be among `names`.
+        followers: The names of its optimizer, from which the same segments are removed.
     """
     inside = {name: _without_words(name) for name in (*names, *followers)}
     if not is_wrapped(names):
@@ -158,9 +162,10 @@ def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[s
 
 
 def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Callable[[str], str | None]:
-    """Return a function that removes wrappers from a module path, one of `modules`, if `names` are unwrapped.
+    """Return a function that removes the segments of wrappers from a module path of `modules`, as :func:`unwrapped`
+    does.
 
-    The function returns None for a path whose place the wrapped module takes.
+    The function returns None for paths of wrappers themselves. `names` are the names of the state dict.
     """
     around = {path.rpartition(".")[0] for path in modules if path.rpartition(".")[2] in _WORDS}
     inside = {path: _without_words(f"{path}.")[:-1] for path in modules if path not in around}
@@ -169,11 +174,14 @@ def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Calla
 
 
 def is_wrapped(names: Collection[str]) -> bool:
-    """Return whether all of `names`, without the unmistakable wrappers, start with ``module.``. False for no names."""
+    """Return whether all of `names` start with ``module.``, after other wrappers are removed.
+
+    False if there are no names.
+    """
     return bool(names) and all(_without_words(name).startswith(_MODULE) for name in names)
 
 
 def _without_words(name: str) -> str:
-    """Return `name` without the unmistakable wrappers before its last segment."""
+    """Return `name` without the segments that only wrappers use. Its last segment always stays."""
     *modules, last = name.split(".")
     return ".".join([*(module for module in modules if module not in _WORDS), last])

@@ -1,4 +1,4 @@
-"""Let optimizers follow their parameters, and key them by names or by numbers."""
+"""Change optimizers together with their weights, and let them refer to parameters by names or by numbers."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _WITH_WEIGHTS = "the state of weights that are left out"
 
 
 class Followers:
-    """The optimizers of a checkpoint, and the state dicts that they can belong to, as they are now.
+    """The optimizers of a checkpoint and the state dicts to which they can belong, before an edit.
 
     Args:
         checkpoint: The checkpoint.
-        in_order: Whether the user vouches that numbers follow the order of the model.
-        model: The checkpoint with the model. It counts if `checkpoint` has no state dict.
+        in_order: Whether the user asserts that the parameters are in the order of the model.
+        model: The checkpoint with the model, or None. It is used if `checkpoint` has no state dict.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, in_order: bool = False, model: Checkpoint | None = None) -> None:
@@ -62,9 +62,10 @@ class Followers:
         ]
 
     def take_globs(self, edits: Edits) -> Edits:
-        """Return `edits` without the globs that are for names in the model of another checkpoint.
+        """Return `edits` without the globs that match names in the model of another checkpoint.
 
-        Raise NoMatchError if one matches none of them.
+        These globs then select parameters of the optimizers. Raises NoMatchError if a glob without a slash matches
+        no name.
         """
         if self.of is self.checkpoint:
             return edits
@@ -84,7 +85,10 @@ class Followers:
         return replace(edits, include=include, exclude=exclude)
 
     def follow_selection(self, changes: Changes) -> None:
-        """Leave out the state of weights that were left out of the checkpoint. Raise RefusedError if it is not sure."""
+        """Remove the state of weights that were removed from the checkpoint.
+
+        Raises RefusedError if it is not known which state belongs to them.
+        """
         there = {id(node) for node in self.checkpoint.index.nodes} if self.models else set()
         dropped: dict[int, frozenset[str]] = {}
         for found, weights in self.models:
@@ -109,14 +113,22 @@ class Followers:
         return self.agreed(optimizer, "which parameter belongs to which weight", ask)
 
     def candidates(self, optimizer: Optimizer) -> list[Weights]:
-        """Return the weights that `optimizer` can belong to."""
+        """Return the weights of all state dicts to which `optimizer` can belong.
+
+        Averages of weights are not considered.
+        """
         return candidates(optimizer, [weights for _, weights in self.models])
 
     def agreed(self, optimizer: Optimizer, what: str, ask: Callable[[Weights], _T | str]) -> _T:
-        """Return the answer that `ask` gives for each state dict to which `optimizer` can belong.
+        """Return the result of `ask` for the state dicts to which `optimizer` can belong, if it is the same for all.
 
-        Raise RefusedError, which says that `what` is not known, if there is none, or there are several, or `ask` gives
-        the reason why it is not known.
+        Args:
+            optimizer: The optimizer.
+            what: The question, for the error.
+            ask: Returns the answer for one state dict, or a text with the reason why it is not known.
+
+        Raises:
+            RefusedError: There is no such state dict, the answers differ, or one is a reason.
         """
         every = self.candidates(optimizer)
         answers = [optimizer.trouble] if optimizer.trouble else [ask(weights) for weights in every]
@@ -147,14 +159,18 @@ class Followers:
         )
 
     def change_of(self, optimizer: Optimizer, changes: Changes) -> OptimizerChange:
-        """Return the change of `optimizer` in `changes`, which says from where its names are known."""
+        """Return the entry for `optimizer` in `changes`, with the information by which parameters were matched with
+        names.
+        """
         change = changes.optimizers.setdefault(optimizer.path, OptimizerChange())
         known = "itself" if optimizer.names else "order" if self.in_order else "shapes"
         change.names_from = change.names_from or known
         return change
 
     def check_order(self, changes: Changes) -> None:
-        """Raise RefusedError if regrouped parameters are numbered, and nothing tells the order of the new model."""
+        """Raise RefusedError if an optimizer with numbers was regrouped and the order of the new parameters is not
+        known.
+        """
         for optimizer in self.optimizers:
             change = changes.optimizers.get(optimizer.path, OptimizerChange())
             if not change.regrouped or change.groups is not None or optimizer.is_named:
@@ -179,9 +195,14 @@ class Followers:
     def leave_out(
         self, optimizer: Optimizer, gone: set[Key], why: str, changes: Changes, *, renumber: bool = True
     ) -> None:
-        """Leave out the state of the parameters `gone` of `optimizer`, for the reason `why`.
+        """Remove the state of the parameters `gone` of `optimizer`. Do nothing if there are none.
 
-        If `renumber` is set, its groups lose them too, and the others are numbered from 0.
+        Args:
+            optimizer: The optimizer.
+            gone: The parameters.
+            why: The reason, for the report.
+            changes: The report.
+            renumber: Whether to remove the parameters from the groups, too, and to number the others from 0.
         """
         if not gone:
             return
@@ -199,7 +220,11 @@ class Followers:
         self.change_of(optimizer, changes).left_out += len(gone)
 
     def key_by(self, form: str, changes: Changes) -> None:
-        """Key each optimizer by ``names`` or ``numbers``, the `form`. Raise RefusedError if its names are not known."""
+        """Let each optimizer refer to its parameters by `form`: ``names`` or ``numbers``. Add a note if all do so
+        already.
+
+        Raises RefusedError if the names are not known.
+        """
         others = [
             each
             for each in self.optimizers
@@ -224,8 +249,10 @@ class Followers:
 def _keys_dropped(
     optimizer: Optimizer, every: Mapping[int, frozenset[str]], weights: Weights, *, in_order: bool
 ) -> set[Key] | str:
-    """Return the parameters of `optimizer` that go with the names that are dropped in `weights`, or why that is not
-    known. `every` has those of each state dict, by the id of its weights.
+    """Return the parameters of `optimizer` that are removed with names in `weights`, or a text with the reason of a
+    doubt.
+
+    `every` contains the removed names of each state dict, by the id of its weights.
     """
     dropped = every.get(id(weights), frozenset())
     kept = {first: name for name, first in weights.first.items() if name not in dropped}
@@ -248,11 +275,16 @@ def _keys_dropped(
 def rewrite(
     optimizer: Optimizer, groups: Sequence[Sequence[Key]], names: dict[Key, str] | None, *, is_named: bool
 ) -> None:
-    """Give each group of `optimizer` the parameters that `groups` have for it, numbered from 0, or named.
+    """Give each group of `optimizer` the parameters in `groups`, numbered from 0 or by their names, and change its
+    state.
 
-    Numbers get the `names` as ``param_names``. Names in place of numbers do not, because ``set_optimizer_state_dict``
-    fails with them if the run's own optimizer has none (``full_state_dict``, torch 2.13). The state must have no other
-    parameters.
+    Args:
+        optimizer: The optimizer. Its state must have no other parameters.
+        groups: The keys of the parameters of each group.
+        names: The name of each parameter, or None. With numbers, the names are written as ``param_names``. They are not
+            written if names replace numbers, because ``set_optimizer_state_dict`` then fails if the run's own
+            optimizer has none (``full_state_dict``, torch 2.13).
+        is_named: Whether to write names and not numbers.
     """
     order = [key for group in groups for key in group]
     new: dict[Key, Key] = {key: names[key] if names and is_named else n for n, key in enumerate(order)}
@@ -271,7 +303,10 @@ def rewrite(
 
 
 def _torn(names: Iterable[str]) -> Iterator[str]:
-    """Yield those of `names` that are not next to others of their module, as in ``model.parameters()``."""
+    """Yield the names that are separated from other names of their module.
+
+    ``model.parameters()`` never separates them.
+    """
     seen: set[str] = set()
     last = None
     for name in names:
@@ -283,12 +318,14 @@ def _torn(names: Iterable[str]) -> Iterator[str]:
 
 
 def options_of(group: ParameterGroup) -> list[Value]:
-    """Return the options of `group`, keys and values in turn."""
+    """Return the options of `group` (``lr`` and others), keys and values in turn, without its parameters."""
     return [each for item in group.node.entries() if item[0] not in ("params", "param_names") for each in item]
 
 
 def are_same(a: Value | list[Value], b: Value | list[Value]) -> bool:
-    """Return whether `a` and `b` are sure to be the same: one node, or atoms, tuples and lists of the same values."""
+    """Return whether `a` and `b` are certainly equal: the same node, equal atoms, or tuples and lists of such
+    values.
+    """
     todo: list[tuple[Value | list[Value], Value | list[Value]]] = [(a, b)]
     seen: set[tuple[int, int]] = set()  # tuples can share members, and be nested deeply
     while todo:
@@ -306,7 +343,7 @@ def are_same(a: Value | list[Value], b: Value | list[Value]) -> bool:
 
 
 def set_list(mapping: Object, key: str, values: Sequence[Value]) -> None:
-    """Set the item `key` of `mapping` to a new list of `values`."""
+    """Set the item `key` of `mapping` to a new list of `values`. The item is added if `mapping` does not contain it."""
     new = List()
     for at in range(0, len(values), AT_ONCE):
         new.add(Effect("APPENDS", [*values[at : at + AT_ONCE]], None))

@@ -1,4 +1,4 @@
-"""The edits that a user asks for: the options that declare them, and the same as data."""
+"""The edits of a conversion: the options that declare them, and the same as a dataclass."""
 
 # No annotations from __future__: what stands in Annotated is read when the package is imported.
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PartOptions(TypedDict, total=False):
-    """The options that take a part of a checkpoint."""
+    """The options that select a part of a checkpoint."""
 
     state_dict: Annotated[
         bool,
@@ -213,10 +213,10 @@ class EditOptions(PartOptions, NameOptions, RegroupOptions, OptimizerOptions, to
 
 @dataclass(frozen=True)
 class Edits:
-    """The edits of one conversion, as data.
+    """The edits of one conversion.
 
     ``select`` is a path, and ``drop`` contains paths. The globs of ``include`` and ``exclude`` are for names and
-    paths of the source, those of ``dtypes`` for the new names.
+    paths of the source. The globs of ``dtypes`` are for the names after renaming.
     """
 
     devices: Devices = field(default_factory=Devices)
@@ -245,14 +245,21 @@ class Edits:
         check_flags(self)
 
     def without(self, field: str, what: object) -> "Edits":
-        """Return these edits without `what` in `field`, which are given by a :class:`~ckptconv.errors.NoMatchError`."""
+        """Return these edits without the element `what` of `field`.
+
+        :class:`~ckptconv.errors.NoMatchError` contains both if an edit matches nothing.
+        """
         if field == "devices":
             return replace(self, devices=self.devices.without(what))
         left: Any = tuple(each for each in getattr(self, field) if each != what and getattr(each, "file", 0) != what)
         return replace(self, **{field: left})
 
     def several(self) -> Iterator[tuple[str, object]]:
-        """Yield each element of the fields that have several, with the field. Any of them can match nothing."""
+        """Yield the field and the element for each element of the fields that are tuples, and for each rule for
+        devices.
+
+        These elements can match nothing. Elements of a file of rules are yielded as the name of the file.
+        """
         for each in fields(self):
             value = getattr(self, each.name)
             held = value.rules if isinstance(value, Devices) else value if isinstance(value, tuple) else ()
@@ -261,11 +268,11 @@ class Edits:
 
 
 def edits_from(**options: Any) -> Edits:
-    """Return `options`, which have the keys of :class:`EditOptions`, as data.
+    """Return the edits in `options`, whose keys are those of :class:`EditOptions`.
 
     Raises:
         ArgumentTypeError: A value has a wrong type.
-        UsageError: A value makes no sense.
+        UsageError: A value is not valid.
     """
     given = [options.pop(name, None) or () for name in ("rules", "regroup")]
     sizes, reverse = options.pop("sizes", None) or (), options.pop("reverse", False)
@@ -279,13 +286,13 @@ def edits_from(**options: Any) -> Edits:
 
 
 def split_edits(options: Mapping[str, Any]) -> tuple[Edits, dict[str, Any]]:
-    """Return those of `options` that are edits, as data, and the others. Raises the errors of :func:`edits_from`."""
+    """Return the edits in `options`, and a dict of the other options. Raises the errors of :func:`edits_from`."""
     edits = {name: value for name, value in options.items() if name in EditOptions.__annotations__}
     return edits_from(**edits), {name: value for name, value in options.items() if name not in edits}
 
 
 def option_of(field: str, what: object) -> Message:
-    """Return the option that asks for `what` in a `field` of :class:`Edits` that has several elements."""
+    """Return the command-line option for the element `what` of the field `field` of :class:`Edits`."""
     keyword = next((name for name, called in _FIELDS.items() if called == field), field)
     if isinstance(what, Rule):
         what = what.old, str(what.new)
@@ -295,9 +302,9 @@ def option_of(field: str, what: object) -> Message:
 
 
 def check_flags(options: Any) -> None:
-    """Raise ArgumentTypeError if a field of the dataclass `options` has a value that is not of its type.
+    """Raise ArgumentTypeError if a field of the dataclass `options` has a value of a wrong type.
 
-    Fields of other types than bool, int and ``str | None`` are not checked.
+    Only fields of the types bool, int and ``str | None`` are checked.
     """
     kind: Any = type(options)
     for name, type_, words in _checked_fields(kind):
@@ -309,7 +316,7 @@ def check_flags(options: Any) -> None:
 
 @cache
 def _checked_fields(kind: Any) -> list[tuple[str, Any, str]]:
-    """Return the fields of the dataclass `kind` that are checked: the name, the type, and the type in words."""
+    """Return the name, the type and the type in words of each field of the dataclass `kind` that is checked."""
     wanted: dict[Any, str] = {bool: "True or False", int: "a whole number", str | None: "a text"}
     return [(each.name, each.type, wanted[each.type]) for each in fields(kind) if each.type in wanted]
 
@@ -326,7 +333,10 @@ def _pairs(rename: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
 
 
 def _one_of(name: str, *words: str) -> Callable[[Any], Any]:
-    """Return a function that reads the value of `name`, which must be None or one of `words`."""
+    """Return a function that returns its argument, the value of `name`.
+
+    The function raises ArgumentTypeError unless the value is None or one of `words`.
+    """
 
     def read(value: Any) -> Any:
         if value is not None and value not in words:

@@ -1,4 +1,4 @@
-"""Read what the rules of ``--regroup`` are written in: files of rules, sizes, and the ``config.json`` of a model."""
+"""Read the files for ``--regroup``: files of rules, files of sizes, and the ``config.json`` of a model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ CONFIG = "config.json"
 
 
 def read_rules(files: object, rules: object, *, reverse: bool) -> tuple[Rule, ...]:
-    """Return the rules in `files`, then those in the texts `rules`; if `reverse`, the last one first, each reversed.
+    """Return the rules in `files`, followed by the rules in the texts `rules`.
 
-    Rules that have no reverse stay as they are, with ``is_forward``.
+    If `reverse` is True, the order and each rule are reversed. Rules without a reverse stay unchanged, with
+    ``is_forward`` set.
 
     Raises:
-        UsageError: A rule makes no sense, or cannot be reversed.
+        UsageError: A rule is not valid or cannot be reversed, or there is no rule to reverse.
         InputError, MalformedError: A file cannot be read.
     """
     found: list[Rule] = []
@@ -48,15 +49,15 @@ def read_rules(files: object, rules: object, *, reverse: bool) -> tuple[Rule, ..
 
 
 def shipped_rules() -> dict[str, str]:
-    """Return the files of rules that are part of this package, by name."""
+    """Return the texts of the files of rules in this package, by name."""
     files = sorted(Path(__file__).with_name("rules").glob("*.rules"))
     return {file.stem: file.read_text("utf-8") for file in files}
 
 
 def check_model(source: Readable, rule: Rule) -> str | None:
-    """Return a note if it is not known whether the file of `rule` is for the model `source`, else None.
+    """Return a note if no ``config.json`` next to `source` tells whether the file of `rule` is for this model.
 
-    Raise RefusedError if the ``config.json`` beside `source` says that it is another model.
+    Return None if the model fits, or if the file is for all models. Raises RefusedError if it is for other models.
     """
     if not rule.models:
         return None
@@ -75,7 +76,11 @@ def check_model(source: Readable, rule: Rule) -> str | None:
 
 
 def read_sizes(sizes: object) -> tuple[tuple[str, int], ...]:
-    """Return `sizes` as pairs: a mapping, or texts that are ``NAME=8`` or the name of a JSON file."""
+    """Return `sizes` as pairs of a name and a number.
+
+    `sizes` is a mapping, or one or several texts: ``NAME=8`` or the name of a JSON file. Raises UsageError for
+    other values.
+    """
     if isinstance(sizes, Mapping):
         return tuple(_size(name, value, "sizes") for name, value in sizes.items())
     found: dict[str, int] = {}
@@ -100,7 +105,10 @@ def _is_size(value: object) -> bool:
 
 
 def _flat(config: Any, prefix: str = "", depth: int = 10) -> dict[str, int]:
-    """Return the whole numbers above 0 in `config`, those in inner mappings by their path with dots."""
+    """Return all positive integers in `config` by name.
+
+    Names in inner mappings have their path with dots before them.
+    """
     found: dict[str, int] = {}
     for name, value in config.items() if isinstance(config, dict) and depth else ():
         if _is_size(value):
@@ -110,14 +118,17 @@ def _flat(config: Any, prefix: str = "", depth: int = 10) -> dict[str, int]:
 
 
 def sizes_in(source: Readable | None, wanted: Iterable[str], sizes: Mapping[str, int], rule: object) -> dict[str, int]:
-    """Return the numbers that the names `wanted`, with their ``$``, stand for in `rule`.
+    """Return the numbers for the names `wanted`, which begin with ``$``.
 
-    They are in `sizes`, or in the ``config.json`` beside `source`, which is read only if a name is not in `sizes`.
-    `source` is None for a state dict in memory.
+    Args:
+        source: The file, or None for a state dict in memory.
+        wanted: The names.
+        sizes: The numbers that the user gave. Others are read from the ``config.json`` next to `source`.
+        rule: The rule, for errors.
 
     Raises:
-        UsageError: A name is in neither.
-        MalformedError: The file is no JSON.
+        UsageError: The number of a name is not known.
+        MalformedError: The ``config.json`` is not JSON.
     """
     names = [name.removeprefix("$") for name in wanted]
     known = dict(sizes)
@@ -137,7 +148,7 @@ def sizes_in(source: Readable | None, wanted: Iterable[str], sizes: Mapping[str,
 
 
 def content_of_config(source: Readable) -> Any:
-    """Return the content of the ``config.json`` beside `source`, or None if there is none here.
+    """Return the content of the ``config.json`` next to `source`. Return None if there is none or `source` is remote.
 
     Raises MalformedError if the file is not JSON.
     """
@@ -146,7 +157,7 @@ def content_of_config(source: Readable) -> Any:
 
 
 def config_of(source: Readable) -> Path | None:
-    """Return the ``config.json`` beside `source`, or None if there is none here."""
+    """Return the path of the ``config.json`` next to `source`. Return None if there is none or `source` is remote."""
     if source.is_far or not isinstance(source, (Source, SourceFolder)):
         return None
     folder = source.folder if isinstance(source, SourceFolder) else source.path.parent
@@ -161,7 +172,7 @@ def _json(path: Path) -> Any:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a small file. Raise InputError or MalformedError if it cannot be read."""
+    """Return the text of a file of limited size. Raise InputError or MalformedError if it cannot be read."""
     with Source(path) as source:
         if source.size > LIMITS.rules_bytes:
             raise MalformedError("the file is too large", where=path, expected=f"at most {LIMITS.rules_bytes:,} bytes")

@@ -1,4 +1,4 @@
-"""Apply the rules of ``--regroup`` to named values, whatever the values are: nodes of a graph, tensors, or shapes."""
+"""Apply the rules of ``--regroup`` to named values of any kind: nodes of a graph, tensors in memory, or shapes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Items(Generic[_T]):
 
     Attributes:
         path: The path of the state dict.
-        cells: For each item of the state dict, the items that are in its place now.
-        before: The names before all rules.
-        values: The values by name.
-        steps: The groups of tensors and the new names by old ones so far, in order.
-        origin: The name in whose place each new name is.
+        cells: For each item of the original state dict, the items that replace it now.
+        before: The original names.
+        values: The current values by name.
+        steps: The steps so far: groups of tensors, or new names by old ones.
+        origin: For each new name, the original name that it replaces.
     """
 
     def __init__(self, items: Iterable[tuple[Any, _T]], path: str, where: object) -> None:
@@ -52,13 +52,13 @@ class Items(Generic[_T]):
         return [step for step in self.steps if isinstance(step, Group)]
 
     def first(self, names: Iterable[str]) -> str:
-        """Return the first of `names` in the order of the items."""
+        """Return the name of `names` that comes first in the order of the items."""
         wanted = {*names}
         cell = min(self._cell_of[name] for name in wanted)
         return next(key for key, _ in self.cells[cell] if isinstance(key, str) and key in wanted)
 
     def rename(self, new: Mapping[str, str]) -> None:
-        """Change names, all at once."""
+        """Change the names that are keys of `new` to their values, all at once."""
         for cell in {self._cell_of[name] for name in new}:
             self.cells[cell] = [(new.get(key, key), value) for key, value in self.cells[cell]]
         self.values = {new.get(name, name): value for name, value in self.values.items()}
@@ -67,7 +67,7 @@ class Items(Generic[_T]):
         self.steps.append(new)
 
     def regroup(self, group: Group, values: Iterable[_T]) -> None:
-        """Put the new tensors of `group` in the place of the first of the old ones, and remove the old ones."""
+        """Replace the old tensors of `group` by the new ones, `values`, at the position of the first old tensor."""
         first = self.first(group.old)
         home = self._cell_of[first]
         new = dict(zip(group.new, values, strict=True))
@@ -88,13 +88,13 @@ class Items(Generic[_T]):
         self.steps.append(group)
 
     def modules(self, known: Collection[str]) -> tuple[set[str], dict[str, str]]:
-        """Return the module paths in ``_metadata`` that rules take away, and those that they add.
+        """Return the module paths that the rules remove from ``_metadata``, and those that they add.
 
         Args:
             known: The module paths in ``_metadata``.
 
         Returns:
-            The paths without a name any more, and for each new path the old one in whose place it is.
+            The paths of modules without names now, and a dict from each new path to the old path that it replaces.
         """
         before, after = _modules(self.before), _modules(self.values)
         origin: dict[str, str] = {}
@@ -108,11 +108,11 @@ class Items(Generic[_T]):
 
 
 class Maker(Generic[_T]):
-    """Makes new values of old ones.
+    """Builds new values from old ones.
 
     Attributes:
         source: The file, or None for a state dict in memory.
-        sizes: Numbers for the ``$NAME`` of rules.
+        sizes: The numbers for the ``$NAME`` of rules.
     """
 
     source: Readable | None = None
@@ -124,27 +124,38 @@ class Maker(Generic[_T]):
         return self.source.path if self.source else None
 
     def tensor(self, value: _T) -> Any:
-        """Return the dtype and shape of `value`, as attributes, or None if it is not a plain tensor."""
+        """Return an object with the ``dtype`` and ``shape`` of `value`, or None if `value` is not an ordinary
+        tensor.
+        """
         raise NotImplementedError
 
     def made(self, group: Group, values: Sequence[_T], like: _T) -> Iterable[_T]:
-        """Return the new tensors of `group`, which consist of `values`. `like` is the first of these in the file."""
+        """Return the new tensors of `group`, built from `values`.
+
+        `like` is the tensor that comes first in the state dict.
+        """
         raise NotImplementedError
 
     def resolved(self, rule: Rule) -> Rule:
-        """Return `rule`, which matches a name, with numbers in place of their names. Raise UsageError."""
+        """Return `rule` with numbers in place of ``$NAME``. Raise UsageError if a number is not known."""
         return rule.resolved(sizes_in(self.source, rule.values(), self.sizes, rule))
 
 
 def apply_rules(
     rules: Sequence[Rule], dicts: Sequence[Items[_T]], maker: Maker[_T], hint: str | None = None
 ) -> list[str]:
-    """Apply `rules`, one after another, to the state dicts `dicts`, whose new values `maker` makes. Return notes.
+    """Apply `rules`, one after another, to the state dicts `dicts`. Return notes for the report.
+
+    Args:
+        rules: The rules.
+        dicts: The items of the state dicts, which are changed in place.
+        maker: Builds the new values.
+        hint: The hint of the error if there are no names at all.
 
     Raises:
-        NoMatchError: A rule, or a file of rules, matches no name. Its hint is `hint` if there are no names.
-        RefusedError, CollisionError, LimitError: Tensors do not fit a rule, or something would be broken that belongs
-            to them.
+        NoMatchError: A rule, or a file of rules, matches no name.
+        RefusedError, CollisionError, LimitError: Tensors do not fit a rule, or a bias or scale of a tensor is not
+            regrouped with it.
     """
     # a file can have many rules for other forms of what it makes; only one that cuts something off loses something
     losing = (rule for rule in rules if rule.file is None or rule.made[-1].pattern is None)
@@ -192,7 +203,7 @@ def apply_rules(
 
 
 def _modules(names: Iterable[str]) -> dict[str, None]:
-    """Return the paths of the modules that contain `names`, without the outermost, in order."""
+    """Return the paths of all modules that contain `names`, in order, without the outermost module."""
     modules: dict[str, None] = {}
     for name in names:
         path = name.rpartition(".")[0]

@@ -1,7 +1,7 @@
-"""Let optimizers follow weights that ``--regroup`` splits, joins and stacks.
+"""Change optimizers together with weights that ``--regroup`` splits, joins and stacks.
 
-State in the shape of a parameter (``exp_avg``) is regrouped as the parameter is. A number (``step``) goes to each part
-of a split, and must be equal in all parts of a join. Any other state is refused.
+State in the shape of a parameter (``exp_avg``) is regrouped like the parameter. A number (``step``) is copied to each
+part of a split, and must be equal in all parts of a join. Any other state is refused.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ckptconv.pickles.graph import Call, Dict, Node, Value, replace_items, set_i
 
 
 def follow(followers: Followers, changes: Changes, tensors: Tensors, steps: Mapping[int, Sequence[Step]]) -> None:
-    """Let the optimizers of `followers` follow their weights.
+    """Change the optimizers of `followers` like their weights.
 
     Args:
-        followers: The optimizers, and the state dicts as they were before.
-        changes: Takes what changed.
-        tensors: Makes tensors in the checkpoint that has the weights.
-        steps: What was done to each state dict, by the id of its node.
+        followers: The optimizers, and the state dicts before the rules.
+        changes: The report.
+        tensors: Builds tensors in the checkpoint that contains the weights.
+        steps: The steps of each state dict, by the id of its node.
 
     Raises:
-        RefusedError: It is not known which weights an optimizer has, or its state cannot be regrouped as they are.
+        RefusedError: It is not known which weights an optimizer has, or its state cannot be regrouped like them.
     """
     checkpoint = followers.checkpoint
     own = tensors if followers.of is checkpoint else Tensors(checkpoint, changes)
@@ -58,7 +58,7 @@ def follow(followers: Followers, changes: Changes, tensors: Tensors, steps: Mapp
 
 
 class _Parameters:
-    """The parameters of `optimizer` while rules change them. A new one has a new number as its key."""
+    """The parameters of `optimizer` while rules change them. The key of a new parameter is a new number."""
 
     def __init__(self, optimizer: Optimizer, followers: Followers, tensors: Tensors, changes: Changes) -> None:
         self.optimizer = optimizer
@@ -75,7 +75,10 @@ class _Parameters:
         self.unused = 1 + max((key for key in optimizer.params if isinstance(key, int)), default=0)
 
     def follow(self, steps: Mapping[int, Sequence[Step]]) -> None:
-        """Take the steps of the weights, which are given by the id of these. Raise RefusedError."""
+        """Apply the steps of the weights of this optimizer. `steps` are given by the id of the weights.
+
+        Raises RefusedError.
+        """
 
         def ask(weights: Weights) -> tuple[dict[Key, str], Sequence[Step]] | str:
             names = names_in(self.optimizer, weights, in_order=self.followers.in_order)
@@ -94,7 +97,10 @@ class _Parameters:
         self.write()
 
     def regroup(self, group: Group) -> None:
-        """Replace the parameters of `group` by the new ones. It can be that the optimizer has none of them."""
+        """Replace the old parameters of `group` by the new ones.
+
+        Do nothing if the optimizer has none of the old ones.
+        """
         keys = [self.key_of[name] for name in group.old if name in self.key_of]
         if not keys:
             return
@@ -118,7 +124,11 @@ class _Parameters:
         self.followers.change_of(self.optimizer, self.changes).regrouped += len(new)
 
     def made(self, group: Group, keys: Sequence[Key]) -> list[Dict]:
-        """Return the states of the new parameters of `group`, made of those of `keys`. Empty if these have none."""
+        """Return the states of the new parameters of `group`, built from the states of the old parameters `keys`.
+
+        The list is empty if none of these has a state. Raises RefusedError if only some have one, or if a state is
+        unknown.
+        """
         having = [self.names[key] for key in keys if key in self.entries]
         if not having:
             return []
@@ -144,9 +154,10 @@ class _Parameters:
         return [set_items(Dict(), each) for each in items]
 
     def values(self, group: Group, field: str, values: Sequence[Value]) -> Sequence[Value] | None:
-        """Return the values of `field` for the new parameters of `group`, or None if it is not known what they are.
+        """Return the values of `field` in the states of the new parameters of `group`. Return None if they are not
+        known.
 
-        `values` are those of the old parameters.
+        `values` are the values in the states of the old parameters.
         """
         count = len(group.new)
         if not any(isinstance(value, Node) for value in values):
@@ -170,7 +181,7 @@ class _Parameters:
         return [nodes[0], *(self.tensors.copy(nodes[0]) for _ in range(count - 1))]  # each is changed in place
 
     def compare(self) -> None:
-        """Raise RefusedError if numbers of parameters that were joined differ."""
+        """Raise RefusedError if numbers of joined parameters differ. Numbers without known checksums are read."""
         unsure = [each for each in self.pairs if not _have_same_checksum(*each[2])]
         every = [piece for _, _, pair in unsure for piece in pair]
         announce(every)
@@ -180,7 +191,7 @@ class _Parameters:
                     self.fail(group, f"{field} of {some(group.old)} must be equal")
 
     def write(self) -> None:
-        """Give the optimizer its new parameters."""
+        """Write the new parameters and their states into the optimizer."""
         items: list[tuple[Value, Value]] = []
         for stored, value in self.optimizer.state.entries():
             key = self.optimizer.key(stored)
@@ -193,7 +204,7 @@ class _Parameters:
         rewrite(self.optimizer, groups, self.names, is_named=self.optimizer.is_named)
 
     def now(self, keys: Iterable[Key]) -> list[Key]:
-        """Return the parameters that stand for `keys` after all steps."""
+        """Return the parameters that replace `keys` after all steps. A key that was not replaced stays."""
         found: list[Key] = []
         todo = [*keys][::-1]
         while todo:

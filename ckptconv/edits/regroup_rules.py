@@ -1,16 +1,16 @@
-r"""The rules of ``--regroup``: how they are written, which names they match, and how they are printed.
+"""The rules of ``--regroup``: their grammar, the names that they match, and their text.
 
-A rule is ``LEFT = RIGHT``: the names that are read, and the names that are made of them. One side has one name, the
-*whole*; the other side has the *parts*::
+A rule is ``LEFT = RIGHT``: the names that are read, and the names of the tensors that are built from them. One side
+has a single name, the *whole*; the other side has the *parts*::
 
     **.experts.{e}.w1.weight:1, **.experts.{e}.w3.weight:1 = **.experts.gate_up_proj
     a.{l}.qkv.weight @0/8 = b.{l}.q.weight:4, b.{l}.k.weight:1, b.{l}.v.weight:1
     emb.weight = embed_tokens.weight[151936], -
     layers.{n}.x = blocks.{n+1}.x
 
-A name is compared segment by segment, from the left up to a ``*`` and then from the right, so matching takes time in
-proportion to the length of the name. ``{n}`` is a decimal number, ``*`` text without a dot, and ``**.`` at the start
-any segments. A number that only the parts have is a stacked dimension of the whole.
+A name is compared segment by segment, from the left up to a ``*`` and then from the right, so the time is proportional
+to the length of the name. ``{n}`` is a decimal number, ``*`` is text without a dot, and ``**.`` at the start is any
+number of segments. A number that only the parts have is a stacked dimension of the whole.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Value: TypeAlias = "int | str"
 
 @dataclass(frozen=True)
 class Number:
-    """A ``{name}`` in a pattern. It stands for the number `name` plus `shift`."""
+    """A ``{name}`` in a pattern. It matches the number `name` plus `shift`."""
 
     name: str
     shift: int = 0
@@ -62,12 +62,12 @@ _Token: TypeAlias = "str | Number"
 
 @dataclass(frozen=True)
 class Match:
-    """The numbers of a name, without the shifts of its pattern, and the texts of its wildcards.
+    """The numbers and the texts of the wildcards in a name that a pattern matches.
 
     Attributes:
-        numbers: The numbers by name.
-        wild: The text of ``**.``, if the pattern has it, and of each ``*``.
-        zeros: Whether a number begins with a 0 that it does not need.
+        numbers: The numbers by name, without the shifts of the pattern.
+        wild: The text of ``**.``, if the pattern has it, and of ``*``.
+        zeros: Whether a number in the name has leading zeros.
     """
 
     numbers: dict[str, int]
@@ -76,7 +76,7 @@ class Match:
 
     @property
     def is_below(self) -> bool:
-        """Whether a number is below 0."""
+        """Whether a number is negative."""
         return any(number < 0 for number in self.numbers.values())
 
 
@@ -85,7 +85,7 @@ class Pattern:
     """A name in a rule.
 
     Attributes:
-        anywhere: Whether it begins with ``**.``.
+        anywhere: Whether the pattern begins with ``**.``.
         segments: The tokens of each segment: texts, numbers, and at most one :data:`STAR`.
     """
 
@@ -94,17 +94,17 @@ class Pattern:
 
     @cached_property
     def numbers(self) -> tuple[str, ...]:
-        """The names of its numbers, in order."""
+        """The names of the numbers, in order."""
         return tuple(each.name for each in self._tokens if isinstance(each, Number) and each != STAR)
 
     @cached_property
     def wildcards(self) -> tuple[bool, int]:
-        """Whether it begins with ``**.``, and how many ``*`` it has."""
+        """Whether the pattern begins with ``**.``, and the number of ``*`` in it."""
         return self.anywhere, sum(each == STAR for each in self._tokens)
 
     @property
     def ends_open(self) -> bool:
-        """Whether its last segment is ``*``."""
+        """Whether the last segment is ``*``."""
         return self.segments[-1] == (STAR,)
 
     @property
@@ -113,12 +113,15 @@ class Pattern:
 
     @cached_property
     def _tail(self) -> str:
-        """The text at its end."""
+        """The text at the end of the pattern, which a name must end with.
+
+        Empty if the pattern ends with a number or ``*``.
+        """
         last = self.segments[-1][-1] if self.segments[-1] else ""
         return last if isinstance(last, str) else ""
 
     def match(self, name: str) -> Match | None:
-        """Return what its numbers and wildcards are in `name`, or None if it does not match all of `name`."""
+        """Return the numbers and wildcards in `name`. Return None if the pattern does not match all of `name`."""
         if not name.endswith(self._tail):
             return None
         texts = name.split(".")
@@ -135,9 +138,9 @@ class Pattern:
         return Match(numbers, tuple(wild), any(len(each) > 1 and each[0] == "0" for each in found.values()))
 
     def fill(self, numbers: Mapping[str, int], wild: Sequence[str]) -> str | None:
-        """Return the name for these `numbers` and texts of wildcards. Return None if a number would be below 0.
+        """Return the name for these `numbers` and texts of wildcards. Return None if a number in it would be negative.
 
-        A number that is not in `numbers` stays as it is written.
+        A number whose name is not in `numbers` is left as ``{name}``.
         """
         texts = iter(wild)
         start = next(texts) if self.anywhere else ""
@@ -166,7 +169,10 @@ class Pattern:
 
 
 def _match_segment(tokens: tuple[_Token, ...], text: str, found: dict[str, str], wild: list[str]) -> bool:
-    """Return whether `tokens` match all of `text`. Digits are added to `found`, and the text of a star to `wild`."""
+    """Return whether `tokens` match all of `text`.
+
+    Add the digits of numbers to `found`, and the text of a star to `wild`.
+    """
     star = tokens.index(STAR) if STAR in tokens else len(tokens)
     start, end = 0, len(text)
     for token in tokens[:star]:
@@ -200,7 +206,7 @@ def _match_segment(tokens: tuple[_Token, ...], text: str, found: dict[str, str],
 
 
 def _quoted(text: str) -> str:
-    """Return `text` with a backslash before each character that means something in a rule."""
+    """Return `text` with a backslash before each space and each character with a meaning in rules."""
     if text == "-":
         return "\\-"
     return "".join(f"\\{c}" if c in _MEANS_SOMETHING or c.isspace() else c for c in text)
@@ -208,7 +214,7 @@ def _quoted(text: str) -> str:
 
 @dataclass(frozen=True)
 class Item:
-    """A name on a side of a rule, and what stands after it.
+    """A name on one side of a rule, with the values after it.
 
     Attributes:
         pattern: The name, or None for ``-``.
@@ -235,11 +241,12 @@ class Rule:
     """A rule.
 
     Attributes:
-        read: The names that are read.
-        made: The names that are made.
-        file: The name or file of rules that it is from, or None.
-        is_forward: Whether it is for one direction only. Reversed rules contain it as it is, and it is not applied.
-        models: The ``model_type`` of the models that the file is for. Empty means any.
+        read: The names that are read: the left side.
+        made: The names of the new tensors: the right side.
+        file: The name or file of rules that contains the rule, or None.
+        is_forward: Whether the rule is for one direction only. When rules are reversed, it stays as it is and is not
+            applied.
+        models: The ``model_type`` of the models that the file is for. Empty for all models.
     """
 
     read: tuple[Item, ...]
@@ -250,7 +257,7 @@ class Rule:
 
     @cached_property
     def whole_is_read(self) -> bool | None:
-        """Whether the whole is on the side that is read, or None if the rule is a rename."""
+        """Whether the left side is the whole, so that the rule splits tensors. None if the rule only renames."""
         if len(self.read) > 1 or len(self.made) > 1:
             return len(self.read) == 1
         read, made = ({*side[0].pattern.numbers} if side[0].pattern else set() for side in (self.read, self.made))
@@ -258,12 +265,12 @@ class Rule:
 
     @property
     def whole(self) -> Item:
-        """The whole."""
+        """The item of the whole."""
         return self.read[0] if self.whole_is_read else self.made[0]
 
     @property
     def parts(self) -> tuple[Item, ...]:
-        """The parts, ``-`` last."""
+        """The items of the parts. ``-`` comes last."""
         return self.made if self.whole_is_read else self.read
 
     @cached_property
@@ -273,17 +280,17 @@ class Rule:
 
     @cached_property
     def stacked(self) -> tuple[str, ...]:
-        """The numbers that are dimensions of the whole."""
+        """The names of the numbers that are stacked dimensions of the whole."""
         own = self.whole.pattern.numbers if self.whole.pattern else ()
         return tuple(name for name in self.named[0].numbers if name not in own)
 
     def values(self) -> list[str]:
-        """Return the names of the values that are not numbers, with their ``$``."""
+        """Return the ``$NAME`` in the rule whose numbers are not known yet, each once."""
         every = (value for item in (*self.read, *self.made) for value in (item.share, item.size, item.groups))
         return [*dict.fromkeys(value for value in every if isinstance(value, str))]
 
     def resolved(self, values: Mapping[str, int]) -> Rule:
-        """Return the rule with `values` in place of their names."""
+        """Return the rule with the numbers in `values` in place of their ``$NAME``."""
 
         def number(value: Any) -> Any:
             return values.get(value, value) if isinstance(value, str) else value
@@ -297,7 +304,7 @@ class Rule:
         return replace(self, read=of(self.read), made=of(self.made))
 
     def reversed(self) -> Rule:
-        """Return the rule with its sides exchanged. Raise UsageError if it would be no rule."""
+        """Return the rule with its sides exchanged. Raise UsageError if this is not a valid rule."""
         rule = replace(self, read=self.made, made=self.read)
         if any(item.pattern is None for item in self.made):
             text = "what - leaves behind cannot be brought back"
@@ -318,7 +325,10 @@ class Rule:
 
 
 def parse_rules(lines: Iterable[str], file: str) -> list[Rule]:
-    """Return the rules in the `lines` of `file`. Raise UsageError if a line is not a rule."""
+    """Return the rules in the `lines` of `file`. Raise UsageError if a line is not a rule.
+
+    Comments start with ``//``. A comment ``// for:`` at the start of a line names the models of the rules after it.
+    """
     rules = []
     models: tuple[str, ...] = ()
     for number, line in enumerate(lines, 1):
@@ -337,11 +347,11 @@ def parse_rule(text: str, where: str | None = None, file: str | None = None) -> 
 
     Args:
         text: The rule.
-        where: For errors, the place of the rule. By default it is `text`.
-        file: The name or file of rules that it is from.
+        where: The position of the rule, for errors. By default it is `text`.
+        file: The name or file of rules that contains the rule, or None.
 
     Raises:
-        UsageError: It is not a rule.
+        UsageError: The text is not a rule.
     """
     if len(text) > LIMITS.rule_length:
         _fail(where or text[:99], "the rule is too long", expected=f"at most {LIMITS.rule_length:,} characters")
@@ -367,7 +377,7 @@ def _fail(
 
 
 def _split(symbols: Sequence[str], at: str) -> list[list[str]]:
-    """Return the `symbols` between those that are `at`."""
+    """Return the lists of symbols between the symbols that are equal to `at`."""
     parts: list[list[str]] = [[]]
     for symbol in symbols:
         if symbol == at:
@@ -411,7 +421,7 @@ def _stripped(symbols: list[str]) -> list[str]:
 
 
 def _pattern(symbols: list[str], where: str) -> Pattern:
-    """Return the pattern that `symbols` are. Raise UsageError if they are none."""
+    """Return the pattern that consists of `symbols`. Raise UsageError if they are not a valid name."""
     name = "".join(symbols)
     segments: list[list[_Token]] = [[]]
     at = 0
@@ -457,7 +467,7 @@ def _check_pattern(pattern: Pattern, name: str, where: str) -> None:
 
 
 def _check(rule: Rule, where: str) -> None:
-    """Raise UsageError if `rule` contradicts itself."""
+    """Raise UsageError if `rule` is inconsistent."""
     every = (*rule.read, *rule.made)
     patterns = [item.pattern for item in every if item.pattern]
     if len(rule.read) > 1 and len(rule.made) > 1:

@@ -17,17 +17,17 @@ from ckptconv.pickles.graph import Call, Global, Tuple, Value, args_of, children
 
 
 def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Storage], changes: Changes) -> None:
-    """Change the tags of storages, and the devices of rebuild calls, as `devices` says.
+    """Change the tags of storages and the devices of rebuild calls, as `devices` maps them.
 
     Args:
         checkpoint: The checkpoint, which is changed in place.
         devices: The mapping of tags.
         rng_storages: The storages with states of random generators.
-        changes: The changes, to which these are added.
+        changes: The report.
 
     Raises:
         UnknownDeviceError: A rule is for a device that neither torch nor the checkpoint knows.
-        UsageError: Tensors would go to a device that neither torch nor the checkpoint knows.
+        UsageError: The new device is one that neither torch nor the checkpoint knows.
     """
     _unwrap(checkpoint, devices)
     tags: dict[str, str] = {}  # one string for each tag, as in a pickle
@@ -63,10 +63,10 @@ def retag(checkpoint: Checkpoint, devices: Devices, rng_storages: Container[Stor
 
 
 def _unwrap(checkpoint: Checkpoint, devices: Devices) -> None:
-    """Replace each call that copies a CPU tensor to a device by the CPU tensor, with a tag for that device.
+    """Replace each call that copies a CPU tensor to a device by the CPU tensor, with that device as its tag.
 
-    A tensor that `devices` does not move, or that shares its storage or a node, keeps its call: torch has no tag for
-    its device (XLA).
+    The call stays if `devices` does not change the device, because torch has no tag for it (XLA). It also stays if the
+    storage or a node of the tensor is shared.
     """
     index = checkpoint.index
     copies = [
@@ -90,7 +90,10 @@ def _unwrap(checkpoint: Checkpoint, devices: Devices) -> None:
 
 
 def about_kept_devices(checkpoint: Checkpoint, devices: Devices) -> list[str]:
-    """Return a note on devices in `checkpoint` that are data and stay, although `devices` maps them; else nothing."""
+    """Return a list with a note on devices in the user's data that `devices` maps. Edits do not change such data.
+
+    The list is empty if there are none.
+    """
     data = user_devices(checkpoint.index.every_place)
     stay = [f"{path} = {device}" for path, device in data.items() if devices.new_tag(device) != device]
     return [f"devices in user data, which are not changed: {some(stay)}"] if stay else []
@@ -103,11 +106,11 @@ def tags_of(checkpoint: Checkpoint) -> set[str]:
 
 
 def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) -> list[str]:
-    """Return notes on the rules of `devices` that match none of `tags`, the tags of `checkpoint`.
+    """Return a note for each rule of `devices` that matches none of `tags`, the tags of `checkpoint`.
 
     Raises:
         UnknownDeviceError: Such a rule is for a word that is not a device.
-        UsageError: Tensors would go to a backend of which `checkpoint` has no tag, and the rule is not for ``any``.
+        UsageError: A new device is a backend of which `checkpoint` has no tag, and the rule is not for ``any``.
     """
     notes = []
     for target in (devices.to, *(rule.new for rule in devices.rules if rule.rank)):
@@ -138,7 +141,7 @@ def unmatched_rules(checkpoint: Checkpoint, devices: Devices, tags: set[str]) ->
 def _set_device(argument: DeviceArgument, tag: str) -> None:
     """Replace the device in one argument of one call by `tag`.
 
-    The tuples and the old device may be shared with other calls, so they are replaced and not changed.
+    Tuples of arguments can be shared with other calls, so they are replaced and not changed.
     """
     outer = argument.call.args
     inner = outer.items[2] if argument.nested and isinstance(outer, Tuple) else outer

@@ -1,11 +1,11 @@
-"""Scan a pickle as leniently as the unpicklers that would run it, for the globals that it reaches.
+"""Scan a pickle as leniently as the unpicklers that could run it, and list the globals that it reaches.
 
-The parser refuses what can be read in two ways. An attacker would only have to be refused to hide a call: Python runs
-everything before a mistake, and does not see a mistake in much that the parser refuses. So this reader accepts what
-either of CPython's two unpicklers accepts (``Modules/_pickle.c``, ``Lib/pickle.py``), and what it has seen before it
-stops counts. It may see more than runs, never less. ``tests/fuzz/unpicklers.py`` compares it with both.
+The parser refuses what different readers read differently. An attacker could use this to hide a call: Python runs
+everything before a fault, and accepts much that the parser refuses. So this scan accepts what either of CPython's two
+unpicklers accepts (``Modules/_pickle.c``, ``Lib/pickle.py``), and everything before its end counts. It may find more
+than Python runs, never less. ``tests/fuzz/unpicklers.py`` compares the scan with both unpicklers.
 
-One of the two accepts the following, and the parser does not (values of wrong types are left out):
+At least one of them accepts the following, and the parser does not (apart from values of wrong types):
 
     NUL, spaces, a sign, underscores in the line of a GET or PUT    in C the line ends at NUL
     a last line without its end                                     Python accepts it without its last byte
@@ -58,11 +58,11 @@ class LenientScan(NamedTuple):
     """The result of a scan.
 
     Attributes:
-        graph: All that the pickle makes and refers to before `end`.
+        graph: The graph of everything before `end`.
         end: The offset after the last opcode that was read.
         is_whole: Whether the scan reached STOP.
-        doubt: The reason why an unpickler may see something else, or None. If it is None, every unpickler sees the same
-            up to the first mistake.
+        doubt: The reason why an unpickler may read something else, or None if all unpicklers read the same up to
+            the first fault.
     """
 
     graph: Graph
@@ -80,15 +80,15 @@ def scan_lenient(
     nbytes: int | None = None,
     leave: tuple[bytes, ...] = (),
 ) -> LenientScan:
-    """Scan the pickle from `start` to `end`.
+    """Scan the pickle from `start` to `end`. Return the result, also for a pickle with a fault.
 
     Args:
-        read: A function ``read(offset, length)`` that returns so many bytes at an offset.
-        start: Offset of the pickle's first byte.
-        end: Offset at which the bytes end.
-        most: The largest number of opcodes to execute.
-        nbytes: The largest number of bytes to read, if that is less than the limit on pickles.
-        leave: Prefixes of values that stay in the source, as in :func:`~ckptconv.pickles.parser.parse`.
+        read: A function ``read(offset, length)`` that returns the bytes at an offset.
+        start: The offset of the pickle's first byte.
+        end: The offset at which the bytes end.
+        most: The maximum number of opcodes to execute.
+        nbytes: The maximum number of bytes to read, or None for the limit on pickles.
+        leave: Prefixes of values that are not read, as in :func:`~ckptconv.pickles.parser.parse`.
 
     Raises:
         Exception: Only exceptions of `read`.
@@ -111,11 +111,13 @@ def scan_lenient(
 
 
 class _Broken(Exception):
-    """No unpickler continues. It has no message, because most byte strings are not pickles and raise it."""
+    """Raised if no unpickler continues. It has no message, because most byte strings are not pickles and raise it."""
 
 
 class _Lenient(PickleMachine):
-    """A machine that continues if :class:`PickleMachine` fails and pickle's own machines may not."""
+    """A machine that continues after some faults: where :class:`PickleMachine` fails and an unpickler of Python may
+    not.
+    """
 
     doubt: str | None = None
 
@@ -142,10 +144,10 @@ class _Lenient(PickleMachine):
             self.frame_end = None
 
     def finish(self, opcodes: int) -> Graph:
-        """Return the graph of all that was read.
+        """Return the graph of everything that was read.
 
-        Its root is the value on top of the stack. All other values count as discarded. `opcodes` is 0 if the scan did
-        not reach STOP.
+        Its root is the value on top of the stack, or None. All other values count as discarded. `opcodes` is 0 if
+        the scan did not reach STOP.
         """
         if self.frame_end is not None:
             self.check_frame()
@@ -158,16 +160,16 @@ class _Lenient(PickleMachine):
         return self.graph(root, opcodes, [*self.popped, *left, *self.calls])
 
     def line(self) -> bytes:
-        """Read a line as Python's unpickler does: a last line without an end loses its last byte."""
+        """Read a line as Python's unpickler does. If the end of the line is missing, the last byte is dropped."""
         try:
             return super().line()
         except _Broken:
             return self.take(self.size - self.tell())[:-1]
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:  # noqa: ARG002 - any kind is accepted
-        """Record `opcode` on the object on top of the stack, if it can have effects.
+        """Add an effect with `opcode` and `values` to the object on top of the stack. Other values are ignored.
 
-        A global that gets a state, an item or a member counts as called: ``os.environ`` has a method for each of these.
+        A global on top of the stack counts as called: ``os.environ``, for example, runs a method for an effect.
         """
         target = self.stack[-1]
         if isinstance(target, Object):
@@ -176,7 +178,7 @@ class _Lenient(PickleMachine):
             self.calls.append(Call(opcode, target, Tuple(values), order=self.next_order()))
 
     def call(self, kind: str, callable_: Value, args: Value, kwargs: Value = None) -> None:
-        """Push the result of a call, without making the call. Arguments of any type are accepted."""
+        """Push a node for the result of a call, which is not executed. Arguments of any type are accepted."""
         if not isinstance(callable_, (Global, Call, Extension, PersistentId)):
             self.fail("what cannot be called stops every reader")
         if not isinstance(args, (Tuple, Call)):
@@ -193,7 +195,7 @@ def _proto(m: PickleMachine) -> None:
 
 
 def _number(m: PickleMachine) -> None:
-    """Read a line and push 0: the value of a number does not matter."""
+    """Read a line and push 0. The value of the number does not matter."""
     m.line()
     m.stack.append(0)
 
@@ -207,7 +209,7 @@ def _long_bytes(m: PickleMachine, n: int) -> None:
 
 
 def _slot(m: PickleMachine) -> int:
-    """Read a line and return the memo slot in it. In C's unpickler the line ends at a NUL."""
+    """Read a line and return the number of a memo slot. In C's unpickler the line ends at a NUL."""
     digits = m.line().split(b"\0", 1)[0]
     try:
         return int(digits)
@@ -242,10 +244,10 @@ def _stack_global(m: PickleMachine) -> None:
 
 
 def _texts(value: Value) -> list[str]:
-    """Return the texts that `value` can stand for, or an empty list if it cannot be a text.
+    """Return the texts that `value` can be. The list is empty if it cannot be a text.
 
-    A Python 2 string has one of two encodings. The result of a call, a global, a blob, an extension or a persistent id
-    cannot be known, so it counts as ``builtins.__import__``.
+    A Python 2 string can have one of two encodings. The value of a call, a global, a blob, an extension or a
+    persistent id is not known, so it counts as ``builtins.__import__``.
     """
     if isinstance(value, Py2String):
         latin_1 = value.data.decode("latin-1")
@@ -259,7 +261,9 @@ def _texts(value: Value) -> list[str]:
 
 
 def _items(m: PickleMachine, values: list[Value]) -> None:
-    """Set items as Python's unpickler does, up to a key without a value."""
+    """Set items as Python's unpickler does: before it fails at a key without a value, all items before the key are
+    set.
+    """
     even = len(values) - len(values) % 2
     m.effect("SETITEMS", values[:even])
     if values[even:]:

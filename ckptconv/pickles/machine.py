@@ -1,8 +1,8 @@
 """The pickle virtual machine on nodes: input, stack, memo, frames and the record of effects.
 
-:mod:`ckptconv.pickles.parser` defines what each opcode does. This machine is stricter than pickle's own: operands must
-have the type that the opcode is for, frames must contain complete opcodes, and the stack must be empty at the end. It
-reads through a small window, so that skipped bytes never enter memory.
+:mod:`ckptconv.pickles.parser` defines the operation of each opcode. This machine is stricter than pickle's own:
+operands must have the type that the opcode needs, frames must contain complete opcodes, and exactly one value must
+be left at the end. It reads through a small window, so skipped bytes are never in memory.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ HASHED_AS_IT_IS = 1 << 60
 
 
 class PickleMachine:
-    """The state of one run.
+    """The state of a machine that reads one pickle.
 
-    As in ``pickle.py``, ``stack`` contains the values after the newest MARK, and ``metastack`` the stacks before each
-    MARK.
+    As in ``pickle.py``, ``stack`` contains the values after the newest MARK, and ``metastack`` the stacks before
+    each MARK.
 
     Args:
-        read: A function ``read(offset, length)`` that returns so many bytes at an offset.
-        size: Number of bytes that `read` can return.
-        where: Name of the pickle in errors.
-        offset: Offset of the pickle's first byte.
-        leave: Prefixes. Byte strings and texts that start with one of them stay in the source, however short they are.
+        read: A function ``read(offset, length)`` that returns the bytes at an offset.
+        size: The number of bytes that `read` can return.
+        where: The name of the pickle in errors.
+        offset: The offset of the pickle's first byte.
+        leave: Prefixes. Byte strings and texts that start with a prefix become blobs, even if they are short.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class PickleMachine:
     def load(self, dispatch: Sequence[Operation | None], most: int | None = None) -> Graph:
         """Execute opcodes up to STOP and return the graph.
 
-        `dispatch` maps the code of each opcode to its operation. At most `most` opcodes are executed, if that is less
-        than ``LIMITS.pickle_opcodes``. Raises MalformedError, LimitError and what an operation raises.
+        `dispatch` contains the operation of each opcode by its code. At most `most` opcodes are executed, or
+        ``LIMITS.pickle_opcodes`` if this is less. Raises MalformedError, LimitError, and the errors of operations.
         """
         stop, used, self.dispatch = CODES["STOP"][0], self.used, dispatch
         most = LIMITS.pickle_opcodes if most is None else min(most, LIMITS.pickle_opcodes)
@@ -153,7 +153,7 @@ class PickleMachine:
         return self.graph(root, opcodes, _lost(root, self.popped) if self.popped else [])
 
     def graph(self, root: Value, opcodes: int, discarded: list[Value]) -> Graph:
-        """Return the graph of all that was read, with this `root`."""
+        """Return the graph of everything that was read so far, with this `root` and these `discarded` values."""
         return Graph(
             root,
             self.protocol,
@@ -170,9 +170,9 @@ class PickleMachine:
         )
 
     def count(self, opcodes: int) -> bool:
-        """Count `opcodes` that are executed at once.
+        """Count `opcodes` that are executed in one step.
 
-        Return False if that exceeds the limit. No further opcode is executed then.
+        Return False if there are more than the limit; then nothing follows.
         """
         return next(islice(self.steps, opcodes - 1, None), self) is None
 
@@ -268,7 +268,7 @@ class PickleMachine:
         return offset
 
     def is_left(self, n: int) -> bool:
-        """Return whether the next `n` bytes start with one of the prefixes ``leave``."""
+        """Return whether the next `n` bytes start with a prefix in ``leave``, so that they become a blob."""
         longest = min(max(map(len, self.leave)), n)
         if self.pos + longest > len(self.window):
             self.refill(longest)
@@ -327,7 +327,10 @@ class PickleMachine:
         self.stack.append(value)
 
     def not_in_memo(self, slot: int) -> Value:
-        """Return the value of a slot that ``memo`` does not contain. This class has none and raises MalformedError."""
+        """Return the value of a slot that ``memo`` does not contain.
+
+        Here this raises MalformedError; a subclass may have values.
+        """
         self.fail("the memo has no such slot", got=slot)
 
     def put(self, slot: int) -> None:
@@ -337,11 +340,14 @@ class PickleMachine:
         self.memo[slot if slot < HASHED_AS_IT_IS else hex(slot)] = self.stack[-1]
 
     def memoize(self) -> None:
-        """Store the value on top of the stack in the next memo slot, whose number is the number of slots in use."""
+        """Store the value on top of the stack in the memo slot whose number is the number of slots in use."""
         self.put(len(self.memo))
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
-        """Add an effect to the object on top of the stack, which must be one of `kinds` or the result of a call."""
+        """Add an effect to the object on top of the stack.
+
+        Raise MalformedError if it is not of `kinds` or the result of a call.
+        """
         target = self.stack[-1]
         if not isinstance(target, (*kinds, Call)) or not isinstance(target, Object):
             self.fail(f"{opcode} on a value that cannot take it", got=kind_of(target))
@@ -350,7 +356,7 @@ class PickleMachine:
         target.add(Effect(opcode, values, self.next_order()))
 
     def call(self, kind: str, callable_: Value, args: Value, kwargs: Value = None) -> None:
-        """Push the result of a call, without making the call."""
+        """Push a node for the result of a call, which is not executed."""
         # Torch's older format refers to the classes of modules by persistent ids.
         if not isinstance(callable_, (Global, Call, Extension, PersistentId)):
             self.fail(f"{kind} of an object that cannot be called", got=kind_of(callable_))

@@ -47,11 +47,11 @@ def parse(
     """Return the graph of the pickle at `offset` and the offset after its last byte.
 
     Args:
-        read: A function ``read(offset, length)`` that returns so many bytes at an offset.
-        size: Number of bytes that `read` can return.
-        where: Name of the pickle in errors.
-        offset: Offset of the pickle's first byte.
-        leave: Prefixes. Byte strings and texts that start with one of them become blobs, however short they are.
+        read: A function ``read(offset, length)`` that returns the bytes at an offset.
+        size: The number of bytes that `read` can return.
+        where: The name of the pickle in errors.
+        offset: The offset of the pickle's first byte.
+        leave: Prefixes. Byte strings and texts that start with a prefix become blobs, even if they are short.
 
     Raises:
         MalformedError: The pickle is not valid.
@@ -166,7 +166,7 @@ def _utf8(m: PickleMachine, data: bytes) -> str:
 
 
 def _text(width: int) -> Operation:
-    """Return the operation of a text whose length has `width` bytes."""
+    """Return the operation that reads a text whose length has `width` bytes."""
 
     def operation(m: PickleMachine) -> None:
         n = m.length(width)
@@ -177,11 +177,11 @@ def _text(width: int) -> Operation:
 
 
 def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[PickleMachine], int]) -> Operation:
-    """Return the operation of a byte string.
+    """Return the operation that reads a byte string.
 
     Args:
-        kind: The kind of a blob.
-        make: Makes the value from its bytes.
+        kind: The kind of a blob, for a long byte string.
+        make: Returns the value from the bytes of a short byte string.
         length: Reads the length.
     """
 
@@ -196,7 +196,7 @@ def _bytes(kind: str, make: Callable[[bytes], Value], length: Callable[[PickleMa
 
 
 def _names(m: PickleMachine) -> Global:
-    """Read the two lines of a global, and return the global."""
+    """Read two lines, the module and name of a global, and return the global."""
     lines = m.line(), m.line()
     try:
         return m.find_class(lines[0].decode(), lines[1].decode())
@@ -212,7 +212,7 @@ def _stack_global(m: PickleMachine) -> None:
 
 
 def _extension(width: int) -> Operation:
-    """Return the operation of an extension whose code has `width` bytes."""
+    """Return the operation that reads an extension code of `width` bytes."""
 
     def operation(m: PickleMachine) -> None:
         code = int.from_bytes(m.take(width), "little", signed=width == 4)
@@ -232,7 +232,7 @@ def _long_binput(m: PickleMachine) -> None:  # without put(), for speed: the mos
 
 
 def _call(kind: str) -> Operation:
-    """Return the operation of a call with the callable and the arguments on the stack."""
+    """Return the operation of an opcode that calls the callable on the stack with the arguments on the stack."""
 
     def operation(m: PickleMachine) -> None:
         args, callable_ = m.stack.pop(), m.stack.pop()
@@ -266,7 +266,10 @@ def _build(m: PickleMachine) -> None:
 
 
 def _many(opcode: str, kind: type[Object], *, is_new: bool = False) -> Operation:
-    """Return an operation that adds the values after MARK to an object of this `kind`, which it makes if `is_new`."""
+    """Return the operation that adds the values after MARK to the object before it.
+
+    If `is_new` is True, the object is a new one of this `kind`.
+    """
 
     def operation(m: PickleMachine) -> None:
         values = m.pop_mark()
@@ -291,7 +294,7 @@ def _setitem(m: PickleMachine) -> None:
 
 
 def _tuple(n: int) -> Operation:
-    """Return the operation of a tuple of `n` items."""
+    """Return the operation that makes a tuple of the top `n` values."""
 
     def operation(m: PickleMachine) -> None:
         stack = m.stack
@@ -403,7 +406,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def in_dispatch(operations: Mapping[str, Operation]) -> list[Operation | None]:
-    """Return `operations`, which are given by the names of opcodes, as a list by the codes of opcodes."""
+    """Return `operations`, a dict by the names of opcodes, as a list by the codes of opcodes. Other codes have None."""
     dispatch: list[Operation | None] = [None] * 256
     for name, operation in operations.items():
         dispatch[CODES[name][0]] = operation

@@ -1,10 +1,13 @@
-"""The calls that the unpickler allows, with the arguments that torch accepts.
+"""The calls that torch's ``weights_only`` unpickler allows, and the arguments that torch accepts for them.
 
-The first half makes tensors: the rebuild functions. The second half makes containers, numbers, ``torch.Size``,
-``torch.device`` and layouts.
+The first half of the module is for rebuild functions, which build tensors. The second half is for containers, numbers,
+``torch.Size``, ``torch.device`` and layouts.
+
+Each function takes the arguments of a call and returns its value. It raises Refused if torch raises an exception,
+NotKnown if the behavior of torch is not modelled, and AfterUnknown if an argument is not known.
 
 Sources, torch 2.6 to 2.15: ``torch/_utils.py`` (the rebuild functions), ``torch/nn/parameter.py``, ``torch/_tensor.py``
-and the observed answers of torch's C++ code.
+and tests of torch's C++ code.
 """
 
 from __future__ import annotations
@@ -68,8 +71,9 @@ ATTRIBUTES = frozenset(
 def _view(
     storage: StorageValue, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and stride of a view, as ``Tensor.set_`` computes them. Raise Refused if it is not inside
-    `storage`.
+    """Return the shape and stride of a view of `storage`, as ``Tensor.set_`` computes them.
+
+    Raises Refused if the view is not inside the storage, and NotKnown for extreme shapes.
     """
     if offset < 0:
         raise Refused(f"its storage offset is negative: {offset}")
@@ -95,7 +99,10 @@ def _view(
 
 
 def _strided(args: Arguments, dtype: str | None = None) -> TensorValue:
-    """Return a tensor made from the first four arguments: storage, offset, shape and stride."""
+    """Return the tensor of the first four arguments: storage, offset, shape and stride.
+
+    `dtype` is the dtype, or None for that of the storage.
+    """
     storage = args.storage(0)
     dtype = dtype or storage.dtype.name
     offset = args.integer(1, "storage offset")
@@ -104,13 +111,16 @@ def _strided(args: Arguments, dtype: str | None = None) -> TensorValue:
 
 
 def check_gradient(requires_grad: bool, dtype: str) -> None:
-    """Raise Refused if a tensor of this `dtype` cannot require gradients and `requires_grad` is set."""
+    """Raise Refused if `requires_grad` is True and a tensor of this `dtype` cannot require gradients."""
     if requires_grad and not dtype.startswith(DIFFERENTIABLE):
         raise Refused(f"a tensor of {dtype} cannot require gradients")
 
 
 def _lazy_bits(args: Arguments, i: int, tensor: TensorValue) -> TensorValue:
-    """Return `tensor` with the bits in argument `i`, a dict of names and truth values, if there is one."""
+    """Return `tensor` with the lazy bits in argument `i`, a dict from ``conj`` and ``neg`` to bools.
+
+    There may be no argument.
+    """
     value = args.items[i] if i < len(args.items) else None
     if value is None or (not isinstance(value, Dict) and args.objects.is_empty(value, args.now)):
         return tensor
@@ -137,7 +147,7 @@ def _tensor(args: Arguments) -> TensorValue:
 
 
 def _tensor_v2(args: Arguments) -> TensorValue:
-    """Return the tensor of ``_rebuild_tensor_v2``: also ``requires_grad``, hooks, and perhaps metadata."""
+    """Return the tensor of ``_rebuild_tensor_v2``, which also has ``requires_grad``, hooks and optional metadata."""
     args.check_count(6, 7)
     tensor = _strided(args)
     tensor.requires_grad = args.flag(4, "requires_grad")
@@ -147,7 +157,7 @@ def _tensor_v2(args: Arguments) -> TensorValue:
 
 
 def _tensor_v3(args: Arguments) -> TensorValue:
-    """Return the tensor of ``_rebuild_tensor_v3``, which has a dtype and perhaps metadata after the hooks."""
+    """Return the tensor of ``_rebuild_tensor_v3``, which has a dtype and optional metadata after the hooks."""
     args.check_count(7, 8)
     dtype = "float32" if args.items[6] is None else args.dtype(6)
     tensor = _strided(args, dtype)
@@ -178,7 +188,10 @@ def _meta_tensor(args: Arguments) -> TensorValue:
 
 
 def empty(dtype: str) -> Maker:
-    """Return a maker of tensors without elements. torch before 0.4 wrote such a tensor, and then its state."""
+    """Return a function that returns a tensor of `dtype` without elements.
+
+    torch before 0.4 wrote a call for such a tensor, and set its state afterwards.
+    """
 
     def make(args: Arguments) -> TensorValue:
         if args.items:
@@ -189,7 +202,10 @@ def empty(dtype: str) -> Maker:
 
 
 def sparse_of_class(args: Arguments) -> Held:
-    """Raise NotKnown for a sparse tensor that is made by its class. No writer does this."""
+    """Raise NotKnown for a sparse tensor that is created by a call of its class.
+
+    No version of torch writes such a call.
+    """
     raise NotKnown(f"a sparse tensor made by its class of {len(args.items)} arguments")
 
 
@@ -213,7 +229,9 @@ def set_view(tensor: TensorValue, args: Arguments) -> TensorValue:
 
 
 def _qtensor(args: Arguments) -> TensorValue:
-    """Return the tensor of ``_rebuild_qtensor``: a strided tensor, its quantizer, ``requires_grad`` and hooks."""
+    """Return the tensor of ``_rebuild_qtensor``: storage, offset, size, stride, quantizer, ``requires_grad`` and
+    hooks.
+    """
     args.check_count(7)
     storage = args.storage(0)
     if not storage.dtype.name.startswith(_QUANTIZED):
@@ -236,7 +254,7 @@ def _qtensor(args: Arguments) -> TensorValue:
 
 
 def _check_affine(params: Arguments) -> None:
-    """Check the arguments ``(scheme, scale, zero point)`` of a quantizer."""
+    """Raise an error if the arguments ``(scheme, scale, zero point)`` of a quantizer are not valid."""
     params.check_count(3)
     scale = params.held(1)
     if not isinstance(scale, (bool, int, float)):
@@ -249,7 +267,9 @@ def _check_affine(params: Arguments) -> None:
 
 
 def _check_per_channel(params: Arguments, shape: tuple[int, ...]) -> None:
-    """Check the arguments ``(scheme, scales, zero points, axis)`` of a quantizer for a tensor of this `shape`."""
+    """Raise an error if the arguments ``(scheme, scales, zero points, axis)`` of a quantizer do not fit a tensor of
+    `shape`.
+    """
     params.check_count(4)
     axis = params.integer(3, "axis")
     wrong = Refused if params.objects.rules.since(2, 13) else NotKnown  # torch itself checks it since then
@@ -272,7 +292,7 @@ def _check_per_channel(params: Arguments, shape: tuple[int, ...]) -> None:
 
 
 def is_odd(dtype: str) -> bool:
-    """Return whether torch cannot convert numbers to and from `dtype`."""
+    """Return whether torch cannot convert numbers to and from the dtype `dtype`."""
     return dtype.startswith((*_ODD[:1], *_QUANTIZED)) or dtype in _ODD
 
 
@@ -290,7 +310,10 @@ def _sparse(args: Arguments) -> TensorValue:
 
 
 def _coordinates(args: Arguments) -> TensorValue:
-    """Return the sparse tensor of ``(indices, values, size)``, which a flag for coalesced indices may follow."""
+    """Return the sparse tensor of ``(indices, values, size)``.
+
+    A fourth argument tells whether the indices are coalesced.
+    """
     n = args.check_count(3, 4)
     indices, values = _plain_part(args, 0, "indices"), _plain_part(args, 1, "values")
     shape = _sparse_shape(args, 2)
@@ -318,15 +341,14 @@ def _coordinates(args: Arguments) -> TensorValue:
 
 
 def _checks_indices(args: Arguments) -> bool:
-    """Return whether torch compares the indices of a sparse tensor with its size when it loads it."""
+    """Return whether this version of torch compares the indices of a sparse tensor with its size when it loads it."""
     return args.objects.rules.since(2, 14) or not args.objects.rules.since(2, 8)
 
 
 def _index_numbers(args: Arguments, indices: TensorValue, *, in_place: bool) -> list[int]:
-    """Return the elements of `indices`. Raise NotKnown if they cannot be read here.
+    """Return the elements of `indices`. Raise NotKnown if they cannot be read.
 
-    torch compares them with the size when all storages are filled. `in_place` says that the sparse tensor uses
-    `indices` and no copy of them that was made before.
+    torch reads them when all storages are filled. `in_place` is False if torch has copied `indices` before that.
     """
     if indices.dtype not in ("int64", "int32"):
         raise NotKnown(f"indices of {indices.dtype}")
@@ -334,14 +356,16 @@ def _index_numbers(args: Arguments, indices: TensorValue, *, in_place: bool) -> 
 
 
 def _check_range(rows: Iterable[Sequence[int]], shape: Sequence[int]) -> None:
-    """Raise Refused if an index in one of `rows` is outside of the size in `shape` for that row."""
+    """Raise Refused if an index in one of `rows` is negative, or not less than the size for this row in `shape`."""
     for row, size in zip(rows, shape, strict=False):
         if row and not 0 <= min(row) <= max(row) < size:
             raise Refused(f"it has the indices {min(row)} to {max(row)} for {size:,} places")
 
 
 def _check_compressed(args: Arguments, layout: str, parts: Sequence[TensorValue], shape: list[int]) -> None:
-    """Raise Refused unless the `parts` of a compressed tensor have the invariants that torch documents.
+    """Raise Refused unless the `parts` of a compressed tensor meet the conditions that torch documents.
+
+    `parts` are the compressed indices, the plain indices and the values. `shape` is the size of the tensor.
 
     Source: ``torch/sparse`` documentation and ``ValidateCompressedIndicesCommon.h``.
     """
@@ -371,9 +395,9 @@ def _check_compressed(args: Arguments, layout: str, parts: Sequence[TensorValue]
 
 
 def _compressed(args: Arguments, layout: str) -> TensorValue:
-    """Return the sparse tensor of ``(compressed indices, plain indices, values, size)``.
+    """Return the sparse tensor of ``(compressed indices, plain indices, values, size)``, in this `layout`.
 
-    torch 2.8 to 2.13 do not compare the shapes of these when they load them.
+    torch 2.8 to 2.13 do not compare the shapes of these arguments when they load them.
     """
     args.check_count(4)
     parts = [_plain_part(args, i, what) for i, what in enumerate(("indices", "indices", "values"))]
@@ -391,10 +415,7 @@ def _compressed(args: Arguments, layout: str) -> TensorValue:
 
 
 def _plain_part(args: Arguments, i: int, what: str) -> TensorValue:
-    """Return argument `i`, a strided tensor on the CPU that is a part of a sparse tensor.
-
-    `what` names it in messages.
-    """
+    """Return argument `i`, a strided CPU tensor of which a sparse tensor consists. `what` is its name in messages."""
     held = args.held(i)
     if not isinstance(held, TensorValue):
         raise NotKnown(f"{what} of a sparse tensor that are {describe(held)}")
@@ -410,7 +431,7 @@ def _plain_part(args: Arguments, i: int, what: str) -> TensorValue:
 
 
 def _sparse_shape(args: Arguments, i: int) -> list[int]:
-    """Return the sizes in argument `i`, which must not be negative."""
+    """Return the sizes in argument `i`. Raise Refused if one is negative, and NotKnown if they are extreme."""
     shape = args.integers(i, "size")
     if any(n < 0 for n in shape):
         raise Refused("its size has a negative number")
@@ -422,8 +443,8 @@ def _sparse_shape(args: Arguments, i: int) -> list[int]:
 def _nested(args: Arguments) -> TensorValue:
     """Return the nested tensor of ``(buffer, sizes, strides, offsets)``.
 
-    Every part that the last three describe must be inside the storage of the buffer. torch before 2.8 does not check
-    that, and no version compares an offset with 0.
+    Every tensor that the last three describe must be inside the storage of the buffer. torch before 2.8 does not
+    check this, and no version checks for a negative offset.
     """
     args.check_count(4)
     wrong = Refused if args.objects.rules.since(2, 8) else NotKnown
@@ -451,8 +472,9 @@ def _nested(args: Arguments) -> TensorValue:
 
 
 def _nested_part(args: Arguments, i: int, what: str, wrong: type[Refused | NotKnown]) -> TensorValue:
-    """Return argument `i`, a strided int64 tensor on the CPU. `what` names it in messages. Raise `wrong` for another
-    dtype.
+    """Return argument `i`, a strided int64 tensor on the CPU. `what` is its name in messages.
+
+    Raises `wrong` for another dtype, and NotKnown for another kind of tensor.
     """
     held = args.tensor(i, what)
     if held.kind != "strided" or held.device != "cpu":
@@ -466,8 +488,9 @@ def _nested_part(args: Arguments, i: int, what: str, wrong: type[Refused | NotKn
 
 
 def _from_cpu_tensor(args: Arguments) -> TensorValue:
-    """Return the tensor of ``(data, dtype, device, requires_grad)``. With a ``map_location`` it is the CPU tensor
-    itself, in that dtype.
+    """Return the tensor of ``(data, dtype, device, requires_grad)``.
+
+    If ``torch.load`` has a ``map_location``, this is the CPU tensor itself, in the dtype.
     """
     args.check_count(4)
     data = args.tensor(0, "data")
@@ -489,13 +512,13 @@ def _from_cpu_tensor(args: Arguments) -> TensorValue:
 
 
 def _from_numpy(args: Arguments) -> Held:
-    """Raise Refused: the unpickler allows no call that makes an array."""
+    """Raise Refused: no call that the unpickler allows builds a numpy array."""
     args.check_count(4)
     raise Refused("it needs an array of numpy, and no call that the unpickler allows makes one")
 
 
 def _wrapper(args: Arguments) -> Held:
-    """Raise Refused: the unpickler allows no subclass of torch.Tensor."""
+    """Raise Refused: the unpickler allows no subclass of torch.Tensor for this call."""
     args.check_count(8)
     args.global_name(0)
     raise Refused("it needs a subclass of torch.Tensor, and the unpickler allows none that it could make")
@@ -510,7 +533,10 @@ def parameter(args: Arguments) -> TensorValue:
 
 
 def _parameter_of(args: Arguments, n: int) -> TensorValue:
-    """Return the parameter made from the first two of `n` arguments."""
+    """Return the parameter of the data in the first argument.
+
+    The second of `n` arguments is ``requires_grad``, or True.
+    """
     requires_grad = args.flag(1, "requires_grad") if n > 1 else True
     if not n or args.items[0] is None:
         return TensorValue("float32", (0,), (1,), is_parameter=True, requires_grad=requires_grad)
@@ -520,7 +546,7 @@ def _parameter_of(args: Arguments, n: int) -> TensorValue:
 
 
 def from_type(args: Arguments) -> Held:
-    """Return the result of ``_rebuild_from_type_v2(function, type, arguments, state)``."""
+    """Return the tensor of ``_rebuild_from_type_v2(function, type, arguments, state)``."""
     args.check_count(4)
     name = args.global_name(0)
     make = REBUILD.get(name) if name else None
@@ -539,8 +565,8 @@ def from_type(args: Arguments) -> Held:
 
 
 def with_attributes(tensor: TensorValue, args: Arguments, i: int) -> TensorValue:
-    """Return `tensor` with the attributes in argument `i`: a mapping, or a pair of mappings, of which the second is for
-    slots.
+    """Return `tensor` with the attributes in argument `i`, which is a mapping, or a pair of mappings for an object
+    with slots.
     """
     state = args.items[i]
     if isinstance(state, Tuple) and len(state.items) != 2:
@@ -599,7 +625,7 @@ _AT_ONCE = 100  # characters that count as one step when they are encoded
 
 
 def ordered_dict(args: Arguments) -> Made:
-    """Return the result of ``OrderedDict()``, of a mapping or pairs."""
+    """Return the value of ``OrderedDict()``, optionally with a mapping or pairs as its argument."""
     if args.check_count(0, 1):
         value = args.items[0]
         if not args.objects.is_mapping(value):
@@ -612,7 +638,7 @@ def ordered_dict(args: Arguments) -> Made:
 
 
 def counter(args: Arguments) -> Made:
-    """Return the result of ``Counter()``, of a mapping or of elements to be counted."""
+    """Return the value of ``Counter()``, optionally with a mapping, or elements to count, as its argument."""
     if args.check_count(0, 1):
         value = args.items[0]
         if value is not None and not args.objects.is_mapping(value):
@@ -622,7 +648,7 @@ def counter(args: Arguments) -> Made:
 
 
 def set_(args: Arguments) -> Made:
-    """Return the result of ``set()``, of an iterable."""
+    """Return the value of ``set()``, optionally with an iterable as its argument."""
     if args.check_count(0, 1):
         for item in _elements(args, args.items[0]):
             args.objects.check_hashable(item, "member of a set")
@@ -630,7 +656,7 @@ def set_(args: Arguments) -> Made:
 
 
 def _elements(args: Arguments, value: Value) -> list[Value]:
-    """Return the elements that iterating over `value`, a container of Python, gives."""
+    """Return the elements of `value` when Python iterates over it. Raise Refused if it is not iterable."""
     found = args.objects.elements(value, args.now)
     if found is None:
         found = args.objects.keys(value, args.now)

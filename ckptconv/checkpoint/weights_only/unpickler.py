@@ -1,8 +1,7 @@
-"""Run a graph through a copy of torch's ``weights_only`` unpickler that makes no objects.
+"""Model torch's ``weights_only`` unpickler on a graph, without creating objects.
 
-Calls and effects on objects happen in the order of the source, because the contents of a list at the time of a call
-depend on that order. A step that torch refuses, or that is not modelled, becomes a :class:`Reason`. A graph without
-reasons loads.
+Calls and effects are processed in the order of the source, because the contents of a list at the time of a call depend
+on it. A step that torch refuses, or that is not modelled, gives a :class:`Reason`. A graph without reasons loads.
 
 Source: ``torch/_weights_only_unpickler.py`` of torch 2.6 to 2.15.
 """
@@ -87,7 +86,10 @@ _BARE = ("builtins.set", "builtins.bytearray", "builtins.complex", "torch.Size",
 
 
 def check_effect(target: Object, effect: Effect, objects: Objects) -> None:
-    """Do `effect` to `target`. Raise Refused or NotKnown if torch's unpickler does not do it, or may not."""
+    """Apply `effect` to the value of `target`.
+
+    Raise Refused if torch's unpickler refuses it, and NotKnown if it may do so.
+    """
     if isinstance(target, Dict):
         _check_keys(effect, objects)
         return
@@ -111,14 +113,17 @@ def check_effect(target: Object, effect: Effect, objects: Objects) -> None:
 
 
 def _check_keys(effect: Effect, objects: Objects) -> None:
-    """Raise Refused if Python cannot hash one of the keys that `effect` sets."""
+    """Raise Refused if Python cannot hash a key that `effect` sets."""
     for key in effect.values[::2]:
         if type(key) is not str:
             objects.check_hashable(key)
 
 
 def _build(target: Object, held: Held, effect: Effect, objects: Objects) -> None:
-    """Do the BUILD `effect` to `target`, whose value is `held`."""
+    """Apply the BUILD `effect` to `target`, whose value is `held`.
+
+    Raise Refused or NotKnown as :func:`check_effect` does.
+    """
     state = effect.values[0]
     if isinstance(held, TensorValue):
         objects.made[id(target)] = _with_state(held, state, objects, effect.order)
@@ -137,7 +142,10 @@ def _build(target: Object, held: Held, effect: Effect, objects: Objects) -> None
 
 
 def _check_attributes(state: Value, objects: Objects, now: int | None) -> None:
-    """Check the attributes of an OrderedDict or Counter: `state` must be something that a dict can be updated with."""
+    """Check that a dict of attributes can be updated with `state` at the step `now`.
+
+    Raises Refused for numbers and None, and NotKnown for other values that are not empty or mappings.
+    """
     if objects.is_mapping(state):
         return
     held = objects.held(state)
@@ -148,7 +156,10 @@ def _check_attributes(state: Value, objects: Objects, now: int | None) -> None:
 
 
 def _with_state(tensor: TensorValue, state: Value, objects: Objects, now: int | None) -> TensorValue:
-    """Return `tensor` with the state that torch before 0.4 gave it."""
+    """Return `tensor` after BUILD with a state as torch before 0.4 wrote it.
+
+    Raise Refused or NotKnown for other states.
+    """
     if not isinstance(state, Tuple):
         raise NotKnown("the state of a tensor, which is no tuple")
     args = Arguments(state.items, objects, now)
@@ -203,14 +214,14 @@ _LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer
 
 
 def reasons(graph: Graph, contents: Contents | None = None, rules: Rules | None = None) -> Iterator[Reason]:
-    """Yield the reasons why the unpickler would not load `graph` as it is spelled in its source.
+    """Yield the reasons why the unpickler would not load `graph`, in the opcodes of its source.
 
     If there are none, the unpickler loads the pickle with all its storages.
 
     Args:
         graph: The unedited graph from the parser.
-        contents: The bytes that the graph refers to. Without them, steps that need bytes are not known.
-        rules: The version of torch, by default the newest.
+        contents: The bytes that the graph refers to. If it is None, the result of steps that need bytes is not known.
+        rules: The version of torch, or None for the newest.
     """
     for name in refused_opcodes(graph):
         yield Reason("refused", f"opcode {name}", is_spelling=True)
@@ -223,11 +234,11 @@ def reasons(graph: Graph, contents: Contents | None = None, rules: Rules | None 
 
 
 def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[str, Value]]:
-    """Yield what the unpickler of every known version of torch refuses in `graph`, however the graph is written.
+    """Yield the objects that the unpickler of every known version of torch refuses, in any spelling of `graph`.
 
     Args:
         graph: A graph, which may be edited.
-        nodes: All nodes of the graph, if the caller has them.
+        nodes: All nodes of the graph, or None to walk the graph.
 
     Yields:
         The name of a global or a reason, and the node to which it applies.
@@ -251,16 +262,17 @@ def obstacles(graph: Graph, nodes: list[Node] | None = None) -> Iterator[tuple[s
 def may_have_obstacles(graph: Graph) -> bool:
     """Return whether :func:`obstacles` may find anything, without walking `graph`.
 
-    It may if the source contains a global or an opcode that the unpickler refuses, or a call whose result is thrown
-    away. Arguments are not checked. `graph` may be edited: an edit adds only calls that torch makes.
+    The result is True if the source contains a global or an opcode that the unpickler refuses, or a call whose
+    result is discarded. Arguments are not checked. `graph` may be edited: edits add only calls that torch writes.
     """
     run = _Run(graph, Contents(), {}, Rules(keep=True))
     return bool(refused_opcodes(graph) or graph.discarded or next(run.globals(graph.globals), None))
 
 
 def can_be_made_loadable(graph: Graph) -> bool:
-    """Return whether the unpickler refuses `graph` only for its opcodes or its protocol, so that rewriting makes it
-    loadable.
+    """Return whether the unpickler refuses `graph` only for its opcodes or its protocol.
+
+    Then rewriting makes it loadable.
     """
     return (graph.protocol > 2 or bool(refused_opcodes(graph))) and next(obstacles(graph), None) is None
 
@@ -269,7 +281,7 @@ def can_be_made_loadable(graph: Graph) -> bool:
 
 
 def _spelling(node: Node) -> Iterator[str]:
-    """Yield the reasons why no opcode of the unpickler can write `node`."""
+    """Yield the reasons why `node` cannot be written with the opcodes of the unpickler. There may be none."""
     if isinstance(node, Call) and node.kind not in ("REDUCE", "NEWOBJ"):
         yield "an object made in a way that only pickle knows"
     elif isinstance(node, FrozenSet):
@@ -293,13 +305,13 @@ def _is_long(value: Value) -> bool:
 
 
 class _Run:
-    """One run of the unpickler over a graph.
+    """A pass of the unpickler over one graph.
 
     Args:
         graph: The graph.
         contents: The bytes that the graph refers to.
-        written: Maps calls that a reader has replaced to the calls in the source.
-        rules: The version of torch, by default the newest.
+        written: The calls in the source of calls that a reader has replaced.
+        rules: The version of torch, or None for the newest.
     """
 
     def __init__(
@@ -315,7 +327,7 @@ class _Run:
         self.has_foreign = False
 
     def globals(self, nodes: list[Global]) -> Iterator[Reason]:
-        """Look up `nodes`. Yield a reason for each that the unpickler does not accept."""
+        """Yield a reason for each global in `nodes` that the unpickler does not accept."""
         for node in nodes:
             name = imported_name(node, 2)
             if self.objects.rules.allow(name):
@@ -327,7 +339,7 @@ class _Run:
                 yield Reason("refused", str(node), node, needed_import(name))
 
     def steps(self, calls: list[Call], changed: list[Object]) -> list[Reason]:
-        """Make `calls` and do the effects on `changed`, in the order of the source. Return the reasons."""
+        """Process `calls` and the effects on `changed`, in the order of the source. Return the reasons."""
         effects = [(target, effect) for target in changed for effect in self.form(target).effects]
         effects.sort(key=lambda each: each[1].order or 0)
         done = 0
@@ -348,9 +360,10 @@ class _Run:
         return self.found
 
     def each(self, calls: list[Call]) -> Iterator[Call]:
-        """Yield `calls` and the calls inside rows.
+        """Yield `calls`, and before each row the calls inside it.
 
-        A row is left out if an equal row was made without a reason. It is made when its value is needed.
+        A row is left out if a row of the same form was processed without a reason. Its value is determined when it
+        is needed.
         """
         for call in calls:
             if not isinstance(call, RowCall):
@@ -362,10 +375,10 @@ class _Run:
                     self.compare(form, call)
 
     def compare(self, form: RowForm, call: RowCall) -> None:
-        """Remember the tensor that the row `call` has made as a model for other rows of its `form`.
+        """Record the tensor of the row `call` as a model for other rows of its `form`.
 
-        These differ only in the key of the storage. If the value is not a tensor, or depends on more than the
-        arguments, nothing is remembered.
+        Rows of one form differ only in the key of the storage. Nothing is recorded if the value is not a tensor, or
+        depends on more than the arguments.
         """
         *inside, tensor = (self.objects.made[id(each)] for each in call.calls())
         is_row = {imported_name(each, 2) for each in form.functions} <= _IN_ROWS and not self.written
@@ -374,11 +387,14 @@ class _Run:
             self.like[form] = replace(tensor)  # a copy that no effect changes
 
     def form(self, target: _AnObject) -> _AnObject:
-        """Return `target` as it is in the source."""
+        """Return the call in the source that a reader has replaced by `target`, or `target` itself."""
         return self.written.get(target, target) if self.written else target  # type: ignore[call-overload]
 
     def make(self, call: Call) -> Held:
-        """Return the value of `call` and remember it. It is unknown if the call is refused."""
+        """Determine, record and return the value of `call`.
+
+        The value is UNKNOWN if the call is refused or not modelled.
+        """
         made = self.objects.made
         if isinstance(call, RowCall) and (form := call.row) and (like := self.like.get(form)):
             assert like.storage is not None
@@ -396,7 +412,7 @@ class _Run:
         return made[id(call)]
 
     def value_of(self, call: Call) -> Held:
-        """Return the value of `call`. Raise Refused or NotKnown if there is none."""
+        """Return the value of `call`. Raise Refused or NotKnown if it has none."""
         if self.depth > LIMITS.nested_calls:
             raise NotKnown("calls in calls too deep")
         known = self.callables.get(id(call.callable))
@@ -413,10 +429,10 @@ class _Run:
         return maker(args)
 
     def look_up(self, function: Value) -> tuple[str, Maker | None]:
-        """Return the name of `function` and the maker of its values, or None if it cannot be called.
+        """Return the name of `function` and the function that determines the values of its calls.
 
-        Raises Refused, AfterUnknown if the unpickler does not accept `function`,
-        and NotKnown for a tensor class of CUDA.
+        The second is None if `function` cannot be called. Raises Refused if `function` is not a global,
+        AfterUnknown if the unpickler does not accept it, and NotKnown for a tensor class of CUDA.
         """
         if not isinstance(function, Global):
             held = self.objects.held(function)
@@ -431,7 +447,7 @@ class _Run:
         return name, MAKERS.get(name)
 
     def arguments(self, call: Call) -> Arguments:
-        """Return the arguments of `call`. Raise if they are not a tuple."""
+        """Return the arguments of `call`. Raise NotKnown or AfterUnknown if they are not a tuple or torch.Size."""
         if isinstance(call.args, Tuple):
             return Arguments(call.args.items, self.objects, call.order)
         held = self.objects.held(call.args)
@@ -440,14 +456,14 @@ class _Run:
         raise AfterUnknown if held is UNKNOWN else NotKnown("a call whose arguments are no tuple")
 
     def effect(self, target: Object, effect: Effect) -> None:
-        """Do `effect` to `target`, and record the reason if that is refused."""
+        """Apply `effect` to `target`. Record a reason if this is refused or not modelled."""
         try:
             check_effect(target, effect, self.objects)
         except (Refused, NotKnown) as why:
             self.add(why, target, "")
 
     def add(self, why: Refused | NotKnown, node: Node, name: str) -> None:
-        """Record the reason `why` for `node`. `name` is put before its text."""
+        """Record the reason `why` for `node`. The text `name` is put before the reason."""
         if isinstance(why, AfterUnknown):
             self.is_unknown = True
         else:

@@ -1,4 +1,4 @@
-"""numpy's arrays, scalars and dtypes: tensors, Python values and texts.
+"""Convert numpy's arrays, scalars and dtypes to tensors, Python values and texts.
 
 Source: ``array_reduce``, ``array_setstate`` (``methods.c``), ``arraydescr_reduce``, ``arraydescr_setstate``
 (``descriptor.c``) and ``_frombuffer`` (``numeric.py``) of numpy 1 and 2.
@@ -67,11 +67,11 @@ class NumpyDType:
     """A dtype of numpy.
 
     Attributes:
-        kind: numpy's letter for it.
+        kind: numpy's letter for the kind of the dtype.
         itemsize: The bytes of an element.
         order: The byte order: ``<``, ``>``, or ``|`` if there is none.
-        unit: The unit of time, for ``M`` and ``m``.
-        fields: The name, dtype and offset of each field, for ``V``.
+        unit: The unit of time for ``M`` and ``m``, or an empty string.
+        fields: The name, dtype and offset of each field of a structured dtype (``V``).
     """
 
     kind: str
@@ -98,7 +98,10 @@ class NumpyDType:
         return f"{self.order}{self.kind}{size}{self.unit and f'[{self.unit}]'}"
 
     def reader(self) -> Callable[[bytes], Value]:
-        """Return a function that returns the Python value of the bytes of an element. Both may raise NotPlain."""
+        """Return a function that converts the bytes of an element to a Python value.
+
+        Both functions may raise NotPlain.
+        """
         if self.torch:
             return self._number(_STRUCT[self.torch])
         if self.fields:
@@ -116,21 +119,23 @@ class NumpyDType:
         return reader[self.kind]
 
     def _number(self, form: str) -> Callable[[bytes], Value]:
-        """Return a function that reads a number of the format `form`, or a complex number of two."""
+        """Return a function that reads a number of the struct format `form`, or a complex number if it has two
+        letters.
+        """
         unpack = struct.Struct((">" if self.order == ">" else "<") + form).unpack
         if len(form) == 1:
             return lambda data: unpack(data)[0]
         return lambda data: Call("REDUCE", Global("builtins", "complex"), Tuple([*unpack(data)]))
 
     def _record(self, data: bytes) -> Value:
-        """Return a dict of the fields by their names."""
+        """Return a dict of the fields in `data`, by name."""
         items: list[Value] = []
         for name, dtype, offset in self.fields:
             items += (name, dtype.reader()(data[offset : offset + dtype.itemsize]))
         return set_items(Dict(), items)
 
     def _text(self, data: bytes) -> str:
-        """Return a text of UTF-32 without the zeros at its end."""
+        """Return a text in UTF-32, without the zeros at its end. Raise NotPlain if it is not Unicode."""
         try:
             text = data.decode("utf-32-be" if self.order == ">" else "utf-32-le", "surrogatepass")
         except UnicodeDecodeError:
@@ -138,12 +143,12 @@ class NumpyDType:
         return text.rstrip("\0")
 
     def _count(self, data: bytes) -> int | None:
-        """Return the number of units of a time, or None for NaT."""
+        """Return the number of units of a time in `data`, or None for NaT."""
         count = int.from_bytes(data, "big" if self.order == ">" else "little", signed=True)
         return None if count == _NO_TIME else count
 
     def _time(self, data: bytes) -> str:
-        """Return the text that numpy writes for a datetime64."""
+        """Return a datetime64 as numpy prints it. Raise NotPlain if it has no ISO text."""
         count = self._count(data)
         if count is None:
             return "NaT"
@@ -163,7 +168,7 @@ class NumpyDType:
         return moment.isoformat(timespec=spec) + (f"{rest:0{digits}}" if digits else "")
 
     def _span(self, data: bytes) -> str:
-        """Return a timedelta64 as an ISO duration, or NaT."""
+        """Return a timedelta64 as an ISO duration, or ``NaT``. Raise NotPlain for an unknown unit."""
         count = self._count(data)
         if count is None:
             return "NaT"
@@ -180,8 +185,8 @@ class NumpyDType:
 def _long_double(data: bytes) -> float:
     """Return the float that is equal to a long double of an x86 processor. Raise NotPlain if there is none.
 
-    Such a number has 80 bits, and any bytes may follow. Long doubles of 16 bytes of other processors, except for zero,
-    do not end with zero bytes.
+    Such a number has 80 bits, followed by arbitrary bytes. Long doubles of 16 bytes from other processors, except
+    for zero, do not end in zero bytes.
     """
     mantissa, exponent = int.from_bytes(data[:8], "little"), int.from_bytes(data[8:10], "little")
     sign, exponent = (-1.0 if exponent >> 15 else 1.0), exponent & 0x7FFF
@@ -202,9 +207,9 @@ def _long_double(data: bytes) -> float:
 
 
 def numpy_dtype(value: Value, depth: int = 8) -> NumpyDType:
-    """Return the dtype that `value` makes. Raise NotPlain if it is not known.
+    """Return the dtype that `value` builds. Raise NotPlain if its form is not known.
 
-    Structured dtypes may contain others to the given depth.
+    Structured dtypes may be nested up to `depth` levels.
     """
     made = pickled(value) if isinstance(value, Call) else None
     if made is None or made.cls != "numpy.dtype" or not made.args or len(made.states) != 1 or not depth:
@@ -231,7 +236,7 @@ def numpy_dtype(value: Value, depth: int = 8) -> NumpyDType:
 
 
 def _word(value: Value) -> str:
-    """Return a short text, which numpy wrote as bytes in Python 2."""
+    """Return the short text `value`, which is bytes in pickles of Python 2. Other values give an empty string."""
     data = bytes_of(value)
     return data.decode("latin-1") if data is not None else text_of(value) or ""
 
@@ -246,7 +251,10 @@ def _unit(metadata: list[Value]) -> str:
 
 
 def _structured(dtype: NumpyDType, inner: Value, names: Value, fields: Value, depth: int) -> NumpyDType:
-    """Return `dtype`, which must be a void, with its fields. Raise NotPlain if one is not known."""
+    """Return `dtype` with its fields. Raise NotPlain if it is not a structured dtype or a field is not known.
+
+    The other arguments are the items of its state. `depth` is as in :func:`numpy_dtype`.
+    """
     if dtype.kind != "V" or inner is not None or not isinstance(names, Tuple) or not isinstance(fields, Dict):
         raise NotPlain("an element of it is an array")
     known = strings_of(fields)
@@ -274,19 +282,22 @@ SCALAR = tuple(f"{module}.multiarray.scalar" for module in _MODULES)
 
 
 def is_array(value: Value) -> bool:
-    """Return whether `value` is a numpy array."""
+    """Return whether `value` is a call that builds a numpy array."""
     name = imported_name(value.callable, 2) if isinstance(value, Call) and isinstance(value.callable, Global) else ""
     return name in RECONSTRUCT or name in FROM_BUFFER
 
 
 class _Array:
-    """An array as its pickle makes it.
+    """An array as its pickle describes it.
+
+    Args:
+        made: The object. NotPlain is raised if its form is not known.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        strides: Its strides in elements.
-        data: Its data: a bytes object, or a list of objects.
+        shape: The shape.
+        dtype: The dtype.
+        strides: The strides in elements.
+        data: The data: a bytes object, or a list of objects.
     """
 
     def __init__(self, made: Pickled) -> None:
@@ -321,12 +332,15 @@ class _Array:
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         return prod(self.shape)
 
 
 def _transposed(shape: tuple[int, ...], axes: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and strides of an array of `shape` whose axes are transposed to `axes`."""
+    """Return the shape and strides of an array of `shape` after a transposition.
+
+    Raise NotPlain if `axes` are not valid.
+    """
     order = [count_of(axis) for axis in axes.items] if isinstance(axes, Tuple) else []
     if sorted(order) != [*range(len(shape))]:
         raise NotPlain("the order of its axes is none")
@@ -335,7 +349,7 @@ def _transposed(shape: tuple[int, ...], axes: Value) -> tuple[tuple[int, ...], t
 
 
 def scalar(made: Pickled) -> Value:
-    """Return the Python value of a scalar. Raise NotPlain if it has none."""
+    """Return the Python value of a numpy scalar. Raise NotPlain if there is no equal value."""
     dtype, value = made.args if len(made.args) == 2 and not made.states else (None, None)
     read = numpy_dtype(dtype)
     if read.kind == "O":
@@ -347,7 +361,10 @@ def scalar(made: Pickled) -> Value:
 
 
 def scalar_text(call: Call) -> str | None:
-    """Return the value and the dtype of the scalar that `call` makes as a text, or None if it does not make one."""
+    """Return the value and dtype of the numpy scalar that `call` builds, as a text.
+
+    Return None if it does not build one.
+    """
     made = pickled(call)
     if made is None or made.cls not in SCALAR:
         return None
@@ -359,10 +376,10 @@ def scalar_text(call: Call) -> str | None:
 
 
 class Arrays:
-    """Makes tensors of arrays, and adds their storages to the references of `checkpoint`.
+    """Converts arrays to tensors, and adds their storages to the references of `checkpoint`.
 
     Attributes:
-        in_states: The ids of the arrays in states of random generators. They become lists.
+        in_states: The ids of the arrays in states of random generators. These arrays become lists.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -375,10 +392,11 @@ class Arrays:
         self.in_states: set[int] = set()
 
     def array(self, made: Pickled) -> Value:
-        """Return a tensor or nested lists for an array.
+        """Return a tensor for an array, or nested lists if torch does not have its dtype or it is in a generator's
+        state.
 
         Raises:
-            NotPlain: It has no exact plain form.
+            NotPlain: The array cannot be converted exactly.
             LimitError: All arrays together would take far more bytes than the file.
         """
         array = _Array(made)
@@ -397,7 +415,10 @@ class Arrays:
         return _nested(array, lambda i: read(held[i * dtype.itemsize : (i + 1) * dtype.itemsize]))
 
     def _spend(self, nbytes: int, values: int = 0) -> None:
-        """Count bytes and values towards the limits, because a pickle can use one byte string any number of times."""
+        """Count bytes and values.
+
+        Raise LimitError above the limits: a pickle can use one byte string any number of times.
+        """
         self._room -= nbytes
         self._values -= values
         if self._room < 0 or self._values < 0:
@@ -406,7 +427,7 @@ class Arrays:
             )
 
     def _objects(self, array: _Array) -> Value:
-        """Return nested lists of the elements of an array of objects. Pickles list them in the order of the indices."""
+        """Return nested lists of the elements of an array of objects. Pickles store them in row-major order."""
         items = [*array.data.elements()] if isinstance(array.data, List) else []
         if len(items) != array.numel:
             raise NotPlain("it holds not as many objects as its shape says")
@@ -415,7 +436,10 @@ class Arrays:
         return _nested(array, items.__getitem__)
 
     def _tensor(self, array: _Array, name: str, data: ByteRange) -> Call:
-        """Return the call that makes a tensor of torch's dtype `name`, with a new storage on the CPU."""
+        """Return the call that builds a tensor of torch's dtype `name` on a new storage on the CPU.
+
+        `data` is its bytes.
+        """
         dtype, key = BY_NAME[name], next(self._keys)
         self._spend(data.length)
         # torch swaps the bytes of typed storages on loading, but not those of an UntypedStorage
@@ -433,7 +457,7 @@ class Arrays:
 
 
 def _nested(array: _Array, element: Callable[[int], Value]) -> Value:
-    """Return nested lists as ``tolist()`` does. `element` returns the element at an index of the data."""
+    """Return nested lists like those of ``tolist()``. `element` returns the element at an index of the data."""
     shape, strides = array.shape, array.strides
 
     def part(dimension: int, at: int) -> Value:
