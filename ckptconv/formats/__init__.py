@@ -1,4 +1,4 @@
-"""One reader and writer for each container of checkpoints, and names for files that are not checkpoints.
+"""Readers and writers for the formats of checkpoints, and recognition of files that are not checkpoints.
 
 May import: ``checkpoint`` and the packages below it, not ``edits`` or ``output``. Start with ``opening``, then read
 ``torch_zip``.

@@ -1,4 +1,4 @@
-"""The result of a writer, and what writers share: pickles, storages, and the errors for what they cannot hold."""
+"""The result of a writer, and functions that several writers share, for pickles, storages and errors."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Layout:
 
     Attributes:
         files: The files to write.
-        left_behind: The parts of the source that the files cannot contain.
+        left_behind: The contents of the source that the files cannot contain.
         notes: Notes for the report.
-        ties: Pairs of a name and the name that it is tied to, if a file or its source records them as texts.
+        ties: Pairs of a name and the name that it is tied to, if a file or its source records them as strings.
     """
 
     files: tuple[OutFile, ...]
@@ -41,9 +41,9 @@ class Layout:
 
 
 def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> OutFile:
-    """Return the file at `path` that consists of `pieces`, in a format without checksums.
+    """Return a file at `path` with the content `pieces`, in a format without checksums.
 
-    Checksums that `storages` have are verified during the copy.
+    The checksums that `storages` have in the source are verified during the copy.
     """
     # ranges that the copy reads completely
     read_anyway = {id(piece.checked_range()) for piece in pieces}
@@ -55,7 +55,7 @@ def file_of(path: Path, pieces: list[Piece], storages: Iterable[Storage]) -> Out
 def check_growth(files: Iterable[OutFile], checkpoint: Checkpoint, hint: str) -> None:
     """Raise LimitError with this `hint` if `files` are too large for the bytes that they are made from.
 
-    Views of one storage, each written out, could make terabytes from a small file.
+    Many views of one storage, each written in full, could make terabytes from a small file.
     """
     files = list(files)
     written, source_size = sum(file.size for file in files), checkpoint.source.size
@@ -72,7 +72,7 @@ def check_growth(files: Iterable[OutFile], checkpoint: Checkpoint, hint: str) ->
 
 
 def _read_once(pieces: Iterable[Piece]) -> int:
-    """Return the number of bytes that `pieces` are made from, after inflating. Each byte of a source counts once."""
+    """Return the number of bytes that `pieces` read, after inflating. A byte that is read twice counts once."""
     spans: set[tuple[int, int, int]] = set()
     inflated: dict[tuple[int, int], int] = {}
     for piece in pieces:
@@ -91,12 +91,12 @@ def _read_once(pieces: Iterable[Piece]) -> int:
 
 
 def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, str]]) -> RefusedError:
-    """Return the error for a target that cannot hold some tensors, with the option that leaves them out.
+    """Return the error for a target that cannot store some tensors. Its hint is the option that leaves them out.
 
     Args:
         checkpoint: The edited checkpoint.
-        what: The target.
-        troubles: The place of each tensor, and the reason.
+        what: The name of the target.
+        troubles: The place of each tensor in the graph, and the reason.
     """
     of_source: dict[int, list[Place]] = {}
     for place in checkpoint.source_places:
@@ -116,9 +116,10 @@ def cannot_hold(checkpoint: Checkpoint, what: str, troubles: list[tuple[Place, s
 
 
 def _globs(checkpoint: Checkpoint, places: list[Place]) -> tuple[str, ...]:
-    """Return globs for the tensors at `places`: names in state dicts, and otherwise paths, which need a slash.
+    """Return globs that match the tensors at `places`.
 
-    Return an empty tuple if one of the globs would match another tensor too.
+    They are names in state dicts, and otherwise paths, which contain a slash. Return an empty tuple if a glob would
+    match another tensor too.
     """
     state_dicts = {id(detected.node) for detected in checkpoint.detected.state_dicts} if places else set()
 
@@ -135,7 +136,10 @@ def _globs(checkpoint: Checkpoint, places: list[Place]) -> tuple[str, ...]:
 
 
 def renumber(checkpoint: Checkpoint) -> dict[str, str]:
-    """Assign keys from 0 on to the storages in the graph, in the order of first use. Return them by the old keys."""
+    """Give the storages in the graph new keys, 0, 1, ..., in the order of first use.
+
+    Return the new keys by the old ones.
+    """
     keys = {old: str(new) for new, old in enumerate(checkpoint.storages)}
     for reference in checkpoint.references:
         change_id(reference.node, key=keys[reference.storage.key])
@@ -146,9 +150,9 @@ def renumber(checkpoint: Checkpoint) -> dict[str, str]:
 def pickle_pieces(
     checkpoint: Checkpoint, graph: Graph | None = None, *, short: bool = False
 ) -> list[Literal | ByteRange]:
-    """Return the pickle of `checkpoint`, or of another `graph` in it. Blobs are ranges of the source.
+    """Return the pickle of `checkpoint`, or of `graph`, another graph with blobs in the same source.
 
-    If `short` is set, only values that are read again are put into the memo.
+    Long byte strings are ranges of the source. If `short` is true, the memo contains only values that are read again.
     """
     from ckptconv.pickles.emitter import emit  # lazily, for start-up
 
@@ -158,14 +162,14 @@ def pickle_pieces(
 
 
 def blob_bytes(checkpoint: Checkpoint, blob: Blob) -> ByteRange:
-    """Return the bytes of `blob`, which is in the source's pickle."""
+    """Return the range of the source that contains `blob`, a long byte string in the pickle."""
     return ByteRange(checkpoint.blobs or checkpoint.source, blob.offset, blob.length)
 
 
 def say_for_older_loaders(checkpoint: Checkpoint) -> None:
-    """Rename the module ``torch.tensor`` to ``torch._tensor`` in the graph.
+    """Rename the module ``torch.tensor`` to ``torch._tensor`` in the graph of `checkpoint`.
 
-    Only torch's zip loader knows the old name (``load_module_mapping`` in ``torch/serialization.py``).
+    Only torch's zip loader understands the old name (``load_module_mapping`` in ``torch/serialization.py``).
     """
     for node in checkpoint.graph.globals:
         if node.module == "torch.tensor":
@@ -176,9 +180,10 @@ def say_for_older_loaders(checkpoint: Checkpoint) -> None:
 def torch_layout(
     checkpoint: Checkpoint, file: OutFile, notes: tuple[str, ...] = (), *, has_sources: bool = False
 ) -> Layout:
-    """Return the layout of `file` in a format of torch, with the parts of `checkpoint` that it cannot contain.
+    """Return the layout of `file`, which is in a format of torch, with `notes`.
 
-    These are texts next to the tensors, and the source code of classes unless `has_sources` is set.
+    The layout lists the contents of `checkpoint` that the file cannot contain: metadata strings, and the source code of
+    classes unless `has_sources` is true.
     """
     left_behind = [
         LeftBehind(f"__metadata__/{key}", len(text.encode()), "torch's format has no place for it")
@@ -199,7 +204,7 @@ def torch_layout(
 
 
 def refuse_unknown_dtypes(checkpoint: Checkpoint) -> None:
-    """Raise RefusedError if a tensor has a dtype that torch does not have."""
+    """Raise RefusedError if a tensor in `checkpoint` has a dtype that torch does not have."""
     if not any(storage_id(reference.node).dtype is UNTYPED for reference in checkpoint.references):
         return
     troubles = _dtypes(checkpoint, lambda info: info.dtype not in BY_NAME)
@@ -208,17 +213,17 @@ def refuse_unknown_dtypes(checkpoint: Checkpoint) -> None:
 
 
 def _dtypes(checkpoint: Checkpoint, is_trouble: Callable[[TensorInfo], bool]) -> list[tuple[Place, str]]:
-    """Return the places and dtypes of the tensors for which `is_trouble` is true."""
+    """Return the place and the dtype of each tensor for which `is_trouble` returns true."""
     nodes = checkpoint.tensor_nodes
     tensors = [(place, nodes[id(place.node)]) for place in checkpoint.places if id(place.node) in nodes]
     return [(place, info.dtype) for place, info in tensors if is_trouble(info)]
 
 
 def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
-    """Return the class of each storage, for a format that has one class for each storage.
+    """Return the name of each storage's class, for a format in which a storage has exactly one class.
 
-    Raises RefusedError, which calls the target `what`, if a storage has no class but the one that counts bytes: torch
-    could not read it back.
+    Raises RefusedError if a storage has only the class for bytes without a dtype, because torch could not read it. The
+    error calls the target `what`.
     """
     classes: dict[Storage, str] = {}
     refused: set[Storage] = set()
@@ -243,7 +248,7 @@ def storage_classes(checkpoint: Checkpoint, what: str) -> dict[Storage, str]:
 
 
 def little_endian(storage: Storage, cls: str, byteorder: str) -> Data:
-    """Return the bytes of `storage`, of class `cls`, as little-endian numbers.
+    """Return the bytes of `storage` as little-endian numbers of the class `cls`.
 
     `byteorder` is the byte order of the source, ``little`` or ``big``.
     """

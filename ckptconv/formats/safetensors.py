@@ -1,9 +1,9 @@
-"""The safetensors format: reader and writer. :mod:`ckptconv.formats.safetensors_header` has the layout.
+"""The safetensors format: reader and writer. :mod:`ckptconv.formats.safetensors_header` describes the layout.
 
 The file contains named tensors, each complete and in row-major order, without devices, views or objects. It is read as
-the graph of a pickled dict of tensors on ``cpu``, so that every edit and every writer can handle it. The format has no
-second name for a tensor. So the metadata records a second name as ``second → first``, as the library's ``save_model``
-does, and it is read back as a tie.
+the graph of a pickled dict of tensors on ``cpu``, so that every edit and every writer can process it. The format cannot
+give a tensor two names. So the metadata records a second name as ``second → first``, as the library's ``save_model``
+does, and such an entry is read as a tie.
 
 The header is written in the order of the state dict. The data is sorted by the size of elements, the largest first, so
 that each tensor is aligned.
@@ -52,14 +52,15 @@ _COMPLEX = {"complex64"}
 
 @dataclass(frozen=True, eq=False)
 class DataStart:
-    """The position of the data in the source, which the writer needs."""
+    """The container of a checkpoint from a safetensors file: the position of the data, which the writer needs."""
 
     data_offset: int
 
 
 def looks_like(head: bytes) -> bool:
-    """Return whether a file that starts with `head` has this format: a length below a terabyte, and a brace after
-    spaces.
+    """Return whether a file that starts with `head` can have this format.
+
+    It must start with a length below a terabyte, followed by spaces and a brace.
     """
     return head[5:8] == bytes(3) and head[8:].lstrip(b" \t\r\n")[:1] in (b"{", b"") and len(head) > 8
 
@@ -70,7 +71,7 @@ def looks_like(head: bytes) -> bool:
 def read(source: Readable) -> Checkpoint:
     """Return the checkpoint in `source`.
 
-    Raises MalformedError, LimitError, and UnsupportedError if the file contains parts of tensors.
+    Raises MalformedError, LimitError, and UnsupportedError if the file contains slices of distributed tensors.
     """
     header = read_header(source)
     metadata = dict(header.metadata or {})
@@ -96,7 +97,7 @@ def read(source: Readable) -> Checkpoint:
 
 
 def _is_tie(key: str, text: str, names: Container[str]) -> bool:
-    """Return whether the metadata `key`: `text` means that `key` is a second name of the tensor `text`.
+    """Return whether the metadata entry `key`: `text` records that `key` is a second name of the tensor `text`.
 
     `names` are the names of all tensors.
     """
@@ -104,9 +105,9 @@ def _is_tie(key: str, text: str, names: Container[str]) -> bool:
 
 
 def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
-    """Return the graph of a dict of tensors, as ``torch.save`` would pickle it.
+    """Return the graph of a dict with the tensors `entries`, as ``torch.save`` would pickle it.
 
-    For each tie it contains one more tensor on the same storage.
+    For each tie, the dict contains one more tensor on the same storage.
     """
     graph = empty_graph()
     calls = TensorCalls(graph)
@@ -130,8 +131,8 @@ def _graph(entries: tuple[Entry, ...], ties: dict[str, str]) -> Graph:
 def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> Layout:
     """Plan the file at `path` for `checkpoint`, which must be a state dict.
 
-    If `copy_tied` is set, tied tensors are written under each of their names. Raises RefusedError, which names every
-    tensor that the format cannot hold.
+    If `copy_tied` is true, tied tensors are written under each of their names. Raises RefusedError, which names all
+    tensors that the format cannot store.
     """
     taken, left_behind = _sort_out(checkpoint)
     container = checkpoint.container if isinstance(checkpoint.container, DataStart) else None
@@ -163,9 +164,9 @@ def layout(checkpoint: Checkpoint, path: Path, *, copy_tied: bool = False) -> La
 
 
 def header_in_place(checkpoint: Checkpoint, container: DataStart) -> bytes | None:
-    """Return the length and header of `checkpoint`, whose tensors were renamed, in the bytes that they take now.
+    """Return the length and the header of `checkpoint`, whose tensors were renamed, in as many bytes as they have now.
 
-    Return None if the new header is longer. The data stays where it is.
+    Return None if the new header is longer, or if tensors were removed. The data keeps its position.
     """
     taken, _ = _sort_out(checkpoint)
     kept = read_header(checkpoint.source).metadata
@@ -185,9 +186,9 @@ def header_in_place(checkpoint: Checkpoint, container: DataStart) -> bytes | Non
 
 
 def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftBehind]]:
-    """Return the tensors by name, in the order of the state dict, and what the file cannot contain.
+    """Return the tensors by name, in the order of the state dict, and the contents that the file cannot have.
 
-    Raises RefusedError.
+    Raises RefusedError if the format cannot store some tensor, or if no tensor has a name.
     """
     if not isinstance(checkpoint.graph.root, Object):
         raise RefusedError("a safetensors file holds names and their tensors", where=checkpoint.source.path)
@@ -227,7 +228,7 @@ def _sort_out(checkpoint: Checkpoint) -> tuple[dict[str, TensorInfo], list[LeftB
 
 
 def _trouble(place: Place, info: TensorInfo) -> str | None:
-    """Return why the format cannot hold the tensor `info` at `place`, or None if it can."""
+    """Return the reason why the format cannot store the tensor `info` at `place`, or None if it can."""
     dtype = get_dtype(info.dtype)
     if place.key is None:
         return "its key is no string"
@@ -254,7 +255,8 @@ def _trouble(place: Place, info: TensorInfo) -> str | None:
 def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str, TensorInfo]:
     """Return `taken` with each tensor once, under its first name.
 
-    The other names are added to `metadata`. A name that `metadata` already contains stays a name of its own.
+    The other names of a tensor are added to `metadata` as ties. A name that is a key in `metadata` already keeps its
+    own copy of the tensor.
     """
     first: dict[tuple[object, ...], str] = {}
     written: dict[str, TensorInfo] = {}
@@ -268,9 +270,10 @@ def _untied(taken: dict[str, TensorInfo], metadata: dict[str, str]) -> dict[str,
 
 
 def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
-    """Return the key by which the data is sorted: the largest elements first.
+    """Return the sort key of the tensor `info` in the data: tensors with the largest elements come first.
 
-    If `as_it_is` is set, tensors with equal elements keep the order of the source, so that long ranges stay together.
+    If `as_it_is` is true, tensors with equally large elements keep the order of the source, so that long ranges can be
+    copied at once.
     """
     dtype = get_dtype(info.dtype)
     assert info.storage is not None
@@ -280,14 +283,14 @@ def _order_of_data(info: TensorInfo, *, as_it_is: bool) -> tuple[int, int]:
 
 
 def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape of `info` as safetensors counts them."""
+    """Return the dtype and the shape of `info` in safetensors' terms. Packed elements count separately."""
     if info.dtype == _PACKED:
         return "F4", (*info.shape[:-1], 2 * info.shape[-1])
     return get_dtype(info.dtype).word or "", info.shape
 
 
 def _notes(taken: dict[str, TensorInfo]) -> list[str]:
-    """Return notes on names with a wrapper's prefix, and on properties of tensors that the format does not store."""
+    """Return notes on the tensors `taken`: names with a wrapper's prefix, and properties that the format does not store."""
     notes: list[str] = []
     for wrapper in ("module.", "_orig_mod."):
         if taken and all(name.startswith(wrapper) for name in taken):

@@ -25,24 +25,24 @@ _DIRECTORY = 1 << 16  # bytes at the end of an archive that are searched
 
 
 def looks_like_legacy(head: bytes) -> bool:
-    """Return whether a file that starts with `head` starts with the magic number, pickled in any protocol."""
+    """Return whether a file that starts with `head` starts with torch's magic number, pickled in any protocol."""
     return head.startswith(_MAGIC_TEXT) or (head[:1] == b"\x80" and MAGIC_BYTES in head[:24])
 
 
 @dataclass(eq=False)
 class LegacyFile:
-    """The content of the file.
+    """The content of a file in torch's format from before 1.6.
 
     Attributes:
-        head: The pickles before the object, or None if torch's safe loader would refuse them or they contain unusual
-            texts.
+        head: The pickles before the object. None if torch's safe loader would refuse them, or if they contain other
+            strings than torch's.
         graph: The object.
         keys: The keys of the storages.
         spans: The bytes of the storages by key, in the order of the file.
         class_ids: See :class:`~ckptconv.checkpoint.model.Checkpoint`.
         notes: Notes on the file.
         warnings: See :class:`~ckptconv.checkpoint.model.Checkpoint`.
-        around: The pickles other than the object, if they are not as torch writes them.
+        around: The pickles other than the object. Those before the object are left out if torch writes them exactly so.
         pickle_offset: The offset of the object's pickle.
         pickle_length: The number of bytes of the object's pickle.
     """
@@ -60,11 +60,11 @@ class LegacyFile:
 
 
 def files_in(places: Iterable[Place], blobs: Readable) -> Iterator[tuple[Place, Readable]]:
-    """Yield the files of torch.save that are byte strings at `places`, each with its place.
+    """Yield the files of torch.save that are byte strings at `places`, each after its place.
 
     Args:
         places: Places in one graph.
-        blobs: The source in which the graph's long byte strings are ranges.
+        blobs: The source that contains the graph's long byte strings.
     """
     for place in places:
         try:

@@ -1,1 +1,1 @@
-"""Folders of torch.distributed.checkpoint (DCP), in which each process of a run wrote its parts."""
+"""Checkpoints of distributed runs, in which each process wrote its own files: DCP, ZeRO, Megatron-Core, rank files."""

@@ -1,7 +1,7 @@
-"""Read thousands of small ``torch.save`` files that differ only in their bytes by parsing one of them.
+"""Read thousands of small ``torch.save`` files that differ only in their bytes by parsing only one of them.
 
-A run has many tensors of one shape. torch's files of such tensors differ in the storage, in its checksum, and in the
-serialization id. So everything else, before and after the storage, is compared.
+A run has many tensors of the same shape. torch's files of such tensors differ only in the bytes of the storage, in its
+checksum, and in the serialization id. All other bytes are compared with those of the file that was parsed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MOST = 16  # files of one size that are remembered
 
 
 class ChunkFile(NamedTuple):
-    """A file: the tensor that it contains, if it is one, the bytes of its storage, and whether it is little-endian.
+    """The content of a file: its tensor if it has one, the bytes of the tensor's storage, and its byte order.
 
-    The tensor is as the file describes it. The bytes are those of the source that the file is a part of.
+    The bytes are a range of the larger source that contains the file.
     """
 
     info: TensorInfo | None
@@ -41,15 +41,15 @@ class ChunkFile(NamedTuple):
 
 @dataclass(frozen=True)
 class _Known:
-    """A file that was parsed.
+    """A file that was parsed, with which other files are compared.
 
     Attributes:
         before: The bytes before its storage.
         after: The bytes after its storage, with zeros at `blanks`.
         records: The offset and the length of each record that may differ, the storage first.
-        checksums: The two offsets in `after` of the checksum of each of these, which must be equal.
-        blanks: The parts of `after` that may differ.
-        file: The file.
+        checksums: For each of these records, the two offsets of its checksum in `after`. The two must be equal.
+        blanks: The slices of `after` that may differ.
+        file: The content of the file.
     """
 
     before: bytes
@@ -60,7 +60,10 @@ class _Known:
     file: ChunkFile
 
     def records_of(self, window: SliceSource) -> list[ByteRange] | None:
-        """Return the records in `window`, a file of the same size, or None if it is another kind of file."""
+        """Return the ranges of the records in `window`, a file of the same size, with their checksums.
+
+        Return None if `window` differs from the known file in other bytes.
+        """
         if window.read(0, len(self.before)) != self.before:
             return None
         after = window.read(window.size - len(self.after), len(self.after))
@@ -74,16 +77,17 @@ class _Known:
 
 
 class ChunkFiles:
-    """Reads such files."""
+    """A reader of such files, which remembers those that it has parsed."""
 
     def __init__(self) -> None:
         self._known: dict[int, list[_Known]] = {}  # by the size of the file
 
     def read(self, window: SliceSource) -> ChunkFile:
-        """Return the file in `window`.
+        """Return the content of the file in `window`.
 
-        Raises UnsupportedError or DangerousError if it names something that no tensor needs, which would not be seen in
-        the whole that its tensor becomes a part of, and the errors of reading a file of torch.
+        Raises the errors of reading a file of torch, and UnsupportedError or DangerousError if the file refers to
+        classes that no tensor needs. Such references would not be visible in the checkpoint into which the tensor is
+        merged.
         """
         known = self._known.setdefault(window.size, [])
         for like in known:
@@ -111,7 +115,10 @@ class ChunkFiles:
 
 
 def in_file(data: Data, window: SliceSource) -> Data:
-    """Return `data` of `window` as bytes of the file that contains it, from which the kernel can copy."""
+    """Return `data`, a range of `window`, as a range of the file that contains the window.
+
+    The kernel can copy from that.
+    """
     if isinstance(data, ByteRange) and data.source is window:
         return replace(data, source=window.of, offset=window.offset + data.offset)
     if isinstance(data, Inflate) and data.of.source is window:
@@ -120,7 +127,10 @@ def in_file(data: Data, window: SliceSource) -> Data:
 
 
 def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) -> _Known | None:
-    """Return what to remember of `file`, which was read as `checkpoint`, or None if torch did not write it so."""
+    """Return the bytes of `file`, which was read as `checkpoint`, with which other files can be compared.
+
+    Return None if torch does not write such a file.
+    """
     archive = checkpoint.container
     if not isinstance(archive, Archive) or not isinstance(file.data, ByteRange) or file.data.crc32 is None:
         return None
@@ -151,7 +161,7 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) ->
 
 
 def _entries(archive: Archive, window: SliceSource) -> dict[str, int]:
-    """Return the offset of each member's entry in the directory, by its name."""
+    """Return the offset of each member's entry in the central directory, by the member's name."""
     entries = {}
     at = max(member.end for member in archive.members)
     while at + CENTRAL_SIZE <= window.size and window.read(at, len(CENTRAL)) == CENTRAL:

@@ -1,9 +1,9 @@
-"""Write folders of torch.distributed.checkpoint (DCP) for any number of processes, without any of them.
+"""Write folders of torch.distributed.checkpoint (DCP) for any number of processes, in one process.
 
 :mod:`ckptconv.formats.distributed.dcp` has the layout. Nested dicts and lists are flattened to items as
-``flatten_state_dict`` does, a tensor is cut into rows as ``torch.chunk`` does, and each chunk and each object is a file
-of ``torch.save`` of its own. Source: ``_nested_dict.py``, ``_traverse.py`` and ``filesystem.py`` (``_write_item``) in
-``torch/distributed/checkpoint`` of torch 2.13.
+``flatten_state_dict`` does. A tensor is cut into rows as ``torch.chunk`` does. Each chunk and each object becomes a
+separate file of ``torch.save`` inside the file of its process. Source: ``_nested_dict.py``, ``_traverse.py`` and
+``filesystem.py`` (``_write_item``) in ``torch/distributed/checkpoint`` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _CHARACTERS = 16  # that an item counts for in addition to its name, for the lim
 def layout(checkpoint: Checkpoint, path: Path, *, ranks: int = 1) -> Layout:
     """Plan the folder `path` for an edited `checkpoint`: a file for each of `ranks` processes, and ``.metadata`` last.
 
-    A process that gets nothing has no file. Raises RefusedError, which names what the format cannot hold, and
-    LimitError if the names of all items are too long together.
+    A process without data has no file. Raises RefusedError, which names the values that the format cannot store, and
+    LimitError if the names or the objects are too long together.
     """
     flat = _flattened(checkpoint)
     left_behind = _refuse_or_leave(checkpoint, flat)
@@ -89,9 +89,9 @@ class _Flat:
 
     Attributes:
         items: The path and the value of each item, by its name.
-        opened: The ids of the mappings and lists that the paths lead through.
+        opened: The Python ids of the mappings and lists that were flattened.
         empty: The names of empty mappings, which DCP does not store.
-        numbered: The keys that are not texts, and become texts.
+        numbered: The names of the items whose keys are not strings. The keys become strings.
     """
 
     items: dict[str, tuple[ItemPath, Value]]
@@ -101,7 +101,11 @@ class _Flat:
 
 
 def _flattened(checkpoint: Checkpoint) -> _Flat:
-    """Return the items of `checkpoint`. Raises RefusedError, LimitError."""
+    """Return the items of `checkpoint`.
+
+    Raises RefusedError if it is not a dict, is empty, or two items would have one name, and LimitError if the names are
+    too long or values share too many nodes.
+    """
     root, where = checkpoint.graph.root, checkpoint.source.path
     if not _is_mapping(root):
         raise RefusedError(f"{_NAME} holds names and their values, and the checkpoint is no dict", where=where)
@@ -145,7 +149,7 @@ def _flattened(checkpoint: Checkpoint) -> _Flat:
 
 
 def _is_mapping(node: Value) -> bool:
-    """Return whether `node` is a dict, an OrderedDict or a defaultdict whose items are all in its effects."""
+    """Return whether `node` is a dict, an OrderedDict or a defaultdict that receives all its items by effects."""
     if isinstance(node, Call):
         is_empty = isinstance(node.args, Tuple) and not node.args.items
         return is_global(node.callable, "collections.defaultdict") or (
@@ -155,9 +159,10 @@ def _is_mapping(node: Value) -> bool:
 
 
 def _items_of(node: Dict | Call, name: str, where: Path, numbered: list[str]) -> dict[str, Value]:
-    """Return the items of the mapping `node` by their keys as texts. Keys that are not texts are added to `numbered`.
+    """Return the items of the mapping `node` by their keys as strings.
 
-    Raises RefusedError if a key has no plain text, or two keys have the same.
+    The names of keys that are not strings are added to `numbered`. `name` is the path of the mapping. Raises
+    RefusedError if a key is neither a string nor a number, or if two keys become the same string.
     """
     items: dict[str | float | None, Value] = {}  # bool and int are numbers too
     for key, value in node.entries():
@@ -172,7 +177,7 @@ def _items_of(node: Dict | Call, name: str, where: Path, numbered: list[str]) ->
 
 
 def _opened_lists(checkpoint: Checkpoint) -> set[int]:
-    """Return the ids of the lists that hold a tensor or a mapping, directly or in lists in them."""
+    """Return the Python ids of the lists that contain a tensor or a mapping, directly or in nested lists."""
     holders: dict[int, list[List]] = {}
     todo: list[List] = []
     for node in (each for each in checkpoint.index.nodes if isinstance(each, List)):
@@ -191,7 +196,10 @@ def _opened_lists(checkpoint: Checkpoint) -> set[int]:
 
 
 def _refuse_or_leave(checkpoint: Checkpoint, flat: _Flat) -> list[LeftBehind]:
-    """Return what the folder has no place for. Raises RefusedError for values that it cannot hold."""
+    """Return the contents of `checkpoint` that the folder cannot have.
+
+    Raises RefusedError for items that it cannot store.
+    """
     index = checkpoint.index
     values = {id(node) for _, node in flat.items.values()}
     places = {id(place.node): place for place in reversed(index.every_place) if id(place.node) in values}
@@ -225,7 +233,7 @@ def _is_inner(place: Place) -> bool:
 
 
 def _trouble(info: TensorInfo) -> str | None:
-    """Return why the format cannot hold the tensor `info`, or None if it can."""
+    """Return the reason why the format cannot store the tensor `info`, or None if it can."""
     if info.kind != "strided" or info.storage is None:
         return info.kind
     if info.dtype not in BY_NAME:
@@ -235,7 +243,7 @@ def _trouble(info: TensorInfo) -> str | None:
 
 
 def _notes(checkpoint: Checkpoint, flat: _Flat) -> Iterator[str]:
-    """Yield notes on what a reader of the folder does not get back as it was."""
+    """Yield notes on changes that a reader of the folder will see: keys, ties and requires_grad."""
     if flat.numbered:
         text = f"keys that are not text become text: {some(flat.numbered)}"
         if checkpoint.detected.optimizer_nodes and any(".state." in f".{name}" for name in flat.numbered):
@@ -255,7 +263,7 @@ def _notes(checkpoint: Checkpoint, flat: _Flat) -> Iterator[str]:
 
 
 class _RankFile:
-    """The file of one process: files of torch.save one after another."""
+    """The planned file of one process, which contains files of torch.save one after another."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -264,7 +272,7 @@ class _RankFile:
         self.size = 0
 
     def add(self, file: OutFile) -> Stored:
-        """Append `file`, and return where it is."""
+        """Append `file`, and return its position."""
         own = slice(len(self.sums), len(self.sums) + len(file.sums))
         self.pieces += (_later(piece, own) if isinstance(piece, Deferred) else piece for piece in file.pieces)
         self.sums += file.sums
@@ -272,17 +280,20 @@ class _RankFile:
         return Stored(self._name, self.size - file.size, file.size)
 
     def planned(self, folder: Path) -> OutFile:
-        """Return the file in `folder`."""
+        """Return this file, to be written in `folder`."""
         return OutFile(folder / self._name, joined(self.pieces), self.size, tuple(self.sums))
 
 
 def _later(piece: Deferred, own: slice) -> Deferred:
-    """Return `piece`, whose checksums are the slice `own` of all."""
+    """Return `piece`, which is computed from checksums, for a file that has more checksums.
+
+    The piece then uses the slice `own` of the checksums of that file.
+    """
     return Deferred(piece.length, lambda sums: piece.make(sums[own]))
 
 
 def _not_compared(checkpoint: Checkpoint, files: Iterable[_RankFile]) -> list[ByteRange]:
-    """Return the ranges of `checkpoint` whose checksums are not compared while `files` are written."""
+    """Return the ranges of `checkpoint` with checksums that are not verified by writing `files`."""
     pieces = [piece for file in files for piece in (*file.pieces, *file.sums)]
     compared = {id(each) for piece in pieces for each in (piece, piece.checked_range())}
     spans = [span for storage in checkpoint.storages.values() for span in storage.data.with_checksums()]
@@ -290,7 +301,7 @@ def _not_compared(checkpoint: Checkpoint, files: Iterable[_RankFile]) -> list[By
 
 
 def _chunk_file(checkpoint: Checkpoint, info: TensorInfo, chunk: Chunk) -> OutFile:
-    """Return the file of torch.save with the rows `chunk` of the tensor `info`."""
+    """Return the file of torch.save that contains the rows `chunk` of the tensor `info`."""
     dtype = BY_NAME[info.dtype]
     offset = info.offset + chunk.offsets[0] * info.stride[0] if chunk.offsets else info.offset
     rows = replace(info, shape=chunk.sizes, offset=offset, nbytes=dtype.bytes_of(prod(chunk.sizes)))
@@ -299,16 +310,16 @@ def _chunk_file(checkpoint: Checkpoint, info: TensorInfo, chunk: Chunk) -> OutFi
 
 @lru_cache(maxsize=1024)  # a model has many tensors of one shape
 def _pickle_of(dtype: DType, shape: tuple[int, ...]) -> bytes:
-    """Return the pickle of a tensor that is all of the storage 0."""
+    """Return the pickle of a tensor with this `dtype` and `shape` that fills the storage with the key 0."""
     graph = empty_graph()
     graph.root = TensorCalls(graph).tensor(dtype, shape, "0", dtype.bytes_of(prod(shape)))
     return b"".join(part for part in emit(graph, loadable=True) if isinstance(part, bytes))
 
 
 def _object_file(checkpoint: Checkpoint, value: Value) -> OutFile:
-    """Return the file of torch.save with `value`, whose tensors are on the CPU.
+    """Return the file of torch.save that contains `value`. Its tensors are on the CPU.
 
-    Raises RefusedError for tensors in another byte order.
+    Raises RefusedError if `value` has tensors in big-endian order.
     """
     part = checkpoint.part(Place(None, "", value, 0))
     if part.storages and part.byteorder != "little":
@@ -322,7 +333,7 @@ def _object_file(checkpoint: Checkpoint, value: Value) -> OutFile:
 
 
 def _saved(pickle: list[Literal | ByteRange], storages: Mapping[str, Piece]) -> OutFile:
-    """Return a file of torch.save with the `pickle` and the `storages` by the names of their records."""
+    """Return a file of torch.save with the `pickle` and the `storages`, whose keys are the names of their records."""
     writer = ZipWriter("archive", checked=True)
     writer.pickle(PICKLE, pickle, like=None)
     writer.record("byteorder", b"little")

@@ -6,15 +6,16 @@ Layout, in addition to that of :mod:`ckptconv.formats.distributed.dcp`:
     common.pt           a file of torch.save with the values that all processes share (``args``, ``iteration``, ...).
                         In 0.19, the item ``common_state/shard_0_1`` is a list with that dict
 
-The names of items are flat. They get these places:
+The names of items are flat. The items are nested at these paths:
 
     model/NAME                      a weight
     optimizer/state/MOMENT/NAME     optimizer.state.MOMENT.NAME, in a ChainedOptimizer with chained_N. before it
     objects/NAME                    everything that is not a tensor: NAME/shard_OFFSET_SHAPE, of one process
     common                          the common state
 
-Left out are optimizers in the buckets of the run's processes (``optimizer.distributed.``), which do not say which
-parameter an element belongs to, and tensors that are stored in another shape than that of the parameter.
+Two kinds of items are left out: optimizers stored by the buckets of the run's processes (``optimizer.distributed.``),
+whose elements cannot be assigned to parameters, and tensors that are stored in another shape than that of the
+parameter.
 
 Source: ``megatron/core/dist_checkpointing`` and ``optimizer/distrib_optimizer.py`` of Megatron-Core 0.14 to 0.19.
 """
@@ -51,10 +52,10 @@ _OTHER_MODELS = ("attention_output_gate", "apply_layernorm_1p", "rotary_interlea
 
 
 def files_in(folder: Path, names: Collection[str]) -> list[str]:
-    """Return the files that Megatron-Core adds to the DCP folder `folder`, which contains files with these `names`.
+    """Return the names of the files that Megatron-Core adds to a DCP folder.
 
-    ``common.pt`` is in the list if ``metadata.json`` says that it was written. The list is empty if another program
-    wrote the folder.
+    ``common.pt`` is included if ``metadata.json`` says that it was written. The result is empty if another program
+    wrote `folder`. `names` are the names of the files in it.
     """
     data = first_bytes(folder / _FILE, LIMITS.config_bytes) if _FILE in names else b""
     try:
@@ -68,9 +69,9 @@ def files_in(folder: Path, names: Collection[str]) -> list[str]:
 
 
 def nested(metadata: Metadata, files: Collection[str]) -> tuple[Metadata, list[LeftBehind]]:
-    """Return `metadata` of a folder in which Megatron-Core wrote `files`, with a path for each item, and what is left.
+    """Return `metadata` with a path for each item, and the items that are left out.
 
-    ``common.pt`` becomes an item.
+    `files` are the result of :func:`files_in`. If ``common.pt`` is among them, it becomes an item.
     """
     items: dict[str, TensorItem | None] = {}
     paths = dict(metadata.paths)
@@ -103,15 +104,19 @@ def _path(name: str, item: TensorItem | None) -> ItemPath:
 
 
 def common_of(value: Value) -> Value:
-    """Return the common state in the item `value`: the only element, if it is a list."""
+    """Return the common state in the item `value`. If it is a list with one element, it is that element."""
     elements = [*value.elements()] if isinstance(value, List) else []
     return elements[0] if len(elements) == 1 else value
 
 
 def notes_on(path: Path, common: Value, names: Collection[str], left: int) -> Iterator[str]:
-    """Yield notes on the folder `path` with a `common` state and items with these `names`: what it is, what is next.
+    """Yield notes on the folder `path`: its origin, and the command that renames its weights for transformers.
 
-    `left` is the number of items that :func:`nested` left out.
+    Args:
+        path: The folder.
+        common: The common state, or None.
+        names: The names of all items.
+        left: The number of items that :func:`nested` left out.
     """
     state = strings_of(common) if isinstance(common, Dict) else {}
     args = _arguments(state.get("args"))
@@ -136,7 +141,7 @@ def notes_on(path: Path, common: Value, names: Collection[str], left: int) -> It
 
 
 def _arguments(args: Value) -> dict[str, Value]:
-    """Return the attributes of a Namespace, or nothing if `args` is another object."""
+    """Return the attributes of `args`, an argparse.Namespace. Empty if it is another object."""
     if not isinstance(args, Call) or not is_global(args.callable, "argparse.Namespace"):
         return {}
     return {

@@ -1,10 +1,10 @@
-"""Sets of rank files: what each process of one FSDP run saved with torch.save, read as one checkpoint.
+"""Sets of rank files: the files that the processes of one FSDP run saved with torch.save, read as one checkpoint.
 
-Layout: each file (:mod:`ckptconv.formats.distributed.rank_names` has their names) is a checkpoint of its own kind with
-the same keys. A DTensor or ShardedTensor in it (:mod:`ckptconv.formats.distributed.rank_parts`) is the part of that
-process, and contains its position. Parts are put together by position, as those of torch.distributed.checkpoint are.
-Every process has a copy of everything else: the copy of the first rank is taken, and the copies that must be the same
-are listed in the checkpoint's ``replicas``, which are compared after edits.
+Layout: each file (:mod:`ckptconv.formats.distributed.rank_names` has their names) is a complete file of torch.save.
+All have the same keys. A DTensor or ShardedTensor in a file (:mod:`ckptconv.formats.distributed.rank_parts`) is the
+slice of that process, and contains its position. Slices are merged by position, as those of
+torch.distributed.checkpoint are. Every process has a copy of everything else. The copy of the first rank is used, and
+the copies that must be equal are listed in the checkpoint's ``replicas``, which are compared after edits.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ _COPY = "copy the files of all ranks into one folder, with their original names"
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Return whether `folder`, given as such or as a pattern, contains the files of a run, by their names."""
+    """Return whether `folder` is a set of rank files: a folder that contains one, or a pattern."""
     if folder.is_whole:
         return are_in(folder.folder)
     return set_of(folder.path) is not None and "*" in folder.path.name
 
 
 def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
-    """Return the checkpoint in the rank files of `folder`, each of which `read_file` reads.
+    """Return the checkpoint merged from the rank files of `folder`. `read_file` reads one file.
 
-    Raises MalformedError, UnsupportedError, LimitError, and the errors of `read_file`.
+    Raises MalformedError if files are missing or of different runs, UnsupportedError, LimitError, and the errors of
+    `read_file`.
     """
     run = _chosen(folder)
     ranks = [rank for rank, _ in run.names]
@@ -100,7 +101,10 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
 
 
 def _chosen(folder: SourceFolder) -> RankSet:
-    """Return the set that `folder` means. Raises UnsupportedError if it contains several."""
+    """Return the set of rank files in `folder`, or with its pattern.
+
+    Raises UnsupportedError if the folder contains several sets, none of which is that of the model.
+    """
     if not folder.is_whole:
         run = set_of(folder.path)
         assert run is not None
@@ -119,7 +123,10 @@ def _chosen(folder: SourceFolder) -> RankSet:
 
 
 class _Reader:
-    """Puts the checkpoints of all ranks together: that of the first rank, with the tensors of all of them."""
+    """The merger of the checkpoints of all ranks.
+
+    It keeps the checkpoint of the first rank, and completes its tensors.
+    """
 
     def __init__(self, folder: SourceFolder, parts: list[Checkpoint], world: int) -> None:
         self.folder = folder
@@ -137,7 +144,10 @@ class _Reader:
         self.left = 4 * sum(part.graph.opcodes for part in parts)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the whole checkpoint."""
+        """Return the merged checkpoint.
+
+        Raises MalformedError, UnsupportedError or LimitError if the files cannot be merged.
+        """
         first, *others = self.parts
         for place in first.places:
             part = self.readers[0].part(place)
@@ -170,7 +180,11 @@ class _Reader:
         return checkpoint
 
     def tensor(self, place: Place, parts: list[Part]) -> Call:
-        """Return a call that makes the tensor at `place` of its `parts`. Raises MalformedError if they do not fit."""
+        """Return a call that rebuilds the tensor at `place` from its `parts`, one for each rank.
+
+        Slices that several ranks have are added to `replicas`. Raises MalformedError if the slices leave holes or
+        overlap.
+        """
         first = parts[0]
         chunks: dict[Chunk, tuple[ChunkPlacement, int]] = {}
         for rank, part in enumerate(parts):
@@ -198,14 +212,17 @@ class _Reader:
 
 
 def _piece(placement: ChunkPlacement, itemsize: int) -> Piece:
-    """Return the elements of `placement` in row-major order."""
+    """Return the elements of the slice `placement` in row-major order.
+
+    `itemsize` is the number of bytes of an element.
+    """
     if placement.stride == row_major(placement.sizes):
         return placement.of
     return Gather(placement.of, itemsize, placement.sizes, placement.stride, 0, prod(placement.sizes) * itemsize)
 
 
 class _Comparison:
-    """Compares the checkpoint of `rank` with that of the first rank, node by node."""
+    """The comparison of the checkpoint of `rank` with that of the first rank, node by node."""
 
     def __init__(self, whole: _Reader, rank: int) -> None:
         self.whole, self.rank = whole, rank
@@ -215,7 +232,10 @@ class _Comparison:
         self.todo: list[tuple[Place, Place]] = []
 
     def run(self) -> None:
-        """Compare everything. Each tensor of the first rank that is spread over ranks gains the part of this rank."""
+        """Compare all nodes. The slices of this rank are added to the distributed tensors of `whole`.
+
+        Raises MalformedError if the files are of different runs, and LimitError after too many steps.
+        """
         self.todo.append((Place(None, "", self.a.graph.root, 0), Place(None, "", self.b.graph.root, 0)))
         seen: set[tuple[int, int]] = set()
         while self.todo:
@@ -226,7 +246,10 @@ class _Comparison:
                 self.compare(a, b)
 
     def compare(self, a: Place, b: Place) -> None:
-        """Compare the nodes at `a` and `b`. Their members are compared later."""
+        """Compare the nodes at `a` in the first rank and `b` in this one, and queue their members.
+
+        Raises MalformedError if a distributed tensor has other properties. Other differences are recorded as replicas.
+        """
         first, part = self.whole.readers[0].part(a), self.whole.readers[self.rank].part(b)
         if first and part:
             if first.alike != part.alike:
@@ -260,9 +283,9 @@ class _Comparison:
             self.differ(a)
 
     def is_same(self, a: Place, b: Place) -> bool:
-        """Return whether the nodes at `a` and `b` are equal, except for their members and for bytes.
+        """Return whether the nodes at `a` and `b` are equal, apart from their members and bytes.
 
-        Members are compared later; bytes are added to the replicas.
+        Members are compared later. Bytes are added to the replicas.
         """
         x, y = a.node, b.node
         if type_of(x) is not type_of(y):
@@ -282,9 +305,10 @@ class _Comparison:
         return _comparable(x) == _comparable(y)
 
     def inside(self, ours: list[Place], theirs: list[Place], place: Place) -> None:
-        """Let the members of `place` in both files be compared: those of mappings by their keys.
+        """Queue the members `ours` and `theirs` of the nodes at `place` for comparison.
 
-        Raises MalformedError if this rank has a key that the first one has not, LimitError after too many steps.
+        Members of mappings are matched by key. Raises MalformedError if this rank has a key that the first rank does
+        not have, and LimitError after too many steps.
         """
         self.whole.left -= 1 + len(ours) + len(theirs)
         if self.whole.left < 0:
@@ -309,14 +333,14 @@ class _Comparison:
                 self.differ(our)
 
     def replica(self, place: Place, a: Piece, b: Piece) -> None:
-        """Note that the bytes `a` and `b` at `place` must be the same."""
+        """Record that the bytes `a` and `b` at `place` must be equal."""
         if a.length != b.length:
             self.differ(place)
         else:
             self.whole.replicas.append(Replica(place, self.files, (a, b)))
 
     def differ(self, place: Place) -> None:
-        """Note that the files differ at `place`: a replica without pieces."""
+        """Record that the files differ at `place`, as a replica without bytes."""
         self.whole.replicas.append(Replica(place, self.files))
 
 
@@ -325,7 +349,7 @@ def _no_leaf(node: Node) -> None:  # noqa: ARG001 - no node is a leaf
 
 
 def _comparable(value: Value) -> object:
-    """Return the content of `value` without its members, to be compared with that of another value of its type."""
+    """Return the content of `value` without its members, in a form that can be compared with ``==``."""
     if isinstance(value, (Global, Extension)):
         return str(value) if isinstance(value, Global) else value.code
     if isinstance(value, (Py2String, ByteArray)):

@@ -1,11 +1,11 @@
-"""Names of rank files: which files of a folder belong to one run, by their names only.
+"""Names of rank files: which files in a folder belong to one run, according to their names.
 
-Layout: each process of a run saves a file of its own with torch.save, and its rank is in the name:
+Layout: each process of a run saves its own file with torch.save, and its rank is in the name:
 
-    model_world_size_4_rank_0.pt    as verl and others have it, next to ``optim_...`` and ``extra_state_...``
+    model_world_size_4_rank_0.pt    as verl and others write it, next to ``optim_...`` and ``extra_state_...``
     model_final.rank_0.pth          without the number of ranks
 
-A set of them is called by its pattern, ``model_world_size_4_rank_*.pt``.
+A set of such files is named by its pattern, ``model_world_size_4_rank_*.pt``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class RankSet(NamedTuple):
 
     Attributes:
         pattern: The pattern of their names.
-        world: The number of ranks, or None if the names do not tell it.
-        names: The rank and the name of each file that is there, sorted.
+        world: The number of ranks, or None if it is not in the names.
+        names: The rank and the name of each file that exists, sorted.
     """
 
     pattern: str
@@ -40,7 +40,10 @@ class RankSet(NamedTuple):
 
     @property
     def missing(self) -> list[str]:
-        """The names of the files that are missing, as far as the names tell."""
+        """The names of the missing files.
+
+        If the number of ranks is unknown, only ranks below the highest one can be missing.
+        """
         there = {rank for rank, _ in self.names}
         every = range(self.world or max(there, default=-1) + 1)
         return [self.pattern.replace("*", str(rank)) for rank in every if rank not in there]
@@ -49,7 +52,7 @@ class RankSet(NamedTuple):
 def _parsed(name: str) -> tuple[str, int | None, int | None]:
     """Return the pattern of the set that `name` belongs to, the number of ranks, and the rank.
 
-    The pattern is empty if `name` is not the name of a rank file. The numbers are None if they are not in the name.
+    The pattern is empty if `name` is not the name of a rank file. A number is None if it is not in the name.
     """
     parts = _NAME.fullmatch(name)
     if parts is None:
@@ -59,7 +62,7 @@ def _parsed(name: str) -> tuple[str, int | None, int | None]:
 
 
 def sets_in(names: Iterable[str]) -> list[RankSet]:
-    """Return the sets among `names`, sorted by their patterns."""
+    """Return the sets of rank files among `names`, sorted by their patterns."""
     sets: dict[tuple[str, int | None], list[tuple[int, str]]] = {}
     for name in names:
         pattern, world, rank = _parsed(name)
@@ -69,24 +72,24 @@ def sets_in(names: Iterable[str]) -> list[RankSet]:
 
 
 def are_in(folder: Path) -> bool:
-    """Return whether `folder` contains a set, by its names. Names without the number of ranks do not count."""
+    """Return whether `folder` contains a set of rank files whose names have the number of ranks."""
     return folder.is_dir() and any(run.world for run in sets_in(list_folder(folder)[1]))
 
 
 def pattern_of(name: str) -> str | None:
-    """Return the pattern of the set that a file called `name` belongs to, or None."""
+    """Return the pattern of the set that the rank file `name` belongs to, or None if it is not a rank file."""
     return _parsed(name)[0] or None
 
 
 def stem_of(pattern: str) -> str:
-    """Return the name, without a suffix, of the whole whose files have this `pattern`: ``model``."""
+    """Return the name, without a suffix, for the checkpoint that is merged from the files of `pattern`: ``model``."""
     return re.sub(r"[-_.]?(world_size_[0-9]+_)?rank_\*.*", "", pattern) or "model"
 
 
 def as_sets(paths: Iterable[str], *, least: int = 1) -> list[str]:
-    """Return `paths`, with the pattern of a run in place of its rank files.
+    """Return `paths`, in which the rank files of a run are replaced by their pattern.
 
-    Files stay as they are if their names do not tell the number of ranks, or if fewer than `least` of a run are given.
+    Files are kept if their names do not have the number of ranks, or if fewer than `least` files of the run are given.
     """
     groups: dict[str, list[str]] = {}
     for path in paths:
@@ -97,15 +100,15 @@ def as_sets(paths: Iterable[str], *, least: int = 1) -> list[str]:
 
 
 def is_pattern(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is the pattern of a set, and not a file."""
+    """Return whether `path` is the pattern of a set of rank files. False if there is a file of that name."""
     pattern, _, rank = _parsed(os.path.basename(path))
     return bool(pattern) and rank is None and not os.path.lexists(path)
 
 
 def set_of(path: Path) -> RankSet | None:
-    """Return the set that the pattern `path` means, or that the file `path` belongs to by its name.
+    """Return the set with the pattern `path`, or the set that the rank file `path` belongs to.
 
-    None if the name is another one, or the folder cannot be listed. The set is empty if no file has such a name.
+    Return None if `path` is neither, or if the folder cannot be listed. The set is empty if no file matches.
     """
     pattern, world, _ = _parsed(path.name)
     if not pattern:
@@ -119,9 +122,9 @@ def set_of(path: Path) -> RankSet | None:
 
 
 def main_set(names: Iterable[str]) -> RankSet | None:
-    """Return the set that a folder with `names` means: the model's, if there are others next to it.
+    """Return the set in a folder with `names` that the folder stands for: the only one, or the only one of a model.
 
-    None if there is no set, or if it is not clear which one is meant.
+    Names of other sets begin with ``optim`` or ``extra``. Return None if there is no such set, or more than one.
     """
     every = [run for run in sets_in(names) if run.world is not None]
     models = [run for run in every if not run.pattern.startswith(_OTHERS)]
@@ -131,9 +134,9 @@ def main_set(names: Iterable[str]) -> RankSet | None:
 
 
 def about_one(path: Path) -> str | None:
-    """Return what to say of the file `path` if it is one of a set by its name, or None.
+    """Return a note on the file `path` if it is one of several rank files, according to its name.
 
-    The text says which files are missing, and what merges the set.
+    Otherwise return None. The note says which files are missing, and which command merges the set.
     """
     run = set_of(path)
     if run is None or (run.world is None and len(run.names) < 2):

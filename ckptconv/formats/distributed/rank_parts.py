@@ -1,4 +1,4 @@
-"""Read what one process had of a tensor: the state of a DTensor or a ShardedTensor in the pickle of a rank.
+"""Read the slice of a tensor that one process saved: the state of a DTensor or a ShardedTensor in the pickle of a rank.
 
 Sources, torch 2.13 and as far back as 2.1: ``torch/distributed/tensor/_api.py`` and ``_dtensor_spec.py`` (a DTensor's
 state is ``{_local_tensor, _spec}``, and the spec has the mesh and the placements), ``torch/distributed/device_mesh.py``
@@ -33,9 +33,15 @@ _WHOLE = (
 
 
 class Part(NamedTuple):
-    """The part of one process of a tensor of `shape`: its `placements`, each with bytes.
+    """The slice of a tensor that one process has.
 
-    `layout` describes in words how the tensor is spread. `device` is that of the part, or None if the process has none.
+    Attributes:
+        shape: The shape of the complete tensor.
+        dtype: The dtype.
+        layout: A description of how the tensor is distributed.
+        placements: The positions of the slice in the tensor, with its bytes. Empty if the process has no elements.
+        device: The device of the slice, or None if the process has none.
+        requires_grad: Whether the tensor requires a gradient.
     """
 
     shape: tuple[int, ...]
@@ -47,12 +53,15 @@ class Part(NamedTuple):
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """The properties that must be the same in all processes."""
+        """The properties that must be equal in all processes."""
         return self.shape, self.dtype.name, self.layout, self.requires_grad
 
 
 def spread_call(node: Value) -> Call | None:
-    """Return the call that makes a tensor spread over processes if `node` is one or a parameter of one, else None."""
+    """Return the call that rebuilds a distributed tensor, if `node` is such a tensor or a parameter that wraps one.
+
+    Return None for other nodes.
+    """
     while isinstance(node, Call) and str(node.callable) in PARAMETER and args_of(node):
         node = args_of(node)[0]
     if not isinstance(node, Call):
@@ -66,7 +75,7 @@ _Mesh = list[tuple[int, int, object]]
 
 
 class PartReader:
-    """Reads the parts in the file of one `rank` of a run of `world` ranks, as far as is known.
+    """A reader of the slices in the file of one `rank`. The run had `world` ranks.
 
     Any number of tensors can share a spec, a mesh and placements, so these are read once.
     """
@@ -84,7 +93,7 @@ class PartReader:
         self._left = LIMITS.spread_steps * checkpoint.graph.opcodes
 
     def part(self, place: Place) -> Part | None:
-        """Return the part at `place`, or None if no tensor that is spread over processes is there.
+        """Return the slice of the distributed tensor at `place`, or None if another object is there.
 
         Raises MalformedError, UnsupportedError, LimitError.
         """
@@ -109,7 +118,7 @@ class PartReader:
     # DTensor
 
     def _dtensor(self, state: dict[str, Value], info: TensorInfo) -> Part:
-        """Return the part of the DTensor `info` that has this `state`."""
+        """Return the slice of the DTensor `info`, whose `state` has the spec and the local tensor."""
         shape = info.shape
         spec = self._object(state.get("_spec"), "DTensorSpec")
         mesh = self._mesh(spec.get("mesh"))
@@ -139,9 +148,10 @@ class PartReader:
         return Part(shape, self._dtype(local), layout, placements, _device(local), info.requires_grad)
 
     def _read_cuts(self, placements: Value, mesh: _Mesh, rank: int) -> tuple[tuple[Cut, ...], str]:
-        """Return the cuts that `placements` make of a tensor of `rank` dimensions, and its layout in words.
+        """Return the cuts that `placements` make of a tensor with `rank` dimensions, and a description of the layout.
 
-        A layout also describes the dimensions of the mesh that cut nothing.
+        The description also has the dimensions of `mesh` that cut nothing. Raises UnsupportedError for a Partial
+        placement, and MalformedError if a placement does not fit the tensor.
         """
         words = placements.items if isinstance(placements, Tuple) else []
         if len(words) != len(mesh):
@@ -169,7 +179,10 @@ class PartReader:
         return tuple(cuts), ", ".join(layout)
 
     def _mesh(self, node: Value) -> _Mesh:
-        """Return the mesh `node`."""
+        """Return for each dimension of the mesh `node` its size, the position of this process, and its name.
+
+        Raises MalformedError if this rank is not in the mesh, and UnsupportedError if the mesh lacks these values.
+        """
         if id(node) in self._meshes:
             return self._meshes[id(node)]
         fields = self._object(node, "DeviceMesh")
@@ -253,7 +266,10 @@ class PartReader:
     # Nodes
 
     def _placement(self, strip: Strip, local: TensorInfo) -> ChunkPlacement:
-        """Return the position of the bytes of `strip`, which `local` contains."""
+        """Return the position of `strip` in the complete tensor, with its bytes in the tensor `local`.
+
+        Raises UnsupportedError if the bytes are deflated, overlap, or are lazily conjugated or negated.
+        """
         storage, itemsize = local.storage, self._dtype(local).itemsize
         data = storage.data if storage else None
         if not isinstance(data, ByteRange) or not is_apart(local) or local.conj or local.neg:
@@ -271,7 +287,10 @@ class PartReader:
         return ChunkPlacement(of, strip.chunk.offsets, sizes, stride)
 
     def _tensor(self, node: Value) -> TensorInfo:
-        """Return the plain tensor `node`. Raises UnsupportedError if it is another kind of tensor, or none."""
+        """Return the description of the plain tensor `node`.
+
+        Raises UnsupportedError if it is another kind of tensor or object.
+        """
         info = self.checkpoint.tensor_nodes.get(id(node))
         if info is None:
             reader = TensorReader(self.checkpoint.index.storage_of, self.where)
@@ -287,7 +306,10 @@ class PartReader:
         return BY_NAME[local.dtype]
 
     def _object(self, node: Value, name: str) -> dict[str, Value]:
-        """Return the attributes of `node`, an object of the class `name` of torch.distributed."""
+        """Return the attributes of `node`, an object of the class `name` in torch.distributed.
+
+        Raises MalformedError if it is not an object, and UnsupportedError if it has another class.
+        """
         if id(node) not in self._fields:
             cls = node.callable if isinstance(node, Call) else None
             if not isinstance(node, Call) or not isinstance(cls, Global):
@@ -303,13 +325,16 @@ class PartReader:
         return self._fields[id(node)]
 
     def _items(self, node: Value) -> dict[str, Value]:
-        """Return the items of `node`, a small dict, that have a text as their key."""
+        """Return the items of the small dict `node` whose keys are strings.
+
+        Raises UnsupportedError if it is not one.
+        """
         if not isinstance(node, Dict) or sum(1 + len(effect.values) for effect in node.effects) > LIMITS.metadata_state:
             self._refuse("the state of a tensor that is spread over processes is not known to this version")
         return {key: effect.values[i + 1] for effect, i in node.pairs() if isinstance(key := effect.values[i], str)}
 
     def _spend(self, steps: int) -> None:
-        """Count `steps` of work. Raises LimitError if the file asks for more than its size justifies."""
+        """Count `steps` of work. Raises LimitError if the file requires more work than its size justifies."""
         self._left -= steps
         if self._left < 0:
             raise LimitError(
@@ -318,7 +343,7 @@ class PartReader:
             )
 
     def _counts(self, node: Value) -> tuple[int, ...] | None:
-        """Return the counts in `node`, a tuple or a list, or None if it has other items or too many."""
+        """Return the integers in `node`, a tuple or a list. Return None if it has other elements or too many."""
         if isinstance(node, List):
             items = [*islice(node.elements(), LIMITS.ranks + 1)]
         else:
@@ -331,7 +356,7 @@ class PartReader:
         raise MalformedError(f"at {self._place.path}: {what}", where=self.where, expected=expected, got=got)
 
     def _refuse(self, what: str, got: object = None, *, needed: str | None = None) -> NoReturn:
-        """Raise UnsupportedError. `needed`: how the run must save the tensor; by default, whole."""
+        """Raise UnsupportedError. `needed` says how to save the tensor again: by default, as a complete tensor."""
         hint = _AGAIN + needed if needed else _WHOLE
         raise UnsupportedError(f"at {self._place.path}: {what}", where=self.where, got=got, hint=hint)
 

@@ -44,9 +44,9 @@ _WHOLE = regex(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")  # next to shard-0000
 
 
 def saved_offsets(header: Header, path: Path) -> dict[str, tuple[int, ...]] | None:
-    """Return the first index of each tensor of the file `path` in the whole tensor, or None if its `header` has none.
+    """Return the first index of each tensor of the file `path` in the complete tensor, from the metadata in `header`.
 
-    Raises MalformedError.
+    Return None if there is no such metadata. Raises MalformedError if it does not fit the tensors.
     """
     text = (header.metadata or {}).get(SHARDING_INFO)
     if text is None:
@@ -85,12 +85,15 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_part(path: Path, offsets: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether the file `path`, whose tensors begin at `offsets`, is one of several files with parts."""
+    """Return whether the file `path`, whose tensors begin at `offsets`, contains slices of tensors.
+
+    False if it has the name of a complete model and all offsets are 0.
+    """
     return _WHOLE.fullmatch(path.name) is None or any(map(any, offsets.values()))
 
 
 def part_error(source: Readable) -> InputError:
-    """Return the error for `source`, a file with parts that was given without the others."""
+    """Return the error for `source`, one of several files with slices, which was given without the others."""
     folder = command("convert", source.path.parent, Placeholder("OUT"))
     return UnsupportedError(
         "one part of a distributed checkpoint: torch.distributed.checkpoint saved parts of the same tensors in several"
@@ -101,7 +104,10 @@ def part_error(source: Readable) -> InputError:
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Return whether `folder`, given as such, has parts: by the names that torch gives, else by its first file."""
+    """Return whether `folder` contains files with slices: by their names, or by the metadata of the first file.
+
+    False if the user gave an index and not the folder.
+    """
     names = _names(folder) if folder.is_whole else []
     if not names or any(map(_SHARD.fullmatch, names)):
         return bool(names)
@@ -121,7 +127,7 @@ def read(
     folder: SourceFolder,
     read_file: Callable[[Readable], Checkpoint],  # noqa: ARG001 - its files are parts
 ) -> Checkpoint:
-    """Return the checkpoint in `folder`.
+    """Return the checkpoint merged from the files in `folder`. `read_file` is not used.
 
     Raises MalformedError, UnsupportedError, LimitError, and InputError if a file cannot be read.
     """
@@ -160,7 +166,10 @@ def read(
 
 
 def _tensor(merger: Merger, name: str, parts: list[tuple[Entry, ChunkPlacement]]) -> Value:
-    """Return a call that makes the tensor `name` of its `parts`. Raises MalformedError, UnsupportedError."""
+    """Return a call that rebuilds the tensor `name` from `parts`, its slices with their header entries.
+
+    Raises MalformedError if they do not fit together, and UnsupportedError if the dtype has several elements in a byte.
+    """
     from ckptconv.checkpoint.blocks import assembled
     from ckptconv.formats.distributed.chunks import Chunk, check_cover
 

@@ -1,8 +1,8 @@
-"""Flat data of DeepSpeed ZeRO: which elements of which rank's flat tensors are a parameter.
+"""Flat data of DeepSpeed ZeRO: which elements of the ranks' flat tensors belong to which parameter.
 
 Layout (``deepspeed/utils/zero_to_fp32.py``, ``runtime/zero/stage_1_and_2.py`` and ``stage3.py`` of 0.19.8):
 
-- Stages 1 and 2: a group is one flat tensor, of which each rank has a partition. The parameters follow one another in
+- Stages 1 and 2: a group is one flat tensor, and each rank has a partition of it. The parameters follow one another in
   the order of ``param_shapes``, each with ``param_alignment_paddings`` elements after it. The fp32 weights end with the
   data, or with padding (the BF16 optimizer). The moments have ``group_paddings`` elements more.
 - Stage 3: a rank has one flat tensor for each sub-group. Each parameter takes ``ceil(numel / ranks)`` elements at the
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 class Cut(NamedTuple):
-    """`numel` elements from `start` on of the flat tensor number `group` of `rank`."""
+    """A range of a flat tensor: `numel` elements from `start` on of the tensor number `group` of `rank`."""
 
     rank: int
     group: int
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter: its name, its shape, the flat tensor with its first element, and its elements in order."""
+    """A parameter: its name, its shape, the number of the flat tensor in which it begins, and its ranges in order."""
 
     name: str
     shape: Shape
@@ -42,7 +42,10 @@ class Parameter(NamedTuple):
 
 
 class Flats:
-    """The sizes of flat tensors: ``sizes[rank][group]`` is the number of elements that parameters can take."""
+    """The sizes of flat tensors, from which the ranges of parameters are computed.
+
+    ``sizes[rank][group]`` is the number of elements of a flat tensor that parameters can take. `where` is for errors.
+    """
 
     def __init__(self, where: object, sizes: Sequence[Sequence[int]]) -> None:
         self.where = where
@@ -53,9 +56,10 @@ class Flats:
     def of_groups(
         self, shapes: Sequence[dict[str, Shape]], paddings: Sequence[Sequence[int]] | None
     ) -> Iterator[Parameter]:
-        """Yield the parameters of stages 1 and 2: those of each group are in one element of `shapes`.
+        """Yield the parameters of stages 1 and 2. `shapes` has a dict of shapes for each group.
 
-        Raises MalformedError if they do not take as many elements as there are.
+        `paddings` has the number of elements after each parameter, or is None if there are none. Raises MalformedError
+        if the parameters take more elements than there are, or leave more than padding.
         """
         for sizes in self.sizes:
             self.check("the number of flat tensors", len(shapes), len(sizes))
@@ -77,9 +81,9 @@ class Flats:
                 raise self.left_over(end, starts[-1])
 
     def of_ranks(self, shapes: Sequence[dict[str, Shape]]) -> Iterator[Parameter]:
-        """Yield the parameters of stage 3.
+        """Yield the parameters of stage 3. `shapes` has dicts of shapes, in the order of the flat data.
 
-        Raises MalformedError if they do not take as many elements as there are.
+        Raises MalformedError unless the parameters take exactly the elements that there are.
         """
         for sizes in self.sizes:
             if sizes != self.sizes[0]:
@@ -102,8 +106,10 @@ class Flats:
             raise self.left_over(offset, starts[-1])
 
     def _cut(self, starts: list[int], offset: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the parts of the `count` elements at `offset` of tensors that begin at `starts`, the last of which is
-        the end: the number of the tensor, the first element in it, and the number of elements.
+        """Yield the ranges of `count` elements from `offset` on in consecutive tensors.
+
+        A range is the number of the tensor, the first element in it, and the number of elements. `starts` has the
+        offset of each tensor and the total size. Raises LimitError after too many ranges.
         """
         i = bisect_right(starts, offset) - 1
         while count:
@@ -116,20 +122,23 @@ class Flats:
             offset, count, i = offset + done, count - done, i + 1
 
     def check(self, what: str, expected: int, got: int) -> None:
-        """Raise MalformedError unless there are as many of `what` as `expected`."""
+        """Raise MalformedError about `what` unless the numbers `expected` and `got` are equal."""
         if expected != got:
             raise self.disagree(what, f"{expected:,}", f"{got:,}")
 
     def disagree(self, what: str, expected: str, got: str) -> MalformedError:
-        """Return the error for files that contradict one another about `what`."""
+        """Return the error for shapes and flat data that disagree about `what`."""
         what += ": param_shapes and the flat data disagree"
         return MalformedError(what, where=self.where, expected=expected, got=got)
 
     def too_few(self, name: str, shape: Shape, offset: int, available: int) -> MalformedError:
-        """Return the error for a parameter that does not fit into the flat data."""
+        """Return the error for the parameter `name`, which does not fit into the flat data.
+
+        `offset` is the position where it begins, and `available` the number of all elements.
+        """
         what = f"{name!r} of shape {shape} does not fit"
         return self.disagree(what, f"at most {available:,} elements", f"{prod(shape):,} from {offset:,} on")
 
     def left_over(self, used: int, available: int) -> MalformedError:
-        """Return the error for flat data that is more than the parameters and padding."""
+        """Return the error for flat data with `available` elements, of which the parameters take only `used`."""
         return self.disagree("the sum of all elements", f"{available:,}", f"{used:,}")

@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed ZeRO: which files of a folder belong to one checkpoint, by their names only.
+"""Folders of DeepSpeed ZeRO: which files in a folder belong to one checkpoint, according to their names.
 
 Layout (``_get_ckpt_name`` and ``_get_rank_zero_ckpt_name`` of ``deepspeed/runtime/engine.py`` 0.19.8):
 
@@ -7,7 +7,7 @@ Layout (``_get_ckpt_name`` and ``_get_rank_zero_ckpt_name`` of ``deepspeed/runti
     TAG/zero_pp_rank_RANK_mp_rank_00_model_states.pt       stage 3, one for each rank
     TAG/[bf16_]zero_pp_rank_RANK_mp_rank_00_optim_states.pt
 
-Lightning's folder is one of these whose tag is ``checkpoint``.
+Lightning's folder is such a folder with the tag ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ class ZeroFiles(NamedTuple):
     """The names of the files of one checkpoint.
 
     Attributes:
-        tag: The path of their folder below the given one, or an empty text if they are in the given one.
-        models: The rank and the name of each file with model states, in the order of the ranks. Rank -1: the file of
-            all ranks.
+        tag: The path of their folder relative to the given folder. Empty if they are in the given folder.
+        models: The rank and the name of each file with model states, sorted by rank. Rank -1 is the file for all ranks.
         optims: The same for optimizer states.
-        parallel: Files of tensor parallelism.
-        layers: Files of the layers of a pipeline.
-        experts: Files of experts.
+        parallel: The files of ranks of tensor parallelism above 0.
+        layers: The files of the layers of a pipeline.
+        experts: The files of experts.
     """
 
     tag: str
@@ -53,20 +52,23 @@ class ZeroFiles(NamedTuple):
     experts: list[str]
 
     def path(self, name: str) -> str:
-        """Return the path of the file `name` below the given folder."""
+        """Return the path of the file `name` relative to the given folder."""
         return f"{self.tag}/{name}" if self.tag else name
 
     def has(self, folder: Path, path: Path) -> bool:
-        """Return whether `path` is one of the files of the given `folder`, or what DeepSpeed writes next to them."""
+        """Return whether `path` is a file of this checkpoint, which was found in `folder`.
+
+        Files that DeepSpeed writes next to the checkpoint, such as ``latest``, count too.
+        """
         return (path.parent == folder / self.tag and is_part(path.name)) or (
             path.parent == folder and path.name in _BESIDE
         )
 
 
 def files_of(folder: Path) -> ZeroFiles | None:
-    """Return the files of the checkpoint that `folder` is, or None if it is another folder.
+    """Return the files of the ZeRO checkpoint in `folder`, or None if it is another folder.
 
-    Raises InputError if `folder` cannot be listed.
+    They are in `folder`, or in the subfolder that ``latest`` names. Raises InputError if `folder` cannot be listed.
     """
     folders, names = list_folder(folder)
     files = _files("", names)
@@ -87,12 +89,15 @@ def files_of(folder: Path) -> ZeroFiles | None:
 
 
 def is_part(name: str) -> bool:
-    """Return whether a file called `name` is a part of such a checkpoint."""
+    """Return whether a file called `name` is one of the files of a ZeRO checkpoint."""
     return any(pattern.fullmatch(name) for pattern in (_FILE, _LAYER, _EXPERT))
 
 
 def as_folders(paths: Iterable[str]) -> list[str]:
-    """Return `paths`, with the folder of a checkpoint in place of its files. Raises what :func:`files_of` raises."""
+    """Return `paths`, in which the files of a checkpoint are replaced by their folder.
+
+    Raises the errors of :func:`files_of`.
+    """
     folders = {path: os.path.dirname(path) for path in paths if is_part(os.path.basename(path))}
     whole = {folder for folder in {*folders.values()} if files_of(locate(folder))}
     return [*dict.fromkeys(folder if (folder := folders.get(path)) in whole and folder else path for path in paths)]

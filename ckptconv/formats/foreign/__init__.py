@@ -1,1 +1,1 @@
-"""Files, zips, pickles and folders that are not checkpoints: their kinds, and the next step for each."""
+"""Recognition of files, zips, pickles and folders that are not checkpoints, and advice for each kind."""

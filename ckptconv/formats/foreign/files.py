@@ -1,7 +1,7 @@
-"""Recognise files of other formats, and say what each is and what to do next.
+"""Recognise files of other formats, and return an error that says what the file is and what to do next.
 
-A file is recognised by its content: the first bytes, a few at the end, never more than a bounded part. A suffix decides
-only if the content leaves two possibilities. The first test that fits is right.
+A file is recognised by its content: the first bytes, sometimes a few at the end, and never more than a fixed amount. A
+suffix decides only if the content allows two formats. The first test that fits is the right one.
 
 Sources of the signatures: each format's own specification, ``_MsgpackExtType`` in flax's ``serialization.py``,
 ``ModelProto`` in ``onnx.proto``, TensorFlow's ``table/format.h``.
@@ -37,7 +37,7 @@ _FLAX_VALUE = regex(rb"(?:[\xd4-\xd8]|\xc7.|\xc8..|\xc9.{4})(?:[\x01\x03]\x93|\x
 
 
 class _File(NamedTuple):
-    """A file, its first bytes, and these bytes as text, or None if they are not text."""
+    """A file, its first bytes, and these bytes as text. The text is None if they are not text."""
 
     source: Readable
     head: bytes
@@ -54,7 +54,7 @@ _Answer = tuple[str, str]
 
 
 def foreign_file_error(source: Readable) -> InputError | None:
-    """Return the error that says what the file `source` is and what to do next, or None if it is not recognised."""
+    """Return the error that says what the file `source` is and what to do, or None if it is not recognised."""
     head = source.read(0, min(_HEAD, source.size))
     answer = next((answer for answer in _answers(_File(source, head, _text(head))) if answer), None)
     if isinstance(answer, tuple):
@@ -64,7 +64,7 @@ def foreign_file_error(source: Readable) -> InputError | None:
 
 
 def _answers(file: _File) -> Iterator[_Answer | InputError | None]:
-    """Yield the answer of each test, or None if it does not fit. The first answer is right."""
+    """Yield for each test its answer, or None if the test does not fit. The first answer is the right one."""
     source, head, path = file.source, file.head, file.path
     if not head:
         yield "the file is empty", DOWNLOAD_AGAIN
@@ -121,7 +121,10 @@ def _answers(file: _File) -> Iterator[_Answer | InputError | None]:
 
 
 def _text(head: bytes) -> str | None:
-    """Return `head` as text, or None if it is not UTF-8, cut anywhere, or has control characters except white space."""
+    """Return `head` as text, or None if it is not UTF-8 or has control characters other than white space.
+
+    The last character may be incomplete.
+    """
     try:
         text = head.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -132,7 +135,7 @@ def _text(head: bytes) -> str | None:
 
 
 def _zeros(file: _File) -> str:
-    """Return what the file is if its head is zeros: a download that was prepared and never came, or a failed disk."""
+    """Return a description of a file that starts with zeros: only zeros, or damaged at the start."""
     at, most = len(file.head), min(file.source.size, LIMITS.foreign_zeros)
     while at < most:
         part = file.source.read(at, min(1 << 20, most - at))
@@ -161,8 +164,9 @@ def _page(file: _File) -> _Answer | None:
 
 
 def _refusal(file: _File, content: Any) -> _Answer | None:
-    """Recognise what a server answered in place of the file: XML of an object store, JSON `content` of an interface, or
-    a sentence of the Hub.
+    """Return the answer for a server's message in place of the file, or None.
+
+    It is XML of an object store, JSON of an API (`content`), or a sentence of the Hub.
     """
     text = (file.text or "").lstrip()
     code = re.search(r"<Code>([^<]+)</Code>", text) if text.startswith("<") else None
@@ -185,7 +189,10 @@ def _refusal(file: _File, content: Any) -> _Answer | None:
 
 
 def _index(file: _File, content: Any) -> _Answer | None:
-    """Recognise the index of a checkpoint in shards by the JSON `content` of the file."""
+    """Return the answer for an index of shards that was given under a wrong name or without its folder, or None.
+
+    `content` is the JSON in the file.
+    """
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         return None
@@ -197,7 +204,7 @@ def _index(file: _File, content: Any) -> _Answer | None:
 
 
 def _json(file: _File) -> Any:
-    """Return the JSON in a file of bounded size, or None if there is none."""
+    """Return the JSON value in `file`, or None if it is not JSON or too large."""
     if file.text is None or not file.text.lstrip().startswith(("{", "[")):
         return None
     if file.source.size > (LIMITS.foreign_index if '"weight_map"' in file.text else LIMITS.foreign_json):
@@ -233,7 +240,7 @@ def _tar(file: _File) -> _Answer | None:
 
 
 def _tar_names(source: Readable) -> list[str]:
-    """Return the names of the first members of a tar archive."""
+    """Return the names of the first members of the tar archive `source`."""
     names: list[str] = []
     at = 0
     while at + _BLOCK <= source.size and len(names) < LIMITS.foreign_members:
@@ -248,7 +255,10 @@ def _tar_names(source: Readable) -> list[str]:
 
 
 def _compressed(file: _File) -> _Answer | None:
-    """Recognise gzip, and zlib as joblib writes it. zlib has no signature but two bytes, so it is tried."""
+    """Return the answer for a gzip file, or for zlib data as joblib writes it, or None.
+
+    zlib data has only two characteristic bytes, so the file is decompressed to find out.
+    """
     head = file.head
     is_gzip = head[:3] == b"\x1f\x8b\x08"
     if not is_gzip and (len(head) < 8 or head[0] != 0x78 or int.from_bytes(head[:2], "big") % 31):
@@ -274,14 +284,14 @@ def _compressed(file: _File) -> _Answer | None:
 
 
 def _is_flax(head: bytes) -> bool:
-    """Return whether `head` starts a msgpack map whose keys are text, and one of flax's own types of value is in it."""
+    """Return whether `head` starts a msgpack map with string keys, and contains a value of one of flax's own types."""
     return bool(_MSGPACK_MAP.match(head) and _FLAX_VALUE.search(head))
 
 
 def _is_onnx(file: _File) -> bool:
-    """Return whether `file` starts as an ONNX model: the version of the format, then the producer's name or the suffix.
+    """Return whether `file` starts like an ONNX model: a format version, followed by the name of the producer.
 
-    Protocol buffers have no signature.
+    Without a producer, the suffix must be ``.onnx``. Protocol buffers have no signature.
     """
     head = file.head
     if len(head) < 8 or head[0] != 0x08 or not 1 <= head[1] <= 30:

@@ -1,10 +1,10 @@
 """Recognise zips and pickles that are not checkpoints of torch, and torch zips that are truncated.
 
-A pickle is parsed like every pickle here, which runs nothing.
+Pickles are parsed as everywhere in this package, without running anything.
 
-A truncated zip has no directory. But torch writes ``data.pkl`` first, and ``data.pkl`` tells how large each storage is,
-so a lower bound of the missing bytes is known: headers and padding between the storages are counted as short as a zip
-can have them. The bound is only given if the remaining members are stored and not compressed.
+A truncated zip has no directory. But torch writes ``data.pkl`` first, and ``data.pkl`` contains the size of each
+storage. So a lower bound of the number of missing bytes is known: headers and padding between storages are counted as
+short as possible. The bound is only reported if the following members are stored and not compressed.
 
 Sources: ``torch/jit/_serialization.py`` and ``torch/export/pt2_archive/constants.py`` of torch 2.13, the "save format"
 pages of TorchServe, Stable-Baselines and Stable-Baselines3, Keras' ``save_model``.
@@ -58,11 +58,14 @@ _FOLLOWING = 4096  # bytes after data.pkl, in which a few small records and the 
 
 
 class ExportedError(UnsupportedError):
-    """A program of torch.export, whose weights :mod:`ckptconv.formats.exported` may read."""
+    """The error for a torch.export program. :mod:`ckptconv.formats.exported` may be able to read its weights."""
 
 
 def refuse_foreign_zips(source: Readable, names: list[str]) -> None:
-    """Raise the error that says what a zip archive of `names` is, unless it is a checkpoint of torch."""
+    """Raise an error that says what kind of zip `source` is, unless it is a checkpoint of torch.
+
+    `names` are the names of its members.
+    """
     # torch looks for names below the folder at the root, without regard to case.
     below = frozenset(name.partition("/")[2].casefold() for name in names)
     if _PICKLE in below and below.isdisjoint(_NO_CHECKPOINT):
@@ -82,7 +85,10 @@ _NO_CHECKPOINT = ("attributes.pkl", "archive_format", _PROGRAM, _PACKAGE)
 
 
 def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> list[tuple[object, InputError]]:
-    """Return the kinds of archives of torch that are not checkpoints: whether each fits, and the error."""
+    """Return, for each kind of torch archive that is not a checkpoint, whether it fits, and the error.
+
+    `names` are the members, and `below` their names without the root folder, in lower case.
+    """
     folders = {name.rpartition("/")[0] for name in below}
     return [
         (
@@ -131,14 +137,17 @@ def _kinds_of_torch(path: str, names: list[str], below: frozenset[str]) -> list[
 
 
 def _other_kinds(path: str, names: list[str]) -> list[tuple[object, InputError]]:
-    """Return the kinds of archives of other programs: whether each fits, and the error. The last one always fits."""
+    """Return, for each kind of archive of other programs, whether it fits, and the error. The last kind always fits."""
     members = set(names)
     checkpoint = next((name for name in names if name.endswith(CHECKPOINT_SUFFIXES)), None)
     listed = some([name[:80] for name in dict.fromkeys(names)])
     arrays = saved_by_torch(f"{{k: torch.from_numpy(v) for k, v in numpy.load({literal(path)}).items()}}", "numpy")
 
     def unzip(purpose: str, name: str | None) -> str:
-        """Return the command that takes out the member `name`, or all if its name could be misread."""
+        """Return a hint with the command that extracts the member `name` for `purpose`.
+
+        The command extracts all members if `name` is None or could be misread as an option or a pattern.
+        """
         if name and _TAME.fullmatch(name):
             return f"{purpose}: {shell('unzip', path, name)}"
         return f"{purpose if name else 'unpack it'}: {shell('unzip', path)}"
@@ -192,7 +201,7 @@ def _other_kinds(path: str, names: list[str]) -> list[tuple[object, InputError]]
 
 
 def cut_short(source: Readable) -> InputError:
-    """Return the error for `source`, which starts as a zip archive and has no end: what is missing, as far as known."""
+    """Return the error for `source`, a zip archive without its end. If known, it says how many bytes are missing."""
     first = first_member(source)
     root, _, record = first.name.rpartition("/") if first else ("", "", "")
     if first is None or record != _PICKLE or first.method != STORED:
@@ -223,7 +232,10 @@ def _damaged(source: Readable, what: str) -> MalformedError:
 
 
 def displaced(source: Readable) -> InputError | None:
-    """Return the error for `source` if it is a zip archive that starts too late or too early, or None."""
+    """Return the error for `source` if it is a zip archive with bytes missing or added at its start.
+
+    Otherwise return None.
+    """
     start = max(0, source.size - LONGEST_END)
     tail = source.read(start, source.size - start)
     at = tail.rfind(END)
@@ -258,7 +270,7 @@ _MORE = 4096  # bytes of the start that are searched for joblib's name
 def looks_like_pickle(source: Readable, head: bytes) -> bool:
     """Return whether `source`, which starts with `head`, can be a pickle.
 
-    The first bytes tell a pickle of protocol 2 or higher; one of protocol 0 or 1 is parsed.
+    Protocols 2 and higher are recognised by the first bytes. For protocols 0 and 1, the complete file is parsed.
     """
     if head[:1] == b"\x80":
         return len(head) > 1 and head[1] in _PROTOCOLS
@@ -276,7 +288,7 @@ def looks_like_pickle(source: Readable, head: bytes) -> bool:
 
 
 def pickle_error(source: Readable) -> InputError:
-    """Return the error that says what the pickle in `source` is."""
+    """Return the error that says what the pickle in `source`, which contains no tensors, is."""
     if b"joblib.numpy_pickle" in source.read(0, min(_MORE, source.size)):  # raw arrays are between its opcodes
         return UnsupportedError(
             "a file of joblib's, without tensors of torch",
@@ -300,7 +312,10 @@ def pickle_error(source: Readable) -> InputError:
 
 
 def _described(source: Readable, graph: Graph, following: int) -> InputError:
-    """Return the error that says what is in `graph`, the pickle of `source`, with so many bytes `following` it."""
+    """Return the error that says what `graph`, the pickle in `source`, contains.
+
+    `following` is the number of bytes after the pickle.
+    """
     dangers = sorted({*dangerous_globals(graph)} - {LOADER})
     if dangers:
         return DangerousError(
@@ -330,7 +345,7 @@ def _described(source: Readable, graph: Graph, following: int) -> InputError:
 
 
 def _root(root: Value) -> str:
-    """Return what the pickle's value `root` is, in Python's words."""
+    """Return a description of the pickle's value `root`, such as "a dict of 3 items"."""
     if isinstance(root, Dict):
         return f"a dict of {count(sum(1 for _ in root.pairs()), 'item')}"
     if isinstance(root, Call):

@@ -1,9 +1,9 @@
 """Read a set of shards as one checkpoint, and compare its index with the shards.
 
 The shards become one graph with one root, a mapping of all names in the order of the files, so that edits reach all
-shards at once. A tensor that is missing, or in two shards, or in another shard than the index names, is a fault: a
-reader that believes the index and a reader that does not would see two checkpoints.
-:mod:`ckptconv.formats.sharded.index` has the layout of the index.
+shards at once. A tensor that is missing, occurs in two shards, or is in another shard than the index names, is a fault:
+readers with and without the index would see different checkpoints. :mod:`ckptconv.formats.sharded.index` has the layout
+of the index.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ _ITEMS = ("SETITEM", "SETITEMS")
 
 
 def looks_like(folder: SourceFolder) -> bool:
-    """Return whether `folder` is an index, or contains shards."""
+    """Return whether `folder` is the path of an index, or a folder that contains shards."""
     return not folder.path.is_dir() or bool(sets_in(folder.names()))
 
 
 def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> Checkpoint:
-    """Return the checkpoint in the shards in `folder`, each of which `read_file` reads.
+    """Return the checkpoint merged from the shards in `folder`. `read_file` reads one shard.
 
-    Raises MalformedError, RefusedError, UnsupportedError, LimitError, and the errors of `read_file`.
+    A shard that cannot be read is a fault. Raises MalformedError, RefusedError if the folder has several models,
+    UnsupportedError, LimitError, and the errors of `read_file`.
     """
     shard_set = find_set(folder.path, folder.faults)
     if shard_set is None:
@@ -100,9 +101,10 @@ def read(folder: SourceFolder, read_file: Callable[[Readable], Checkpoint]) -> C
 
 
 def _root_of(part: Checkpoint, name: str) -> Object:
-    """Return the mapping of names to tensors in the shard `part`, called `name`, and remove its attributes.
+    """Return the root of the shard `part`, a mapping of names to tensors. Its attributes are removed and left behind.
 
-    Raises UnsupportedError if it is not such a mapping, and MalformedError if a name occurs twice.
+    `name` is the name of the file. Raises UnsupportedError if the root is not such a mapping, and MalformedError if a
+    name occurs twice.
     """
     root = part.graph.root
     if isinstance(root, Call):
@@ -128,7 +130,7 @@ def _root_of(part: Checkpoint, name: str) -> Object:
 
 
 def _no_shard(part: Checkpoint, what: str) -> UnsupportedError:
-    """Return the error `what` for the file `part`, with the command that converts only this file."""
+    """Return an UnsupportedError with the message `what` for the shard `part`. Its hint converts only this file."""
     return UnsupportedError(
         what,
         where=part.source.path,
@@ -137,7 +139,7 @@ def _no_shard(part: Checkpoint, what: str) -> UnsupportedError:
 
 
 def _merged(roots: list[Object]) -> Object:
-    """Return a mapping of the items of all `roots`. It shares their effects, so that a change reaches both."""
+    """Return a mapping with the items of all `roots`. It contains the same effects, so an edit changes both."""
     first = roots[0]
     root: Object = Dict()
     if isinstance(first, Call) and all(isinstance(shard_root, Call) for shard_root in roots):
@@ -149,9 +151,9 @@ def _merged(roots: list[Object]) -> Object:
 
 
 def _check_names(folder: SourceFolder, shards: list[Shard], index: Index | None) -> dict[str, Shard]:
-    """Return the first shard of each name.
+    """Return the first shard of each name, by name.
 
-    Report a fault if a name is in several shards, or if the `index`, which may be None, disagrees with the shards.
+    Report a fault if a name is in several shards, or if `index` disagrees with the shards. `index` may be None.
     """
     in_shards: dict[str, Shard] = {}
     doubled: dict[str, str] = {}
@@ -194,7 +196,7 @@ def _contradiction(
     Args:
         folder: The folder.
         shards: All shards.
-        what: A description of the wrong shards.
+        what: A description of the wrong location, such as "more than one shard".
         names: A text for each tensor, with its name and its shards.
         may_go: Whether the shards are consistent without the index.
     """
@@ -208,14 +210,14 @@ def _contradiction(
 
 
 def names_of(root: Object) -> list[str]:
-    """Return the names in `root`, in order."""
+    """Return the names in `root`, a mapping, in order."""
     return [key for effect, i in root.pairs() if isinstance(key := effect.values[i], str)]
 
 
 def _tied_by_index(index: Index, in_shards: Mapping[str, Shard]) -> dict[str, str]:
-    """Return the ties that only the `index` records: each name, and the name of its tensor.
+    """Return the ties that only the metadata of `index` records: the second name, and the name of the tensor.
 
-    The names are added to the shards of their tensors.
+    The second names are added to the shards of their tensors.
     """
     ties = {
         name: kept
@@ -232,7 +234,11 @@ def _tied_by_index(index: Index, in_shards: Mapping[str, Shard]) -> dict[str, st
 
 
 def _texts(shards: Iterable[Shard], metadata: Mapping[str, Any]) -> tuple[dict[str, str], tuple[LeftBehind, ...]]:
-    """Return the texts of the index and the shards, merged, and texts of shards that differ from the merged ones."""
+    """Return the metadata strings of the index and all shards, merged, and those that differ from the merged ones.
+
+    A string in `metadata`, which is that of the index, or in an earlier shard takes precedence. The result lists the
+    differing strings as left behind.
+    """
     texts = {key: text for key, text in metadata.items() if isinstance(text, str) and key != TOTAL_SIZE}
     differ: dict[str, LeftBehind] = {}
     for shard in shards:
