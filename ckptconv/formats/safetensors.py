@@ -290,7 +290,7 @@ def _word_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
 
 
 def _notes(taken: dict[str, TensorInfo]) -> list[str]:
-    """Return notes on the tensors `taken`: names with a wrapper's prefix, and properties that the format does not store."""
+    """Return notes on the tensors `taken`: wrappers in their names, and properties that the format does not store."""
     notes: list[str] = []
     for wrapper in ("module.", "_orig_mod."):
         if taken and all(name.startswith(wrapper) for name in taken):
