@@ -185,7 +185,7 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unk
         return
     nodes = [
         *walk([graph.root, *graph.discarded, *graph.left_out])
-    ]  # everything that loading the graph or its parts makes
+    ]  # all nodes that loading the graph or a merged file creates
     work().charge(_STEPS * len(nodes))
     meanings = _Meanings()
     calls = (node for node in nodes if isinstance(node, Call)) if look_ups or classes else ()

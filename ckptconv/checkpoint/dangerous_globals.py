@@ -205,7 +205,7 @@ def _module_of(full: str) -> tuple[str, str]:
     return "", full
 
 
-#: Modules that are dangerous as a whole, with all modules below them.
+#: Modules in which all names are dangerous, with all modules below them.
 DANGEROUS_MODULES = frozenset(
     [
         # processes, the system
@@ -432,7 +432,7 @@ def _is_listed(words: list[str], package: int) -> bool:
 
     The first `package` words are the module.
     """
-    work().charge(len(words))  # names of a thousand parts can be made of two opcodes each
+    work().charge(len(words))  # a pickle can name a thousand components with two opcodes
     starts = (0, *range(package, len(words)))
     return any(
         words[i] in DANGEROUS_MODULES or (words[i] in _first_words() and _starts_listed(words, i)) for i in starts

@@ -1,4 +1,4 @@
-"""Describe any object in a checkpoint that is not a tensor in one short line."""
+"""Describe any object in a checkpoint that is not a tensor, in one short line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _LOOKED_AT = 64  # members of a collection that a call makes
 
 
 def is_flat(node: Value) -> bool:
-    """Return whether `node` is a sequence or set of atoms, an empty mapping, a torch.device or a torch.Size."""
+    """Return whether one line can show `node`: a sequence or set of atoms, an empty dict, a torch.device or a
+    torch.Size.
+    """
     members = members_of(node, _LOOKED_AT)
     if members is not None:
         return not any(isinstance(item, Node) for item in members)
@@ -38,7 +40,10 @@ def is_flat(node: Value) -> bool:
 
 
 def describe(node: Value) -> str:
-    """Return a line for `node`, which takes little time for any node."""
+    """Return a line of about 60 characters that describes `node`.
+
+    The time is short for any node, also for long collections.
+    """
     members = members_of(node, _LOOKED_AT)
     if members is not None and not any(isinstance(item, Node) for item in members):
         return _short_sequence(node, members)
@@ -81,7 +86,7 @@ def _short_call(node: Call) -> str:
 
 
 def _short_sequence(node: Value, items: list[Value]) -> str:
-    """Return `node`, whose members are `items`, as Python writes it. A frozenset looks like a set."""
+    """Return the first 8 `items`, the members of `node`, as Python prints them. A frozenset is printed like a set."""
     opening, closing = "()" if isinstance(node, Tuple) else "[]" if isinstance(node, List) else "{}"
     if not items and opening == "{":
         return "set()"

@@ -40,7 +40,7 @@ from ckptconv.pickles.graph import (
 )
 from ckptconv.pickles.paths import Place, is_item, item_segments
 
-_MOST_DROPPED = 20  # paths in a command; nobody types more
+_MOST_DROPPED = 20  # paths in a command; more would be too long to type
 
 
 def drop_effect_order(checkpoint: Checkpoint) -> None:
@@ -164,7 +164,7 @@ class Merger:
         self._parts: list[Checkpoint] = []
         #: The bytes of each storage, by its key. Callers that make tensors add theirs.
         self.records: dict[str, Data] = {}
-        #: Makes tensors in the graph of the whole.
+        #: Creates calls for tensors in the merged graph.
         self.calls = TensorCalls(self._graph)
 
     def take(self, part: Checkpoint, *, in_order: bool = False) -> Value:
@@ -236,7 +236,7 @@ class Merger:
         reached = set(graph.globals)
         graph.globals += [
             node for node in self._graph.globals if node not in reached
-        ]  # globals that parts name and throw away
+        ]  # globals that the merged files name and discard
         for part in self._parts:
             graph.left_out += [*part.graph.discarded, part.graph.root, *part.graph.written.values()]
         source, known = self.source, self.source.faults.again()

@@ -344,7 +344,9 @@ def _in_order(optimizer: Optimizer, weights: Weights) -> dict[Key, str] | str:
     groups = [group.params for group in optimizer.groups]
     spare = len(names) - len(optimizer.params)
     start = (0,) * len(groups)
-    steps: dict[tuple[int, ...], list[_Reading]] = {start: [None]}  # at most two readings, by how far each group is
+    steps: dict[tuple[int, ...], list[_Reading]] = {
+        start: [None]
+    }  # at most two readings, by the position in each group
     work = 0
     for i, name in enumerate(names):
         work += len(steps) * len(groups)

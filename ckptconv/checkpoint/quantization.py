@@ -267,7 +267,10 @@ def _fitted(each: Quantized, tensors: Mapping[str, TensorInfo], config: Quantiza
 def _grid(
     each: Quantized, shape: tuple[int, ...], scale: TensorInfo, config: QuantizationConfig | None
 ) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """Return the matrices and the block of a weight of `shape`. Raises _Unreadable unless a single reading fits."""
+    """Return the number of matrices, their rows and columns, and the block of a weight of `shape`.
+
+    Raises _Unreadable unless exactly one block fits the shape of `scale` and the `config`.
+    """
     if not shape or 0 in shape:
         raise _Unreadable(f"{each.codes} has no rows", "at least 1 dimension", f"{[*shape]}")
     rows, columns = (1, *shape)[-2:]

@@ -1,8 +1,8 @@
 """The globals and opcodes that torch's ``weights_only`` unpickler accepts.
 
 Source: ``torch/_weights_only_unpickler.py`` of torch 2.13. Tests compare the lists with torch's own. Older versions
-accept less: ``_rebuild_wrapper_subclass`` and ``_rebuild_tensor_v3`` are accepted since 2.5.
-:mod:`ckptconv.checkpoint.weights_only` models what the calls and the opcodes do.
+accept less: ``_rebuild_wrapper_subclass`` and ``_rebuild_tensor_v3`` are accepted since 2.5. The effects of the
+calls and opcodes are modelled in :mod:`ckptconv.checkpoint.weights_only`.
 """
 
 from __future__ import annotations
@@ -157,24 +157,29 @@ _ADDED_BY_TORCHAO = {
 
 
 def is_allowed(node: Global) -> bool:
-    """Return whether the unpickler accepts `node`. Under every protocol it maps Python 2's names first."""
+    """Return whether the unpickler accepts `node`, also by a name of Python 2, which it maps to Python 3 under
+    every protocol.
+    """
     return imported_name(node, 2) in ALLOWED
 
 
 def is_torchs(node: Global) -> bool:
-    """Return whether the unpickler accepts `node`, or would accept it after a module of torch is imported."""
+    """Return whether the unpickler accepts `node`, either always or after a module of torch is imported."""
     name = imported_name(node, 2)
     return name in ALLOWED or name in IMPORTED_WITH_TORCH or any(name in names for names in ADDED_BY.values())
 
 
 def needed_import(name: str) -> str | None:
-    """Return the module of torch or torchao after whose import the unpickler accepts the global `name`, or None."""
+    """Return the module of torch or torchao whose import makes the unpickler accept the global `name`.
+
+    Return None if none does.
+    """
     if not name.startswith("torch"):
         return None
     return next((module for module, names in {**ADDED_BY, **_ADDED_BY_TORCHAO}.items() if name in names), None)
 
 
 def refused_opcodes(graph: Graph) -> list[str]:
-    """Return the names of the opcodes in the source of `graph` that the unpickler does not know."""
+    """Return the names of the opcodes in the source of `graph` that the unpickler does not know, sorted."""
     refused = graph.used - _TAKEN
     return sorted(name for name, code in CODES.items() if code[0] in refused) if refused else []

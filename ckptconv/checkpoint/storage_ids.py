@@ -1,7 +1,7 @@
-"""The persistent id by which a pickle mentions a storage: ``('storage', class, key, location, elements)``.
+"""The persistent id by which a pickle refers to a storage: ``('storage', class, key, location, elements)``.
 
-Source: ``torch/serialization.py`` (``persistent_id``) of torch 2.13. A changed id shares its unchanged parts, and the
-word that it begins with, with the old id, because a pickle writes shared objects once. Texts of Python 2 stay such.
+Source: ``torch/serialization.py`` (``persistent_id``) of torch 2.13. A changed id uses the unchanged items of the old
+id, because a pickle writes shared objects once. Strings of Python 2 stay strings of Python 2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ _MODULES = ("torch", "torch.storage", "torch.cuda")
 
 
 class StorageId(NamedTuple):
-    """The content of a persistent id: ``tag`` is the storage's location, ``numel`` counts elements of its class."""
+    """The content of a persistent id.
+
+    Attributes:
+        cls: The storage class.
+        key: The key of the storage.
+        tag: The location tag.
+        numel: The number of elements of the class.
+    """
 
     cls: Global
     key: str
@@ -29,12 +36,15 @@ class StorageId(NamedTuple):
 
     @property
     def dtype(self) -> DType:
-        """The dtype that the class stands for."""
+        """The dtype of the storage class."""
         return BY_STORAGE_CLASS[self.cls.name]
 
 
 def storage_id(node: Value) -> StorageId:
-    """Return the content of `node`, a persistent id that a reader has checked. Texts are Python 3's."""
+    """Return the content of `node`, a persistent id that :func:`checked_storage_id` has accepted.
+
+    All texts are ``str``.
+    """
     if isinstance(node, RowId) and (form := node.form):
         return StorageId(form.cls, node.key, node.tag, form.numel)
     assert isinstance(node, PersistentId) and isinstance(node.id, Tuple)
@@ -43,7 +53,7 @@ def storage_id(node: Value) -> StorageId:
 
 
 def storage_dtype(node: Value) -> DType:
-    """Return the dtype of :func:`storage_id` only, which is needed for each tensor."""
+    """Return only the dtype of :func:`storage_id`. This is faster, and needed for each tensor."""
     if isinstance(node, RowId) and node.form:
         return BY_STORAGE_CLASS[node.form.cls.name]
     assert isinstance(node, PersistentId) and isinstance(node.id, Tuple)
@@ -51,15 +61,15 @@ def storage_dtype(node: Value) -> DType:
 
 
 def checked_storage_id(node: PersistentId, where: str) -> StorageId:
-    """Return the content of a persistent id of a file, which can be anything. Texts are Python 3's.
+    """Return the content of a persistent id from a file, after a check. All texts are ``str``.
 
     Args:
         node: The persistent id.
-        where: For errors, the file.
+        where: The file, for errors.
 
     Raises:
-        MalformedError: It names no storage.
-        UnsupportedError: It has more parts, or another class of torch's, than this version knows.
+        MalformedError: The id does not refer to a storage.
+        UnsupportedError: The id has too many items, or a storage class that this version does not know.
     """
     if isinstance(node, RowId) and (form := node.form) and node.tag and form.word == STORAGE:
         cls = form.cls
@@ -83,7 +93,10 @@ def checked_storage_id(node: PersistentId, where: str) -> StorageId:
 
 
 def no_class(named: Value, where: str) -> InputError:
-    """Return the error for a persistent id whose class is `named`: unsupported if torch may have such a class."""
+    """Return the error for a persistent id with `named` in place of a known storage class.
+
+    The error is UnsupportedError if the name is like that of a class of torch, and otherwise MalformedError.
+    """
     got = named if isinstance(named, Global) else type_of(named).__name__
     if isinstance(named, Global) and named.module in _MODULES and named.name.endswith("Storage"):
         return UnsupportedError("a storage class that is not known to this version", where=where, got=got)
@@ -91,7 +104,10 @@ def no_class(named: Value, where: str) -> InputError:
 
 
 def new_id(cls: Global, key: str, tag: str, numel: int) -> Tuple:
-    """Return the id of a storage, for a :class:`PersistentId`. `tag` is the location, `numel` counts elements."""
+    """Return the tuple for the :class:`PersistentId` of a storage.
+
+    `tag` is the location tag, and `numel` counts elements.
+    """
     return Tuple([STORAGE, cls, key, tag, numel])
 
 
@@ -103,7 +119,10 @@ def changed_id(
     tag: str | None = None,
     numel: int | None = None,
 ) -> Tuple:
-    """Return the id of `node` with the given parts in place of its own. `node` stays as it is."""
+    """Return a new tuple for the persistent id `node`, with the items that are not None replaced.
+
+    `node` does not change.
+    """
     assert isinstance(node.id, Tuple)
     word, *old = node.id.items
     new = (cls, key, tag, numel)
@@ -111,7 +130,7 @@ def changed_id(
 
 
 def change_id(node: PersistentId, *, key: str | None = None, tag: str | None = None) -> None:
-    """Change the key and the location in `node`, if they are given."""
+    """Replace the key and the location tag in `node`, if they are not None."""
     if isinstance(node, RowId) and node.form:
         node.key = node.key if key is None else key
         node.tag = node.tag if tag is None else tag
@@ -120,9 +139,9 @@ def change_id(node: PersistentId, *, key: str | None = None, tag: str | None = N
 
 
 def storage_sizes(graph: Graph) -> dict[str, int]:
-    """Return the bytes of the storages that a pickle of any origin refers to, by their keys.
+    """Return the number of bytes of each storage to which `graph` refers, by the key of the storage.
 
-    References to anything else, or without a sound size, are left out.
+    Persistent ids that are not valid are left out. The pickle need not come from torch.
     """
     sizes: dict[str, int] = {}
     for node in graph.references:

@@ -1,5 +1,5 @@
-"""What a user asks for, and doing it to the graph of a checkpoint, in place.
+"""The edits that a user requests, and their application to the graph of a checkpoint, in place.
 
-May import: ``checkpoint`` and what stands below it, not ``formats`` or ``output``.
+May import: ``checkpoint`` and the packages below it, not ``formats`` or ``output``.
 Start with ``options``, then ``apply``.
 """

@@ -121,16 +121,22 @@ class _Beside:
                 yield f"{module}.{last}" if module else last
 
     def biases_of(self, name: str) -> Iterator[str]:
-        """Yield the names of biases that belong to the weight `name`."""
+        """Yield the names of the biases that belong to the weight `name`, as far as they exist."""
         for bias in (f"{name}_bias", name.removesuffix("weight") + "bias" if name.endswith("weight") else ""):
             if bias in self._names:
                 yield bias
 
 
 def _is_cut_alike(of: Geometry, state: Geometry, *, is_split: bool) -> bool:
-    """Return whether a tensor is cut where the blocks of its scales, or other state, are cut.
+    """Return whether a tensor and its scales are cut at the same blocks.
 
-    The size of a block follows from the sizes of the tensors that are read. If it can be several, all must fit.
+    The size of a block is determined from the sizes of the tensors that are read. If several are possible, all must
+    fit.
+
+    Args:
+        of: The geometry of the tensor.
+        state: The geometry of the scales or other state.
+        is_split: Whether the rule splits the tensor.
     """
     if (of.part_dim, len(of.stack), of.groups, of.named) != (
         state.part_dim,
@@ -147,5 +153,5 @@ def _is_cut_alike(of: Geometry, state: Geometry, *, is_split: bool) -> bool:
 
 
 def _sizes(geometry: Geometry) -> str:
-    """Return the sizes of the parts along the dimension that is cut, in words."""
+    """Return a text with the sizes of the parts along the dimension that is cut, or with the stacked dimensions."""
     return f"{[*geometry.sizes]} along dimension {geometry.dim}" if geometry.sizes else f"stacked {[*geometry.stack]}"

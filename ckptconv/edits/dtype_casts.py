@@ -135,7 +135,7 @@ def cast(checkpoint: Checkpoint, rules: Sequence[DTypeRule], detected: Detected,
         _cast_storage(storage, views, dtypes, paths, changes)
     views.conclude()
     for storage in checkpoint.storages.values():
-        if isinstance(storage.data, Scaled):  # float32 was asked for
+        if isinstance(storage.data, Scaled):  # the requested dtype is float32, which the values have already
             _count_scaled(storage.data, "float32", 1, storage.nbytes, changes)
     from_float8 = any(old.startswith("float8") for old, _ in changes.dtypes)
     if from_float8 and SHARD.fullmatch(checkpoint.source.path.name):

@@ -143,7 +143,7 @@ class Followers:
             return answer
         hints: list[str] = []
         if optimizer.trouble:
-            pass  # nothing that is said of weights helps
+            pass  # options about weights do not help
         elif not self.models:
             hints.append("use the file with the weights: " + option("model", Placeholder("FILE")))
         elif every and not (self.in_order or optimizer.names):

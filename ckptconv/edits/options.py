@@ -1,6 +1,6 @@
 """The edits of a conversion: the options that declare them, and the same as a dataclass."""
 
-# No annotations from __future__: what stands in Annotated is read when the package is imported.
+# No annotations from __future__: the arguments of Annotated are evaluated when the package is imported.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping

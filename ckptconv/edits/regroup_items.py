@@ -157,7 +157,7 @@ def apply_rules(
         RefusedError, CollisionError, LimitError: Tensors do not fit a rule, or a bias or scale of a tensor is not
             regrouped with it.
     """
-    # a file can have many rules for other forms of what it makes; only one that cuts something off loses something
+    # a file can have several rules for variants of the same names; only a rule that ends in - loses data
     losing = (rule for rule in rules if rule.file is None or rule.made[-1].pattern is None)
     left_out = [str(rule) for rule in losing if rule.is_forward]
     notes = [f"rules that have no reverse are left out: {some(left_out)}"] if left_out else []

@@ -70,8 +70,10 @@ class _Parameters:
         self.entries = dict(optimizer.entries)
         self.home = {key: group for group in optimizer.groups for key in group.params}
         self.place = {key: i for i, key in enumerate(optimizer.params)}
-        self.instead: dict[Key, list[Key]] = {}  # the new parameters in the place of an old one
-        self.pairs: list[tuple[Group, str, list[Piece]]] = []  # numbers that must be equal, and what they are
+        self.instead: dict[Key, list[Key]] = {}  # the new parameters that replace an old one
+        self.pairs: list[
+            tuple[Group, str, list[Piece]]
+        ] = []  # pairs of numbers that must be equal, with their group and field
         self.unused = 1 + max((key for key in optimizer.params if isinstance(key, int)), default=0)
 
     def follow(self, steps: Mapping[int, Sequence[Step]]) -> None:
@@ -178,7 +180,10 @@ class _Parameters:
             return None
         pieces = [piece_of(info, "little") for info in infos]
         self.pairs += [(group, field, [pieces[0], piece]) for piece in pieces[1:]]
-        return [nodes[0], *(self.tensors.copy(nodes[0]) for _ in range(count - 1))]  # each is changed in place
+        return [
+            nodes[0],
+            *(self.tensors.copy(nodes[0]) for _ in range(count - 1)),
+        ]  # copies, because torch changes each in place
 
     def compare(self) -> None:
         """Raise RefusedError if numbers of joined parameters differ. Numbers without known checksums are read."""

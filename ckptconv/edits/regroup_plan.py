@@ -403,8 +403,10 @@ class Planner:
             self._fail(f"{first} and {name} are of groups of different sizes", stack, geometry.stack)
 
     def _check_names(self, planned: Planned, names: Collection[str]) -> None:
-        """Raise CollisionError if two tensors would get the same name, or a new name is the name of a tensor that
-        stays.
+        """Raise CollisionError if `planned` gives two tensors the same name, or a tensor the name of another one
+        that stays.
+
+        `names` are the names before the change.
         """
         gone = {name for group in planned.groups for name in group.old} | planned.renamed.keys()
         made: dict[str, str] = {}

@@ -269,7 +269,7 @@ def _compiled(pattern: str, replacement: str) -> re.Pattern[str]:
         return rf"\g<{group}>" if is_number or group in compiled.groupindex else match[0]
 
     meant = _DOLLAR.sub(as_group, replacement)
-    if meant != replacement:  # otherwise the names would contain the dollar sign
+    if meant != replacement:  # otherwise the new names would contain the dollar sign
         raise UsageError(
             f"{replacement!r}: a group of the pattern is written as \\1 here, and not as $1",
             hint="did you mean: " + option("rename", ((pattern, re.sub(r"\\g<(\d+)>(?!\d)", r"\\\1", meant)),)),

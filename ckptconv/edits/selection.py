@@ -370,7 +370,11 @@ def _filter(
 def _no_match(
     checkpoint: Checkpoint, field: str, glob: str, searched: Sequence[Place], unmatched: tuple[str, str] | None
 ) -> NoMatchError:
-    """Return the error for `glob`, which matches none of the places `searched`. `field` is the name of its option."""
+    """Return the error for `glob`, which matches none of the places `searched`.
+
+    `field` is the name of the option of the glob. `unmatched` goes into the error, so that a caller can try without
+    the glob.
+    """
     what, near = "tensor", None
     if "/" not in glob:
         what = "name in a state dict"
@@ -489,7 +493,7 @@ def leave_out(
         _remove(mapping, segments)
     left = _restrict(checkpoint, checkpoint.root, {why: unwanted}, index)
     named = {place.path for place in unwanted}
-    for place in again:  # a mapping with two places loses its items in both
+    for place in again:  # a mapping with two paths loses its items at both
         paths = [place.path.removesuffix(".") + segment for segment in sorted(by_mapping[id(place.node)][1])]
         left += [LeftBehind(path, 0, "left out with it") for path in paths if path.removeprefix("/") not in named]
     if had_tensors and not checkpoint.tensors:

@@ -445,9 +445,10 @@ def members_of(node: Value, most: int | None = None) -> list[Value] | None:
 
 
 def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
-    """Replace nodes in `graph` in place, wherever they occur.
+    """Replace nodes everywhere in `graph`, in place.
 
-    `new` maps each old node to its replacement. The children of a replacement are replaced too.
+    `new` maps each old node to the new one. Nodes inside a new node are replaced, too. The lists of nodes are not
+    updated.
     """
 
     def swap(value: Value) -> Value:
@@ -473,22 +474,30 @@ def replace_nodes(graph: Graph, new: Mapping[Node, Node]) -> None:
 
 
 def is_global(node: Value, *names: str) -> bool:
-    """Return whether `node` is one of the globals `names`, each given as ``module.name``."""
+    """Return whether `node` is a global whose ``module.name`` is in `names`."""
     return isinstance(node, Global) and f"{node.module}.{node.name}" in names
 
 
 def strings_of(mapping: Object) -> dict[str, Value]:
-    """Return the string keys of `mapping` with their values. The last value of a key counts."""
+    """Return a dict of the string keys of `mapping` and their values.
+
+    If a key is set twice, the last value is returned.
+    """
     return {key: value for key, value in mapping.entries() if isinstance(key, str)}
 
 
 def is_count(value: Value) -> TypeGuard[int]:
-    """Return whether `value` can be a number of elements: an ``int``, not negative, and below ``LIMITS.elements``."""
+    """Return whether `value` can be a number of elements: an ``int`` (no bool) of at least 0 and less than
+    ``LIMITS.elements``.
+    """
     return type(value) is int and 0 <= value < LIMITS.elements
 
 
 def imported_name(node: Global, protocol: int) -> str:
-    """Return ``module.name`` as it is looked up for `node` in a pickle of this `protocol`. Nothing is imported."""
+    """Return the ``module.name`` that Python looks up for `node` in a pickle of this `protocol`. Nothing is imported.
+
+    Below protocol 3, names of Python 2 are mapped to those of Python 3.
+    """
     return ".".join(imported_as(node, protocol))
 
 

@@ -344,9 +344,9 @@ class PickleMachine:
         self.put(len(self.memo))
 
     def effect(self, opcode: str, values: list[Value], *kinds: type[Node]) -> None:
-        """Add an effect to the object on top of the stack.
+        """Add the effect `opcode` with the operands `values` to the object on top of the stack.
 
-        Raise MalformedError if it is not of `kinds` or the result of a call.
+        Raises MalformedError if the object is neither one of `kinds` nor the result of a call.
         """
         target = self.stack[-1]
         if not isinstance(target, (*kinds, Call)) or not isinstance(target, Object):
@@ -415,7 +415,7 @@ Operation: TypeAlias = Callable[[PickleMachine], None]
 
 
 def _lost(root: Value, popped: list[Value]) -> list[Value]:
-    """Return those of the values `popped` that contain a call or persistent id and that `root` does not lead to."""
+    """Return the values of `popped` that contain a call or persistent id and cannot be reached from `root`."""
     seen: set[int] = set()
     for _ in walk([root], seen):
         pass

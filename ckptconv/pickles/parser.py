@@ -64,7 +64,8 @@ def parse(
 
 # Opcodes: the function of an opcode takes its operands from the machine, and leaves its result there
 
-#: The items of all empty tuples, which nobody changes in place: a byte of the pickle makes one.
+#: The items of all empty tuples. The list is shared to save memory, because one byte of a pickle makes a tuple. It is
+#: never changed in place.
 _NO_ITEMS: list[Value] = []
 _INT_TEXT = {b"00": False, b"01": True}
 

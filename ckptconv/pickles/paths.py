@@ -55,8 +55,8 @@ from ckptconv.work import work
 
 _LONGEST_LITERAL = 80
 _TOO_LONG = "the paths in the checkpoint are too long"
-_STEPS = 4  # of work for a place, which takes a hundred bytes
-_STEPS_INSIDE = 5  # for looking into a node that is not a tensor
+_STEPS = 4  # of work for each place, which takes a hundred bytes of memory
+_STEPS_INSIDE = 5  # of work for each node that is not a tensor
 _SPECIAL = tuple(".({<")  # first characters of segments that are not string keys
 
 _SEGMENT = regex(
@@ -272,7 +272,10 @@ def _numbered(place: Place, form: str, items: list[Value], start: int = 0) -> li
 
 
 def _arguments(place: Place, call: Call, listed: set[int]) -> list[Place]:
-    """Return the places of the callable and arguments of `call`. A callable gets a place only if it is a call."""
+    """Return the places of the callable and the arguments of `call`, which is at `place`.
+
+    The callable gets a place only if it is a call. Arguments whose ids are in `listed` are left out.
+    """
     places: list[Place] = []
     if isinstance(call.callable, Call):
         places.append(_below(place, "/(call)", call.callable))
@@ -309,7 +312,10 @@ def _check_keys(mapping: Object) -> None:
 
 
 def _effects(place: Place, node: Object, listed: set[int]) -> list[Place]:
-    """Return the places of the values that effects have put into `node`, a mapping or the result of a call."""
+    """Return the places of the values that effects have put into `node`, a mapping or the result of a call at `place`.
+
+    States whose ids are in `listed` are left out.
+    """
     places: list[Place] = []
     if node.effects:
         _check_keys(node)
@@ -454,7 +460,7 @@ class Referrers:
                         self._more.setdefault(id(child), []).append(node)
                     else:
                         self._first[id(child)] = node
-        #: Ids of nodes from which no path leads to a place.
+        #: Ids of nodes that no node with a place contains.
         self.lost: set[int] = set()
         self.places: dict[int, Place] = {}
         for place in places:
@@ -486,9 +492,9 @@ class Referrers:
         return node is self.root or id(node) in self._first or id(node) in self.discarded
 
     def path(self, node: Value) -> str:
-        """Return the path of `node`, or of the nearest node above it that has a place.
+        """Return the path of `node`, or of the nearest node that contains it and has a place.
 
-        If there is none, the value is thrown away; return a description that says so.
+        If there is none, the pickle discards the value. Then return a description of this in place of a path.
         """
         climbed: set[int] = set()
         while id(node) not in self.places and id(node) not in self.lost:
@@ -507,7 +513,7 @@ class Referrers:
         return place.path
 
     def above(self, nodes: Iterable[Value]) -> set[int]:
-        """Return the ids of `nodes` and of all nodes that lead to them."""
+        """Return the ids of `nodes` and of all nodes that contain them, directly or not."""
         reached: set[int] = set()
         todo = list(nodes)
         while todo:

@@ -56,7 +56,8 @@ from ckptconv.safety.nested_pickles import (
 from ckptconv.safety.torch_load import Loading, torch_loading
 from ckptconv.work import work
 
-#: Reasons to refuse a checkpoint that needs no code: a frozenset, opcodes that torch's safe loader does not know, an
+#: How safe it is to load a checkpoint, from safe to dangerous. torch can refuse a checkpoint that needs no code for
+#: these reasons: a frozenset, opcodes that torch's safe loader does not know, an
 #: argument that a function of torch does not accept, a class that torch allows only after a module of torch is
 #: imported, or a container that torch.load does not read.
 Level: TypeAlias = Literal[
@@ -68,7 +69,7 @@ Level: TypeAlias = Literal[
     "dangerous",
 ]
 
-#: The worst first. ``unknown``: the content cannot be determined.
+#: The kinds of concerns, the most dangerous first. ``unknown``: the content cannot be determined.
 Kind: TypeAlias = Literal["dangerous", "unknown", "needs code"]
 _KINDS: tuple[Kind, ...] = ("dangerous", "unknown", "needs code")
 

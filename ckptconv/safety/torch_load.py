@@ -32,7 +32,7 @@ from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
 from ckptconv.limits import LIMITS
 
-#: The call that the answer is about.
+#: The call whose result is predicted.
 CALL = 'torch.load(path, map_location="cpu", weights_only=True)'
 #: The reason for a safetensors file in torch before :data:`SAFETENSORS_SINCE`.
 NO_SAFETENSORS = "torch.load reads safetensors since torch 2.13"
@@ -206,7 +206,7 @@ def _version_reasons(note: bytes | None) -> Iterator[Reason]:
 
 
 def _short_record(checkpoint: Checkpoint, member: Member) -> bytes:
-    """Return the bytes of a short record. Raise MalformedError if it is too long."""
+    """Return the content of the record `member`. Raise MalformedError if it is longer than a short record may be."""
     if member.size > LIMITS.inline_bytes:
         raise MalformedError("the record is too long", where=f"{checkpoint.source.path}: {member.name}")
     return record_bytes(checkpoint.source, member, f"{checkpoint.source.path}: {member.name}", checked=False)

@@ -1,5 +1,5 @@
-"""A static check of ``torch.load(path, map_location="cpu", weights_only=True)``, without torch.
+"""A prediction of ``torch.load(path, map_location="cpu", weights_only=True)``, without torch.
 
-The check follows the calls in a graph one by one, as torch's safe unpickler would make them. Start with ``unpickler``.
-``docs/loads.md`` says what is proved and what is not.
+The calls in a graph are checked one by one, in the order in which torch's safe unpickler would execute them. Start with
+``unpickler``. ``docs/loads.md`` describes what is proved and what is not.
 """

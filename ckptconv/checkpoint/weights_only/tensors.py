@@ -73,7 +73,8 @@ def _view(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape and stride of a view of `storage`, as ``Tensor.set_`` computes them.
 
-    Raises Refused if the view is not inside the storage, and NotKnown for extreme shapes.
+    If `stride` is empty, the view is contiguous. `dtype` is the dtype of the elements. Raises Refused if the view
+    is not inside the storage, and NotKnown for extreme shapes.
     """
     if offset < 0:
         raise Refused(f"its storage offset is negative: {offset}")
@@ -210,9 +211,10 @@ def sparse_of_class(args: Arguments) -> Held:
 
 
 def set_view(tensor: TensorValue, args: Arguments) -> TensorValue:
-    """Return the result of ``tensor.set_(storage, offset, shape, stride)``.
+    """Return the tensor after ``tensor.set_(storage, offset, shape, stride)``.
 
-    The arguments are the state of a tensor of torch before 0.4.
+    `args` are the state of a tensor of torch before 0.4. Raises Refused if torch refuses the storage, and NotKnown for
+    other states and for tensors that are not strided.
     """
     if len(args.items) != 4 or tensor.kind != "strided" or tensor.device != "cpu" or not tensor.is_plain:
         raise NotKnown("the state of a tensor, which is no view of a storage")
@@ -528,7 +530,7 @@ def _wrapper(args: Arguments) -> Held:
 
 
 def parameter(args: Arguments) -> TensorValue:
-    """Return the result of ``torch.nn.Parameter(data, requires_grad)``."""
+    """Return the value of ``torch.nn.Parameter(data, requires_grad)``. Both arguments are optional."""
     return _parameter_of(args, args.check_count(0, 2))
 
 
@@ -675,7 +677,7 @@ def _elements(args: Arguments, value: Value) -> list[Value]:
 
 
 def complex_(args: Arguments) -> Made:
-    """Return the result of ``complex()``, of numbers."""
+    """Return the value of ``complex()`` with up to two numbers as arguments."""
     for i in range(args.check_count(0, 2)):
         held = args.held(i)
         if isinstance(held, Made) and held is COMPLEX:
@@ -692,7 +694,7 @@ def complex_(args: Arguments) -> Made:
 
 
 def encode(args: Arguments) -> Made:
-    """Return the result of ``_codecs.encode(text, encoding)``, by which older protocols write bytes."""
+    """Return the value of ``_codecs.encode(text, encoding)``. Older protocols write bytes as this call."""
     n = args.check_count(1, 3)
     held = args.held(0)
     encoding = args.held(1) if n > 1 else "utf-8"
@@ -705,7 +707,7 @@ def encode(args: Arguments) -> Made:
 
 
 def _check_encodable(args: Arguments, text: str | Blob, encoding: str) -> None:
-    """Raise Refused if `text` cannot be encoded with `encoding`, and NotKnown if that is not modelled."""
+    """Raise Refused if `text` cannot be encoded with `encoding`, and NotKnown if this encoding is not modelled."""
     if encoding not in _LATIN_1 and (encoding not in _UTF_8 or isinstance(text, Blob)):
         raise NotKnown(f"the encoding {encoding[:40]!r}")
     fits = True
@@ -722,7 +724,7 @@ def _check_encodable(args: Arguments, text: str | Blob, encoding: str) -> None:
 
 
 def bytearray_(args: Arguments) -> Made:
-    """Return the result of ``bytearray()``, of bytes, of a text and its encoding, of a length, or of numbers."""
+    """Return the value of ``bytearray()`` with bytes, a text and its encoding, a length, or a sequence of numbers."""
     n = args.check_count(0, 3)
     held = args.held(0) if n else BYTES
     if n > 1:
@@ -749,7 +751,7 @@ def bytearray_(args: Arguments) -> Made:
 
 
 def size(args: Arguments) -> Made:
-    """Return the result of ``torch.Size()``, of integers."""
+    """Return the value of ``torch.Size()``, optionally with an iterable of integers as its argument."""
     if not args.check_count(0, 1):
         return SizeValue([])
     sizes = []
@@ -764,7 +766,7 @@ def size(args: Arguments) -> Made:
 
 
 def device(args: Arguments) -> Made:
-    """Return the result of ``torch.device()``, of a text and perhaps an index."""
+    """Return the value of ``torch.device()`` with a text and an optional index as arguments."""
     n = args.check_count(1, 2)
     held = args.held(0)
     if n == 1 and held is DEVICE:
@@ -784,7 +786,7 @@ def device(args: Arguments) -> Made:
 
 
 def layout(args: Arguments) -> Held:
-    """Return the result of ``torch.serialization._get_layout(name)``."""
+    """Return the value of ``torch.serialization._get_layout(name)``, a layout."""
     args.check_count(1)
     held = args.held(0)
     if held not in LAYOUTS:

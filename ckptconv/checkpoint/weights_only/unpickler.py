@@ -156,9 +156,9 @@ def _check_attributes(state: Value, objects: Objects, now: int | None) -> None:
 
 
 def _with_state(tensor: TensorValue, state: Value, objects: Objects, now: int | None) -> TensorValue:
-    """Return `tensor` after BUILD with a state as torch before 0.4 wrote it.
+    """Return `tensor` after BUILD with `state` at the step `now`, in the form of torch before 0.4.
 
-    Raise Refused or NotKnown for other states.
+    Raises Refused or NotKnown for other states.
     """
     if not isinstance(state, Tuple):
         raise NotKnown("the state of a tensor, which is no tuple")
@@ -209,7 +209,7 @@ _IN_ROWS = {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
 _MORE_STEPS = 100_000  # allowed for a file of any size
 _NO_UTF8 = "a byte string of Python 2 that is no UTF-8"
 _LONG = "an integer of more than 255 bytes"
-_STEPS = 8  # of work for making what a call makes
+_STEPS = 8  # of work for the value of a call
 _LONGEST_INT = 8 * 255 - 1  # LONG1 has one byte for the length, and the integer has a sign
 
 

@@ -1,4 +1,4 @@
-"""Make objects that are only data plain, so that torch's safe loader takes the whole file.
+"""Convert objects that contain only data to plain data, so that torch's safe loader accepts the complete file.
 
 Start with ``table``, then ``making``.
 """

@@ -334,7 +334,7 @@ def _placed(node: Value, referrers: Referrers, old_of: Mapping[int, Value], plac
     found: set[int] = set()
     seen: set[int] = set()
     todo: list[Value] = [node]
-    if isinstance(node, Global):  # the place of a function is that of its call
+    if isinstance(node, Global):  # a global has no place of its own; its calls have
         users = referrers.users(node)
         todo = [user if isinstance(user, Call) and user.callable is node else node for user in users] or todo
     while todo:
@@ -355,13 +355,13 @@ def refusal(
     *,
     objects_help: Callable[[], bool] | None,
 ) -> RefusedError:
-    """Return the error for objects that cannot be converted to plain data.
+    """Return the error for objects that cannot be converted to plain data. Its hints are the commands that help.
 
     Args:
         checkpoint: The checkpoint.
-        places: The places in the source.
-        why: What torch's safe loader refuses about each node, by the id of the node.
-        objects_help: Return whether ``loadable_objects`` would refuse nothing. None if that option is set.
+        places: The places in the source, the root first.
+        why: The reason why torch's safe loader refuses each object, by the id of the node in the source.
+        objects_help: Returns whether ``loadable_objects`` would convert all of them. None if this option is set.
     """
     inside: dict[int, list[Place]] = {}
     for place in places:
@@ -391,9 +391,9 @@ def refusal(
 
 
 def _without(checkpoint: Checkpoint, paths: tuple[str, ...]) -> str | None:
-    """Return the command that leaves out the objects at `paths`, or that takes only the weights if there are no paths.
+    """Return the command that leaves out the objects at `paths`, or that extracts the state dict if there are no paths.
 
-    Return None if there are no paths, and no single main state dict.
+    Return None if there are no paths and no single main state dict.
     """
     source = checkpoint.source
     if not paths and len(checkpoint.detected.main()) != 1:
@@ -405,11 +405,11 @@ def _without(checkpoint: Checkpoint, paths: tuple[str, ...]) -> str | None:
 
 
 def _first_met(root: Place, inside: Mapping[int, list[Place]], stops: Collection[int]) -> list[Place]:
-    """Return the places of nodes in `stops` that `root` leads to without another node of `stops` in between.
+    """Return the places of nodes in `stops` that can be reached from `root` without passing another node in `stops`.
 
     Args:
         root: The place where the search starts.
-        inside: The places in each node, by its id.
+        inside: The places directly in each node, by the id of the node.
         stops: The ids of nodes.
     """
     found: list[Place] = []
@@ -426,7 +426,11 @@ def _first_met(root: Place, inside: Mapping[int, list[Place]], stops: Collection
 
 
 def _drops(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) -> list[Place]:
-    """Return the places whose removal removes all nodes in `stops`. If they are many, places above them are taken."""
+    """Return places whose removal removes all nodes in `stops`. The list is empty if only the removal of the root does.
+
+    If there are more than 20 places, the deepest are replaced by the places that contain them. The arguments are
+    those of :func:`_first_met`.
+    """
     found = _taken_out(root, inside, stops)
     while len(found) > _MOST_DROPS:
         deepest = max(place.depth for place in found)
@@ -439,9 +443,11 @@ def _drops(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) -> l
 
 
 def _taken_out(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) -> list[Place]:
-    """Return the places whose removal removes all nodes in `stops`, or none if the root would have to go.
+    """Return the places whose removal removes all nodes in `stops`. The list is empty if the root would have to be
+    removed.
 
-    An argument of a call, or an item of a tuple, is removed with the object that contains it, at all its places.
+    An argument of a call, or an item of a tuple, is removed with the object that contains it, at all its places. The
+    arguments are those of :func:`_first_met`; the ids of these objects are added to `stops`.
     """
     while True:
         found = _first_met(root, inside, stops)
@@ -454,7 +460,9 @@ def _taken_out(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) 
 
 
 def _can_go(place: Place) -> bool:
-    """Return whether the node at `place` can be removed from its parent. Its key may have changed."""
+    """Return whether the node at `place` can be removed from its parent, as
+    :func:`~ckptconv.edits.selection.leave_out` does.
+    """
     outer = place.parent and place.parent.node
     if place.segment.startswith("/."):
         return holder_of(place) is not None
@@ -464,7 +472,10 @@ def _can_go(place: Place) -> bool:
 
 
 def _is_something_left(checkpoint: Checkpoint, places: Iterable[Place], gone: Iterable[Place]) -> bool:
-    """Return whether a tensor is left after the removal of the places `gone`. True if there is no tensor at all."""
+    """Return whether a tensor at `places` remains after the removal of the places `gone`.
+
+    True if there are no tensors.
+    """
     lost = {id(place) for place in gone}
     tensors = [place for place in places if id(place.node) in checkpoint.tensor_nodes]
     return not tensors or any(lost.isdisjoint(id(above) for above in place.upwards()) for place in tensors)

@@ -88,7 +88,7 @@ def _random_state(made: Pickled) -> Dict:
 
 
 def frozen_set(members: list[Value]) -> Set:
-    """Return a set of `members`."""
+    """Return a new set of `members`."""
     plain = Set()
     for start in range(0, len(members), AT_ONCE):
         plain.add(Effect("ADDITEMS", members[start : start + AT_ONCE], None))
@@ -96,7 +96,7 @@ def frozen_set(members: list[Value]) -> Set:
 
 
 def _frozen_set(made: Pickled) -> Set:
-    """Return a set of the members of a frozenset."""
+    """Return a set of the members of a frozenset that is the result of a call, as before protocol 4."""
     members = members_of(made.call)
     if members is None:
         raise NotPlain("it is made of what is no sequence")
@@ -176,7 +176,9 @@ def _moment(made: Pickled) -> datetime.datetime:
 
 
 def _duration(made: Pickled) -> str:
-    """Return a span of time as an ISO duration: days, seconds and microseconds, all of one sign."""
+    """Return a timedelta as an ISO duration: days, seconds and microseconds, with a minus before all of them if
+    negative.
+    """
     span = _span(made)
     sign, span = ("-", -span) if span.days < 0 else ("", span)
     seconds = f"{span.seconds}.{span.microseconds:06}" if span.microseconds else f"{span.seconds}"
