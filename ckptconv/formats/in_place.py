@@ -69,7 +69,7 @@ def patches_of(checkpoint: Checkpoint) -> Patches | None:
     if isinstance(container, Archive) and checkpoint.script_classes is None:
         return _zip(checkpoint, container)
     if isinstance(container, LegacyFile):
-        if checkpoint.storages.keys() != container.keys:  # parts of storages became storages of their own
+        if checkpoint.storages.keys() != container.keys:  # a view of a storage became a separate storage
             return None
         torch_legacy.respell(checkpoint)
         pickle, start = _fitted(checkpoint, container.pickle_length), container.pickle_offset
@@ -129,7 +129,7 @@ def _same_size(source: Readable, parts: Sequence[tuple[int, bytes]], poison: tup
             value while the patches are written, unless they are in one disk sector.
     """
     patches = [patch for offset, new in parts for patch in between(offset, source.read(offset, len(new)), new)]
-    if not patches or patches[0].offset // SECTOR == (patches[-1].end - 1) // SECTOR:  # a disk writes a sector whole
+    if not patches or patches[0].offset // SECTOR == (patches[-1].end - 1) // SECTOR:  # sectors are atomic
         return Patches("same size", tuple(patches), source.size, source.size, ())
     at, _ = poison
     if not any(patch.offset <= at < patch.end for patch in patches):

@@ -320,7 +320,7 @@ def _read_as(source: Readable, format_: Format | None) -> Checkpoint:
     if error:
         raise error
     if source.path.suffix in _SAFETENSORS.suffixes:
-        return safetensors.read(source)  # the reader says what is wrong with it
+        return safetensors.read(source)  # its reader raises the error
     raise UnsupportedError(
         "not a checkpoint that this version can read",
         where=source.path,

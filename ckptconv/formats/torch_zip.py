@@ -391,7 +391,7 @@ class ZipWriter:
         self.pieces: list[Piece] = []
         self.entries: list[Member] = []
         self.sums: list[Piece] = []
-        self.checked_parts: set[int] = set()  # ids of ranges to verify, of which only parts are written
+        self.checked_parts: set[int] = set()  # ids of ranges to verify that are written in part
         self.awaited: dict[int, int] = {}  # index of an entry → index in `sums`, for checksums to be computed
         self.at = 0
 

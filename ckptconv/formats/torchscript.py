@@ -43,7 +43,7 @@ from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
 
 NAME = "TorchScript"
-#: Descriptions of the records that a copy of the weights does not contain, by the first part of their names.
+#: Descriptions of the records that a copy of the weights does not contain, by the start of their names.
 _PROGRAM = {
     "code": "the program",
     "bytecode": "the program",

@@ -66,7 +66,7 @@ _SUPERBLOCK = "possible HDF5 start"
 _ZIPPED = WRITERS["pt"].name
 _PICKLED = WRITERS["legacy"].name, WRITERS["pickle"].name
 _PICKLES = 5  # consecutive pickles in torch's format before 1.6
-#: Characters that occur in every part of a safetensors header, and in no name of a module.
+#: Characters that occur in every fragment of a safetensors header, and in no name of a module.
 _OF_HEADERS = regex(r'[\0"{}\[\],:]')
 
 

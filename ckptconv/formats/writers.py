@@ -151,10 +151,10 @@ _ALL = (
         is_folder=True,
     ),
 )
-#: By the word of ``--format``. A suffix stands for the first writer that has it, unless the user says otherwise.
+#: The writers by their words in ``--format``. A suffix selects the first writer that has it.
 WRITERS = {writer.word: writer for writer in _ALL}
 SUFFIXES = frozenset(suffix for writer in _ALL for suffix in writer.suffixes)
-#: The format if neither the user nor a suffix says otherwise.
+#: The format if neither the user nor a suffix selects one.
 DEFAULT = WRITERS["pt"]
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ckptconv.output.folders import NewFolder, OtherFile
 
 
-#: What is wrong where two write to one folder, and what to do.
+#: The message and the hint of the error if another process writes to the same folder.
 ANOTHER = "another process has written to this folder meanwhile"
 AGAIN = "convert it again when no other process writes there"
 
-#: Deletes the file at a path if it has this ETag, or whatever is there where that is None; says whether it had.
+#: Deletes the file at a path if it has this ETag or the ETag is None. Returns whether it was deleted.
 _Delete: TypeAlias = Callable[[Path, "str | None"], bool]
 
 

@@ -253,7 +253,7 @@ class FarPath(type(Path())):  # type: ignore[misc]  # the class of a path depend
             return False
         try:
             return bool(self.listed())
-        except CkptconvError:  # opening it as a file says why
+        except CkptconvError:  # opening it as a file raises the error
             self._listing = None
             return False
 
@@ -561,7 +561,7 @@ class _Delivery:
                 with tempfile.TemporaryFile(dir=self._folder) as file:
                     self._file = os.dup(file.fileno())
             done = calls.pwrite(self._file, data, self._parts[i][0])
-            if done < len(data):  # raises an error that says why
+            if done < len(data):  # raises the error of the system
                 calls.pwrite(self._file, data[done:], self._parts[i][0] + done)
         except OSError as error:
             what = f"what is read twice cannot be kept there: {error.strerror or error}"

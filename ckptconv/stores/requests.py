@@ -27,27 +27,27 @@ Range = tuple[int, int]
 class Policy:
     """The sizes, counts and times for reading remote files."""
 
-    #: The least that is asked for, from the start of the file and from its end: a zip's longest end with what torch's
-    #: reader looks at before it has 68 KiB, and most headers and pickles fit. Three such requests are below 256 KiB.
+    #: The least bytes to request at the start and the end of the file. A zip's longest end with the bytes that torch's
+    #: reader checks before that has 68 KiB, and most headers and pickles fit. Three such requests are below 256 KiB.
     window: int = 80 * KIB
-    #: Ranges that are no further apart than this are asked for together: at 20 ms and 50 MB/s a request costs as much
-    #: as a megabyte, but who only looks should not read what nobody asked for.
+    #: Ranges that are at most this far apart are requested together. At 20 ms and 50 MB/s a request costs as much as a
+    #: megabyte, but inspecting a file should not read bytes that are not needed.
     gap: int = 64 * KIB
-    #: One request for tensors: large enough that latency is lost in it, small enough to be asked for again.
+    #: The bytes of one request for tensors: large enough to hide latency, small enough to be repeated.
     part: int = 8 * MIB
-    #: Requests at once: below what stores throttle, and at 20 ms enough for a gigabit line.
+    #: The number of requests at once: few enough for stores not to throttle, and at 20 ms enough for a gigabit line.
     concurrency: int = 8
-    #: Headers and pickles that are held in memory, for what reads them twice.
+    #: The bytes kept in memory, because headers and pickles are read more than once.
     held: int = 64 * MIB
-    #: How often one range is asked for where a server or the line fails.
+    #: The number of requests for one range, if the server or the connection fails.
     attempts: int = 5
-    #: Seconds before it is asked for the second time, then twice as long each time; a server's Retry-After counts more.
+    #: The seconds before the second request, doubled for each later one. A longer Retry-After of the server counts.
     backoff: float = 0.2
-    #: Seconds for one range with all its attempts: a part at 100 kB/s takes 80.
+    #: The seconds for one range with all its attempts. A part at 100 kB/s takes 80.
     deadline: float = 120.0
-    #: Seconds without a byte after which a connection is given up.
+    #: The seconds without a byte after which a connection is closed.
     silence: float = 20.0
-    #: Redirects that are followed; browsers follow twenty, the Hub needs two.
+    #: The number of redirects that are followed. Browsers follow twenty, the Hub needs two.
     redirects: int = 10
 
 
@@ -327,7 +327,7 @@ def received(chunks: Iterator[bytes], length: int | None, deadline: float, most:
     return bytes(data)
 
 
-_GRACE = 2.0  # seconds in which a request that notices the deadline itself says more than we can
+_GRACE = 2.0  # seconds for a request to notice the deadline itself, because its error is more precise
 
 
 def answer_of(task: Task[_T], where: object) -> _T:

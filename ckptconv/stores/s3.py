@@ -213,8 +213,8 @@ class S3Transport:
         return TransferError("cannot be read: the store refuses", where=self._where, got=got, hint=hint)
 
 
-_HELD = 256 << 20  # bytes of parts that are in memory at once
-_TAKEN = (409, 412)  # the status where somebody else's object is there, or is being made
+_HELD = 256 << 20  # the most bytes of parts in memory at once
+_TAKEN = (409, 412)  # the status if another process has created the object, or is creating it
 
 
 def _requests(file: OutFile, files: int) -> int:
@@ -387,7 +387,7 @@ class _Object:
         with self._as_output_error():
             try:
                 self.client = shared or client()
-            except ValueError as error:  # of an endpoint that is no URL
+            except ValueError as error:  # the endpoint is not a URL
                 what = f"the request to S3 cannot be made: {self._secrets.hidden(str(error))}"
                 raise OutputError(what, where=path) from error
         self._at = {"Bucket": url.host, "Key": url.path}
@@ -662,9 +662,9 @@ class S3Store(WritableStore):
                     each.read_back(progress)
                 appear(last)
             except BaseException as error:
-                is_whole = bool(begun) and begun[-1].is_there  # Ctrl-C came right behind the last
+                is_whole = bool(begun) and begun[-1].is_there  # Ctrl-C came just after the last file appeared
                 for each in () if is_whole else begun:
-                    with contextlib.suppress(OutputError):  # what went wrong first matters more
+                    with contextlib.suppress(OutputError):  # the first error matters more
                         each.forget(is_new=not replace or each.path not in old.etags)
                 if left := [] if is_whole else [each.path for each in begun if each.may_be_open]:
                     _say_what_is_left(error, left[0])

@@ -112,7 +112,7 @@ def _length(pieces: Sequence[Piece]) -> int:
     return sum(piece.length for piece in pieces)
 
 
-#: A part of an uploaded file: the length and digest of bytes that were sent, or the range that the store copied.
+#: The check of an uploaded part: the length and digest of the sent bytes, or the range that the store copied.
 Sent: TypeAlias = "tuple[int, bytes] | ByteRange"
 
 

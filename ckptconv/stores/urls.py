@@ -131,7 +131,7 @@ def local_path(url: Url) -> Path | None:
 
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSW", "SIGNATURE", "API_KEY")  # in the names of variables
-_LEAST = 3  # characters; what is shorter is in many words
+_LEAST = 3  # characters: shorter secrets would also match ordinary words
 
 
 class ForeignError(Exception):

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-#: Whether the main thread can be interrupted when the process has used so much time.
+#: Whether a timer of CPU time can interrupt the main thread.
 HAS_TIMER = sys.platform != "emscripten"
-#: Whether a file can be changed in place. That needs the owner of a journal.
+#: Whether files have owners. In-place changes need the owner of a journal.
 HAS_OWNERS = True
-#: Whether files that are open keep their names, and the folders above them.
+#: Whether open files, and the folders that contain them, cannot be renamed.
 OPEN_FILES_KEEP_NAMES = False
-#: What ends the name of a folder, and separates names in a path.
+#: The separators of names in a path.
 SEPARATORS: tuple[str, ...] = ("/",)
 #: The signals that end a command, in addition to Ctrl-C.
 ENDING = ("SIGTERM", "SIGHUP")
 
 _CLOEXEC, _NONBLOCK, _NOFOLLOW = (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_NOFOLLOW"))
 _CANNOT_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-_MOMENT = 0.01  # seconds until an exception that the interpreter dropped is raised again
+_MOMENT = 0.01  # seconds to wait before an exception that the interpreter dropped is raised again
 
 
 # Files
@@ -271,7 +271,7 @@ def is_closed_pipe(error: OSError) -> bool:
 
 #: The quote of Python literals in a word of a command.
 QUOTE = '"'
-#: What ends a line of a command that goes on in the next line.
+#: The end of a line of a command that continues on the next line.
 CONTINUED = " \\"
 MAKE_FOLDERS = ("mkdir", "-p")
 RENAME = "mv"

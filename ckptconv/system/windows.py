@@ -45,9 +45,9 @@ _SHARED = 1 | 2 | 4  # to read, write and delete
 _NEW, _EXISTING = 1, 3
 _NORMAL, _FOLDER, _NO_FOLLOW = 0x80, 0x0200_0000, 0x0020_0000
 _MOST_OPEN = 8192  # of the C library
-_LONGEST = 150  # characters of a path that leave room for the names below it: calls take 259, for folders 247
-_MOMENT = 0.01  # seconds until an exception that the interpreter dropped is raised again
-#: What cmd and PowerShell read alike: as it is, and between double quotes.
+_LONGEST = 150  # characters of a path, so that longer names in it stay below the limits of calls: 259, for folders 247
+_MOMENT = 0.01  # seconds to wait before an exception that the interpreter dropped is raised again
+#: Words that cmd and PowerShell read alike: without quotes, and between double quotes.
 _PLAIN = regex(r"[\w./\\:+=-]+")
 _SAME_IN_QUOTES = regex(r'[^"%$`\x00-\x1f\x7f“”„]*')
 

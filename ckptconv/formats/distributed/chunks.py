@@ -61,7 +61,7 @@ def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequen
 
 def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
     """Return whether the polynomials of `chunks` add up to that of a tensor of `shape`. See :func:`check_cover`."""
-    values = [1] * (len(chunks) + 1)  # of the whole tensor, then of each chunk
+    values = [1] * (len(chunks) + 1)  # of the complete tensor, then of each chunk
     for d, size in enumerate(shape):
         ends = [(0, size), *((chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]) for chunk in chunks)]
         if len(set(ends)) == 1:  # every chunk reaches from end to end

@@ -162,7 +162,7 @@ class _Reader:
         metadata = self.metadata
         self.left_out = len(self.empty)
         self.left = {key: place for key, place in metadata.stored.items() if key[0] not in metadata.unread}
-        self.gone: set[str] = set()  # files that are not there, or not whole
+        self.gone: set[str] = set()  # files that are missing or too short
         self.merger = Merger(folder)
         self.chunk_files = ChunkFiles()
         self.keys = map(str, count())
@@ -220,7 +220,7 @@ class _Reader:
         places: dict[str, list[tuple[int, int]]] = {}
         for place in self.metadata.stored.values():
             places.setdefault(place.file, []).append((place.offset, place.offset + place.length))
-        links = {file for file in places if os.path.islink(self.folder.folder / file)}  # opening them says more
+        links = {file for file in places if os.path.islink(self.folder.folder / file)}  # opened later, for the error
         missing = self.folder.missing(places.keys() - links)
         if missing:
             self.report(
@@ -411,7 +411,7 @@ class _Nest:
     def __init__(self, where: str) -> None:
         self.where = where
         self.root = _Branch(str)
-        self.holes = 0  # members of lists that belong to no item, so far
+        self.holes = 0  # the number of list elements without an item, so far
 
     def add(self, name: str, path: ItemPath) -> None:
         """Add the item `name` at `path`.

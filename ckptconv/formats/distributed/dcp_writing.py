@@ -36,7 +36,7 @@ from ckptconv.pickles.graph import Call, Dict, Global, List, Node, Tuple, Value,
 from ckptconv.pickles.paths import Place, is_item
 
 _NAME = WRITERS["dcp"].name
-_CHARACTERS = 16  # that an item counts for in addition to its name, for the limit on all names
+_CHARACTERS = 16  # added to the name of each item for the limit on all names
 
 
 def layout(checkpoint: Checkpoint, path: Path, *, ranks: int = 1) -> Layout:
@@ -57,7 +57,7 @@ def layout(checkpoint: Checkpoint, path: Path, *, ranks: int = 1) -> Layout:
             items[name] = None
             file = _object_file(checkpoint, node)
             room -= sum(piece.length for piece in file.pieces if isinstance(piece, Literal))
-            if room < 0:  # values can share a text, and each has it in its own file
+            if room < 0:  # values can share a string, and each file has its own copy
                 most = f"at most {LIMITS.pickle_bytes:,} bytes"
                 raise LimitError("the objects are too large", where=checkpoint.source.path, expected=most)
             stored[name, None] = files[0].add(file)
@@ -141,7 +141,7 @@ def _flattened(checkpoint: Checkpoint) -> _Flat:
         else:
             flat.items[name] = path, node
             nodes -= 0 if id(node) in checkpoint.tensor_nodes else sum(1 for _ in islice(walk([node]), nodes + 1))
-            if nodes < 0:  # values can share their parts, and each has them in its own file
+            if nodes < 0:  # values can share nodes, and each file has its own copies
                 raise LimitError("the objects in it share too many of their parts", where=where)
     if not flat.items:
         raise RefusedError("there is nothing to write", where=where)

@@ -133,14 +133,14 @@ class _Reader:
         self.parts = parts
         self.readers = [PartReader(part, rank, world) for rank, part in enumerate(parts)]
         self.files = [part.source.path.name for part in parts]
-        #: Each tensor that is spread: its place in the first rank and the parts, by the id of its node there.
+        #: The distributed tensors by the id of the node in the first rank: the place there, and the slices.
         self.spread: dict[int, tuple[Place, list[Part]]] = {}
         self.replicas: list[Replica] = []
         self.merger = Merger(folder)
         self.keys = map(str, count())
-        self.tied: dict[object, str] = {}  # the key of a storage, by its parts
+        self.tied: dict[object, str] = {}  # the key of a storage, by the slices that it consists of
         self.tags: dict[str, str] = {}
-        #: Places that may still be looked at. The first file is compared with each other file, which is much the same.
+        #: The number of steps left. The first file is compared with each other file, so each file counts several times.
         self.left = 4 * sum(part.graph.opcodes for part in parts)
 
     def checkpoint(self) -> Checkpoint:
@@ -167,7 +167,7 @@ class _Reader:
         new: dict[Node, Node] = {}
         for place, parts in self.spread.values():
             call = spread_call(place.node)
-            if call and len(parts) == len(self.parts) and call not in new:  # else something around it differs
+            if call and len(parts) == len(self.parts) and call not in new:  # otherwise a container differs
                 new[call] = self.tensor(place, parts)
         replace_nodes(first.graph, new)
         first.changed()
@@ -200,7 +200,7 @@ class _Reader:
         if placements:
             key = self.tied.setdefault((first.shape, first.dtype.name, *placements), key)
         self.merger.records.setdefault(key, data)
-        # The storage is on the device of the first rank that has a part of it.
+        # The storage is on the device of the first rank that has a slice of it.
         tag = self.tags.setdefault(key, next((part.device for part in parts if part.device), "cpu"))
         call = self.merger.calls.tensor(first.dtype, first.shape, key, data.length)
         assert isinstance(call.args, Tuple)

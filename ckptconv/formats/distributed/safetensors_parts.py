@@ -1,17 +1,18 @@
-"""Folders of safetensors files with parts of the same tensors, one file for each process of a run.
+"""Folders of safetensors files with slices of the same tensors, one file for each process of a run.
 
-torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)`` leaves them.
+``HuggingFaceStorageWriter(save_distributed=True)`` of torch.distributed.checkpoint writes them.
 
-Layout: no index and no metadata file; each process wrote files of its own:
+Layout: there is no index and no metadata file. Each process wrote its own files:
 
     shard-RANK-model-NUMBER-of-COUNT.safetensors    a safetensors file
 
-The metadata of each file has ``DCP_SHARDING_INFO``, ``{NAME: {"saved_offsets": [n, ...]}}``, which tells where each of
-its tensors begins in the whole tensor. It is written even if all tensors are whole. No file tells how large the whole
-tensors are, so a single file can be told from a whole model only by its name, or by a tensor that does not begin at 0.
+The metadata of each file has ``DCP_SHARDING_INFO``, ``{NAME: {"saved_offsets": [n, ...]}}``: the index in the complete
+tensor at which the slice in this file begins. It is written even if all tensors are complete. No file contains the
+shapes of the complete tensors. So a single file can be distinguished from a complete model only by its name, or by a
+tensor that does not begin at 0.
 
 Source: ``torch/distributed/checkpoint/hf_storage.py``, ``filesystem.py`` and ``_hf_utils.py`` of torch 2.13. Several
-files contain the same name, so they are never merged by their names: parts must fit together without holes and
+files contain the same name, so they are never merged by names: the slices must fit together without holes and
 overlaps.
 """
 
@@ -39,7 +40,7 @@ from ckptconv.stores import list_folder
 NAME = "DCP safetensors"
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _SHARD = regex(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_ABOUT_PARTS = (SHARDING_INFO, "DCP_VERSION")  # metadata that does not apply to whole tensors
+_ABOUT_PARTS = (SHARDING_INFO, "DCP_VERSION")  # metadata that does not apply to complete tensors
 _WHOLE = regex(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")  # next to shard-00001-model-00001-of-00001.safetensors
 
 

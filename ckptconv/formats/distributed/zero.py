@@ -3,8 +3,8 @@
 Layout: :mod:`ckptconv.formats.distributed.zero_names` has the files, :mod:`ckptconv.formats.distributed.zero_flat` the
 flat tensors. Model states are a dict with ``module`` (the weights in 16 bits; at stage 3 without elements),
 ``param_shapes`` (a list with a dict of shapes for each group, in the order of the flat data), ``shared_params`` (names
-of tied parameters), ``frozen_param_shapes`` and ``frozen_param_fragments`` (parameters that are not trained), and what
-the run saved. Optimizer states are a dict with ``optimizer_state_dict``:
+of tied parameters), ``frozen_param_shapes`` and ``frozen_param_fragments`` (parameters that are not trained), and the
+other values that the run saved. Optimizer states are a dict with ``optimizer_state_dict``:
 
     stages 1, 2: single_partition_of_fp32_groups, base_optimizer_state (of torch; a list of states if elastic)
     stage 3:     fp32_flat_groups, optimizer_state_dict (of torch)
@@ -12,8 +12,9 @@ the run saved. Optimizer states are a dict with ``optimizer_state_dict``:
 Sources: ``_common_checkpoint_state`` of ``deepspeed/runtime/engine.py``, and ``state_dict`` of
 ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and ``runtime/bf16_optimizer.py``, all of 0.19.8.
 
-The result is the dict of model states without the keys that describe the parts: ``module`` has the fp32 weights, and
-``optimizer`` the state of each parameter by its name. A folder of Lightning becomes a checkpoint of Lightning.
+The result is the dict of model states without the keys that describe the division among ranks. Its ``module`` has the
+fp32 weights, and its ``optimizer`` has the state of each parameter by name. A folder of Lightning becomes a checkpoint
+of Lightning.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ from ckptconv.pickles.graph import (
 
 NAME = "DeepSpeed ZeRO"
 _COPY = "copy the files of all ranks into one folder, with their original names"
-#: Keys of model states that describe the parts.
+#: Keys of model states that describe the division among ranks.
 _OF_PARTS = ("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
-#: Keys that DeepSpeed adds to what Lightning saves.
+#: Keys that DeepSpeed adds to those of Lightning.
 _OF_DEEPSPEED = (
     "buffer_names", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
@@ -421,7 +422,7 @@ class _Reader:
         checkpoint.graph.left_out += [part.checkpoint.graph.root for part in (*self.models, *self.ranks)]
         names = [name for _, name in (*self.files.models, *self.files.optims)]
         parts = [part.checkpoint for part in (*self.models, *self.ranks)]
-        parts[0] = replace(parts[0], graph=empty_graph())  # its graph is in the whole
+        parts[0] = replace(parts[0], graph=empty_graph())  # its graph became part of the result
         checkpoint.beside = dict(zip(names, parts, strict=True))
         checkpoint.unused += replaced
         checkpoint.notes += self.notes(len(parameters))

@@ -22,7 +22,7 @@ from ckptconv.lazy_regex import regex
 from ckptconv.stores import first_bytes, list_folder, locate
 from ckptconv.system.names import stays_inside
 
-#: The file of a rank: its rank if it has one, the rank of tensor parallelism, and what is in it.
+#: A rank's file: groups 1 to 3 are the rank or None, the rank of tensor parallelism, and the kind of states.
 _FILE = regex(r"(?:(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_(model|optim)_states\.pt")
 #: Files of the layers of a pipeline, and of experts.
 _LAYER = regex(r"layer_[0-9]+-model_[0-9]+-model_states\.pt")

@@ -49,7 +49,7 @@ class _File(NamedTuple):
         return self.source.path
 
 
-#: What a file is, and the next step.
+#: A description of a file, and a hint.
 _Answer = tuple[str, str]
 
 

@@ -40,7 +40,7 @@ _METADATA, _METADATA_HEAD = (
     128,
 )  # the first global, and the length of the start that contains it
 _POINTER = 1024  # bytes: Git LFS's own bound on a pointer
-#: The names that transformers, peft and diffusers give to a whole model, the better format first.
+#: The names that transformers, peft and diffusers give to a complete model, the better format first.
 _MODELS = (
     "model.safetensors",
     "pytorch_model.bin",
@@ -84,7 +84,7 @@ class _Folder(NamedTuple):
         return any(re.fullmatch(pattern, name) for name in self.names)
 
 
-#: What a folder is, and the next step.
+#: A description of a folder, and a hint.
 _Answer = tuple[str, str]
 
 
@@ -200,7 +200,7 @@ def _distributed(folder: _Folder) -> _Answer | None:
 def _to_one(folder: _Folder) -> Message:
     """Return the command that converts `folder` to one file."""
     out, whole = Path("out.pt"), _absolute(folder.path)
-    if Path(os.path.realpath(whole)) in Path(os.path.realpath(out)).parents:  # nothing is written among the parts
+    if Path(os.path.realpath(whole)) in Path(os.path.realpath(out)).parents:  # never write into the folder itself
         out = whole.with_name(f"{whole.name}.pt")
     return command("convert", folder.path, out)
 
