@@ -96,9 +96,12 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class OtherDifference:
-    """Descriptions of the objects at `path` in A and B, of which at least one is not a tensor.
+    """Two objects that differ, of which at least one is not a tensor.
 
-    None: the path does not exist.
+    Attributes:
+        path: The path of both.
+        a: A description of the object in A, or None if A does not have the path.
+        b: The same for B.
     """
 
     path: str
