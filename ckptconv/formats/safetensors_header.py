@@ -344,8 +344,13 @@ def is_text(string: str) -> bool:
 def header_bytes(metadata: dict[str, str] | None, entries: Iterable[Entry], *, like: int | None = None) -> bytes:
     """Return the length and the header of a new file, padded with spaces so that the data starts at a multiple of 8.
 
-    With `like`, the data starts at the same position in a filesystem block as `like`. It can then share blocks with
-    another file whose data starts at `like`. Raises LimitError if the header is too long.
+    Args:
+        metadata: The strings for ``__metadata__``, or None to leave the key out.
+        entries: The tensors, in the order of the header.
+        like: A position. The data starts at the same position in a filesystem block, so that it can share blocks with
+            another file whose data starts at `like`. Ignored if `like` is not a multiple of 8.
+
+    Raises LimitError if the header is too long.
     """
     top: dict[str, object] = {} if metadata is None else {METADATA: metadata}
     for entry in entries:

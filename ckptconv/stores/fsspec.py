@@ -92,7 +92,7 @@ class FsspecTransport(Location):
     def get(self, start: int, stop: int, expected: Version | None, deadline: float) -> Answer:  # noqa: ARG002
         """Return the bytes from `start` to `stop`, as :class:`~ckptconv.stores.requests.Transport` describes it.
 
-        The deadline is ignored. The version is asked for before each read, and the caller compares it.
+        The version is read from the filesystem before the bytes, and the caller compares it. `deadline` is ignored.
         """
         try:
             version = self._asked()
@@ -261,8 +261,8 @@ class FsspecStore(WritableStore):
     ) -> Overflow:
         """Write `files` by way of temporary files. Return the numbers that overflowed in casts, by tensor.
 
-        Raises OutputError, TargetExistsError, and UnsupportedError if readers could see an incomplete file on this
-        filesystem.
+        The arguments are those of :meth:`WritableStore.upload`. Raises OutputError, TargetExistsError, and
+        UnsupportedError if readers could see an incomplete file on this filesystem.
         """
         from ckptconv.output.files import fill
 

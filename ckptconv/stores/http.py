@@ -394,9 +394,10 @@ class HttpTransport:
         return Answer(received(self._chunks(response), end - start, deadline), Version(size, etag, modified))
 
     def _refused(self, response: urllib3.BaseHTTPResponse, start: int, expected: Version | None) -> Exception:
-        """Return the exception for `response`, an answer without the requested bytes.
+        """Return the exception for `response`, an answer without the requested bytes, which begin at `start`.
 
-        It is UnsupportedError, InputChangedError, MissingInputError, Transient or TransferError.
+        It is UnsupportedError, InputChangedError, MissingInputError, Transient or TransferError. `expected` is the
+        version of the first answer, or None for the first request.
         """
         status, where = response.status, self._shown
         got = f"{status} {response.reason or ''}".strip()

@@ -208,7 +208,7 @@ class FileObjectDestination:
             return b"".join(parts)
 
     def start_writeback(self, at: int, length: int) -> None:
-        """Do nothing: the owner of a file object decides when its bytes reach a disk."""
+        """Do nothing: the owner of a file object decides when its bytes reach a disk. `at` and `length` are ignored."""
 
     def write_all(self, file: OutFile, *, verify: bool) -> Overflow:
         """Write `file`, and return the numbers that overflowed in casts, by tensor.

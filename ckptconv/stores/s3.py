@@ -282,9 +282,9 @@ class _Upload:
     def send(self, file: OutFile, source: Readable, *, verify: bool, progress: Progress | None) -> Overflow:
         """Send all of `file`. Return the numbers that overflowed in casts, by tensor.
 
-        If the bytes must be computed in an order other than that of the file, they are written to a temporary file
-        first. `source` is the input, `verify` has the copy verified, and `progress` is called with the numbers of
-        bytes.
+        If the bytes cannot be sent in order (see :func:`~ckptconv.stores.uploads.is_streamed`), they are first written
+        to a temporary file on this machine. `source` is the input, `verify` is whether the temporary file is verified,
+        and `progress` is called with numbers of bytes.
         """
         if is_streamed(file):
             self._send(file, progress)

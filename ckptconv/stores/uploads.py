@@ -285,7 +285,8 @@ class WritableStore(RemoteStore):
     ) -> Steps[Overflow]:
         """Upload the other files of `new`, then its planned files.
 
-        Return the numbers that overflowed in casts, by tensor.
+        Return the numbers that overflowed in casts, by tensor. The arguments are those of :meth:`Store.writing`. `jobs`
+        is ignored, because each upload has its own threads.
         """
         yield from ()  # no wait for a disk
         how: dict[str, Any] = {"replace": replace, "verify": verify, "progress": progress}

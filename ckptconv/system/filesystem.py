@@ -58,7 +58,7 @@ def fallocate(fd: int, size: int) -> bool:
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
-    """Ask the kernel to begin writing a range of the open file `fd` to the disk.
+    """Ask the kernel to begin writing `length` bytes at `offset` of the open file `fd` to the disk.
 
     The final fsync then has less to wait for.
     """

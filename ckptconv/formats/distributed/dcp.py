@@ -94,7 +94,7 @@ class DcpFolder:
 def looks_like(folder: SourceFolder) -> bool:
     """Return whether `folder` is a DCP checkpoint: it contains ``.distcp`` files, or a ``.metadata`` that is a pickle.
 
-    False if the user gave an index and not the folder.
+    False if the user gave an index or a pattern instead of the folder.
     """
     if not folder.is_whole:
         return False

@@ -107,7 +107,7 @@ def part_error(source: Readable) -> InputError:
 def looks_like(folder: SourceFolder) -> bool:
     """Return whether `folder` contains files with slices: by their names, or by the metadata of the first file.
 
-    False if the user gave an index and not the folder.
+    False if the user gave an index or a pattern instead of the folder.
     """
     names = _names(folder) if folder.is_whole else []
     if not names or any(map(_SHARD.fullmatch, names)):

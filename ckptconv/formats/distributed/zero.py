@@ -75,7 +75,7 @@ _LIGHTNING, _WRAPPER = "pytorch-lightning_version", "_forward_module."
 def looks_like(folder: SourceFolder) -> bool:
     """Return whether `folder` is a ZeRO checkpoint, according to the names of its files.
 
-    False if the user gave an index and not the folder.
+    False if the user gave an index or a pattern instead of the folder.
     """
     return folder.is_whole and files_of(folder.folder) is not None
 
