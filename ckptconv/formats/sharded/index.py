@@ -437,7 +437,7 @@ class _Reader(StrictJson):
 
 
 def index_bytes(metadata: dict[str, Any], weight_map: dict[str, str]) -> bytes:
-    """Return the bytes of an index with `metadata` and `weight_map`, formatted as transformers and diffusers write it."""
+    """Return the bytes of an index with `metadata` and `weight_map`, formatted as by transformers and diffusers."""
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
     return (text + "\n").encode()
 
