@@ -55,8 +55,9 @@ def _is_run(placement: ChunkPlacement, shape: _Shape) -> bool:
 
 
 def blocks_of(info: TensorInfo, shape: _Shape, stride: _Shape) -> list[ChunkPlacement] | None:
-    """Return blocks that cover a strided tensor, or None if its bytes cannot be taken apart. The list is empty if
-    it is empty.
+    """Return blocks that cover a strided tensor, or None if its bytes cannot be taken apart.
+
+    The list is empty if the tensor has no elements.
 
     Args:
         info: The tensor.

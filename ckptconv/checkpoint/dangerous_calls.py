@@ -117,8 +117,9 @@ class _Ref(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """The result of a call of the global ``by``. If ``of_class`` is True, the result is certainly an instance of
-    ``by``.
+    """The result of a call of the global ``by``.
+
+    If ``of_class`` is True, the result is certainly an instance of ``by``.
     """
 
     by: _Ref
@@ -197,8 +198,9 @@ def reaches(graph: Graph) -> Iterator[tuple[str, Node, Literal["dangerous", "unk
 
 
 def _undecided(nodes: list[Node], meanings: _Meanings) -> Iterator[tuple[str, Node]]:
-    """Yield a description and the node of each call whose callable is the result of another call and cannot be
-    determined.
+    """Yield a description and the node of each call whose callable is not known.
+
+    Only callables that are the results of other calls can be unknown.
     """
     for node in nodes:
         if isinstance(node, Call) and not isinstance(node.callable, Global):
@@ -314,8 +316,9 @@ class _Meanings:
             yield _Other(_is_known(called))
 
     def _result(self, call: Call, called: _Ref, args: list[Value], depth: int) -> Iterator[_Meaning]:
-        """Yield the possible results of `call` with `args` if its callable is the global `called`. `depth` is as in
-        :meth:`of`.
+        """Yield the possible results of `call` with `args` if its callable is the global `called`.
+
+        `depth` is as in :meth:`of`.
         """
         name = str(called)
         if call.kind not in ("REDUCE", "OBJ"):
@@ -352,9 +355,7 @@ def _name_in(value: Value) -> str | None:
 
 
 def _is_class(name: str) -> bool:
-    """Return whether the last component of the dotted `name` starts with an upper-case letter, like the name of a
-    class.
-    """
+    """Return whether the last component of the dotted `name` starts with an upper-case letter, as a class does."""
     return name.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
@@ -529,8 +530,7 @@ def _has(ref: _Ref, method: str) -> bool:
 
 
 def _names_looked_up(call: Call, function: str, meanings: _Meanings, *, is_used: bool) -> Iterator[str]:
-    """Yield the dangerous names that `call` looks up: their literals, or a description if they are computed or too
-    many.
+    """Yield the dangerous names that `call` looks up, as literals. Computed names, or too many, are described.
 
     Args:
         call: A call of a function that looks up attributes by name.

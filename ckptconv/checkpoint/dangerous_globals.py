@@ -98,9 +98,7 @@ def _names(module: str) -> dict[str, Entry | tuple[str, ...]]:
 
 
 def is_known_package(module: str) -> bool:
-    """Return whether `module` belongs to a package that the table covers: Python, torch and the packages that torch
-    needs.
-    """
+    """Return whether the table covers the package of `module`: Python, torch, or a package that torch needs."""
     return module.partition(".")[0] in _table().packages
 
 
@@ -172,10 +170,10 @@ def _in_module(module: str, words: list[str]) -> Entry | None:
 
 @lru_cache(maxsize=4096)
 def _others(module: str, name: str) -> tuple[tuple[str, str, bool], ...]:
-    """Return all objects that `name` in `module` can be: itself, the same object under other names, and bases of a
-    class.
+    """Return all objects that `name` in `module` can be.
 
-    Each element is a module, a name in it, and whether the object is a base.
+    These are the object of this name, the same object under other names, and the bases of a class. Each element is a
+    module, a name in it, and whether the object is a base.
     """
     found = {(module, name, False): None}
     todo = [*found]
@@ -365,8 +363,7 @@ INNARDS = frozenset([
 
 
 def is_dangerous(node: Global) -> bool:
-    """Return whether `node` is a dangerous global, as it is spelled or after the names of Python 2 are mapped to
-    Python 3.
+    """Return whether `node` is a dangerous global, as it is spelled or under Python 3's name for a name of Python 2.
 
     torch's safe loader maps these names under every protocol.
     """
@@ -407,10 +404,10 @@ def is_on_lists(module: str, name: str) -> bool:
 
 
 def _is_lent(module: str, package: list[str], name: str, attributes: list[str]) -> bool:
-    """Return whether `name` in `module`, a module of a known package, does harm by the table or by a rule of this
-    function.
+    """Return whether `name` in `module` does harm by the table or by a rule of this function.
 
-    The rules cover cases that are not in the table: ``reduce`` with a function, storages in files, pytest with options,
+    `module` belongs to a known package. `package` and `attributes` are the components of `module` and `name`. The
+    rules cover cases that are not in the table: ``reduce`` with a function, storages in files, pytest with options,
     modules that are programs or tests.
     """
     if attributes[-1] == "reduce" or (package[0] == "numpy" and name == "test"):
@@ -453,7 +450,5 @@ def _starts_listed(words: list[str], start: int) -> bool:
 
 
 def is_way_out(words: Iterable[str]) -> bool:
-    """Return whether an attribute in `words` leads from any object to all others, or is the name of a dangerous
-    module.
-    """
+    """Return whether an attribute in `words` leads from any object to all others, or to a dangerous module."""
     return any(word in INNARDS or word.lstrip("_") in DANGEROUS_MODULES or word.lstrip("_") in _LENT for word in words)

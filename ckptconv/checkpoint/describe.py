@@ -28,8 +28,9 @@ _LOOKED_AT = 64  # members of a collection that a call makes
 
 
 def is_flat(node: Value) -> bool:
-    """Return whether one line can show `node`: a sequence or set of atoms, an empty dict, a torch.device or a
-    torch.Size.
+    """Return whether one line can show the content of `node`.
+
+    It can for a sequence or set of atoms, an empty dict, a torch.device and a torch.Size.
     """
     members = members_of(node, _LOOKED_AT)
     if members is not None:

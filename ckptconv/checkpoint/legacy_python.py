@@ -143,10 +143,10 @@ def _state(call: Call) -> Tuple | None:
 
 
 def _parameter(call: Call) -> Tuple | None:
-    """Return the tensor, ``requires_grad`` and the hooks of the parameter that `call` creates, or None if its form
-    is different.
+    """Return the tensor, ``requires_grad`` and the hooks of the parameter that `call` creates.
 
     torch 0.4 wrote ``Parameter(tensor, requires_grad)``. Earlier versions wrote ``Parameter(tensor)`` and a state.
+    Return None if the form is different.
     """
     args, state = args_of(call), _state(call)
     if call.kind != "REDUCE" or len(args) not in (1, 2):

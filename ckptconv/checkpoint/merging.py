@@ -78,10 +78,9 @@ def _before(values: list[Value], order: int | None, latest: dict[int, int]) -> b
 
 
 def _latest(root: Value) -> dict[int, int] | None:
-    """Return the greatest order of the effects in each node below `root`, including the nodes below it, by the id
-    of the node.
+    """Return the greatest order of the effects in each node below `root`, by the id of the node.
 
-    Return None if a node contains itself.
+    The effects in nodes below a node count, too. Return None if a node contains itself.
     """
     latest: dict[int, int] = {}
     open_: set[int] = set()
@@ -168,15 +167,15 @@ class Merger:
         self.calls = TensorCalls(self._graph)
 
     def take(self, part: Checkpoint, *, in_order: bool = False) -> Value:
-        """Add the checkpoint `part` to the merged graph. Return the root of `part`, for use in the root of the
-        merged graph.
+        """Add the checkpoint `part` to the merged graph. Return its root.
 
-        The keys of its storages get a prefix, so that they are unique.
+        The caller puts the root into the root of the merged graph. The keys of storages get a prefix, so that they
+        are unique.
 
         Args:
             part: A checkpoint in a file of the source.
-            in_order: Whether its effects come after all effects that were added before. If not, their order is
-                dropped if possible.
+            in_order: Whether `part` comes after all earlier ones, so that its effects keep their order. If not, the
+                order is dropped if possible.
 
         Raises:
             UnsupportedError: The byte order differs from that of the first checkpoint.

@@ -101,8 +101,9 @@ class Checkpoint:
         self.index.tensor_counts = counts
 
     def restrict(self, root: Place) -> None:
-        """Make the node at `root` the root of the graph and remove everything that it does not use from the lists
-        of nodes.
+        """Make the node at `root` the root of the graph.
+
+        Nodes that it does not use are removed from the lists of nodes.
 
         Paths and the order of effects do not change.
         """

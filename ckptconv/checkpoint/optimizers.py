@@ -405,8 +405,7 @@ def keys_of(names: Collection[str], optimizer: Optimizer, weights: Weights) -> s
 
 
 def mismatched(optimizer: Optimizer, weights: Weights) -> Iterator[tuple[str, Shape, Shape]]:
-    """Yield each parameter whose state has another shape than the weight: the name, the shape of the state, and the
-    weight's.
+    """Yield the name, the shape of the state and the shape of the weight, for each parameter where the shapes differ.
 
     Nothing is yielded if `optimizer` has no names.
     """

@@ -104,10 +104,10 @@ class PickledModule:
         return self.tensors.items()
 
     def is_bookkeeping(self, place: Place) -> bool:
-        """Return whether `place` is an attribute that torch sets in every module, such as ``training`` or an empty
-        dict of hooks.
+        """Return whether `place` is an attribute that torch sets in every module.
 
-        The attribute can belong to this module or to an inner one.
+        Examples are ``training`` and an empty dict of hooks. The attribute can belong to this module or to an inner
+        one.
         """
         is_inside = place.parent is not None and id(place.parent.node) in self.modules
         if not is_inside or place.key not in _BOOKKEEPING or place.segment != f"/.{place.key}":
@@ -171,7 +171,7 @@ class _Reader:
     # Recognising modules
 
     def is_module(self, node: Value) -> bool:
-        """Return whether `node` is a module: an object with the attributes of one, also inside a result of
+        """Return whether `node` is a module: an object that :meth:`has_parts`, possibly inside a result of
         torch.compile.
         """
         if not isinstance(node, Call):
@@ -187,8 +187,10 @@ class _Reader:
         return self.modules[id(node)]
 
     def has_parts(self, node: Call) -> bool:
-        """Return whether the object `node` is a module of TorchScript, a quantized convolution, or has ``_parameters``,
-        ``_buffers`` and ``_modules``.
+        """Return whether the object `node` has the content of a module.
+
+        This is a module of TorchScript, a quantized convolution, or an object with ``_parameters``, ``_buffers`` and
+        ``_modules``.
         """
         if self.scripts:
             return _class_of(node) in self.scripts
@@ -270,8 +272,9 @@ class _Reader:
                 level.unknown.append((name, value))
 
     def read_script(self, node: Call, level: _Level) -> None:
-        """Add the parameters, buffers and inner modules of `node`, a module of TorchScript, to `level`, in the
-        order of its attributes.
+        """Add the parameters, buffers and inner modules of `node` to `level`, in the order of its attributes.
+
+        `node` is a module of TorchScript.
         """
         attributes: dict[str, Value] = {}
         for state in _states(node):
@@ -311,9 +314,7 @@ class _Reader:
         level.tensors += [(each, holder, None, node) for each, (holder, node) in zip(names, found, strict=False)]
 
     def tensors_below(self, packed: Call) -> tuple[list[tuple[Node, Node]], list[Node]]:
-        """Return the tensors in `packed`, each with the node that contains it, and all other nodes in it, `packed`
-        included.
-        """
+        """Return the tensors in `packed`, each with the node that contains it. Return all other nodes in it, too."""
         found: list[tuple[Node, Node]] = []
         opened: dict[int, Node] = {id(packed): packed}
         todo: list[tuple[Node, Value]] = [(packed, child) for child in reversed(children(packed))]

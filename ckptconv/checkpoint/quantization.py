@@ -155,10 +155,9 @@ def orphans(tensors: Mapping[str, TensorInfo], found: list[Quantized]) -> Iterat
 
 
 def of_other_programs(tensors: Mapping[str, TensorInfo]) -> tuple[int, str, str] | None:
-    """Return the number of weights in a layout of another program, the name of the layout, and the program that
-    decodes it.
+    """Return the number of weights in a layout of another program, the name of the layout, and the program.
 
-    Return None if there are none.
+    Return None if there are no such weights.
     """
     for pattern, layout, program in _OTHERS:
         if n := sum(bool(pattern.fullmatch(name)) for name in tensors):
@@ -167,8 +166,9 @@ def of_other_programs(tensors: Mapping[str, TensorInfo]) -> tuple[int, str, str]
 
 
 def torchao_layout(node: Value) -> str | None:
-    """Return the class of torchao whose tensor `node` builds, with its block size, as a text. Return None for other
-    tensors.
+    """Return the class of torchao whose tensor `node` builds, with its block size, as a text.
+
+    Return None for other tensors.
 
     The call is ``_rebuild_from_type_v2(function, class, arguments, state)``, possibly inside a parameter.
     """
@@ -187,10 +187,10 @@ def torchao_layout(node: Value) -> str | None:
 
 
 def _names(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], marks: tuple[str, ...]) -> Quantized | None:
-    """Return the names of the quantized weight whose codes are the tensor `name`, or None if the tensor is not
-    quantized.
+    """Return the names of the quantized weight whose codes are the tensor `name`, or None if there is none.
 
-    `marks` are the names of empty tensors that only mark such checkpoints.
+    `info` is this tensor, and `tensors` are all tensors of the state dict. `marks` are the names of empty tensors
+    that only mark such checkpoints.
     """
     module, dot, last = name.rpartition(".")
     module += dot

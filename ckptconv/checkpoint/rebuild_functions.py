@@ -250,8 +250,9 @@ class TensorReader:
         return info
 
     def made_by(self, function: str, call: Call) -> TensorInfo | None:
-        """Return the tensor that the `call` of `function` builds. Return None if a storage or an inner tensor is
-        unknown.
+        """Return the tensor that the `call` of `function` builds.
+
+        Return None if a storage or an inner tensor is unknown.
 
         Raises _Bad if the arguments are invalid, and LimitError if calls are nested too deeply.
         """
@@ -438,10 +439,10 @@ class TensorReader:
         )
 
     def sparse(self, args: list[Value]) -> TensorInfo | None:
-        """Return the tensor of ``(layout, (indices, values, size, ...))`` or ``(layout, (compressed, plain, values,
-        size))``.
+        """Return the sparse tensor of ``(layout, data)``, or None if there is no size or fewer than two known inner
+        tensors.
 
-        Return None if there is no size, or fewer than two inner tensors are known.
+        The data is ``(indices, values, size, ...)`` or ``(compressed, plain, values, size)``.
         """
         data = _at(args, 1)
         parts = data.items[:4] if isinstance(data, Tuple) else []
@@ -464,8 +465,7 @@ class TensorReader:
         )
 
     def sharded_object(self, call: Call) -> TensorInfo | None:
-        """Return the tensor that a ``ShardedTensor`` of older versions of torch describes, or None if its state is
-        different.
+        """Return the tensor in a ``ShardedTensor`` of older versions of torch, or None if its state is different.
 
         Such an object was not a tensor. Its state is ``(local shards, metadata, ...)``.
         """
@@ -482,8 +482,7 @@ class TensorReader:
         return TensorInfo("", None, "partial", local.dtype, shape, (), 0, local.device, 0, None, False, False, False)
 
     def from_array(self, args: list[Value], inner: TensorInfo | None) -> TensorInfo:
-        """Return the tensor of ``(data, dtype, device, requires_grad)``, where the data is a CPU tensor or a NumPy
-        array.
+        """Return the tensor of ``(data, dtype, device, requires_grad)``. The data is a CPU tensor or a NumPy array.
 
         Args:
             args: The arguments.
@@ -589,10 +588,10 @@ def _sizes(size: Value, stride: Value) -> tuple[tuple[int, ...], tuple[int, ...]
 
 @lru_cache(maxsize=1024)  # many tensors of a checkpoint have the same shape
 def _layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Return the number of elements of a view, the number of elements of the storage that it spans, and whether it is
-    contiguous.
+    """Return the number of elements of a view, its reach, and whether it is contiguous.
 
-    Contiguous means the same as torch's ``is_contiguous``: the elements are consecutive, in row-major order.
+    The reach is the number of elements of the storage from the first to the last one. Contiguous means the same as
+    torch's ``is_contiguous``: the elements are consecutive, in row-major order.
     """
     if 0 in shape:
         return 0, 0, True

@@ -157,8 +157,9 @@ _ADDED_BY_TORCHAO = {
 
 
 def is_allowed(node: Global) -> bool:
-    """Return whether the unpickler accepts `node`, also by a name of Python 2, which it maps to Python 3 under
-    every protocol.
+    """Return whether the unpickler accepts `node`.
+
+    Under every protocol it maps names of Python 2 to those of Python 3 first.
     """
     return imported_name(node, 2) in ALLOWED
 

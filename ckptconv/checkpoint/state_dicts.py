@@ -144,8 +144,9 @@ class Detected:
         )
 
     def is_usual(self, path: str) -> bool:
-        """Return whether `path` is a usual name of a model (``model``, ``state_dict``, ...), as a key or attribute
-        of the root.
+        """Return whether `path` is a usual name of a model, such as ``model`` or ``state_dict``.
+
+        The path must be a key or attribute of the root.
         """
         above = "" if self.root == "." else self.root + "/"
         return path.removeprefix(above).removeprefix(".") in _MAIN_NAMES
@@ -223,8 +224,9 @@ def _metadata_of(node: Object, in_states: dict[int, Value]) -> Object | None:
 
 
 def _looks_like_state_dict(node: Object, index: Index) -> bool:
-    """Return whether all keys of `node` are strings and all values tensors, None or extra states, with at least one
-    tensor.
+    """Return whether all keys of `node` are strings and all values tensors, None or extra states.
+
+    At least one value must be a tensor.
     """
     tensors = 0
     for key, value in node.entries():

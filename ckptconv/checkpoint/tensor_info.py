@@ -131,8 +131,9 @@ class LeftBehind:
 
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """Two copies of the data at `place`, in two `files`. `pieces` is the bytes of both, or None if they are known to
-    differ.
+    """Two copies of the data at `place`, in two `files`.
+
+    `pieces` is the bytes of both, or None if they are known to differ.
     """
 
     place: Place
@@ -219,8 +220,9 @@ def matches(glob: str, path: str, name: str | None) -> bool:
 
 
 def glob_of(path: str, name: str | None) -> str:
-    """Return a glob that matches the tensor at `path` with the key `name`. It can match others only if unprintable
-    characters occur, for which it has ``?``.
+    """Return a glob that matches the tensor at `path` with the key `name`.
+
+    It can match others only if unprintable characters occur, for which it has ``?``.
     """
     literal = path if "/" in path or name is None else name
     return "".join(f"[{c}]" if c in "*?[" else c if c == printable(c) else "?" for c in literal)

@@ -100,8 +100,9 @@ def version_of(text: str) -> Version:
 
 
 def asked_version(torch: str | None) -> Version:
-    """Return the version `torch`. For None or ``all``, return the installed one, or the newest known one if there
-    is none.
+    """Return the version `torch`.
+
+    For None or ``all``, return the installed one, or the newest known one if there is none.
 
     Raises UsageError if `torch` is not a version.
     """
@@ -130,8 +131,9 @@ def by_version(answers: Mapping[str, str]) -> str:
 
 
 def installed_torch(folders: Iterable[str] | None = None) -> str | None:
-    """Return the version of the first torch in `folders`, from the name of its ``dist-info`` folder. Return None if
-    there is none.
+    """Return the version of the first torch in `folders`, from the name of its ``dist-info`` folder.
+
+    Return None if there is none.
 
     If `folders` is None, ``sys.path`` is searched. Relative folders, such as the working directory, are ignored.
     ``importlib.metadata`` would find the same, but its import takes longer than the inspection of most files.

@@ -85,10 +85,9 @@ def dequantize(checkpoint: Checkpoint, rules: Sequence[DTypeRule], changes: Chan
 
 
 def show_values(checkpoint: Checkpoint, wanted: Collection[str]) -> Counter[str]:
-    """Dequantize the weights of `checkpoint` whose names are in `wanted`, except for those whose values are not
-    certain.
+    """Dequantize the weights of `checkpoint` whose names are in `wanted`. Return the number of these weights by layout.
 
-    Return the number of replaced weights by layout. A state dict with an error stays unchanged.
+    Weights whose values are not certain stay as they are, and so do state dicts with an error.
     """
     config, weights, layouts = known_config(checkpoint.source), _Weights(checkpoint, Changes()), Counter[str]()
     for found in checkpoint.detected.state_dicts:
@@ -114,8 +113,7 @@ def known_config(source: Readable) -> QuantizationConfig | None:
 
 
 def _is_asked(rules: Sequence[DTypeRule], path: str, name: str, *, exactly: bool = False) -> bool:
-    """Return whether the most specific rule for `name`, in the state dict at `path`, has a dtype that needs real
-    values.
+    """Return whether the most specific rule for `name`, in the state dict at `path`, needs the weight dequantized.
 
     If `exactly` is True, only rules count whose glob is the complete name or path.
     """

@@ -66,8 +66,9 @@ def _main(checkpoint: Checkpoint) -> StateDict:
 
 
 def _order_weights(checkpoint: Checkpoint, ours: StateDict, theirs: StateDict, changes: Changes) -> set[str]:
-    """Give the state dict `ours` of `checkpoint` the names of `theirs`, in their order. Return the names that were
-    removed.
+    """Give the state dict `ours` of `checkpoint` the names of `theirs`, in their order.
+
+    Return the names that were removed.
 
     Raises RefusedError if they have no name in common.
     """

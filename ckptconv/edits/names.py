@@ -162,8 +162,7 @@ def unwrapped(names: Collection[str], followers: Collection[str] = ()) -> dict[s
 
 
 def modules_unwrapped(names: Collection[str], modules: Collection[str]) -> Callable[[str], str | None]:
-    """Return a function that removes the segments of wrappers from a module path of `modules`, as :func:`unwrapped`
-    does.
+    """Return a function that changes a module path of `modules` as :func:`unwrapped` changes names.
 
     The function returns None for paths of wrappers themselves. `names` are the names of the state dict.
     """

@@ -64,8 +64,8 @@ class Followers:
     def take_globs(self, edits: Edits) -> Edits:
         """Return `edits` without the globs that match names in the model of another checkpoint.
 
-        These globs then select parameters of the optimizers. Raises NoMatchError if a glob without a slash matches
-        no name.
+        These globs then select parameters of the optimizers. If the model is in the same checkpoint, `edits` is
+        returned unchanged. Raises NoMatchError if a glob without a slash matches no name.
         """
         if self.of is self.checkpoint:
             return edits
@@ -159,18 +159,14 @@ class Followers:
         )
 
     def change_of(self, optimizer: Optimizer, changes: Changes) -> OptimizerChange:
-        """Return the entry for `optimizer` in `changes`, with the information by which parameters were matched with
-        names.
-        """
+        """Return the entry for `optimizer` in `changes`. Its ``names_from`` is set if it was not."""
         change = changes.optimizers.setdefault(optimizer.path, OptimizerChange())
         known = "itself" if optimizer.names else "order" if self.in_order else "shapes"
         change.names_from = change.names_from or known
         return change
 
     def check_order(self, changes: Changes) -> None:
-        """Raise RefusedError if an optimizer with numbers was regrouped and the order of the new parameters is not
-        known.
-        """
+        """Raise RefusedError if a regrouped optimizer has numbers, and the order of the new parameters is not known."""
         for optimizer in self.optimizers:
             change = changes.optimizers.get(optimizer.path, OptimizerChange())
             if not change.regrouped or change.groups is not None or optimizer.is_named:
@@ -220,8 +216,9 @@ class Followers:
         self.change_of(optimizer, changes).left_out += len(gone)
 
     def key_by(self, form: str, changes: Changes) -> None:
-        """Let each optimizer refer to its parameters by `form`: ``names`` or ``numbers``. Add a note if all do so
-        already.
+        """Let each optimizer refer to its parameters by `form`: ``names`` or ``numbers``.
+
+        Add a note if all do so already.
 
         Raises RefusedError if the names are not known.
         """
@@ -249,10 +246,10 @@ class Followers:
 def _keys_dropped(
     optimizer: Optimizer, every: Mapping[int, frozenset[str]], weights: Weights, *, in_order: bool
 ) -> set[Key] | str:
-    """Return the parameters of `optimizer` that are removed with names in `weights`, or a text with the reason of a
-    doubt.
+    """Return the parameters of `optimizer` that are removed with names in `weights`, or a text with a doubt.
 
-    `every` contains the removed names of each state dict, by the id of its weights.
+    `every` contains the removed names of each state dict, by the id of its weights. `in_order` is as in
+    :class:`Followers`.
     """
     dropped = every.get(id(weights), frozenset())
     kept = {first: name for name, first in weights.first.items() if name not in dropped}
@@ -323,8 +320,9 @@ def options_of(group: ParameterGroup) -> list[Value]:
 
 
 def are_same(a: Value | list[Value], b: Value | list[Value]) -> bool:
-    """Return whether `a` and `b` are certainly equal: the same node, equal atoms, or tuples and lists of such
-    values.
+    """Return whether `a` and `b` are certainly equal.
+
+    They are if they are the same node, equal atoms, or tuples and lists of such values.
     """
     todo: list[tuple[Value | list[Value], Value | list[Value]]] = [(a, b)]
     seen: set[tuple[int, int]] = set()  # tuples can share members, and be nested deeply

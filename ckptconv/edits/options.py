@@ -255,8 +255,7 @@ class Edits:
         return replace(self, **{field: left})
 
     def several(self) -> Iterator[tuple[str, object]]:
-        """Yield the field and the element for each element of the fields that are tuples, and for each rule for
-        devices.
+        """Yield a field and an element, for each element of the fields that are tuples and for each rule for devices.
 
         These elements can match nothing. Elements of a file of rules are yielded as the name of the file.
         """

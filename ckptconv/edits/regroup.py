@@ -145,9 +145,7 @@ class Tensors(Maker[Value]):
         return info if is_simple and get_dtype(info.dtype).packed == 1 else None
 
     def _left_behind(self, group: Group, node: Call) -> list[LeftBehind]:
-        """Return the data of `node` that is not in the output because `group` splits it by a rule that ends in
-        ``-``.
-        """
+        """Return the data of `node` that `group` leaves out of the output, because its rule ends in ``-``."""
         geometry, info = group.geometry, self._infos[id(node)]
         if geometry.named == len(geometry.sizes) or not geometry.sizes or not geometry.sizes[-1]:
             return []
@@ -340,8 +338,7 @@ _REBUILD = STRIDED[:3]
 
 
 def _inner(node: Value) -> Call | None:
-    """Return the call that builds the strided tensor of `node`: `node` itself, or the argument of a parameter
-    without hooks.
+    """Return the call that builds the strided tensor of `node`: `node`, or the argument of a parameter without hooks.
 
     Return None if there is no such call.
     """
@@ -366,9 +363,7 @@ def _fresh(value: Value) -> Value:
 
 
 def _follow(items: Items[Value], metadata: Object) -> None:
-    """Change the module paths in `metadata`, the ``_metadata`` of the state dict `items`, like the names of the
-    tensors.
-    """
+    """Change the module paths in `metadata` like the names in `items`, the items of its state dict."""
     known = strings_of(metadata)
     gone, added = items.modules(known)
     rename_keys(metadata, lambda path: None if path in gone else path)

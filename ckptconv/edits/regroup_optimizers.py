@@ -156,8 +156,9 @@ class _Parameters:
         return [set_items(Dict(), each) for each in items]
 
     def values(self, group: Group, field: str, values: Sequence[Value]) -> Sequence[Value] | None:
-        """Return the values of `field` in the states of the new parameters of `group`. Return None if they are not
-        known.
+        """Return the values of `field` in the states of the new parameters of `group`.
+
+        Return None if they are not known.
 
         `values` are the values in the states of the old parameters.
         """

@@ -66,8 +66,9 @@ class Geometry:
     named: int
 
     def refined(self, values: _Shape, dim: int | None, step: int | None = None) -> _Shape:
-        """Return `values` with two values in place of the one for `dim`. If there are no groups, return `values`
-        unchanged.
+        """Return `values` with two values in place of the one for `dim`.
+
+        If there are no groups, return `values` unchanged.
 
         Args:
             values: Sizes or strides, by dimension.
@@ -82,8 +83,9 @@ class Geometry:
 
     @property
     def part_dim(self) -> int | None:
-        """The dimension of a part along which the tensor is cut, without the stacked dimensions, or None if it is not
-        cut.
+        """The dimension of a part along which the tensor is cut, or None if it is not cut.
+
+        Stacked dimensions do not count.
         """
         return None if self.dim is None else self.dim - len(self.stack)
 
@@ -321,8 +323,9 @@ class Planner:
         return Geometry(whole, stack, dim, groups, sizes, len(sizes))
 
     def _split(self, name: str, shape: _Shape) -> Geometry:
-        """Return the geometry of a split. Raise RefusedError if the tensor `name`, of this `shape`, cannot be cut by
-        the rule.
+        """Return the geometry of a split.
+
+        Raise RefusedError if the tensor `name`, of this `shape`, cannot be cut by the rule.
         """
         rule = self.rule
         depth = len(rule.stacked)
@@ -371,8 +374,9 @@ class Planner:
         return groups
 
     def _sizes(self, size: int, name: str) -> _Shape:
-        """Return the size of each part along a dimension of `size`, or an empty tuple if the rule has no sizes or
-        shares.
+        """Return the size of each part along a dimension of `size`.
+
+        The tuple is empty if the rule has no sizes or shares.
 
         Raises RefusedError if they do not add up to `size`. `name` is the tensor in the error.
         """
@@ -393,8 +397,9 @@ class Planner:
         return tuple(sizes)
 
     def _check_stack(self, geometry: Geometry, name: str) -> None:
-        """Raise RefusedError if the stack of `geometry` has another shape than that of the first group. `name` is for
-        the error.
+        """Raise RefusedError if the stack of `geometry` has another shape than that of the first group.
+
+        `name` is for the error.
         """
         if self._stack is None:
             self._stack = geometry.stack, name
@@ -403,10 +408,9 @@ class Planner:
             self._fail(f"{first} and {name} are of groups of different sizes", stack, geometry.stack)
 
     def _check_names(self, planned: Planned, names: Collection[str]) -> None:
-        """Raise CollisionError if `planned` gives two tensors the same name, or a tensor the name of another one
-        that stays.
+        """Raise CollisionError if two tensors get the same name, or one gets the name of a tensor that stays.
 
-        `names` are the names before the change.
+        `planned` is the change, and `names` are the names before it.
         """
         gone = {name for group in planned.groups for name in group.old} | planned.renamed.keys()
         made: dict[str, str] = {}

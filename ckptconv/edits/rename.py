@@ -189,10 +189,10 @@ class NameEditor:
             _each_name(self.named, lambda name: compiled.sub(replacement, bounded(name)))
 
     def add(self, asked: str) -> None:
-        """Add the prefix `asked` to the names of the main state dict, of state dicts with the same names, and of
-        their optimizers.
+        """Add the prefix `asked` to the names of the main state dict.
 
-        Raises NoMatchError if there is no main state dict or it is not clear which one it is.
+        State dicts with the same names, and their optimizers, get the prefix, too. Raises NoMatchError if there is
+        no main state dict or it is not clear which one it is.
         """
         prefix = normal_prefix(asked)
         main = self.detected.main()
@@ -214,8 +214,9 @@ class NameEditor:
         _each_name([*served, *theirs], lambda name: prefix + name)
 
     def metadata(self, state_dicts: list[StateDict]) -> list[tuple[Object, list[str]]]:
-        """Return each ``_metadata`` of `state_dicts` once, with the names of its state dict (of the last one, if
-        they share it).
+        """Return each ``_metadata`` of `state_dicts` once, with the names of its state dict.
+
+        If several state dicts share it, these are the names of the last one.
         """
         return list({id(m): (m, found.names()) for found in state_dicts if (m := found.metadata)}.values())
 

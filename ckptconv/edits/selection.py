@@ -100,7 +100,7 @@ def _no_place(checkpoint: Checkpoint, path: str) -> NoMatchError:
 
 
 def _called(checkpoint: Checkpoint, name: str) -> str | None:
-    """Return a hint with the path of the object that `name` names in a pickled module, or None if there is none.
+    """Return a hint with the path of the object to which `name` refers in a pickled module, or None.
 
     `name` can be a name as in a state dict, such as ``conv.weight``, also without the path of the module.
     """
@@ -116,9 +116,7 @@ def _called(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 def _words(path: str) -> tuple[str, ...]:
-    """Return the segments of a path or name, without the attributes in which modules keep their contents
-    (``_modules``).
-    """
+    """Return the segments of a path or name, without attributes such as ``_modules`` that contain parts of a module."""
     return tuple(word for word in re.split(r"[./\[\]\\]+", path) if word and word not in PARTS)
 
 
@@ -131,8 +129,9 @@ def _look_for(checkpoint: Checkpoint, *options: Option) -> str | None:
 
 
 def _state_dict(checkpoint: Checkpoint) -> StateDict | PickledModule:
-    """Return the main state dict, or the pickled module that contains it. Raise RefusedError if there are none or
-    several.
+    """Return the main state dict, or the pickled module that contains it.
+
+    Raise RefusedError if there are none or several.
     """
     found = checkpoint.detected.main()
     if len(found) == 1:
@@ -427,8 +426,9 @@ def _places_at(checkpoint: Checkpoint, path: str, before: Index) -> list[Place]:
 
 
 def _meant_places(index: Index, path: str) -> list[Place]:
-    """Return the first place in `index` whose path is `path`. If there is none, return all places that the glob `path`
-    matches.
+    """Return the first place in `index` whose path is `path`.
+
+    If there is none, return all places that the glob `path` matches.
 
     The list is empty if nothing matches. A `path` without a slash is not used as a glob.
     """

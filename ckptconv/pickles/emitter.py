@@ -190,10 +190,10 @@ class _Plain(_Writer):
                 self.start(step)
 
     def row(self, call: RowCall) -> bool:
-        """Write `call` as one row, if it is unchanged since it was read and the memo contains the objects that it
-        needs.
+        """Write `call` as one row. Return whether it was written.
 
-        Return whether it was written. Raises _OutOfOrder if a later effect of the source was written already.
+        It is not written if it was changed since it was read, or if the memo lacks an object that it needs. Raises
+        _OutOfOrder if a later effect of the source was written already.
         """
         form, reference, slot, memo = call.row, call.reference, self.slots, self.memo
         order, key, tag = reference.order, reference.key, reference.tag
@@ -250,8 +250,9 @@ class _Plain(_Writer):
         return start, struct.Struct("<" + "".join(sizes)).pack, parts
 
     def done(self, code: bytes, order: int | None, made: Node | None) -> None:
-        """Write `code` after its operands. Then put the node `made` into the memo and plan its effects, if it is not
-        None.
+        """Write `code` after its operands.
+
+        Then put the node `made` into the memo and plan its effects, if it is not None.
 
         `order` is the position of the opcode in the source, or None. Raises _OutOfOrder if a later one was written
         already.
@@ -312,8 +313,9 @@ class _Pieces(_Plain):
 
 
 class _Replayed(_Writer):
-    """The replayed way of writing: for each effect in the order of the source, push its operands, write it, pop the
-    result.
+    """The replayed way of writing, for effects whose order matters.
+
+    For each effect in the order of the source: push its operands, write it, and pop the result.
     """
 
     def pickle(self) -> list[bytes | Blob]:

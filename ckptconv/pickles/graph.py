@@ -487,8 +487,9 @@ def strings_of(mapping: Object) -> dict[str, Value]:
 
 
 def is_count(value: Value) -> TypeGuard[int]:
-    """Return whether `value` can be a number of elements: an ``int`` (no bool) of at least 0 and less than
-    ``LIMITS.elements``.
+    """Return whether `value` can be a number of elements.
+
+    This is an ``int``, not a bool, of at least 0 and less than ``LIMITS.elements``.
     """
     return type(value) is int and 0 <= value < LIMITS.elements
 

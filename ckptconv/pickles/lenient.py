@@ -115,9 +115,7 @@ class _Broken(Exception):
 
 
 class _Lenient(PickleMachine):
-    """A machine that continues after some faults: where :class:`PickleMachine` fails and an unpickler of Python may
-    not.
-    """
+    """A machine that continues after faults of a pickle after which an unpickler of Python may continue, too."""
 
     doubt: str | None = None
 
@@ -261,9 +259,7 @@ def _texts(value: Value) -> list[str]:
 
 
 def _items(m: PickleMachine, values: list[Value]) -> None:
-    """Set items as Python's unpickler does: before it fails at a key without a value, all items before the key are
-    set.
-    """
+    """Set items as Python's unpickler does: all items before a key without a value, where it fails."""
     even = len(values) - len(values) % 2
     m.effect("SETITEMS", values[:even])
     if values[even:]:

@@ -222,15 +222,14 @@ def _inside(place: Place, listed: set[int]) -> list[Place]:
 
 
 def is_repeated(place: Place) -> bool:
-    r"""Return whether the segment of `place` ends in a number such as ``\2``: its parent has set the same key
-    before.
-    """
+    r"""Return whether the segment of `place` ends in a number such as ``\2``, because the same key is set before."""
     return re.search(r"(?<!\\)(\\\\)*\\[0-9]+$", place.segment) is not None
 
 
 def item_segments(mapping: Object) -> list[str]:
-    r"""Return the segments of the values of `mapping`, in order. A segment that occurs again ends in ``\2``, ``\3`` and
-    so on.
+    r"""Return the segments of the values of `mapping`, in order.
+
+    A segment that occurs again ends in ``\2``, ``\3`` and so on.
     """
     segments = [key_segment(effect.values[i], n) for n, (effect, i) in enumerate(mapping.pairs())]
     return _all_different(segments)
@@ -390,10 +389,9 @@ def escape_segment(word: str) -> str:
 
 
 def _literal(key: Value) -> str | None:
-    """Return the Python literal of `key`, or None if the key contains a node that is not bytes or a tuple of at most 8
-    keys.
+    """Return the Python literal of `key`, or None if it is not short and simple.
 
-    Also return None if the literal would be longer than 80 characters.
+    Simple keys are atoms, bytes, and tuples of at most 8 simple keys. A short literal has at most 80 characters.
     """
     if isinstance(key, Call):
         key = _encoded_bytes(key)

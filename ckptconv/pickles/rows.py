@@ -344,8 +344,8 @@ class RowMachine(PickleMachine):
         self._wait = self._pause
 
     def _room(self) -> int:
-        """Return the end of the bytes that a row may use: the end of the frame or of the window, as a position in
-        the window.
+        """Return the end of the bytes that a row may use, as a position in the window: the end of the frame or
+        window.
         """
         return len(self.window) if self.frame_end is None else min(len(self.window), self.frame_end - self.base)
 
@@ -440,8 +440,9 @@ class RowMachine(PickleMachine):
         return True
 
     def _new_slots(self, spelling: _Spelling, puts: bytes) -> range | None:
-        """Return the memo slots of `puts`. Return None unless they are consecutive, empty and after the slots of
-        earlier rows.
+        """Return the memo slots of `puts`.
+
+        Return None unless they are consecutive, empty and after the slots of earlier rows.
 
         For puts without numbers (MEMOIZE), return None if the pickle also contains puts with numbers.
         """
@@ -600,9 +601,7 @@ class RowMachine(PickleMachine):
         )
 
     def _in_row(self, slot: int) -> Value:
-        """Return the value that a row has put into the memo slot `slot`, or None if the slot does not belong to a
-        row.
-        """
+        """Return the value that a row has put into the memo slot `slot`, or None if no row uses the slot."""
         i = bisect_right(self._starts, slot) - 1
         if i < 0 or slot - self._starts[i] >= len((form := self._forms_read[i]).parts):
             return None

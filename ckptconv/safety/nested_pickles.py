@@ -208,10 +208,10 @@ def pickles_in_member(
 
 
 def _pickles_in_file(held: Readable, name: str | None, most: int, depth: int) -> Iterator[Inner | int]:
-    """Yield the pickles at the start of `held`, or in its members if it is an archive, and numbers as
-    :func:`pickles_in`.
+    """Yield the pickles at the start of `held`, or in its members if it is an archive. Yield numbers, too.
 
-    `name` is the name of `held` in paths, or None to name it by its kind. Raises Undecidable.
+    The numbers, `most` and `depth` are as in :func:`pickles_in_member`. `name` is the name of `held` in paths, or
+    None to name it by its kind. Raises Undecidable.
     """
     head = held.read(0, min(_HEAD, held.size))
     if head.startswith(_NUMPY):

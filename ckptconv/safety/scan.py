@@ -322,8 +322,9 @@ class _Search:
         return not self.carried or depth > 0 or where.referrers.has(holder)
 
     def byte_string(self, value: Value | Encoded, holder: Value, where: _Where, blobs: Readable, depth: int) -> None:
-        """Search the pickles in `value`, the byte string at the node `holder`. The other arguments are as in
-        :meth:`graph`.
+        """Search the pickles in `value`, the byte string at the node `holder`.
+
+        The other arguments are as in :meth:`graph`.
 
         Raises Undecidable if the content cannot be determined, or if there are too many pickles or levels.
         """
@@ -369,9 +370,7 @@ class _Search:
 
 
 def _named(graph: Graph) -> Iterator[tuple[str, Value, Kind]]:
-    """Yield each global, extension code and finding in `graph` that torch's safe loader refuses: name, node and
-    kind.
-    """
+    """Yield the name, the node and the kind of each concern in `graph`: globals, extension codes and other findings."""
     for node in graph.globals:
         if not is_torchs(node) and not isinstance(node, OtherDType):
             kind: Kind = "dangerous" if is_dangerous(node) else "needs code"

@@ -266,16 +266,18 @@ class Objects:
         return value
 
     def charge(self, steps: int) -> None:
-        """Subtract `steps` from the steps left. Raise NotKnown if none are left: the file repeats the same long values
-        too often.
+        """Subtract `steps` from the steps left.
+
+        Raise NotKnown if none are left: the file repeats the same long values too often.
         """
         self.left -= steps
         if self.left < 0:
             raise NotKnown("more steps than a file of its size should take")
 
     def copy(self, elements: int, itemsize: int) -> None:
-        """Count the memory that torch would allocate for `elements` of `itemsize` bytes. Raise NotKnown above the
-        limit.
+        """Count the memory that torch would allocate for `elements` of `itemsize` bytes.
+
+        Raise NotKnown above the limit.
 
         A small file can make torch allocate much, because it can expand a single element.
         """
@@ -470,8 +472,9 @@ class Arguments:
         return _integer(self.held(i), what)
 
     def integers(self, i: int, what: str) -> list[int]:
-        """Return the integers in argument `i`, which must be a tuple, list or torch.Size. `what` is its name in
-        messages.
+        """Return the integers in argument `i`, which must be a tuple, list or torch.Size.
+
+        `what` is its name in messages.
 
         Raises NotKnown for more dimensions than the limit.
         """

@@ -269,9 +269,7 @@ def _check_affine(params: Arguments) -> None:
 
 
 def _check_per_channel(params: Arguments, shape: tuple[int, ...]) -> None:
-    """Raise an error if the arguments ``(scheme, scales, zero points, axis)`` of a quantizer do not fit a tensor of
-    `shape`.
-    """
+    """Raise an error if a quantizer ``(scheme, scales, zero points, axis)`` does not fit a tensor of this `shape`."""
     params.check_count(4)
     axis = params.integer(3, "axis")
     wrong = Refused if params.objects.rules.since(2, 13) else NotKnown  # torch itself checks it since then
@@ -567,8 +565,9 @@ def from_type(args: Arguments) -> Held:
 
 
 def with_attributes(tensor: TensorValue, args: Arguments, i: int) -> TensorValue:
-    """Return `tensor` with the attributes in argument `i`, which is a mapping, or a pair of mappings for an object
-    with slots.
+    """Return `tensor` with the attributes in argument `i`.
+
+    The argument is a mapping, or a pair of mappings for an object with slots.
     """
     state = args.items[i]
     if isinstance(state, Tuple) and len(state.items) != 2:

@@ -119,9 +119,7 @@ class NumpyDType:
         return reader[self.kind]
 
     def _number(self, form: str) -> Callable[[bytes], Value]:
-        """Return a function that reads a number of the struct format `form`, or a complex number if it has two
-        letters.
-        """
+        """Return a function that reads a number of the struct format `form`. Two letters stand for a complex number."""
         unpack = struct.Struct((">" if self.order == ">" else "<") + form).unpack
         if len(form) == 1:
             return lambda data: unpack(data)[0]
@@ -392,8 +390,10 @@ class Arrays:
         self.in_states: set[int] = set()
 
     def array(self, made: Pickled) -> Value:
-        """Return a tensor for an array, or nested lists if torch does not have its dtype or it is in a generator's
-        state.
+        """Return a tensor or nested lists for an array.
+
+        Nested lists are returned if torch does not have the dtype, or if the array is in the state of a random
+        generator.
 
         Raises:
             NotPlain: The array cannot be converted exactly.

@@ -223,8 +223,7 @@ class _Making:
         return None, node
 
     def _can_be_described(self, call: Call, name: str) -> bool:
-        """Return whether `call`, which makes an object of the class `name`, may become a dict that describes the
-        object.
+        """Return whether `call` may become a dict that describes the object. `name` is the class of the object.
 
         The callable must be a global. The call must not make a tensor, torch's safe loader must not accept the
         callable, and `name` must be neither dangerous nor a function that can return any object.
@@ -443,8 +442,9 @@ def _drops(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) -> l
 
 
 def _taken_out(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) -> list[Place]:
-    """Return the places whose removal removes all nodes in `stops`. The list is empty if the root would have to be
-    removed.
+    """Return the places whose removal removes all nodes in `stops`.
+
+    The list is empty if the root would have to be removed.
 
     An argument of a call, or an item of a tuple, is removed with the object that contains it, at all its places. The
     arguments are those of :func:`_first_met`; the ids of these objects are added to `stops`.
@@ -460,9 +460,7 @@ def _taken_out(root: Place, inside: Mapping[int, list[Place]], stops: set[int]) 
 
 
 def _can_go(place: Place) -> bool:
-    """Return whether the node at `place` can be removed from its parent, as
-    :func:`~ckptconv.edits.selection.leave_out` does.
-    """
+    """Return whether the node at `place` can be removed from its parent with ``--drop``. Its key may have changed."""
     outer = place.parent and place.parent.node
     if place.segment.startswith("/."):
         return holder_of(place) is not None

@@ -176,7 +176,7 @@ def _moment(made: Pickled) -> datetime.datetime:
 
 
 def _duration(made: Pickled) -> str:
-    """Return a timedelta as an ISO duration: days, seconds and microseconds, with a minus before all of them if
+    """Return a timedelta as an ISO duration in days, seconds and microseconds, with a minus before it if it is
     negative.
     """
     span = _span(made)
