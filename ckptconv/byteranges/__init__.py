@@ -1,4 +1,4 @@
-"""Byte ranges, and how to read, check and compute their bytes, a buffer at a time.
+"""Byte ranges, and functions that read, check and compute their bytes, one buffer at a time.
 
-May import: ``pickles`` and the packages below it. Start with ``spans`` (the data), then ``sources`` (what is read).
+May import: ``pickles`` and the packages below it. Start with ``spans`` (the data), then ``sources`` (the inputs).
 """

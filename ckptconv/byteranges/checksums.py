@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 
 from ckptconv.errors import DOWNLOAD_AGAIN, MalformedError
 
-_WORTH_FASTER = 16 << 10  # bytes: to import the faster function takes as long as to sum a megabyte
+_WORTH_FASTER = 16 << 10  # bytes: importing the faster function takes as long as summing a megabyte
 
 # A CRC-32 is the remainder of a polynomial. The highest bit of the number is the coefficient of x to the 0.
 _POLYNOMIAL = 0xEDB88320  # zip's (APPNOTE 4.4.7), without its highest power
@@ -16,13 +16,13 @@ _ONE = 1 << 31
 
 
 def checksum(data: bytes | bytearray | memoryview, before: int = 0) -> int:
-    """Return the CRC-32 of `data`, which follows bytes whose CRC-32 is `before`."""
+    """Return the CRC-32 of `data`, continued from the CRC-32 `before` of preceding bytes."""
     return (crc32_for_much() if len(data) >= _WORTH_FASTER else zlib.crc32)(data, before)
 
 
 @cache
 def crc32_for_much() -> Callable[[bytes | bytearray | memoryview, int], int]:
-    """Return the function of zlib-ng, which the extra ``fast`` installs, or zlib's, which is several times slower."""
+    """Return the function of zlib-ng, which the extra ``fast`` installs. Without it, return zlib's, which is slower."""
     try:
         from zlib_ng.zlib_ng import crc32
     except ImportError:
@@ -31,7 +31,10 @@ def crc32_for_much() -> Callable[[bytes | bytearray | memoryview, int], int]:
 
 
 def check_crc32(expected: int | None, found: int, where: str) -> None:
-    """Raise MalformedError about `where` if the checksum `found` is not the `expected` one. None: expect any."""
+    """Raise MalformedError if the checksum `found` is not `expected`. If `expected` is None, do nothing.
+
+    `where` is the location, for the error.
+    """
     if expected is not None and found != expected:
         raise MalformedError(
             "the record is damaged: its checksum is wrong",
@@ -43,7 +46,7 @@ def check_crc32(expected: int | None, found: int, where: str) -> None:
 
 
 def combined(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two parts together, from the `first` part's and the `second` part's CRC-32.
+    """Return the CRC-32 of two adjacent parts from the CRC-32 of each.
 
     Args:
         first: The CRC-32 of the first part.

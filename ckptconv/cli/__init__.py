@@ -1,4 +1,4 @@
-"""The command line: one module for each command, and ``render`` for what they print.
+"""The command line: one module for each command. The package ``render`` formats the output.
 
 May import: everything. Start with ``main``.
 """

@@ -1,4 +1,4 @@
-"""What all commands have: their class, the options that several share, completion, and the pages that they write."""
+"""Code that several commands use: their class, common options, shell completion, and the writing of pages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PATH = click.Path(path_type=str)
 
 
 class Command(click.Command):
-    """A command that refuses different values for one option, of which click would take the last.
+    """A click command that refuses different values for one option. Click itself would use the last one.
 
     Attributes:
-        exits: What its exit statuses mean.
+        exits: The meaning of its exit statuses, as text.
         groups: The headings under which ``--help`` lists its options, each with the arguments of an example and the
-            names of the options. Other options have the heading "Options".
+            names of the options. All other options are under the heading "Options".
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Command(click.Command):
         self.exits, self.groups = exits, groups or {}
         order = [name for _, names in self.groups.values() for name in names.split()]
         places = {name: place for place, name in enumerate(order)}
-        self.params.sort(  # suggested commands have their options in the order of --help
+        self.params.sort(  # suggested commands list their options in the order of --help
             key=lambda param: -1 if isinstance(param, click.Argument) else places.get(param.name or "", len(order))
         )
         for param in self.params:
@@ -46,7 +46,7 @@ class Command(click.Command):
                     param.default = (param.default,)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse `args`. Raise UsageError, with what is meant or expected, if the command does not take them."""
+        """Parse `args`. Raise UsageError, with the intended or expected arguments, if they are wrong."""
         typed = [*args]
         try:
             return super().parse_args(ctx, args)
@@ -59,7 +59,7 @@ class Command(click.Command):
             raise self._as_ours(error, typed) from None
 
     def _as_ours(self, error: click.UsageError, typed: list[str]) -> UsageError:
-        """Return `error` in one line, with the arguments that the command or the option expects."""
+        """Return the click error as a UsageError with the arguments that the command or option expects."""
         flag = getattr(error, "option_name", None)
         option = getattr(error, "param", None) or next((each for each in self.params if flag in each.opts), None)
         ours = UsageError(error.format_message().rstrip("."))
@@ -84,7 +84,7 @@ class Command(click.Command):
         return ours
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options by their groups, each with an example, and the other options last."""
+        """Write the options by group, each group with an example, and the other options last."""
         records = {
             param.name: record
             for param in self.get_params(ctx)
@@ -97,14 +97,14 @@ class Command(click.Command):
             formatter.write_dl([*records.values()])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what the exit statuses mean, and the epilog."""
+        """Write the meaning of the exit statuses, and the epilog."""
         formatter.write_paragraph()
         formatter.write_text(f"Exit status: {self.exits}, 130 Ctrl-C, 141 the reader of a pipe has ended.")
         super().format_epilog(ctx, formatter)
 
 
 def commands_of(group: click.Command, ctx: click.Context) -> dict[str, click.Command]:
-    """Return the commands of `group` by name. A command that is not a group is its only one."""
+    """Return the commands of `group` by name. If `group` is a single command, return only that."""
     if not isinstance(group, click.Group):
         return {group.name or "": group}
     commands = ((name, group.get_command(ctx, name)) for name in group.list_commands(ctx))
@@ -112,7 +112,7 @@ def commands_of(group: click.Command, ctx: click.Context) -> dict[str, click.Com
 
 
 def _value_of(option: click.Parameter, typed: list[str]) -> str:
-    """Return the word after `option` in the words `typed`, or an empty text."""
+    """Return the word after `option` in `typed`, the words of the command line. Return an empty text without one."""
     for flag in option.opts:
         if flag in typed[:-1]:
             return typed[typed.index(flag) + 1]
@@ -121,7 +121,7 @@ def _value_of(option: click.Parameter, typed: list[str]) -> str:
 
 
 def _one_value(_: click.Context, option: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """Return the value of `option`, which may be given several times. Raise UsageError if the values differ."""
+    """Return the single value of `option`. Return None without values. Raise UsageError if values differ."""
     if len(set(values)) > 1:
         raise UsageError(f"{option.opts[-1]} is given twice, with different values", got=" and ".join(map(str, values)))
     return values[0] if values else None
@@ -133,12 +133,12 @@ _DEVICES = ("cpu", "gpu", "cuda:0", "cuda:1", "mps", "xpu:0", "npu:0", "hpu:0")
 
 
 def complete_device(_: click.Context, __: click.Parameter, typed: str) -> list[str]:
-    """Return devices that start with `typed`."""
+    """Return the devices that start with `typed`."""
     return [device for device in _DEVICES if device.startswith(typed)]
 
 
 def complete_rule(context: click.Context, _: click.Parameter, typed: str) -> list[str]:
-    """Return rules OLD=NEW that start with `typed`. OLD is a device of the first file, or any."""
+    """Return completions of a rule OLD=NEW that starts with `typed`. OLD is a device in the first file, or ``any``."""
     old, _equals, new = typed.partition("=")
     if "=" in typed:
         return [f"{old}={device}" for device in _DEVICES if device.startswith(new)]
@@ -146,17 +146,18 @@ def complete_rule(context: click.Context, _: click.Parameter, typed: str) -> lis
 
 
 def _complete_prefix(context: click.Context, _: click.Parameter, typed: str) -> list[str]:
-    """Return prefixes of names in the state dicts of the first file."""
+    """Return the prefixes of names in the first file that start with `typed`."""
     state_dicts = _summary(context).get("state_dicts", ())
     prefixes = dict.fromkeys(prefix for state_dict in state_dicts for prefix in state_dict["prefixes"])
     return [prefix for prefix in prefixes if prefix.startswith(typed)]
 
 
 def _summary(context: click.Context) -> dict[str, Any]:
-    """Return the summary of the first file of the command line, or an empty one if the file cannot be read."""
+    """Return the summary of the first file on the command line as a dict. Return an empty dict if it cannot be read."""
     from ckptconv.inspection.summary import inspect
 
-    typed = [*(context.params.get("paths") or ()), context.params.get("a"), *context.args]  # before Tab, in args
+    # the arguments before the cursor are in args
+    typed = [*(context.params.get("paths") or ()), context.params.get("a"), *context.args]
     first = next(filter(None, typed), None)
     with contextlib.suppress(CkptconvError):
         return inspect(first).as_dict() if first else {}
@@ -179,7 +180,7 @@ def _no_flag_as_replacement(
     return value
 
 
-#: What click has to know about options of several commands, besides their declaration.
+#: Additional arguments of ``click.option`` for options of several commands.
 _MORE: dict[str, dict[str, Any]] = {
     "rename": {"nargs": 2, "callback": _no_flag_as_replacement},
     "strip_prefix": {"shell_complete": _complete_prefix},
@@ -198,14 +199,14 @@ def declared(options: Any, **more: dict[str, Any]) -> Callable[[Any], Any]:
     """Return a decorator that adds an option to a command for each key of the TypedDict `options`.
 
     Args:
-        options: Its keys have the annotation ``Annotated[type, Flag(...)]``.
-        **more: What click has to know about an option in addition, by its key.
+        options: A TypedDict whose keys have the annotation ``Annotated[type, Flag(...)]``.
+        **more: Additional arguments of ``click.option``, by key.
     """
 
     def decorate(command: Any) -> Any:
         for name, annotation in options.__annotations__.items():
             type_, flag = get_args(annotation)
-            # with an explicit is_flag=False, click would let the value of an option be missing
+            # with an explicit is_flag=False, click would allow an option without its value
             how: dict[str, Any] = {"is_flag": True} if type_ is bool else {"multiple": _is_repeated(type_)}
             words = [word for part in get_args(type_) for word in get_args(part) if isinstance(word, str)]
             how |= {"type": click.Choice(words)} if words else {}
@@ -218,7 +219,7 @@ def declared(options: Any, **more: dict[str, Any]) -> Callable[[Any], Any]:
 
 
 def _is_repeated(type_: Any) -> bool:
-    """Return whether an option of this type can be given several times. Types that are named in quotes are iterable."""
+    """Return whether an option of this type can be given several times. A type named in quotes is an iterable."""
     return hasattr(type_, "__forward_arg__") or "Iterable" in str(type_)
 
 
@@ -226,7 +227,7 @@ def _is_repeated(type_: Any) -> bool:
 
 
 def page_options(content: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds ``--html``, which writes a page with this `content`, and the options for it."""
+    """Return a decorator that adds the options ``--html``, ``--open`` and ``--force``. `content` describes the page."""
 
     def decorate(command: Any) -> Any:
         command = click.option("-f", "--force", is_flag=True, help="Replace the FILE of --html if it exists.")(command)
@@ -239,12 +240,12 @@ def page_options(content: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class PageFile:
-    """The file of a page.
+    """The file of an HTML page.
 
     Attributes:
         path: Its path.
-        opens: Whether it is opened after it is written.
-        force: Whether it may replace an older file.
+        opens: Whether to open it in a browser after it is written.
+        force: Whether it may replace an existing file.
     """
 
     path: Path
@@ -253,7 +254,13 @@ class PageFile:
 
     @classmethod
     def asked_for(cls, html: str | None, n: int, *, opens: bool, force: bool) -> PageFile | None:
-        """Return the page of `n` results that is asked for with ``--html``, or None.
+        """Return the page file for ``--html``. Return None if the option is not given.
+
+        Args:
+            html: The value of ``--html``, or None.
+            n: The number of results, which must be 1.
+            opens: Whether ``--open`` is given.
+            force: Whether ``--force`` is given.
 
         Raises:
             UsageError: The options contradict each other, or `n` is not 1.
@@ -275,7 +282,7 @@ class PageFile:
         return cls(Path(html), opens, force)
 
     def write(self, content: dict[str, Any]) -> None:
-        """Write a page with `content`, say so, and open it if that is asked for."""
+        """Write a page with `content`, print its path and size, and open it if ``--open`` is given."""
         from ckptconv.byteranges.sources import Readable
         from ckptconv.byteranges.spans import Literal, OutFile
         from ckptconv.output.files import write

@@ -1,4 +1,4 @@
-"""``ckptconv convert``: convert one checkpoint."""
+"""The command ``ckptconv convert``."""
 
 from __future__ import annotations
 
@@ -39,10 +39,13 @@ from ckptconv.stores import locate
 def convert_batch(
     listing: Listing, flags: dict[str, Any], *, as_json: bool, quiet: bool, verbose: bool, debug: bool
 ) -> int:
-    """Convert everything in `listing`, report each conversion when it is done, and return the exit status."""
+    """Convert all checkpoints in `listing`, and report each when it is done. Return the exit status.
+
+    `flags` are the options of the command. The other parameters are its options for reports.
+    """
     started = time.monotonic()
     quiet = as_json or (quiet and not flags["dry_run"])
-    style = style_of(sys.stdout if flags["dry_run"] else sys.stderr)  # before a bar stands between
+    style = style_of(sys.stdout if flags["dry_run"] else sys.stderr)  # before a progress bar replaces the stream
     options = {name: value for name, value in flags.items() if name != "jobs"}
     jobs = [job_of(request, options) for request in listing.requests]
     why: dict[str, list[str]] = {}
@@ -85,7 +88,7 @@ def convert_batch(
 
 @contextmanager
 def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
-    """Say how many requests of `listing` are `done` if a signal ends the batch, and how to continue."""
+    """If a signal ends the batch, print how many requests of `listing` are done, and how to continue."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -96,7 +99,7 @@ def _says_how_far(listing: Listing, done: Callable[[], int]) -> Iterator[None]:
 
 
 def _brief(outcome: Outcome) -> Outcome:
-    """Return `outcome` with only what the sum needs. 100,000 complete reports would contain millions of names."""
+    """Return `outcome` reduced to the facts for the sum. 100,000 complete reports would contain millions of names."""
     report = outcome.report
     return replace(outcome, report=report and replace(report, changes=Changes(), left_behind=report.left_behind[:1]))
 
@@ -104,16 +107,16 @@ def _brief(outcome: Outcome) -> Outcome:
 def _show_outcome(
     outcome: Outcome, style: Style, why: dict[str, list[str]], *, quiet: bool, verbose: bool, debug: bool
 ) -> None:
-    """Report one outcome.
+    """Print one outcome.
 
     Args:
         outcome: The outcome.
-        style: What the terminal can show.
-        why: The inputs that failed, by what went wrong. It gains those of `outcome`. A fault that is in it already is
-            not shown again, because the sum shows it, unless `quiet`.
-        quiet: Whether only faults are shown.
-        verbose: Whether the complete report is shown.
-        debug: Whether the traceback of a bug is shown.
+        style: The style of the output.
+        why: The inputs that failed, by error. Those of `outcome` are added. Unless `quiet` is set, an error that is
+            already in it is not printed again, because the sum contains it.
+        quiet: Whether only errors are printed.
+        verbose: Whether the complete report is printed.
+        debug: Whether the traceback of a bug is printed.
     """
     report = outcome.report
     failed = [(str(outcome.job.src), outcome.error)] if outcome.error else [*report.failed] if report else []
@@ -154,10 +157,10 @@ def _outcome_as_dict(outcome: Outcome) -> dict[str, Any]:
 
 @contextmanager
 def _batch_progress(listing: Listing, *, quiet: bool) -> Iterator[tuple[Progress | None, Callable[[Outcome], None]]]:
-    """Show one progress bar for `listing` on a terminal, unless `quiet` or if there is little to do.
+    """Show one progress bar for `listing` on a terminal, unless `quiet` is set or there is little to do.
 
-    The bar is as large as the inputs, until an output shows its real size. Yield a function to call with each number of
-    bytes, or None without a bar, and a function to call with each outcome.
+    The size of the bar is that of the inputs, and is corrected with each finished output. Yield a function to call with
+    the number of bytes written (None without a bar), and a function to call with each outcome.
     """
     sizes: dict[str, int] = {}
     if not quiet and sys.stderr.isatty():
@@ -269,8 +272,7 @@ def convert_command(
 def _listed_in_place(paths: tuple[str, ...], edits: Edits, output: OutputOptions) -> Listing:
     """Return the checkpoints to change in place.
 
-    If only the last of several `paths` is missing, the error has both commands that may be meant, with the options that
-    were given.
+    If the last of several `paths` does not exist, the error suggests both commands that may have been intended.
     """
     if not paths:
         raise UsageError(
@@ -289,7 +291,7 @@ def _listed_in_place(paths: tuple[str, ...], edits: Edits, output: OutputOptions
 
 
 def _again(paths: list[Path], *without: str) -> str:
-    """Return the command for `paths` with the options that were typed, except those called `without`."""
+    """Return the command for `paths` with the options that were typed, except for those with a name in `without`."""
     context = click.get_current_context()
     words: list[str] = []
     for each in context.command.params:
@@ -313,7 +315,10 @@ def _sources_and_target(paths: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
 
 
 def _devices(to: str | None, maps: tuple[str, ...], map_location: tuple[str, ...]) -> Devices:
-    """Return what ``--to``, ``--map`` and ``--map-location`` say. Raise UsageError if one has the form of another."""
+    """Return the devices of ``--to``, ``--map`` and ``--map-location``.
+
+    Raises UsageError if the value of one has the form of another.
+    """
     for rule in maps:
         if "=" not in rule:
             pair = re.fullmatch(r"([a-z]+(?::\d+)?)(?:[:,/]|-?>)([a-z]+(?::\d+)?)", rule)

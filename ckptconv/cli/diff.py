@@ -1,4 +1,4 @@
-"""The command ``ckptconv diff``, which says whether two checkpoints are the same."""
+"""The command ``ckptconv diff``, which tells whether two checkpoints are the same."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def diff_command(
     shown = _Shown(style, page, options, as_json=as_json, quiet=quiet, verbose=verbose)
 
     def differ(a: str | Path, b: str | Path, name: str = "") -> bool:
-        """Compare `a` with `b`, show the result under this `name`, and return whether they differ."""
+        """Compare `a` with `b`, print the result under `name`, and return whether they differ."""
         if quiet and not (as_json or page):
             return not are_same(a, b, edits, compared, progress=progress)
         found = compare(a, b, edits, compared, brief=brief, progress=progress)
@@ -110,7 +110,7 @@ def diff_command(
 
 
 class _Shown:
-    """The results of comparisons, on standard output."""
+    """The output of the results of comparisons."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Shown:
         self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
 
     def difference(self, found: Difference, compared: Compared, name: str) -> None:
-        """Show what was `found` in the checkpoints of this `name`."""
+        """Print the difference `found` between the checkpoints with this `name`, or write it to a page."""
         if self.page:
             from ckptconv.render.page.difference import difference_data  # for pages alone
 
@@ -147,13 +147,13 @@ class _Shown:
             before = ""
 
     def answers(self, answers: Counter[str]) -> None:
-        """Show how many pairs of checkpoints had each of the `answers`."""
+        """Print how many pairs of checkpoints had each of the `answers`."""
         if not (self.as_json or self.quiet):
             said = ", ".join(f"{n:,} {answer}" for answer, n in sorted(answers.items()))
             click.echo(f"{count(answers.total(), 'checkpoint')}: {said}")
 
     def alone(self, pair: Pair) -> None:
-        """Show that only one side of `pair` exists."""
+        """Print that only one side of `pair` exists."""
         if self.as_json:
             sides = {"a": pair.a and str(pair.a), "b": pair.b and str(pair.b)}
             click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **sides, "same": False}))

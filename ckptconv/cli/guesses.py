@@ -1,4 +1,4 @@
-"""What people type in place of commands and options, and the command line that they mean."""
+"""Words that users type instead of commands and options, and the command line that was probably intended."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ckptconv.guesses import ALWAYS, PATHS, USUAL_VALUES, close_matches, normal
 from ckptconv.guesses import OPTIONS as GUESSED
 from ckptconv.hints import Option, Placeholder, command, shell
 
-_VALUE = Placeholder("VALUE")  # the word behind the guess
-#: Options, and what they are taken for.
+_VALUE = Placeholder("VALUE")  # the word after the guess
+#: Options, and the words that stand for them.
 OPTIONS = tuple((Option(name, _VALUE if value is None else value), each) for name, value, each in GUESSED)
 #: Commands, with the options that a guess implies.
 COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
@@ -57,7 +57,8 @@ _Commands = Mapping[str, click.Command]
 def wrong_option(name: str, args: Sequence[str], commands: _Commands) -> UsageError:
     """Return the error for `args`, which contain an option that the command `name` does not have.
 
-    `commands` are all commands by name. The hint has the command line that is meant, if that is known.
+    `commands` are all commands by name. The hint is the command line that was probably intended, or else how to list
+    the options.
     """
     first, now, words = _unknown(commands[name], args), name, [*args]
     for _ in range(_MOST):
@@ -72,7 +73,7 @@ def wrong_option(name: str, args: Sequence[str], commands: _Commands) -> UsageEr
 
 
 def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> UsageError:
-    """Return the error for the word `guess`, which is typed before `args` in place of one of `commands`."""
+    """Return the error for the word `guess`, which was typed before `args` and is not one of `commands`."""
     words = [*args]
     near = close_matches(guess, commands, n=1)
     name, options = COMMANDS.get(normal(guess), (near[0] if near else "", ()))
@@ -105,9 +106,9 @@ def wrong_command(guess: str, args: Sequence[str], commands: _Commands) -> Usage
 
 
 def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple[str, list[str]] | None:
-    """Return the command line after the option at `at`, which the command `name` does not have, is replaced.
+    """Replace the option at index `at` of `words`, which the command `name` does not have.
 
-    Return the name of the command that is meant and its words, or None if nobody knows what the option means.
+    Return the name of the intended command and its words. Return None if the intention is unknown.
     """
     flag, equals, inline = words[at].partition("=")
     before, behind = words[:at], [*([inline] if equals else []), *words[at + 1 :]]
@@ -146,12 +147,15 @@ def _without(at: int, name: str, words: list[str], commands: _Commands) -> tuple
 
 
 def _option_for(guess: str, known: Sequence[str]) -> Option | None:
-    """Return the option, one of the flags `known`, that `guess` is taken for, or None."""
+    """Return the option that `guess` stands for, if it is among the flags `known`. Otherwise return None."""
     return next((each for each, row in OPTIONS if guess in row.split() and each.words()[0][0] in known), None)
 
 
 def _value(option: Option, value: str) -> tuple[str, ...]:
-    """Return what is typed for `option` with the `value` of a guess. It is empty if the option would refuse it."""
+    """Return the words for `option` with the `value` of a guess, corrected if needed.
+
+    Empty if no valid value is similar.
+    """
     is_device, is_dtype = option.keyword == "map_location", option.keyword == "dtype"
     said: object = value
     try:
@@ -167,9 +171,9 @@ def _value(option: Option, value: str) -> tuple[str, ...]:
 
 
 def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
-    """Return the words for `option`, or nothing if its value makes no sense.
+    """Return the words for `option`. If its value is open, remove the value from the start of `behind`.
 
-    If the value is open, take it from the front of the words `behind`.
+    Return an empty tuple if the value is invalid.
     """
     flag, *value = option.words()[0]
     if option.value is True and behind and behind[0].lower() == "true":
@@ -192,7 +196,10 @@ def _typed(option: Option, behind: list[str]) -> tuple[str, ...]:
 
 
 def _meant(name: str, words: list[str], commands: _Commands) -> str:
-    """Return the hint with this command line. If ``convert`` lacks an output, add the word OUT."""
+    """Return the hint with this command line. If the output of ``convert`` is missing, OUT is added.
+
+    If the suffix of the output contradicts ``--format``, it is corrected.
+    """
     if name == "convert" and len(_parsed(commands[name], words)) == 1 and not _in_place(words):
         words = [words[0], "OUT", *words[1:]] if not words[0].startswith("-") else [*words, "OUT"]
     paths = _parsed(commands[name], words)
@@ -213,7 +220,7 @@ def _flags(command: click.Command) -> list[str]:
 
 
 def _unknown(command: click.Command, args: Sequence[str]) -> int | None:
-    """Return the place in `args` of the first option that `command` does not have, or None."""
+    """Return the index in `args` of the first option that `command` does not have. None if there is none."""
     try:
         _parser_of(command).parse_args([*args])
     except click.NoSuchOption as error:
@@ -225,7 +232,7 @@ def _unknown(command: click.Command, args: Sequence[str]) -> int | None:
 
 
 def _parsed(command: click.Command, args: Sequence[str]) -> list[str]:
-    """Return the paths in `args`, or nothing if `command` does not take these arguments."""
+    """Return the paths in `args`. Return an empty list if `command` refuses these arguments."""
     try:
         found, rest, _ = _parser_of(command).parse_args([*args])
     except click.UsageError:
@@ -238,5 +245,8 @@ def _parsed(command: click.Command, args: Sequence[str]) -> list[str]:
 
 
 def _parser_of(command: click.Command) -> Any:
-    """Return the parser of `command`. Its context knows -h, because click keeps the first help option that it makes."""
+    """Return the parser of `command`.
+
+    Its context has -h, because click caches the first help option that it creates.
+    """
     return command.make_parser(click.Context(command, help_option_names=["-h", "--help"]))

@@ -21,7 +21,7 @@ from ckptconv.errors import NoMatchError
 from ckptconv.hints import Placeholder, command
 from ckptconv.light_dataclass import dataclass
 
-_OTHERS = 3  # further pages that are named
+_OTHERS = 3  # further pages that are listed
 _LONGEST = 1_000_000  # characters of the text; the message of a traceback comes last
 _WIDEST = 100  # columns
 _FENCE = re.compile(r"^```\w*\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
@@ -29,13 +29,13 @@ _FENCE = re.compile(r"^```\w*\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class _Page:
-    """A page: its title, which is the error or the task, the text below it, and the words of both.
+    """A page of the documentation.
 
     Attributes:
-        title: The title.
-        body: The text, in Markdown.
-        parts: The words of each part of the title. In an error message, other words stand between them.
-        words: The words of the whole page, and of its name.
+        title: The title: an error message or a task.
+        body: The text below the title, in Markdown.
+        parts: The words of each part of the title. In an error message, other words can be between the parts.
+        words: The words of the title, the text and the file name.
     """
 
     title: str
@@ -74,7 +74,10 @@ def help_command(context: click.Context, /, words: tuple[str, ...], **_: Any) ->
 
 
 def _found(text: str) -> list[_Page]:
-    """Return the page that fits `text` best, and up to three others that fit nearly as well."""
+    """Return the page that matches `text` best, and up to three others that match nearly as well.
+
+    Empty without a match.
+    """
     pages = [*_pages()]
     in_titles = Counter(word for page in pages for word in set().union(*page.parts))
     in_pages = Counter(word for page in pages for word in page.words)
@@ -98,13 +101,16 @@ def _found(text: str) -> list[_Page]:
 
 
 def _words(text: str) -> set[str]:
-    """Return the words of `text`, and those with a dot that joins them to the next word: ``module.`` is a prefix."""
+    """Return the words of `text`.
+
+    A word followed by a dot also counts with its dot, because ``module.`` is a prefix.
+    """
     text = text.lower()
     return {*re.findall(r"\w+", text), *re.findall(r"\w+\.(?=\S|$)", text)}
 
 
 def _pages() -> Iterator[_Page]:
-    """Yield the pages in the order of their tables of contents."""
+    """Yield all pages in the order of the tables of contents."""
     here = Path(__file__)
     folder = next(each for each in (here.with_name("pages"), here.parents[2] / "docs") if each.is_dir())
     for kind in ("fix", "how-to"):
@@ -115,7 +121,7 @@ def _pages() -> Iterator[_Page]:
 
 
 def _lines(page: _Page, *others: _Page) -> Iterator[str]:
-    """Yield the title and the first section of `page`, and of the `others` the title and the first command."""
+    """Yield the title and the first section of `page`. For `others`, yield the title and the first command."""
     style = style_of(sys.stdout)
     width = min(style.width or _WIDEST, _WIDEST)
     section, *more = page.body.split("\n## ")

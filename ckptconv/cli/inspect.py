@@ -1,4 +1,4 @@
-"""The command ``ckptconv inspect``, which shows what is in a checkpoint."""
+"""The command ``ckptconv inspect``, which shows the contents of checkpoints."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def inspect_command(
 
 
 def _show_listing(lines: list[Line], view: dict[str, Any], style: Style) -> None:
-    """Print a line for each checkpoint."""
+    """Print a table with a line for each checkpoint."""
     if view["sort"]:
         lines.sort(key=lambda line: (-(line.nbytes or 0),) if view["sort"] == "size" else natural(line.path))
     _show(listing_lines(lines, style, limit=view["limit"], everything=view["everything"]), style)
 
 
 def _kinds_of(fail_on: str | None) -> list[str]:
-    """Return the words of ``--fail-on``. Raises UsageError for any other word."""
+    """Return the words in the value of ``--fail-on``. Raises UsageError for any other word than nan and inf."""
     kinds = [] if fail_on is None else fail_on.lower().split(",")
     if not {"nan", "inf"}.issuperset(kinds):
         raise UsageError(option("fail_on", fail_on) + " is not valid", expected="nan, inf, or nan,inf")
@@ -143,7 +143,7 @@ def _kinds_of(fail_on: str | None) -> list[str]:
 
 
 def _values_wanted(view: dict[str, Any], kinds: list[str]) -> ValuesWanted | None:
-    """Return the tensors whose values are read, or None if no values are asked for."""
+    """Return the tensors whose values are read. Return None if no values are requested."""
     if not (view["values"] or view["histogram"] or kinds):
         return None
     select = partial(_selected, include=view["include"], exclude=view["exclude"], sort=None)
@@ -151,37 +151,37 @@ def _values_wanted(view: dict[str, Any], kinds: list[str]) -> ValuesWanted | Non
 
 
 def _checkpoints(path: str) -> list[str]:
-    """Return the checkpoints that `path` means.
+    """Return the checkpoints at `path`: the path itself, or the checkpoints in the folder.
 
-    A set of shards in a folder of its own is named by the folder, as DeepSpeed's files of all ranks are, and others by
-    their pattern. A path that cannot be listed is returned as it is.
+    A set of shards in its own folder, and the rank files of DeepSpeed, are named by the folder. Other rank files are
+    named by their pattern. A path that cannot be listed is returned unchanged.
     """
     try:
         folder = locate(path)
         if not (path and is_folder(folder)):
             return [path]
-        from ckptconv.conversion.discovery import find_in  # which one file does without
+        from ckptconv.conversion.discovery import find_in  # not needed for a single file
         from ckptconv.formats.distributed import zero_names
         from ckptconv.inspection.verification import checkpoints_in
 
         if zero_names.files_of(folder) and all(each.kind in ("file", "other") for each in find_in(folder)):
             return [path]
         found = checkpoints_in(folder)
-    except (InputError, UsageError):  # which inspecting it says again
+    except (InputError, UsageError):  # inspecting the path raises this error again
         return [path]
     return [path] if len(found) == 1 and found[0].endswith(".json") else found
 
 
 def _show(lines: Iterable[str], style: Style) -> None:
     lines = iter(lines)
-    while some := list(islice(lines, 1000)):  # one call each would take longer than making the line
+    while some := list(islice(lines, 1000)):  # one call for each line would take longer than making the line
         click.echo("\n".join(some), color=style.colour)
 
 
 def _selected(
     summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...], sort: str | None
 ) -> Sequence[TensorSummary]:
-    """Return the tensors to show, in the order of `sort`. Raise NoMatchError if a glob matches nothing."""
+    """Return the tensors to print, in the order of `sort`. Raise NoMatchError if a glob matches nothing."""
     tensors: Sequence[TensorSummary] = summary.tensors
     if include or exclude:
         tensors = _filtered(summary, include, exclude)
@@ -191,9 +191,9 @@ def _selected(
 
 
 def _filtered(summary: Summary, include: tuple[str, ...], exclude: tuple[str, ...]) -> Sequence[TensorSummary]:
-    """Return the tensors that match the globs.
+    """Return the tensors that match the globs. Raise NoMatchError if a glob matches nothing.
 
-    A tensor in a module with two names has two names. It is returned with the first name that matches.
+    A tensor that occurs twice in a module has two names. It is returned with the first name that matches.
     """
     names: dict[str, list[str]] = {}
     for named in chain.from_iterable(module.tensors for module in summary.modules):

@@ -1,8 +1,8 @@
 """The entry point of the command line, its exit statuses, and the group of all commands.
 
-Results go to stdout, reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 usage, 3 a part of
-a batch failed, 130 Ctrl-C, 141 nobody reads on; of diff 0 the same, 1 different, 2 anything else; of verify 1
-damaged, dangerous, unknown or missing, 4 not checked.
+Results are written to stdout; reports, notes, progress and errors to stderr. Exit status: 0 done, 1 failed, 2 wrong
+usage, 3 a part of a batch failed, 130 Ctrl-C, 141 the reader of a pipe has ended. ``diff``: 0 the same, 1 different, 2
+any error. ``verify``: 1 damaged, dangerous, unknown or missing, 4 not checked.
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ Examples:
   ckptconv verify model.pt                    check that the file is intact and safe
   ckptconv help "an error message"            find the command that fixes an error
 """
-#: What is alive at the end goes with the process. Looking through it for garbage would take as long as a third of all
-#: imports.
+#: Objects that still exist at the end are freed with the process. A garbage collection at exit would take a third as
+#: long as all imports.
 atexit.register(gc.freeze)
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line and return its exit status. This is the entry point of the console script."""
+    """Run the command line with `args` (None: ``sys.argv``), and return the exit status.
+
+    The console script calls this.
+    """
     _open_closed_streams()
     with warnings.catch_warnings(), handled_by(lambda number, frame: sys.exit(128 + number)):
-        if not sys.warnoptions:  # torch warns of what is not installed, which is nothing about the user's data
+        if not sys.warnoptions:  # torch warns of missing optional packages, which does not concern the user's data
             warnings.filterwarnings("ignore", module=r"torch(\.|$)")
         return _run(args)
 
@@ -56,7 +59,7 @@ def main(args: list[str] | None = None) -> int:
 def _run(args: list[str] | None) -> int:
     words = sys.argv[1:] if args is None else args
     debug = "--debug" in words
-    failed = 2 if words[:1] == ["diff"] else 1  # as cmp has it: 1 says that they differ
+    failed = 2 if words[:1] == ["diff"] else 1  # as in cmp, where 1 means that the files differ
     try:
         status = cli.main(args, prog_name="ckptconv", standalone_mode=False)
         sys.stdout.flush()
@@ -93,7 +96,7 @@ def _run(args: list[str] | None) -> int:
         else:
             click.echo(f"ckptconv: {error}", err=True)
         return failed
-    except Exception:  # a bug: the interpreter would exit with 1, which says something else for diff
+    except Exception:  # a bug: the interpreter would exit with 1, which has another meaning for diff
         if failed == 1:
             raise
         sys.excepthook(*sys.exc_info())
@@ -101,21 +104,21 @@ def _run(args: list[str] | None) -> int:
 
 
 def _forget_output() -> int:
-    """Discard what is not written yet, and return the exit status for a pipe that nobody reads.
+    """Discard the buffered output, and return the exit status for a pipe that nobody reads.
 
-    The interpreter would complain when it flushes.
+    Otherwise the interpreter would print an error when it flushes.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141  # as cat ends: 128 and the number of SIGPIPE
+    return 141  # 128 and the number of SIGPIPE, as cat ends
 
 
 class _Unfailing(io.FileIO):
-    """Standard error that drops what it cannot write, for example because a disk is full."""
+    """Standard error that ignores failed writes, for example if a disk is full."""
 
     is_broken = False
 
     def write(self, data: Any) -> int:
-        """Write `data`, or drop it. Raise BrokenPipeError the first time that nobody reads it."""
+        """Write `data`, or drop it if that fails. Raise BrokenPipeError once, when nobody reads the pipe any more."""
         try:
             return super().write(data)
         except OSError as error:
@@ -126,9 +129,9 @@ class _Unfailing(io.FileIO):
 
 
 def _open_closed_streams() -> None:
-    """Open those of the three standard streams that are closed, on a device that discards everything.
+    """Open closed standard streams on the null device, and replace those whose writes can fail.
 
-    Otherwise an output file would get the number of a stream, and messages would be written into it.
+    Otherwise an output file could get the descriptor of a standard stream, and messages would be written into it.
     """
     for number in range(3):
         try:
@@ -152,7 +155,7 @@ _COMMANDS = ("convert", "diff", "help", "inspect", "rules", "schema", "undo", "v
 
 
 class _ClosedPipeError(Exception):
-    """Nobody reads our output any more. It is not an OSError, for which click would exit with 1."""
+    """Nobody reads the output any more. Not an OSError, because click would exit with status 1 for that."""
 
 
 @contextmanager
@@ -166,9 +169,9 @@ def _names_closed_pipes() -> Iterator[None]:
 
 
 class _Group(click.Group):
-    """The group of all commands, which are imported when they are used.
+    """The group of all commands. The module of a command is imported when the command is used.
 
-    Words of other programs are answered with the command that is meant.
+    For the names of commands in other programs, the error suggests the intended command.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature is click's
@@ -183,17 +186,20 @@ class _Group(click.Group):
         return command
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Return the context, which can print the help. Raise _ClosedPipeError."""
+        """Return the context of the command line; this may print the help.
+
+        Raise _ClosedPipeError if nobody reads it.
+        """
         with _names_closed_pipes():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Raise _ClosedPipeError."""
+        """Run the command. Raise _ClosedPipeError if nobody reads its output."""
         with _names_closed_pipes():
             return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse `args`. Raise UsageError if there is no command before the options."""
+        """Parse `args`. Raise UsageError if an option comes before the command."""
         typed = [*args]
         try:
             return super().parse_args(ctx, args)
@@ -203,7 +209,10 @@ class _Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that `args` start with, and the other words. Raise UsageError if there is none."""
+        """Return the name and the object of the command that `args` start with, and the other words.
+
+        Raise UsageError without one.
+        """
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:

@@ -1,4 +1,4 @@
-"""The command ``ckptconv rules``, which lists the files of rules that are part of this program."""
+"""The command ``ckptconv rules``, which lists the built-in rules of ``convert --rules``."""
 
 from __future__ import annotations
 

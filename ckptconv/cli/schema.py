@@ -1,4 +1,4 @@
-"""The command ``ckptconv schema``, which prints the JSON Schema of what another command prints with ``--json``."""
+"""The command ``ckptconv schema``, which prints the JSON Schema of the output of another command with ``--json``."""
 
 from __future__ import annotations
 

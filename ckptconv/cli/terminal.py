@@ -1,4 +1,4 @@
-"""What the terminal can show, errors, reports, and progress bars."""
+"""Print errors, reports and progress bars, in the way that the terminal supports."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from ckptconv.byteranges.spans import Progress
     from ckptconv.conversion.plan import Report
 
-PROGRESS_FROM = 256_000_000  # bytes; less is done before a bar is drawn
+PROGRESS_FROM = 256_000_000  # bytes; for less, no bar is shown
 _CLAUSE = regex(r"""(?<!\w)'[^']*'|"[^"]*"|; """)
 _LONGEST = 8000  # characters of a line of a hint, which can name anything in a file
 
 
 def show_error(error: CkptconvError) -> None:
-    """Print the verdict of `error`, and its hint below it, with each command on a line of its own."""
+    """Print the verdict of `error`, and below it the hint, with each command on a line of its own."""
     style = style_of(sys.stderr)
     for line in (f"ckptconv: {error.verdict}", *(f"  {line[:_LONGEST]}" for line in _lines_of(error.hint))):
         click.echo(style.text(line), err=True)
 
 
 def _clauses(text: str) -> list[str]:
-    """Return `text` split at semicolons, but not in the quoted words of other programs' commands."""
+    """Return `text` split at semicolons, except for those in quotes, which belong to commands."""
     cuts = [found for found in _CLAUSE.finditer(text) if found[0] == "; "]
     starts = [0, *(cut.end() for cut in cuts)]
     return [text[a:b] for a, b in zip(starts, [*(cut.start() for cut in cuts), len(text)], strict=True)]
 
 
 def _lines_of(hint: str | None) -> list[str]:
-    """Return `hint` in lines, split at semicolons. Each command is on a line of its own, which is indented."""
+    """Return `hint` as lines, split at semicolons. Each command is on an indented line of its own."""
     lines = [""]
     for part in hint.parts if isinstance(hint, Message) else (hint or "",):
         if isinstance(part, Command):
@@ -52,7 +52,7 @@ def _lines_of(hint: str | None) -> list[str]:
 
 
 def warn_of_flaws(torch: str | None) -> None:
-    """Print a warning if the safe loader of `torch`, by default the installed version, has known vulnerabilities."""
+    """Print a warning if the safe loader of `torch` has known vulnerabilities. The default is the installed version."""
     from ckptconv.checkpoint.torch_versions import ALL, installed_torch, warning_of_flaws
 
     warning = warning_of_flaws(installed_torch() if torch in (None, ALL) else torch)
@@ -61,7 +61,7 @@ def warn_of_flaws(torch: str | None) -> None:
 
 
 def style_of(stream: TextIO) -> Style:
-    """Return what `stream` can show."""
+    """Return the style that `stream` supports."""
     terminal = stream.isatty()
     return Style(
         width=screen_size().columns if terminal else None,
@@ -78,9 +78,9 @@ def screen_size() -> os.terminal_size:
 
 @contextmanager
 def progress_bar(size: int, *, quiet: bool) -> Iterator[Progress | None]:
-    """Show a progress bar on a terminal if `size` bytes take a while, unless `quiet`.
+    """Show a progress bar on a terminal, unless `quiet` is set or `size` bytes are processed quickly.
 
-    Yield a function to call with each number of bytes, or None without a bar.
+    Yield a function to call with the number of bytes since its last call, or None without a bar.
     """
     if quiet or not sys.stderr.isatty() or size < PROGRESS_FROM:
         yield None
@@ -91,7 +91,7 @@ def progress_bar(size: int, *, quiet: bool) -> Iterator[Progress | None]:
 
 @contextmanager
 def open_bar(size: int) -> Iterator[tuple[Any, Any]]:
-    """Show a bar on standard error for `size` bytes, and yield the bar and its task."""
+    """Show a progress bar for `size` bytes on standard error. Yield the bar and its task."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar

@@ -1,4 +1,4 @@
-"""The command ``ckptconv undo``, which reverts what ``convert --in-place`` did."""
+"""The command ``ckptconv undo``, which reverts a change by ``convert --in-place``."""
 
 from __future__ import annotations
 

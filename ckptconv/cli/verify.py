@@ -1,4 +1,4 @@
-"""The command ``ckptconv verify``, which says whether checkpoints are intact and safe to load."""
+"""The command ``ckptconv verify``, which tells whether checkpoints are intact and safe to load."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def verify_command(
 
 
 def _print_verdict(verdict: Verdict, *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Print the lines about one checkpoint, or its JSON object."""
+    """Print the lines of a verdict, or its JSON object."""
     lines = verdict_lines(verdict, quiet=quiet, verbose=verbose)
     for text in [json.dumps(verdict.as_dict())] if as_json else map(style_of(sys.stdout).text, lines):
         click.echo(text)
 
 
 def _unread_as_dict(path: str, error: CkptconvError) -> dict[str, Any]:
-    """Return what ``--json`` prints of a checkpoint at `path` that could not be opened."""
+    """Return the dict that ``--json`` prints for a checkpoint at `path` that could not be opened."""
     return {
         "schema_version": SCHEMA_VERSION,
         "path": str(locate(path)),
@@ -126,7 +126,7 @@ def _unread_as_dict(path: str, error: CkptconvError) -> dict[str, Any]:
 
 
 def _check_one_file(paths: tuple[str, ...], expect_sha256: str | None) -> None:
-    """Raise UsageError if `paths` are not one file and ``--expect-sha256`` is given."""
+    """Raise UsageError if `expect_sha256` is given and `paths` are not a single file."""
     if expect_sha256 is None:
         return
     if len(paths) > 1 or is_folder(paths[0]):

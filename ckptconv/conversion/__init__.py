@@ -1,4 +1,4 @@
-"""One conversion, a folder of them, or many of them in processes.
+"""One conversion, a folder of conversions, or many conversions in processes.
 
-May import: ``safety`` and what stands below it. Start with ``convert``, which opens, edits, plans and writes.
+May import: ``safety`` and the packages below it. Start with ``convert``, which opens, edits, plans and writes.
 """

@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 def convert(
     src: str | os.PathLike[str], dst: str | os.PathLike[str] | None = None, **options: Unpack[ConvertOptions]
 ) -> Report:
-    """Write the checkpoint `src` to `dst`, changed as asked, without loading or running it.
+    """Convert the checkpoint `src`, and write the result to `dst`. It is not loaded, and its code is not run.
 
     Args:
-        src: A file; a sharded set as the Hub has them, by its folder or index; a folder of
-            ``torch.distributed.checkpoint``; or the rank files of an FSDP run, by their folder or their name with ``*``
-            for the rank. For a folder of many checkpoints, call :func:`convert_many`.
-        dst: A file, which a set becomes too if `dst` has a suffix; or a folder, in which a set stays a set, with the
-            other checkpoints of its folder. Omit it with ``in_place=True``.
+        src: A file; a sharded set as on the Hub, by its folder or index; a folder of ``torch.distributed.checkpoint``;
+            or the rank files of an FSDP run, by their folder or their name with ``*`` for the rank. For a folder of
+            many checkpoints, call :func:`convert_many`.
+        dst: A file, or a folder. If it is a file, a set becomes one file. In a folder a set stays a set, and the other
+            checkpoints of its folder are converted too. Omit it with ``in_place=True``.
         **options: The keys of :class:`~ckptconv.conversion.options.ConvertOptions`.
 
     Returns:
-        A report of what was done, or with ``dry_run`` of what would be done.
+        A report of the conversion, or with ``dry_run`` of its plan.
 
     Raises:
         CkptconvError: One of its subclasses. `dst` is then unchanged.
-        ArgumentTypeError: An option has a wrong type, or there is no option of that name.
+        ArgumentTypeError: An option has a wrong type, or no option has that name.
     """
     edits, others = split_edits(options)
     output = OutputOptions(**others)
@@ -67,15 +67,16 @@ def convert(
 
 
 def running(request: Request, progress: Meter | None = None) -> Steps[Report]:
-    """Convert what `request` asks for, in steps that wait for the disk, and return the report.
+    """Run the conversion `request`, in steps that wait for the disk. Return the report.
 
     Args:
         request: The conversion.
-        progress: A context manager that is called with the number of bytes to be written, and of bytes of remote files
-            to be read for ``verify``. Its value is called with each number of bytes done.
+        progress: Called with the number of bytes that will be written, and of remote bytes that will be read for
+            ``verify``. It returns a context manager for a function that is called with the bytes done since its last
+                call.
 
     Raises:
-        CkptconvError: The conversion failed, and the target is unchanged.
+        CkptconvError: The conversion failed. The target is unchanged.
     """
     if request.output.in_place:
         return change_in_place(request)
@@ -116,12 +117,12 @@ def running(request: Request, progress: Meter | None = None) -> Steps[Report]:
         )
 
 
-#: :func:`running` to its end.
+#: :func:`running`, with all its waits in this thread.
 run = waited_for(running)
 
 
 def _path_of(request: Request) -> tuple[Path, tuple[str, ...]]:
-    """Return the path that is written for `request` when links are followed, and a note about a link."""
+    """Return the path to write for `request`, after links are followed, and notes about a link."""
     path = request.dst
     if not request.is_folder:
         return through_link(request.src, path) if request.output.force else (path, ())
@@ -131,7 +132,10 @@ def _path_of(request: Request) -> tuple[Path, tuple[str, ...]]:
 
 
 def _check_target(source: Readable | None, path: Path, *, force: bool) -> None:
-    """Raise an error if the file `path` cannot be written, and RefusedError if it is `source`."""
+    """Raise an error if the file `path` may not be written.
+
+    Raise RefusedError if `path` is `source`, unless `force` is set.
+    """
     try:
         store_of(path, writing=True).check_target(path, replace=force)
     except TargetExistsError:
@@ -143,9 +147,10 @@ def _check_target(source: Readable | None, path: Path, *, force: bool) -> None:
 
 
 def _writing(plan: Plan, source: Readable, output: OutputOptions, progress: Progress | None = None) -> Steps[Overflow]:
-    """Carry out `plan` on `source`, in steps, and return how many numbers overflowed.
+    """Carry out `plan` for `source`, in steps. Return the numbers of elements that overflowed.
 
-    Raises the errors of :func:`ckptconv.output.files.write`. `progress` is called with each number of bytes written.
+    `progress` is called with the number of bytes written since its last call. Raises the errors of
+    :func:`ckptconv.output.files.write`.
     """
     return store_of(plan.target, writing=True).writing(
         plan.as_new(),
@@ -158,12 +163,12 @@ def _writing(plan: Plan, source: Readable, output: OutputOptions, progress: Prog
     )
 
 
-#: :func:`_writing` to its end.
+#: :func:`_writing`, with all its waits in this thread.
 write = waited_for(_writing)
 
 
 def _copying(request: Request, progress: Meter | None) -> Steps[Report]:
-    """Copy ``request.src``, which is not a checkpoint, as it is, in steps, and return the report."""
+    """Copy ``request.src``, which is not a checkpoint, unchanged, in steps. Return the report."""
     src, dst, output = request.src, request.dst, request.output
     from_store, store = store_of(src), store_of(dst, writing=True)
     if request.within and from_store.has_folders:

@@ -17,15 +17,20 @@ from ckptconv.lazy_regex import regex
 from ckptconv.output.files import is_own_file
 from ckptconv.stores import list_folder
 
-#: The parts of a checkpoint of torch.distributed.checkpoint, of its own format and of safetensors.
+#: The chunk files of torch.distributed.checkpoint, in its own format and in safetensors.
 _CHUNK = regex(r".*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
-#: The folders in the Hub's cache: what is in ``snapshots`` are links to what is in ``blobs``.
+#: The folders in the Hub's cache. ``snapshots`` contains links to files in ``blobs``.
 _OF_CACHE = {"blobs", "refs", "snapshots"}
 
 
 def find(folder: Path) -> list[Found]:
-    """Return everything in and below `folder`, sorted by path. Raise InputError if a folder cannot be listed."""
+    """Return the checkpoints and other files in and below `folder`, sorted by path.
+
+    Raise InputError if it cannot be listed.
+
+    Links to folders and hidden folders are not searched. They are in the result with the kind ``unentered``.
+    """
     found: list[Found] = []
     waiting = [folder]
     while waiting:
@@ -40,12 +45,12 @@ def find(folder: Path) -> list[Found]:
 
 
 def find_in(folder: Path) -> list[Found]:
-    """Return everything directly in `folder`. Raise InputError if it cannot be listed."""
+    """Return the checkpoints and other files directly in `folder`. Raise InputError if it cannot be listed."""
     return list(_in_folder(folder, list_folder(folder)[1]))
 
 
 def is_part(path: Path, kind: Kind) -> bool:
-    """Return whether a file at `path` would be part of a checkpoint of this `kind` in its folder, by its name."""
+    """Return whether a file at `path` would, by its name, belong to a checkpoint of this `kind` in its folder."""
     if kind == "ranks":
         return pattern_of(path.name) is not None or zero_names.is_part(path.name)
     names = sorted({*list_folder(path.parent)[1], path.name})
@@ -58,7 +63,10 @@ def is_hub_blob(path: Path) -> bool:
 
 
 def _unentered(folder: Path, inside: dict[str, bool]) -> Iterator[Found]:
-    """Yield the links to folders among the folders `inside` of `folder`, and the hidden folders that are not empty."""
+    """Yield the folders in `folder` that are not searched: links, and hidden folders that are not empty.
+
+    `inside` maps the names of all folders in it to whether they are links.
+    """
     for name, is_link in inside.items():
         if not is_own_file(name) and (is_link or (name.startswith(".") and _holds_something(folder / name))):
             yield Found(folder / name, "unentered", ())
@@ -67,12 +75,12 @@ def _unentered(folder: Path, inside: dict[str, bool]) -> Iterator[Found]:
 def _holds_something(folder: Path) -> bool:
     try:
         return any(list_folder(folder))
-    except InputError:  # nobody knows
+    except InputError:  # not known
         return True
 
 
 def _in_folder(folder: Path, names: list[str]) -> Iterator[Found]:
-    """Yield what the files called `names` in `folder` are."""
+    """Yield the checkpoints and other files that the files `names` in `folder` form."""
     names = [name for name in names if not is_own_file(name)]
     chunks = [name for name in names if _CHUNK.fullmatch(name)]
     if ".metadata" in names and (chunks or looks_like_metadata(folder)):
@@ -83,7 +91,7 @@ def _in_folder(folder: Path, names: list[str]) -> Iterator[Found]:
         names = sorted({*names}.difference(parts))
     taken = set()
     for each in sets_in(names):
-        if each.index or each.count:  # of which some may be missing: whoever reads it says so
+        if each.index or each.count:  # some files may be missing; the reader of the set raises an error
             parts = [*each.shards, *([each.index] if each.index else [])]
             taken.update(parts)
             place = folder / each.index if each.index else folder

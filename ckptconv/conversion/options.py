@@ -167,16 +167,16 @@ class OutputOptions:
 
     @property
     def is_for_ranks(self) -> bool:
-        """Whether the output is in a format that is a folder, with a file for each process."""
+        """Whether the format of the output is a folder with a file for each process."""
         return self.format in WRITERS and WRITERS[self.format].is_folder
 
     @property
     def writes_folder(self) -> bool:
-        """Whether the output of one checkpoint is a folder: of shards, or in a format that is one."""
+        """Whether the output of one checkpoint is a folder: a set of shards, or a format that is a folder."""
         return self.max_shard_size is not None or self.is_for_ranks
 
 
-#: The options if none is given.
+#: The options if the user gives none.
 USUAL = OutputOptions()
 
 
@@ -185,13 +185,13 @@ def takes(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Return a decorator for a function with ``**options: Unpack[...]`` of the TypedDict `options`.
 
-    The function shows each option in its signature, and in its docstring in place of the entry ``**options``. That it
-    is called with no others is what :func:`~ckptconv.hints.for_python` checks.
+    The decorated function has each option in its signature, and in its docstring instead of the entry ``**options``.
+    :func:`~ckptconv.hints.for_python` refuses other keywords.
 
     Args:
         options: The TypedDict that declares the options.
         data: The dataclass with the defaults of the options that are not edits.
-        **defaults: The defaults that differ from those of :func:`ckptconv.convert`.
+        **defaults: Defaults that differ from those of :func:`ckptconv.convert`.
     """
     declared: dict[str, tuple[Any, Flag]] = {name: get_args(each) for name, each in options.__annotations__.items()}
 
@@ -213,7 +213,7 @@ def takes(
             return function(*args, **{**defaults, **kwargs})  # type: ignore[arg-type]
 
         called.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
-        if function.__doc__ is not None:  # as it is with python -OO
+        if function.__doc__ is not None:  # the docstring is None with python -OO
             called.__doc__ = _documented(inspect.cleandoc(function.__doc__), declared)
         return called
 
@@ -221,7 +221,10 @@ def takes(
 
 
 def _documented(doc: str, declared: Mapping[str, tuple[Any, Flag]]) -> str:
-    """Return `doc` with the `declared` options in place of ``**options``, except those that `doc` itself describes."""
+    """Return `doc` with the `declared` options instead of the entry ``**options``.
+
+    Options that `doc` describes are left out.
+    """
     lines = [
         textwrap.fill(f"{name}: {flag.doc or flag.help}", _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
         for name, (_, flag) in declared.items()

@@ -1,10 +1,8 @@
-"""Worker processes that ignore SIGINT and exit with their parent.
+"""Worker processes that ignore SIGINT and end with their parent.
 
-A module of its own because what it imports costs every start of the command, and most commands need no second process.
-
-:mod:`multiprocessing` starts its processes as ``python -c``, with the current folder first on ``sys.path``: a file
-``signal.py`` in a folder of checkpoints would run. Workers get the ``sys.path`` of this process before they import
-anything, and need no process of multiprocessing's own.
+:mod:`multiprocessing` starts its processes as ``python -c``, with the current folder first on ``sys.path``. So a file
+``signal.py`` in a folder of checkpoints would be run. These workers get the ``sys.path`` of this process before they
+import anything, and need no helper process of multiprocessing.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ from ckptconv.conversion.worker import in_worker
 from ckptconv.errors import UsageError
 from ckptconv.system import calls
 
-_PATIENCE = 10.0  # seconds that a process has for putting its temporary file away
+_PATIENCE = 10.0  # seconds that a process has to delete its temporary file
 #: ``-P``, which Python has from 3.11 on, keeps the current folder off ``sys.path``. 3.13 imports modules before it
 #: begins the program; 3.10 does not, and the module ``sys`` is part of the interpreter.
 _FLAGS = ["-P"] if sys.version_info >= (3, 11) else []
-#: In these, a path that is relative leads elsewhere once this process has changed its folder, and Python looks there
-#: before it begins the program.
+#: Variables with paths. Relative ones would lead elsewhere after this process has changed its folder, and Python looks
+#: there before it starts the program.
 _PATHS = {"PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONUSERBASE"}
 _PROGRAM = "import sys; sys.path[:] = {path}; from ckptconv.conversion.worker import main; main({connection})"
 
 
 class _Process:
-    """A worker process, and our end of the socket to it."""
+    """A worker process, and this side of the connection to it."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -46,15 +44,15 @@ class _Process:
             self.process = calls.start_worker(_command_line, theirs, _environment())
 
     def end(self) -> int:
-        """Wait for the end of the worker, which is idle, and return its exit status."""
+        """Close the connection, wait for the end of the worker, and return its exit status."""
         self.connection.close()
         return self.process.wait()
 
 
 class Processes(JobExecutor):
-    """An executor with so many `workers`, each a process with a thread that talks to it.
+    """An executor with this number of `workers`: processes, each with a thread that communicates with it.
 
-    A new process replaces one that was killed.
+    A process that was killed is replaced by a new one.
     """
 
     alone = True
@@ -63,7 +61,7 @@ class Processes(JobExecutor):
         if in_worker():
             what = "a worker process cannot start processes of its own"
             raise UsageError(what, hint='guard the main program by if __name__ == "__main__"')
-        self.most = 2 * workers  # so that none of them waits for work
+        self.most = 2 * workers  # twice as many, so that no worker waits for its next task
         self._threads = Threads(workers, "ckptconv-worker")
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
@@ -72,7 +70,7 @@ class Processes(JobExecutor):
         self._closed = False
 
     def submit(self, task: Task) -> Future[Outcome]:
-        """Hand `task` to a process, which is started if it is needed."""
+        """Send `task` to an idle process. A process is started if there is none."""
         future: Future[Outcome] = Future()
         try:
             message = _message(task)
@@ -83,7 +81,7 @@ class Processes(JobExecutor):
         return future
 
     def _run(self, task: Task, message: bytes, future: Future[Outcome]) -> None:
-        """Let a worker do `task`. If the worker ends before it is done, `future` gets a ChildProcessError."""
+        """Let a worker run `task`. If the worker ends before the task is done, `future` gets a ChildProcessError."""
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -115,7 +113,7 @@ class Processes(JobExecutor):
         return self._written
 
     def close(self, *, failed: bool) -> None:
-        """Let the processes end. If something `failed`, end them now."""
+        """Wait until the processes have ended. With `failed`, end them at once."""
         with self._lock:
             self._closed = True
         if failed:
@@ -125,7 +123,7 @@ class Processes(JobExecutor):
             process.end()
 
     def _kill(self) -> None:
-        """End all processes, and kill those that do not end in time."""
+        """Ask all processes to end, and kill those that do not end in time."""
         try:
             for process in self._all:
                 calls.end_worker(process.process)
@@ -144,7 +142,7 @@ def _command_line(connection: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a worker. Paths in which Python looks for modules are only the absolute ones."""
+    """Return the environment of a worker. Relative folders are removed from variables with folders of modules."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONINSPECT"}
     for name in _PATHS & environment.keys():
         environment[name] = os.pathsep.join(filter(os.path.isabs, environment[name].split(os.pathsep)))
@@ -152,7 +150,9 @@ def _environment() -> dict[str, str]:
 
 
 def _message(task: Task) -> bytes:
-    """Return `task` for a worker, with the main module of this program if the task needs it."""
+    """Return `task` as a message for a worker, with the location of the main module of this program if the task needs
+    it.
+    """
     pickled = pickle.dumps(task)
     main: dict[str, Any] = {}
     if b"__main__" in pickled:

@@ -1,6 +1,6 @@
 """The main loop of a worker process, which :mod:`ckptconv.conversion.process_pool` starts.
 
-It imports little: a worker must notice the end of its parent as soon as it has begun.
+It imports little, so that a worker can notice the end of its parent soon after its own start.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
     from ckptconv.conversion.jobs import Outcome
 
-_TELL = 0.1  # seconds between two messages about the bytes that were written
+_TELL = 0.1  # seconds between two messages about bytes written
 
 _worker: _Worker | None = None
 
 
 class _Worker:
-    """A process that does one task after another, and tells its parent through `connection` what it wrote.
+    """A process that runs one task after another, and reports the bytes written to its parent through `connection`.
 
-    Each message of the parent is a pair: the place of its main module, or None if the task does not need it, and the
-    pickled task. The connection ends when the parent ends.
+    A message of the parent is a pair of the location of its main module (None if the task does not need it) and the
+    pickled task. The connection is closed when the parent ends.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -42,7 +42,7 @@ class _Worker:
         self._written, self._told = 0, 0.0
 
     def receive(self) -> None:
-        """Queue messages until the parent ends. Then end this process."""
+        """Queue the messages of the parent. When the parent ends, end this process."""
         try:
             while True:
                 message = self.connection.recv_bytes()
@@ -54,7 +54,10 @@ class _Worker:
                 calls.end_main_thread()
 
     def serve(self) -> None:
-        """Do the tasks. After each, send (bytes written, outcome, why there is no outcome)."""
+        """Run the tasks.
+
+        After each one, send (bytes written, outcome or None, reason why there is no outcome or None).
+        """
         threading.Thread(target=self.receive, daemon=True).start()
         while message := self.messages.get():
             outcome, error = self._do(message)
@@ -82,19 +85,19 @@ class _Worker:
             self._written, self._told = 0, now
 
     def end(self, *_: object) -> None:
-        """End this process on a signal. A task under way deletes its temporary file first."""
+        """End this process on a signal. A running task deletes its temporary file first."""
         if self.busy:
-            for name in calls.ENDING:  # a second one would end the clean-up
+            for name in calls.ENDING:  # a second signal would interrupt the clean-up
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
             raise KeyboardInterrupt
         os._exit(1)
 
 
 def main(connection: int) -> None:
-    """Serve the parent at the other end of the `connection`, until it ends. Ctrl-C does not reach this process."""
+    """Serve the parent at the other end of `connection` until it ends. Ctrl-C does not reach this process."""
     global _worker
     _worker = _Worker(calls.connected(connection))
-    if not sys.warnoptions:  # as the command line has it
+    if not sys.warnoptions:  # as in the command line
         warnings.filterwarnings("ignore", module=r"torch(\.|$)")
     try:
         with handled_by(_worker.end):

@@ -1,5 +1,4 @@
-"""Answer questions about checkpoints without changing them: what is inside, is it sound, does it load, are two the
-same.
+"""Answer questions about checkpoints without changing them: contents, damage, loading, and differences between two.
 
-May import ``conversion`` and what is below it. Start with ``summary``.
+May import ``conversion`` and the packages below it. Start with ``summary``.
 """

@@ -1,4 +1,4 @@
-"""Find the rules that are part of this program and fit a checkpoint, by its names, its shapes and its model."""
+"""Find the built-in rules that match a checkpoint, by its names, its shapes and its model."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ckptconv.hints import Option
 
 
 class _Shapes(Maker[Any]):
-    """Makes shapes of shapes, in the place of tensors of `checkpoint`."""
+    """Applies rules to the shapes of the tensors of `checkpoint`, without their data."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.source: Readable = checkpoint.source
 
     def tensor(self, value: object) -> TensorInfo | None:
-        """Return `value` if it is a tensor."""
+        """Return `value` if it is a tensor, else None."""
         return value if isinstance(value, TensorInfo) else None
 
     def resolved(self, rule: Rule) -> Rule:
-        """Return `rule` with numbers in place of their names. Raise RefusedError if it is for another model."""
+        """Return `rule` with numbers instead of names of sizes. Raise RefusedError if it is for another model."""
         check_model(self.source, rule)
         return super().resolved(rule)
 
     def made(self, group: Group, _values: Sequence[TensorInfo], like: Any) -> list[TensorInfo]:
-        """Return the new tensors of `group`, of which nothing but dtype and shape is right."""
+        """Return the new tensors of `group`. Only their dtype and shape are correct."""
         shapes = [group.geometry.shape]
         if group.rule.whole_is_read:
             shapes = [box.shape for box in group.geometry.boxes()]
@@ -41,9 +41,10 @@ class _Shapes(Maker[Any]):
 
 
 def rules_between(a: Checkpoint, b: Checkpoint) -> tuple[Option, ...] | None:
-    """Return the options that give the tensors of `a` the names, dtypes and shapes of those of `b`, or None.
+    """Return the options that regroup the tensors of `a` like those of `b`. None if no built-in rules do that.
 
-    Each checkpoint must have one state dict, and `a` no optimizer.
+    The names, dtypes and shapes must be the same afterwards. Each checkpoint must have one state dict, and `a` no
+    optimizer.
     """
     if len(a.detected.state_dicts) != 1 or len(b.detected.state_dicts) != 1 or a.detected.optimizer_nodes:
         return None
@@ -61,7 +62,7 @@ def rules_between(a: Checkpoint, b: Checkpoint) -> tuple[Option, ...] | None:
 
 
 def rules_that_stack(checkpoint: Checkpoint) -> Option | None:
-    """Return the option that stacks the experts of `checkpoint`, or None if it has none in parts."""
+    """Return the option that stacks the experts of `checkpoint`. None if its experts are not stored one by one."""
     names = [name for found in checkpoint.detected.state_dicts for name in found.names() if ".experts." in name]
     for file in shipped_rules() if names else ():
         try:
@@ -75,7 +76,7 @@ def rules_that_stack(checkpoint: Checkpoint) -> Option | None:
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield the tensors of the state dict of `checkpoint`, by name."""
+    """Yield the names and tensors of the first state dict of `checkpoint`."""
     for name, value in checkpoint.detected.state_dicts[0].items():
         info = checkpoint.tensor_nodes.get(id(value))
         if isinstance(name, str) and info is not None:

@@ -1,4 +1,4 @@
-"""Read the values of tensors, in threads and in bounded memory: how many are NaN, their extremes, mean and spread."""
+"""Compute statistics of tensors, in threads and in bounded memory: counts of NaN, extremes, mean and deviation."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 BLOCK = 1 << 15  # elements of one computation: as few as torch gives to one thread
 _READ_THROUGH = 16  # bytes between elements: to read them takes as long as to compute with one element
 _WHOLE_NUMBERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
-_ROOM = 1 << 20  # bytes that a thread holds
-_SEGMENT = 16 << 20  # bytes that a thread takes at once
+_ROOM = 1 << 20  # bytes that a thread keeps in memory
+_SEGMENT = 16 << 20  # bytes that a thread takes in one step
 _MOST_TENSORS = 64  # to which these bytes may belong
 _MOST_THREADS = 4
 
-#: Parts of pieces: the number of the tensor, the offset, and the length.
+#: Slices of pieces: the index of the tensor, the offset, and the length.
 _Batch = list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """The numbers of finite elements between each of `edges` and the next one.
+    """The number of finite elements between each two adjacent `edges`.
 
-    Half of the bins are for negative numbers. From the largest magnitude downwards, each bin is half as wide as the one
-    before, except for the two next to 0. A bin contains its edge on the side of 0. Zeros count as positive.
+    Half of the bins are for negative numbers. Starting at the largest magnitude, each bin is half as wide as the
+    previous one, except for the two bins next to 0. A bin includes its edge on the side of 0. Zeros count as positive.
     """
 
     edges: tuple[float, ...]
@@ -81,13 +81,14 @@ class TensorValues:
 def values_of(
     tensors: Mapping[str, TensorInfo], byteorder: str, *, histogram: bool = False, progress: Meter | None = None
 ) -> dict[str, TensorValues]:
-    """Return the statistics of `tensors` by path. Tensors without numbers of their own are left out.
+    """Return the statistics of `tensors` by path. Tensors whose elements are not numbers are left out.
 
     Args:
         tensors: The tensors by path.
         byteorder: The byte order of their storages.
         histogram: Whether to make histograms.
-        progress: Called with the number of bytes to read. Its result is called with the bytes of each read.
+        progress: Called with the number of bytes to read. It returns a context manager for a function that is called
+            with the number of bytes read since its last call.
 
     Raises:
         MissingTorchError: torch is not installed.
@@ -109,7 +110,7 @@ def values_of(
 
 
 class _Reader:
-    """A reader for the elements of tensors with different views."""
+    """A reader for the elements of tensors with distinct views."""
 
     def __init__(self, infos: Sequence[TensorInfo], byteorder: str, *, histogram: bool) -> None:
         budget = Budget(infos, "read a part: ")
@@ -126,7 +127,7 @@ class _Reader:
             self.repeats.append(prod(info.shape) // max(prod(once.shape), 1))
 
     def run(self, progress: Meter | None) -> list[TensorValues]:
-        """Return the statistics of each tensor."""
+        """Return the statistics of all tensors, in order."""
         found: list[TensorValues | None] = [None] * len(self.pieces)
         plain, others = [
             [i for i, piece in enumerate(self.pieces) if bool(piece.ranges()) == is_plain] for is_plain in (True, False)
@@ -144,7 +145,7 @@ class _Reader:
         return [values or self.result(i, self.statistics(i)) for i, values in enumerate(found)]
 
     def in_threads(self, numbers: Sequence[int], tick: Progress | None) -> Iterator[tuple[int, Statistics]]:
-        """Yield each of `numbers`, tensors whose bytes are ranges of files, with the statistics of the tensor."""
+        """Yield the index and statistics of the tensors with the indices `numbers`, whose bytes are ranges of files."""
         whole: Statistics | None = None
         before = -1
         with Threads(min(_MOST_THREADS, os.cpu_count() or 1), "ckptconv-values") as threads:
@@ -164,7 +165,7 @@ class _Reader:
             yield before, whole
 
     def batches(self, numbers: Sequence[int]) -> Iterator[_Batch]:
-        """Yield the tensors with these `numbers` in batches of a few megabytes."""
+        """Yield the tensors with the indices `numbers` in batches of a few megabytes."""
         batch: _Batch = []
         size = 0
         for i in numbers:
@@ -180,7 +181,7 @@ class _Reader:
             yield batch
 
     def read(self, batch: _Batch) -> tuple[_Batch, list[Statistics]]:
-        """Return `batch` and the statistics of each of its parts."""
+        """Return `batch`, and the statistics of each of its slices."""
         room = memoryview(bytearray(_ROOM))
         found = []
         for i, offset, length in batch:
@@ -193,7 +194,7 @@ class _Reader:
         return batch, found
 
     def in_stream(self, reader: Pieces, i: int) -> Statistics:
-        """Return the statistics of tensor `i`, whose bytes have to be inflated, gathered, joined or swapped."""
+        """Return the statistics of tensor `i`, whose bytes have to be inflated, gathered, joined or byte-swapped."""
         statistics = self.statistics(i)
         room = memoryview(bytearray(BLOCK * get_dtype(self.dtypes[i]).itemsize))
         for filled in fillings(reader.chunks(self.pieces[i]), room):
@@ -207,7 +208,10 @@ class _Reader:
         return Statistics(self.dtypes[i], histogram=self.histogram)
 
     def result(self, i: int, found: Statistics) -> TensorValues:
-        """Return the statistics of tensor `i`, whose repeated elements were read once."""
+        """Return the statistics of tensor `i` as a result.
+
+        Elements that its view repeats were read once and count fully.
+        """
         from ckptconv.byteranges.kernels.summing import bins_of
 
         found.repeat(self.repeats[i])
@@ -228,7 +232,7 @@ class _Reader:
 
 
 class Budget:
-    """The number of bytes that may be read of some tensors. Each of their storages counts once."""
+    """A limit on the number of bytes that are read of some tensors, relative to the size of their storages."""
 
     def __init__(self, infos: Iterable[TensorInfo], hint: str) -> None:
         held = sum({id(info.storage): info.storage.nbytes for info in infos if info.storage}.values())
@@ -236,9 +240,9 @@ class Budget:
         self._hint = hint
 
     def spend(self, nbytes: int, what: str) -> None:
-        """Count `nbytes` that are read for `what`.
+        """Subtract `nbytes`, which are read for `what` (for the error).
 
-        Raise LimitError if all views together repeat the bytes of the storages too often.
+        Raises LimitError if all views together repeat the bytes of the storages too often.
         """
         self._room -= nbytes
         if self._room < 0:
@@ -253,10 +257,10 @@ class Budget:
 
 
 def in_numbers(info: TensorInfo) -> TensorInfo:
-    """Return `info`, a tensor with a storage, as numbers that can be read.
+    """Return `info`, a tensor with a storage, as a tensor of readable numbers.
 
-    A quantized tensor becomes its integers. A tensor with several elements in a byte becomes bytes, if it has no bytes
-    in common with others.
+    A quantized tensor becomes its integers. A tensor with several elements in a byte becomes uint8, if it does not
+    share a byte with other data. Otherwise it is returned unchanged.
     """
     dtype = get_dtype(info.dtype)
     if dtype.name in _WHOLE_NUMBERS:
@@ -267,7 +271,7 @@ def in_numbers(info: TensorInfo) -> TensorInfo:
 
 
 def without_repeats(*infos: TensorInfo) -> list[TensorInfo]:
-    """Return `infos`, tensors of one shape, with one element in each dimension along which all of them repeat."""
+    """Return `infos`, tensors of one shape, with size 1 in each dimension in which all of them have stride 0."""
     shape = infos[0].shape
     strides = zip(*(info.stride for info in infos), strict=True)
     kept = tuple(n if any(steps) else min(n, 1) for n, steps in zip(shape, strides, strict=True))
@@ -277,7 +281,7 @@ def without_repeats(*infos: TensorInfo) -> list[TensorInfo]:
 
 
 def check_repeats(info: TensorInfo) -> None:
-    """Raise LimitError if a view repeats its elements too often."""
+    """Raise LimitError if the view `info` repeats the elements of its storage too often."""
     most = LIMITS.gathered(info.storage.nbytes if info.storage else 0)
     if info.nbytes > most:
         raise LimitError(
@@ -288,7 +292,10 @@ def check_repeats(info: TensorInfo) -> None:
 
 
 def cost(info: TensorInfo, piece: Piece) -> int:
-    """Return the bytes to read, or a number that takes as long: bytes between the elements are read too."""
+    """Return the number of bytes that are read for `info`.
+
+    For a strided view, some bytes between its elements count too.
+    """
     source = piece.uncast()
     if not isinstance(source, Gather):
         return info.nbytes

@@ -1,4 +1,4 @@
-"""Draw the difference of two checkpoints: the answer first, then a group for each kind of difference."""
+"""Format the difference of two checkpoints: the answer first, then a group for each kind of difference."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     )
     from ckptconv.inspection.values import TensorValues
 
-_SHOWN = 8  # lines of a group, unless all are asked for
+_SHOWN = 8  # lines of a group, unless all are requested
 _INDENT = "    "
 _GAP = "  "
-#: Facts about tensors: the attribute, and what it is called.
+#: Facts about tensors: the attribute and its label.
 FACTS = (
     ("dtype", "dtype"),
     ("shape", "shape"),
@@ -37,10 +37,10 @@ FACTS = (
 def difference_lines(
     difference: Difference, style: Style = PLAIN, *, everything: bool = False, names_only: bool = False
 ) -> Iterator[str]:
-    """Yield the answer and what it rests on.
+    """Yield the answer and the differences.
 
-    Tensors with the same change of one fact share a line, unless `everything` is shown. All lines are shown if they are
-    drawn for a program. `names_only`: nothing but names was compared.
+    Unless `everything` is set, tensors with the same change of a fact are on one line. On a terminal, the number of
+    lines in a group is limited too. `names_only` tells that only names were compared.
     """
     what = count(difference.tensors, "name" if names_only else "tensor")
     if difference.same:
@@ -92,7 +92,7 @@ def difference_lines(
 
 
 def _alike(rows: list[list[str]]) -> list[list[str]]:
-    """Return `rows` with those that differ only in their name, the first cell, as one row."""
+    """Return `rows` with those combined that differ only in the first cell, the name."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *cells_after in rows:
         names.setdefault(tuple(cells_after), []).append(name)
@@ -100,7 +100,7 @@ def _alike(rows: list[list[str]]) -> list[list[str]]:
 
 
 def _counts(difference: Difference) -> Iterator[str]:
-    """Yield what differs, in a few words each."""
+    """Yield short texts with the numbers of differences."""
     for missing, side in ((difference.only_in_a, "A"), (difference.only_in_b, "B")):
         if missing:
             yield f"{count(len(missing), 'name')} only in {side}"
@@ -121,12 +121,12 @@ def _counts(difference: Difference) -> Iterator[str]:
 
 
 def _apart(difference: Difference) -> list[tuple[TensorDifference, ValueDifference]]:
-    """Return the tensors whose values differ, each with the difference."""
+    """Return the tensors whose values differ, each with the difference of its values."""
     return [(each, each.values) for each in difference.differing if each.values and each.values.differing]
 
 
 def _unknown(difference: Difference) -> list[TensorDifference]:
-    """Return the tensors whose values could not be compared and of which nothing else differs."""
+    """Return the tensors whose values could not be compared and that have no other difference."""
     return [
         each
         for each in difference.differing
@@ -135,7 +135,10 @@ def _unknown(difference: Difference) -> list[TensorDifference]:
 
 
 def _all_values(difference: Difference) -> str:
-    """Return words for the values if all are equal or within the tolerance although something else differs, or ""."""
+    """Return a text if all values are equal or within the tolerance although other facts differ.
+
+    Otherwise return "".
+    """
     values = [each.values for each in difference.differing]
     if not difference.tensors or any(
         value_difference is None or value_difference.differing for value_difference in values
@@ -145,7 +148,7 @@ def _all_values(difference: Difference) -> str:
 
 
 def _value_lines(style: Style, difference: Difference, most: int | None) -> Iterator[str]:
-    """Yield the tensors whose values differ, their statistics if asked for, and those that could not be compared."""
+    """Yield the tensors whose values differ, their statistics if requested, and those that could not be compared."""
     apart = sorted(_apart(difference), key=_rank)
     rows = [[each.path, *_how_far(each, values), bars(values.histogram, style)] for each, values in apart]
     what = f"{count(len(apart), 'tensor')}: elements that differ, max |A - B|, that in % of max |B|, max |A - B| / |B|"
@@ -159,16 +162,14 @@ def _value_lines(style: Style, difference: Difference, most: int | None) -> Iter
 
 
 def _rank(pair: tuple[TensorDifference, ValueDifference]) -> tuple[int, bool, float]:
-    """Return a sort key: floats first, then integers, bits, and states of random generators, the largest difference
-    first.
-    """
+    """Return a sort key: floats, then integers, bits, and states of random generators. The largest come first."""
     difference, values = pair
     kind = 0 if isinstance(values.largest, float) else 1 if values.largest is not None else 2
     return 3 if difference.rng_state else kind, not values.not_finite, -(values.largest or 0)
 
 
 def _how_far(difference: TensorDifference, values: ValueDifference) -> list[str]:
-    """Return the cells of a row: the share of elements that differ, and how far they are apart."""
+    """Return the cells of a row: the share of elements that differ, and the size of the differences."""
     if difference.rng_state:
         return ["state differs", "", "", "", ""]
     share = f"{values.differing:,} of {values.elements:,}"
@@ -182,9 +183,7 @@ def _how_far(difference: TensorDifference, values: ValueDifference) -> list[str]
 
 
 def _statistics(a: TensorValues, b: TensorValues) -> list[str]:
-    """Return the cells of a row: what the elements are on both sides, with counts of NaN and infinities if there are
-    any.
-    """
+    """Return the cells of a row: statistics of both sides, with counts of NaN and infinities unless these are 0."""
     words = {"nan": "NaN", "inf": "inf"}
     bad = [f"{word} {x:,} → {y:,}" for name, word in words.items() if (x := getattr(a, name)) | (y := getattr(b, name))]
     numbers = [(name, getattr(a, name), getattr(b, name)) for name in ("min", "max", "mean", "std", "norm")]
@@ -192,7 +191,7 @@ def _statistics(a: TensorValues, b: TensorValues) -> list[str]:
 
 
 def _about_values(difference: TensorDifference) -> str:
-    """Return whether the values of a tensor differ, to be shown next to another fact that differs."""
+    """Return a text about the values of a tensor, for the line of another difference."""
     if difference.values is None:
         return "" if difference.shape else "values not compared"
     if difference.values.differing:
@@ -201,7 +200,7 @@ def _about_values(difference: TensorDifference) -> str:
 
 
 def _said(value: object) -> str:
-    """Return `value` as text, a shape as a list."""
+    """Return `value` as text. A shape is written as a list."""
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
@@ -213,8 +212,8 @@ def _number(value: float) -> str:
 
 
 def _group(style: Style, label: str, what: str, rows: Sequence[list[str]], most: int | None) -> Iterator[str]:
-    """Yield a group: `label` and `what` it is, then a line for each of `rows`, in columns. `most`: the largest number
-    of rows.
+    """Yield a group: a fact with `label` and `what`, then a line for each of `rows`, in columns, but at most `most`
+    lines.
     """
     if not rows:
         return
@@ -231,8 +230,9 @@ def _group(style: Style, label: str, what: str, rows: Sequence[list[str]], most:
 
 
 def _row(style: Style, row: list[str], widths: list[int]) -> Iterator[str]:
-    """Yield the cells of `row` in one line if it fits the terminal, else the name and the other cells in lines of their
-    own.
+    """Yield `row` on one line if it fits the terminal.
+
+    Otherwise yield the name and the other cells on separate lines.
     """
     name, *rest = row
     wide = _GAP.join(padded(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()

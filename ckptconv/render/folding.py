@@ -1,9 +1,9 @@
-"""Fold repeated blocks: ``layers.0`` to ``layers.31`` are shown once if all of them are alike.
+"""Fold repeated blocks: ``layers.0`` to ``layers.31`` become one branch if all of them are alike.
 
-The paths of the tensors become a tree of their segments. Siblings whose segments are numbers fold into one branch if
-what is below them has the same segments, dtypes, shapes, devices, sizes and ties. So two numbers of a path fold (layers
-and experts) if every layer has every expert, and otherwise only the inner one. Branches are compared by a number that
-stands for everything below them, so this takes as long as sorting the names.
+The paths of the tensors form a tree of their segments. Siblings whose segments are numbers are folded into one branch
+if the segments, dtypes, shapes, devices, sizes and ties below them are the same. So two numbers of a path (layers and
+experts) are folded if every layer has every expert, and otherwise only the inner number. Subtrees are compared by a
+number for their content, so the time is that of sorting the names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptconv.pickles.graph import gc_paused
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import TensorSummary
 
-_DEEPEST = 64  # levels; the rest of a name is one segment, so that no name can make the tree deep
+_DEEPEST = 64  # levels; the rest of a name is one segment, so that no name makes the tree deeper
 _SHOWN_RUNS = 4
 # A key that is not a string, an index with the separator after it, or a word up to the dot or slash that ends it, with
 # the dots at its start.
@@ -31,23 +31,23 @@ _PIECE = regex(
     """,
     re.DOTALL | re.VERBOSE,
 )
-_PLAIN_PIECE = regex(r"\.*[^./]*[./]?")  # the same for paths without brackets and backslashes, many times faster
+_PLAIN_PIECE = regex(r"\.*[^./]*[./]?")  # the same for paths without brackets and backslashes, but many times faster
 _NUMBER = regex(r"(\[?)(0|[1-9][0-9]{0,8})(\]?[./]?)")
 
 
 @dataclass(slots=True)
 class Branch:
-    """A level of the tree, which may stand for several siblings.
+    """A branch of the tree. It can stand for several siblings.
 
     Attributes:
         segment: The segment of the first sibling.
-        numbers: The numbers of the siblings, or nothing if there is only one.
-        times: How many paths the branch stands for, those of folded levels above it included.
-        first: The position of its first tensor in the file's order.
+        numbers: The numbers of the siblings. Empty for a single one.
+        times: The number of paths that the branch stands for, including folded levels above it.
+        first: The position of its first tensor in the order of the file.
         tensor: The tensor at this path, or None.
-        below: The next level.
+        below: The branches below.
         tensors: The number of all tensors that it stands for.
-        nbytes: Their bytes, without those of tied names.
+        nbytes: The bytes of these tensors, without tied ones.
     """
 
     segment: str
@@ -60,7 +60,7 @@ class Branch:
     nbytes: int = 0
 
     def name(self) -> str:
-        """Return the segment, with all numbers if there are several: ``{0…31}.`` or ``[0…31]``."""
+        """Return the segment. If there are several siblings, all numbers are in it: ``{0…31}.`` or ``[0…31]``."""
         match = _NUMBER.fullmatch(self.segment)
         if not self.numbers or match is None:
             return self.segment
@@ -70,7 +70,7 @@ class Branch:
 
 
 def tree_of(tensors: Sequence[TensorSummary], *, fold: bool) -> list[Branch]:
-    """Return the first level of the tree of `tensors`. Repeated blocks are one branch if `fold` is set."""
+    """Return the first level of the tree of `tensors`. With `fold`, repeated blocks become one branch."""
     with gc_paused():
         return _tree_of(tensors, fold=fold)
 
@@ -88,7 +88,7 @@ def _tree_of(tensors: Sequence[TensorSummary], *, fold: bool) -> list[Branch]:
 
 
 def leaves(branches: list[Branch], prefix: str = "") -> Iterator[tuple[str, Branch]]:
-    """Yield each branch that is a tensor, with its whole name, which starts with `prefix`."""
+    """Yield each branch that is a tensor, after its complete name, which starts with `prefix`."""
     for branch in branches:
         name = prefix + branch.name()
         if branch.tensor is not None:
@@ -97,7 +97,7 @@ def leaves(branches: list[Branch], prefix: str = "") -> Iterator[tuple[str, Bran
 
 
 class _Node:
-    """A level while the tree is built. Nodes of the same ``kind`` have the same below them."""
+    """A node of the tree while it is built. Nodes with the same ``kind`` have the same content."""
 
     __slots__ = ("below", "first", "kind", "tensor")
 
@@ -109,15 +109,15 @@ class _Node:
 
 
 def _pieces(path: str) -> list[str]:
-    """Return the segments of `path`. If there are more than 64, the last one contains the rest."""
+    """Return the segments of `path`. If there are more than 64, the last item contains all remaining ones."""
     pieces = [piece for piece in (_PIECE if "[" in path or "\\" in path else _PLAIN_PIECE).findall(path) if piece]
     return pieces if len(pieces) <= _DEEPEST else [*pieces[: _DEEPEST - 1], "".join(pieces[_DEEPEST - 1 :])]
 
 
 def _compare(node: _Node, kinds: dict[Hashable, int]) -> int:
-    """Set the ``kind`` of `node` and of all nodes below it, and return it.
+    """Compute the ``kind`` of `node` and of all nodes below it. Return that of `node`.
 
-    `kinds` maps what a node contains to its number; what is not in it gets a new number.
+    `kinds` maps the content of a node to its number. New content gets a new number.
     """
     tensor = node.tensor
     alike = tensor and (
@@ -144,7 +144,7 @@ def _branches(node: _Node, times: int, *, fold: bool) -> list[Branch]:
 
 
 def _branch(group: list[tuple[int, str, _Node]], times: int, *, fold: bool) -> Branch:
-    """Return the branch for a `group` of siblings that are alike, each with its number and segment."""
+    """Return the branch for `group`, siblings with the same content. Each item is (number, segment, node)."""
     _, piece, node = group[0]
     times *= len(group)
     numbers = sorted(number for number, _, _ in group) if len(group) > 1 else []
@@ -158,7 +158,10 @@ def _branch(group: list[tuple[int, str, _Node]], times: int, *, fold: bool) -> B
 
 
 def _runs(numbers: list[int]) -> str:
-    """Return ascending `numbers` as text: consecutive ones as ``0…31``, without the middle if there are many gaps."""
+    """Return ascending `numbers` as text. Consecutive ones become ``0…31``.
+
+    Of many runs, those in the middle are left out.
+    """
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

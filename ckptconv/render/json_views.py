@@ -1,4 +1,4 @@
-"""Make the plain, versioned dicts that ``--json`` prints. All sizes are in bytes."""
+"""Convert results to the plain, versioned dicts that ``--json`` prints. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptconv.result import Result
 
 SCHEMA_VERSION = 1
-#: The keys of the classes whose keys are not their fields.
+#: The keys of the classes whose keys are not simply their fields.
 _KEYS = {
     "Concern": ("name", "path", "dangerous", "more", "inside"),
     "Difference": (
@@ -41,13 +41,13 @@ _OPTIONAL = {"TensorDifference": "statistics", "ValueDifference": "histogram"}
 
 
 def as_dict(result: Result) -> dict[str, Any]:
-    """Return `result` for ``--json``."""
+    """Return `result` as the dict for ``--json``."""
     view = _VIEWS.get(type(result).__name__, _plain)
     return {"schema_version": SCHEMA_VERSION, **view(result)}
 
 
 def _summary(summary: Summary) -> dict[str, Any]:
-    """Return the view of `summary`, whose tensors have values only if they were read."""
+    """Return `summary` as a dict. Its tensors have statistics only if their values were read."""
     view: dict[str, Any] = _plain(summary)
     del view["parts"], view["has_values"]  # the schema has neither
     if not summary.has_values:
@@ -57,7 +57,7 @@ def _summary(summary: Summary) -> dict[str, Any]:
 
 
 def _report(report: Report) -> dict[str, Any]:
-    """Return the view of `report`, with what its edits changed."""
+    """Return `report` as a dict, with the changes of its edits."""
     changes = report.changes
     view: dict[str, Any] = _plain(
         {
@@ -104,7 +104,7 @@ def _rows(keys: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> list[dict[s
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with its objects as dicts, its tuples as lists, and its errors and infinities as texts."""
+    """Return `value` with objects converted to dicts, tuples to lists, and errors and infinities to texts."""
     if isinstance(value, (str, int)) or value is None:
         return value
     if isinstance(value, float):
@@ -124,12 +124,12 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _keys_of(kind: Any) -> tuple[str, ...]:
-    """Return the keys of the objects of a class in their order: those of ``_KEYS``, or the fields."""
+    """Return the keys for objects of the class `kind`, in order: those in ``_KEYS``, or else its fields."""
     return _KEYS.get(kind.__name__) or tuple(field.name for field in fields(kind))
 
 
 def error_as_dict(error: CkptconvError) -> dict[str, str | None]:
-    """Return the facts of `error` for ``--json``, with the whole message as ``text``."""
+    """Return the attributes of `error` as a dict for ``--json``. ``text`` is the complete message."""
     facts = {
         name: None if (fact := getattr(error, name)) is None else str(fact)
         for name in ("what", "where", "expected", "got", "hint")
@@ -138,10 +138,10 @@ def error_as_dict(error: CkptconvError) -> dict[str, str | None]:
 
 
 def unread_as_dict(path: str, error: CkptconvError) -> dict[str, Any]:
-    """Return what ``inspect --json`` prints of a `path` that cannot be read, without the secrets of a URL."""
+    """Return the dict that ``inspect --json`` prints for a `path` that cannot be read. Secrets of a URL are removed."""
     return {"schema_version": SCHEMA_VERSION, "path": redacted(path), "error": error_as_dict(error)}
 
 
 def skipped_as_dict(src: str, dst: str) -> dict[str, Any]:
-    """Return what ``convert --json`` prints of a `src` whose output `dst` exists."""
+    """Return the dict that ``convert --json`` prints for `src` if it was skipped because `dst` exists."""
     return {"schema_version": SCHEMA_VERSION, "src": src, "dst": dst, "skipped": True}

@@ -1,4 +1,4 @@
-"""Draw many checkpoints, or the items of a batch: one line for each, and their sum."""
+"""Format many checkpoints, or the items of a batch: one line for each, and their sum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _GAP = "  "
 _UNKNOWN = "–"
 _HEADINGS = ("checkpoint", "format", "size", "tensors", "devices", "loads here")
-#: The words for one checkpoint, and for several.
+#: The words for one checkpoint and for several.
 _ANSWERS = {
     "yes": ("loads here", "load here"),
     "no": ("does not load here", "do not load here"),
@@ -30,7 +30,7 @@ _ANSWERS = {
 _RIGHT = (2, 3)  # columns of numbers
 _LEAST_PATH = 12  # columns
 _LINES = 23  # a terminal has 24, one of them for the prompt
-_REASONS = 10  # of failures
+_REASONS = 10  # reasons of failures that are printed
 
 
 class Line(NamedTuple):
@@ -40,7 +40,7 @@ class Line(NamedTuple):
         path: Its path.
         texts: Its format, number of tensors, devices, and whether it loads here.
         nbytes: Its size, or None if that is not known.
-        answer: What it counts as in the sum, a key of ``_ANSWERS``.
+        answer: A key of ``_ANSWERS``, by which checkpoints are counted in the sum.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
 
 def line_of(summary: Summary) -> Line:
-    """Return the line of a checkpoint."""
+    """Return the table line for `summary`."""
     blocking = next((finding.kind for finding in summary.findings if finding.blocks), "")
     answer = (
         "DANGEROUS" if blocking == "dangerous" else {True: "yes", False: "no", None: "not known"}[summary.loads_here]
@@ -65,17 +65,20 @@ def line_of(summary: Summary) -> Line:
 
 
 def unread_line(path: str, nbytes: int | None) -> Line:
-    """Return the line of a path that could not be read, for which an error says why. `nbytes` is its size, if known."""
+    """Return the table line for a path that could not be read.
+
+    `nbytes` is the size of the file, or None if not known.
+    """
     return Line(path, (_UNKNOWN, _UNKNOWN, _UNKNOWN, "not readable"), nbytes, "not readable")
 
 
 def listing_lines(
     lines: Sequence[Line], style: Style, *, limit: int | None = None, everything: bool = False
 ) -> Iterator[str]:
-    """Yield a table of `lines` and their sum.
+    """Yield a table of `lines`, and their sum.
 
-    The table has at most `limit` rows. Without `limit` it has all rows if `everything` is set or if it is drawn for a
-    program, and otherwise what fits a terminal of 24 lines.
+    The table has at most `limit` rows. If `limit` is None, it has all rows if `everything` is set or the output goes to
+    a program, and otherwise as many as fit into 24 lines of a terminal.
     """
     if limit is None and style.width is not None and not everything and len(lines) > _LINES - 3:
         limit = _LINES - 4
@@ -99,7 +102,7 @@ def listing_lines(
 
 
 def _drawn(lines: Sequence[Line], style: Style) -> Iterator[str]:
-    """Yield `lines` under headings, none wider than the terminal. A path that is too long loses its beginning."""
+    """Yield `lines` under headings, not wider than the terminal. A path that is too long loses its beginning."""
     sizes = [_UNKNOWN if line.nbytes is None else size(line.nbytes) for line in lines]
     rows = [(line.path, line.texts[0], nbytes, *line.texts[1:]) for line, nbytes in zip(lines, sizes, strict=True)]
     table = [_HEADINGS, *([style.text(text) for text in row] for row in rows)]
@@ -113,18 +116,18 @@ def _drawn(lines: Sequence[Line], style: Style) -> Iterator[str]:
 
 
 def item_line(report: Report, style: Style, *, copied: bool = False) -> str:
-    """Return what was done to one item, in one line. `copied`: the item is not a checkpoint, and was copied."""
+    """Return one line about the conversion of an item. With `copied`, the item is not a checkpoint and was copied."""
     parts = [size(report.size), "copied" if report.written else "would be copied"] if copied else _parts(report)
     return _line(style, report.dst, ", ".join(parts))
 
 
 def skipped_line(dst: str, style: Style) -> str:
-    """Return the line of an item whose output `dst` exists."""
+    """Return the line for an item that was skipped because its output `dst` exists."""
     return _line(style, dst, "exists, skipped")
 
 
 def _parts(report: Report) -> Iterator[str]:
-    """Yield what a conversion changed, in a few words each."""
+    """Yield short texts about the changes of a conversion."""
     changes = report.changes
     old_format, new_format = report.formats
     yield size(report.nbytes) + (" in place" if report.in_place else "")
@@ -155,15 +158,15 @@ def sum_lines(
     seconds: float,
     in_full: bool,
 ) -> Iterator[str]:
-    """Yield how many items there were, what was done to them, why some failed, and what was left in their folders.
+    """Yield a summary of a batch: the numbers of items, the reasons of failures, and the files that were left out.
 
     Args:
         outcomes: The outcome of each item.
-        listing: The items that the command found, and what it left out.
-        why: The inputs that failed, by the reason; files next to converted sets are among them.
-        style: What the text is drawn for.
-        seconds: How long it took.
-        in_full: Whether the report of each item was shown.
+        listing: The items of the command, and the files that it left out.
+        why: The inputs that failed, by reason. This includes files next to converted sets.
+        style: The style of the output.
+        seconds: The duration of the batch.
+        in_full: Whether the complete report of each item was printed.
     """
     converted = [each.report for each in outcomes if each.report and not each.is_copy]
     copied = [each.report for each in outcomes if each.report and each.is_copy]
@@ -203,13 +206,13 @@ def sum_lines(
 
 
 def _some(things: Iterable[str]) -> str:
-    """Return the first three different `things`, and a mark if there are more."""
+    """Return the first three distinct `things` as text, and a mark if there are more."""
     listed = list(dict.fromkeys(things))
     return ", ".join(listed[:3]) + (", …" if len(listed) > 3 else "")
 
 
 def _line(style: Style, path: str, text: str) -> str:
-    """Return `path` and `text` in one line. On a terminal both are cut to fit it, the path at its beginning."""
+    """Return `path` and `text` in one line. On a terminal, both are cut to fit, and the path loses its beginning."""
     path, text = style.text(path), style.text(text)
     if style.width is not None:
         text = fitting(text, style.columns - 20, style)

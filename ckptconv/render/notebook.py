@@ -1,4 +1,4 @@
-"""Draw results for notebooks: as a page in a frame that has no access to anything outside of it, or as text."""
+"""Render results for notebooks: as a page in a sandboxed frame, or as text."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ from ckptconv.render.report import report_facts, report_title
 from ckptconv.result import Result
 
 _MOST = 100_000  # characters, so that a notebook of many results stays small
-_OPEN = 200  # tensors, or lines; of more only the title is shown at first
+_OPEN = 200  # tensors or lines; a result with more is closed at first and displays only its title
 _TRIES = 8
 _FRAME = "width:100%;height:720px;border:0"
 
 
 def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None) -> dict[str, Any]:
-    """Return the data of the page of `report`, which shows the `most` largest tensors of the output `checkpoint`, or
-    all.
-    """
+    """Return the data of the page of `report`, with the `most` largest tensors of its output `checkpoint`, or all."""
     tensors, left_out = largest([*checkpoint.tensors.values()], most)
     numbers = {info.path: i for i, info in enumerate(tensors)}
     ties: dict[int, list[int]] = {}
@@ -72,10 +70,10 @@ def report_data(report: Report, checkpoint: Checkpoint, most: int | None = None)
 
 
 def html(result: Result, title: str, lines: Iterable[str]) -> str:
-    """Return the page of `result`, or `title` and `lines` if it has none or is too large.
+    """Return `result` as HTML: a page in a frame, or `title` and `lines` if it has no page or the page is too large.
 
-    The page of a summary shows the checkpoint, that of a difference both, and that of a report the output if it is
-    still as it was written.
+    The page of a summary shows the checkpoint, and that of a difference both. The page of a report shows the output, if
+    it is unchanged since it was written.
     """
     frame = ""
     if isinstance(result, Summary):
@@ -89,7 +87,10 @@ def html(result: Result, title: str, lines: Iterable[str]) -> str:
 
 
 def _written(report: Report) -> Checkpoint | None:
-    """Return the output of `report`, or None if it is gone, has changed, or is not one local checkpoint."""
+    """Return the output of `report` as a checkpoint.
+
+    None if it is gone, has changed, or is not one local checkpoint.
+    """
     if not report.written or "://" in report.dst:
         return None
     try:
@@ -102,12 +103,12 @@ def _written(report: Report) -> Checkpoint | None:
 
 
 def _framed(data: Callable[..., dict[str, Any]], title: str, n: int) -> str:
-    """Return the page that `data` gives in a frame, or "" if it has no room even with few tensors.
+    """Return the page of `data` in a frame. Return "" if it is too large even with few tensors.
 
     Args:
-        data: Called with the number of tensors to show, it returns the data of the page.
+        data: Called with the number of tensors to show. Returns the data of the page.
         title: The title of the frame.
-        n: The number of all tensors. Fewer are shown, the largest, if the page would be too large.
+        n: The number of all tensors. If the page would be too large, only the largest are shown.
     """
     empty = len(_frame(data(most=0), title))
     most = n
@@ -122,13 +123,13 @@ def _framed(data: Callable[..., dict[str, Any]], title: str, n: int) -> str:
 
 
 def _frame(data: dict[str, Any], title: str) -> str:
-    """Return the page of `data` in a frame."""
+    """Return the page for `data` in a frame, without access to anything outside of it."""
     page = page_of(data).replace("&", "&amp;").replace("'", "&#39;")  # nothing else can end the attribute
     return f"<iframe sandbox='allow-scripts' style='{_FRAME}' title='{escape(title)}' srcdoc='{page}'></iframe>"
 
 
 def _text_html(title: str, lines: Iterable[str]) -> str:
-    """Return `lines`, which are printable, as HTML, or as many of them as there is room for."""
+    """Return `lines`, which are printable, as HTML. Lines beyond the limit of characters are left out."""
     shown, room = [], _MOST - len(escape(title)) - 500
     rest = 0
     for line in lines:
@@ -145,5 +146,5 @@ def _text_html(title: str, lines: Iterable[str]) -> str:
 
 
 def _folded(title: str, inside: str) -> str:
-    """Return `inside` as a block that shows only `title` until it is opened."""
+    """Return `inside` as a block that is closed at first and displays only `title`."""
     return f"<details><summary>{escape(title)}</summary>{inside}</details>"

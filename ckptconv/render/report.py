@@ -1,8 +1,8 @@
-"""Draw the report of a conversion. Renamed tensors are grouped by what changed in their names.
+"""Format the report of a conversion. Renamed tensors are grouped by the change of their names.
 
-``module.* → *`` stands for all names that lost a prefix. Names are split into words, numbers and what is between them.
-What a name keeps is a ``*``, and what it loses or gains is written out: ``h*.* → layer*.*`` for ``h0.w → layer0.w``,
-``*.module.* → *.*`` for a wrapper anywhere inside.
+``module.* → *`` stands for all names that lost a prefix. Names are split into words, numbers and single other
+characters. A ``*`` stands for words that a name keeps, and words that it loses or gains are written out: ``h*.* →
+layer*.*`` for ``h0.w → layer0.w``, ``*.module.* → *.*`` for a wrapper inside a name.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from ckptconv.conversion.plan import Report, Verified
     from ckptconv.edits.changes import MadePlain, NameChange, OptimizerChange, Regrouping
 
-_LARGEST_TABLE = 2048  # cells; longer changes, as in a file made for that, are written out
-# Patterns are texts, so that they are compiled only if a name has changed.
+_LARGEST_TABLE = 2048  # the largest product of two lengths; longer changes are written out completely
+# Patterns are plain texts, so that they are compiled only if a name has changed.
 _WORD = r"(?s)[^\W\d_]+|\d+|."
 _ENDS_APART = r"(?s)\A([\W_]*)\w.*?([\W_]*)\Z"
 
 #: The words of a name as numbers. Equal words of two names have equal numbers, and the rest does not matter.
 _Words = tuple[int, ...]
-Fact: TypeAlias = "tuple[str, str | Sequence[str]]"  # a label, and a text or parts of one
-_SHOWN = 5  # things in one fact
+Fact: TypeAlias = "tuple[str, str | Sequence[str]]"  # a label, and a text or a sequence of texts
+_SHOWN = 5  # items in one fact
 _PATTERNS = 8  # of names
 _IN_PLACE = {
     "nothing": "nothing had to change",
@@ -42,7 +42,14 @@ _IN_PLACE = {
 
 
 class Pattern(NamedTuple):
-    """How names changed: the number of names in the state dict at each of the ``paths``, and the first of them."""
+    """A change that several names have in common.
+
+    Attributes:
+        old: The pattern of the old names.
+        new: The pattern of the new names.
+        paths: The number of names that changed in this way, by the path of their state dict.
+        example: The first of these changes.
+    """
 
     old: str
     new: str
@@ -51,7 +58,7 @@ class Pattern(NamedTuple):
 
 
 def patterns(changes: Iterable[NameChange]) -> list[Pattern]:
-    """Return `changes` by pattern, the commonest first."""
+    """Return `changes` grouped by pattern, the most frequent pattern first."""
     by_words: dict[tuple[str, str], Pattern] = {}
     for change in changes:
         words = _pattern(change.old, change.new)
@@ -61,9 +68,9 @@ def patterns(changes: Iterable[NameChange]) -> list[Pattern]:
 
 
 def _pattern(old: str, new: str) -> tuple[str, str]:
-    """Return `old` and `new` with stars for what they have in common.
+    """Return `old` and `new` with a star for the segments that they have in common.
 
-    The last segments are compared first: of ``module.module.w → module.w`` the first one went.
+    The last segments are compared first, so that ``module.module.w → module.w`` loses the first ``module``.
     """
     a, b = old.split("."), new.split(".")
     tail = len(commonprefix([a[::-1], b[::-1]]))  # noqa: RUF071 - of words, not of paths
@@ -76,7 +83,7 @@ def _pattern(old: str, new: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def _words_apart(old: str, new: str) -> tuple[str, str]:
-    """Return two names, or the parts of them that differ, with stars for the words that they still have in common."""
+    """Return two names with stars for the words that both have in the same order."""
     was, becomes = re.findall(_WORD, old), re.findall(_WORD, new)
     ids: dict[str, int] = {}
     a, b = (tuple(ids.setdefault(word, len(ids)) for word in words) for words in (was, becomes))
@@ -86,7 +93,10 @@ def _words_apart(old: str, new: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=1024)
 def _kept(a: _Words, b: _Words) -> Sequence[tuple[int, int, int]]:
-    """Return the runs that `a` and `b` share as (index in `a`, index in `b`, length), or none if they are too long."""
+    """Return the runs of words that `a` and `b` have in common, as (index in `a`, index in `b`, length).
+
+    Return none if `a` and `b` are too long to be compared.
+    """
     from difflib import SequenceMatcher  # slow to import
 
     if len(a) * len(b) > _LARGEST_TABLE:
@@ -95,7 +105,10 @@ def _kept(a: _Words, b: _Words) -> Sequence[tuple[int, int, int]]:
 
 
 def _starred(words: list[str], runs: Iterable[tuple[int, int]]) -> str:
-    """Return `words` with a star for each of the `runs` (first, number). Punctuation at the ends of a run stays."""
+    """Return `words` as text with a star for each of `runs` (index, length).
+
+    Punctuation at the ends of a run is kept.
+    """
     parts, at = [], 0
     for first, number in runs:
         parts += words[at:first]
@@ -105,13 +118,13 @@ def _starred(words: list[str], runs: Iterable[tuple[int, int]]) -> str:
 
 
 def report_lines(report: Report, style: Style = PLAIN, *, every_name: bool = False) -> Iterator[str]:
-    """Yield what a conversion did, or would do after a dry run. `every_name` lists everything that changed."""
+    """Yield the lines of a report about a conversion or a dry run. With `every_name`, all changes are listed."""
     yield from headline(style, report.dst, report_title(report))
     for label, what in report_facts(report, every_name=every_name):
         yield from fact(style, label, what)
 
 
-#: Where the names of an optimizer's parameters come from.
+#: How the parameters of an optimizer were matched with names.
 _NAMES_FROM = {
     "itself": "with its own names",
     "shapes": "with names found by the shapes of its state",
@@ -120,7 +133,7 @@ _NAMES_FROM = {
 
 
 def report_title(report: Report) -> str:
-    """Return the format, the number of files, how much was written, and how fast."""
+    """Return the format, the number of files, the bytes written, and the time."""
     written = size(report.nbytes)
     done = f"{written} written in {report.seconds:.2f} s" if report.written else f"would write {written}"
     new_format = report.formats[1]
@@ -128,7 +141,7 @@ def report_title(report: Report) -> str:
 
 
 def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
-    """Yield the facts below the first line. `every_name` lists everything that changed."""
+    """Yield the facts below the title, as pairs of a label and a text. With `every_name`, all changes are listed."""
     changes = report.changes
     old_format, new_format = report.formats
     if every_name and report.files:
@@ -169,7 +182,7 @@ def report_facts(report: Report, *, every_name: bool = False) -> Iterator[Fact]:
 
 
 def _optimizer_lines(path: str, change: OptimizerChange) -> Iterator[Fact]:
-    """Yield what changed in the optimizer at `path`, and what told which parameter is which."""
+    """Yield facts about the changes of the optimizer at `path`, and how its parameters were matched with names."""
     if change.names:
         yield ("names", f"{count(change.names, 'name')} in the optimizer at {path} changed with them")
     done = [f"{count(change.left_out, 'parameter')} left out"] if change.left_out else []
@@ -184,7 +197,7 @@ def _optimizer_lines(path: str, change: OptimizerChange) -> Iterator[Fact]:
 
 
 def _verified(verified: Verified) -> list[str]:
-    """Return what was compared: the checksums of the input, then the output."""
+    """Return texts about the checks: the checksums of the input, then the comparison of the output."""
     records, nbytes = count(verified.records, "record"), size(verified.nbytes)
     checksums = "its checksum" if verified.records == 1 else "their checksums"
     right = f"{records} of the input ({nbytes}) compared with {checksums}"
@@ -193,16 +206,16 @@ def _verified(verified: Verified) -> list[str]:
 
 
 def _holds(container: str, quality: str) -> bool:
-    """Return whether a container has the attribute `quality` of :class:`~ckptconv.formats.writers.Writer`.
+    """Return whether the format `container` has the attribute `quality` of :class:`~ckptconv.formats.writers.Writer`.
 
-    It is True for a container that cannot be written, and for a mix of several.
+    Return True for a format that cannot be written, and for a mix of formats.
     """
     writer = None if " and " in container else writer_of(container)
     return writer is None or getattr(writer, quality)
 
 
 def _group_lines(groups: list[Regrouping], every_one: bool) -> Iterator[Fact]:
-    """Yield the tensors that were regrouped: every group, or the first and the number of others of each rule."""
+    """Yield facts about regrouped tensors: all groups, or for each rule the first and the number of others."""
     by_rule: dict[str, list[Regrouping]] = {}
     for group in groups:
         by_rule.setdefault(group.rule, []).append(group)
@@ -215,9 +228,7 @@ def _group_lines(groups: list[Regrouping], every_one: bool) -> Iterator[Fact]:
 
 
 def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:
-    """Yield what was cast, what was not and why, the numbers that overflowed, and what storages were separated or
-    compacted.
-    """
+    """Yield facts about casts, tensors that were not cast, overflows, and storages that were separated or compacted."""
     changes = report.changes
     for (old, new), done in changes.dtypes.items():
         sizes = f"{size(done.nbytes_before)} → {size(done.nbytes_after)}"
@@ -241,8 +252,8 @@ def _dtype_lines(report: Report, every_one: bool) -> Iterator[Fact]:
 
 
 def _plain_lines(made_plain: list[MadePlain], every_one: bool) -> Iterator[Fact]:
-    """Yield the objects that became plain, by their old and new types, with the expression that reads the first of
-    them.
+    """Yield facts about objects that became plain, grouped by old and new type, with an expression that reads the
+    first.
     """
     groups: dict[tuple[str, str], list[MadePlain]] = {}
     for each in made_plain:
@@ -253,7 +264,7 @@ def _plain_lines(made_plain: list[MadePlain], every_one: bool) -> Iterator[Fact]
 
 
 def _tie_lines(report: Report) -> Iterator[Fact]:
-    """Yield the names that the output has only as texts in its metadata."""
+    """Yield a fact about names that the output stores only as texts in its metadata."""
     if report.ties:
         listed = _listed(f"{name} → {first}" for name, first in report.ties)
         if not _holds(report.formats[1].split(" and ")[-1], "ties"):
@@ -267,7 +278,7 @@ def _tie_lines(report: Report) -> Iterator[Fact]:
 
 
 def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> Iterator[Fact]:
-    """Yield what the output does not contain, by the reason, the largest first."""
+    """Yield facts about objects that the output does not contain, grouped by reason, the largest first."""
     by_reason: dict[str, list[LeftBehind]] = {}
     for left in sorted(left_behind, key=lambda left: -left.nbytes):
         by_reason.setdefault(left.why, []).append(left)
@@ -282,7 +293,7 @@ def _left_behind_lines(left_behind: tuple[LeftBehind, ...], every_one: bool) -> 
 
 
 def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[Fact]:
-    """Yield the names that changed, grouped by pattern unless `every_name` is set."""
+    """Yield facts about changed names, grouped by pattern unless `every_name` is set."""
     if every_name:
         for change in names:
             yield ("names", f"{change.path}: {change.old} → {change.new}")
@@ -300,7 +311,7 @@ def _name_lines(names: list[NameChange], every_name: bool) -> Iterator[Fact]:
 
 
 def _renamed(pattern: Pattern) -> list[str]:
-    """Return a pattern, the number of names that it applies to, their state dicts, and an example."""
+    """Return texts about a pattern: the number of its names, their state dicts, and an example."""
     example = f"{pattern.example.old} → {pattern.example.new}"
     where = "" if [*pattern.paths] == ["."] else f" in {_listed(pattern.paths)}"
     most, total = max(pattern.paths.values()), sum(pattern.paths.values())
@@ -313,17 +324,17 @@ def _renamed(pattern: Pattern) -> list[str]:
 
 
 def _all_or_some(things: Sequence[str], every_one: bool) -> str:
-    """Return `things`, or the first of them and how to list the others."""
+    """Return `things` as text: all of them, or the first ones and the option that lists all."""
     if every_one or len(things) <= _SHOWN:
         return ", ".join(things)
     return ", ".join(things[:_SHOWN]) + _more(len(things) - _SHOWN)
 
 
 def _more(number: int, nbytes: str = "") -> str:
-    """Return that there are `number` more things, and how to list them."""
+    """Return the text "… more" with `number`, and the option that lists all."""
     return f", … {number:,} more{nbytes} (" + option("verbose") + " lists all)"
 
 
 def _listed(things: Iterable[str]) -> str:
-    """Return the first of `things`, and the number of the others."""
+    """Return the first of `things` and the number of the others as text."""
     return ", ".join(first_of(things, _SHOWN))

@@ -1,4 +1,4 @@
-"""Make the SARIF log that ``verify --sarif`` prints, and that code scanning shows.
+"""Create the SARIF log that ``verify --sarif`` prints, for code scanning.
 
 SARIF 2.1.0: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
 """
@@ -18,7 +18,7 @@ from ckptconv.stores import is_url
 if TYPE_CHECKING:
     from ckptconv.inspection.verification import Finding, Level, Verdict
 
-#: SARIF's level of each level of findings that are results, and what such findings say.
+#: For each level of findings, SARIF's level and a description.
 _RULES: dict[Level, tuple[str, str]] = {
     "damaged": ("error", "The file is damaged, or is not the file that is expected."),
     "unknown": ("error", "This version of ckptconv cannot judge the file or an object in it."),
@@ -42,9 +42,9 @@ def sarif_log(
 
     Args:
         verdicts: The checkpoints that were opened.
-        failed: The other ones: their paths, the errors, and the findings that the errors are.
+        failed: The checkpoints that could not be opened: path, error, and the error as a finding.
         exit_code: The exit status of the command.
-        notes: Whether findings of the level ``note`` are listed.
+        notes: Whether findings of the level ``note`` are included.
         version: The version of this package.
     """
     results: list[dict[str, Any]] = []
@@ -75,7 +75,10 @@ def sarif_log(
 
 
 def _results(path: str, findings: Sequence[Finding], *, strict: bool) -> Iterator[dict[str, Any]]:
-    """Yield the results for the `findings` in the checkpoint at `path`. Bytes that were not read give none."""
+    """Yield the results for `findings` in the checkpoint at `path`.
+
+    Findings about bytes that were not read are left out.
+    """
     for finding in findings:
         if finding.level == "not checked":
             continue
@@ -102,7 +105,7 @@ def _problem(path: str, text: str) -> dict[str, Any]:
 def _location(path: str) -> dict[str, Any]:
     """Return the location of the file at `path`.
 
-    A binary file has no lines, but GitHub shows only results with a line.
+    The line is always 1, because GitHub displays only results with a line.
     """
     local = Path(path)
     if is_url(path):

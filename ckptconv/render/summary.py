@@ -1,4 +1,6 @@
-"""Draw what ``inspect`` found in a checkpoint: whether it loads here, what to type if not, its parts, its tensors."""
+"""Format the summary of ``inspect`` as text: whether the checkpoint loads here, the command to use if not, its
+contents.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,24 @@ if TYPE_CHECKING:
     from ckptconv.inspection.diagnosis.findings import Advice
     from ckptconv.inspection.summary import OptimizerSummary, Part, Share, Summary, TensorSummary
 
-_SHOWN = 5  # things in one fact, and lines of one
-_SHOWN_LONG = 3  # things that consist of two names
+_SHOWN = 5  # items in one fact, and lines of one fact
+_SHOWN_LONG = 3  # items that consist of two names
 _LONGEST = 60  # characters of a text from the file
 _LONGEST_PATH = 100
 _USUAL_GLOBALS = ("torch.", "collections.OrderedDict", "__builtin__.", "builtins.", "_codecs.encode")
-_MACHINERY = regex(r"(^|/)\.(_|training$)")  # attributes that every pickled module has, and their contents
-#: The kinds of findings that the remedy mends with those that block, unless it takes only a part.
+_MACHINERY = regex(r"(^|/)\.(_|training$)")  # internal attributes of pickled modules, and their contents
+#: The kinds of findings that the remedy fixes together with the blocking ones, unless it selects a part.
 _COMBINED = ("device", "prefix", "optimizer", "rng")
-_DANGEROUS = "dangerous"  # the kind of finding that outweighs the others
+_DANGEROUS = "dangerous"  # the kind of finding that is more important than all others
 _LINES = 23  # a terminal has 24, one of them for the prompt
-_LEAST = 9  # lines for the table: its heading, some rows, and the number of the others
+_LEAST = 9  # lines for the table: its heading, some rows, and the number of further rows
 
 
 def facts(summary: Summary, style: Style, *, shown: int | None = None, most: int | None = None) -> Iterator[str]:
-    """Yield the verdict, the parts, then everything else, in at most `most` lines.
+    """Yield the lines above the table: the verdict, the state dicts and optimizers, then everything else.
 
-    `shown` is the number of tensors that the table will have, if a filter left some out.
+    If there are more than `most` rows on the terminal, less important lines are left out. `shown` is the number of
+    tensors in the table, if a filter left some out.
     """
     blocks = [(rank, [*lines]) for rank, lines in _blocks(summary, style)]
     if shown is not None and shown < len(summary.tensors):
@@ -58,10 +61,10 @@ def facts(summary: Summary, style: Style, *, shown: int | None = None, most: int
 
 
 def _blocks(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
-    """Yield lines that are shown or left out together, and their rank.
+    """Yield blocks of lines with their rank. A block is printed completely or left out.
 
-    The rank is 0 for the verdict, 1 for what is in the file, 2 for reasons, and more for what else to know. If there is
-    no room, the lines of the highest rank are left out first.
+    The rank is 0 for the verdict, 1 for the contents, 2 for reasons, and more for further remarks. If there is too
+    little space, blocks with the highest rank are left out first.
     """
     yield 0, headline(style, summary.path, f"{summary.format}, {size(summary.size)}")
     yield from _verdict(summary, style)
@@ -73,7 +76,7 @@ def _blocks(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]
     for note in summary.notes:
         yield 3, fact(style, "note", note)
     yield 4, _special_tensors(summary, style)
-    modules = {module.path for module in summary.modules}  # each has its own line
+    modules = {module.path for module in summary.modules}  # each module has its own line
     for label, found_texts in (("metadata", summary.metadata), ("values", summary.others)):
         texts = [
             (path, text) for path, text in found_texts.items() if not _MACHINERY.search(path) and path not in modules
@@ -85,9 +88,10 @@ def _blocks(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]
 
 
 def _in_place(summary: Summary, style: Style) -> Iterator[str]:
-    """Yield what changes in place left behind: journals that can be undone, and records that were replaced.
+    """Yield facts about earlier changes in place: journals with which they can be undone, and records that were
+    replaced.
 
-    Journals of interrupted changes are left out: a note names them.
+    Journals of interrupted changes are left out, because a note names them.
     """
     journals = [f"{each.path} ({size(each.nbytes)})" for each in summary.journals if not each.hot]
     if journals:
@@ -100,15 +104,16 @@ def _in_place(summary: Summary, style: Style) -> Iterator[str]:
 
 
 def _values(style: Style, label: str, texts: Sequence[tuple[str, str]], most: int) -> Iterator[str]:
-    """Yield a fact with the first `most` of `texts`, pairs of a path and what is there."""
+    """Yield a fact with the first `most` of `texts`, which are pairs of a path and a description."""
     listed = [f"{_short(path, _LONGEST_PATH)} = {_short(text)}" for path, text in texts[:most]]
     rest = [f"… {len(texts) - most:,} more (" + option("json") + ")"] if len(texts) > most else []
     return fact(style, label, [*listed, *rest], separator="; ")
 
 
 def _calm(draw: Callable[[int], Iterator[str]]) -> list[str]:
-    """Return the lines that `draw` yields for as many things as fit five lines, at least one: a file can have
-    thousands.
+    """Return the lines of `draw` for as many items as fit into five lines, but at least for one.
+
+    Files can have thousands.
     """
     for most in range(_SHOWN, 0, -1):
         lines = list(draw(most))
@@ -118,7 +123,7 @@ def _calm(draw: Callable[[int], Iterator[str]]) -> list[str]:
 
 
 def _short(text: str, most: int = _LONGEST) -> str:
-    """Return `text`, cut to `most` characters."""
+    """Return `text`, cut to `most` characters with a mark at the end."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -126,9 +131,9 @@ def _short(text: str, most: int = _LONGEST) -> str:
 
 
 def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
-    """Yield yes or no, what to type, the reasons, the devices, and what else to know, each with its rank.
+    """Yield blocks about loading: yes or no, the command to use, the reasons, the devices, and notes.
 
-    The one command that mends everything comes before the reasons, so that it is seen however many they are.
+    The command that fixes everything comes before the reasons, so that it is visible even if there are many of them.
     """
     blocking = [finding for finding in summary.findings if finding.blocks]
     notes = [finding for finding in summary.findings if not finding.blocks]
@@ -165,7 +170,7 @@ def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str
 
 
 def _how(summary: Summary) -> str:
-    """Return the call that loads the file, or "" if that was not checked."""
+    """Return the call that loads the file. Return an empty text if it was not proved that a call loads the file."""
     each = "each shard with " if summary.format.startswith("sharded") else ""
     if summary.protocol is None:
         return f": {each}safetensors.torch.load_file(path)"
@@ -175,7 +180,10 @@ def _how(summary: Summary) -> str:
 
 
 def _remedy_first(summary: Summary, blocking: Sequence[Advice]) -> Command | None:
-    """Return the command that mends everything, or None if the only finding in the way has the same command."""
+    """Return the command that fixes everything.
+
+    None if there is none, or a single blocking finding has the same command.
+    """
     remedy = command_in(summary.remedy)
     commands = [command for finding in blocking if (command := command_in(finding.command))]
     return None if remedy is None or [*map(_does, commands)] == [_does(remedy)] else remedy
@@ -184,7 +192,7 @@ def _remedy_first(summary: Summary, blocking: Sequence[Advice]) -> Command | Non
 def _reasons(
     label: str, blocking: Sequence[Advice], remedy: Command | None, style: Style, mending: _Mending
 ) -> Iterator[tuple[int, Iterable[str]]]:
-    """Yield the findings in the way, each with its command, after the `remedy` if there is one."""
+    """Yield the blocking findings, each with its command. If there is a `remedy`, it comes first."""
     start = "no: "
     if remedy or not blocking or blocking[0].kind == _DANGEROUS:
         part = _part_of(remedy) if remedy else ""
@@ -204,30 +212,30 @@ def _reasons(
 
 
 class _Mending:
-    """The commands of a verdict. A command that was shown is not shown again, even for another name of the output."""
+    """The commands of a verdict. Each is printed once, even if it would occur again with another output name."""
 
     def __init__(self, style: Style) -> None:
         self.style = style
         self.said: set[tuple[object, ...]] = set()
 
     def is_new(self, command: Command) -> bool:
-        """Return whether no command that does the same was shown."""
+        """Return whether no command with the same effect was printed yet."""
         return _does(command) not in self.said
 
     def lines(self, command: Command | None) -> Iterator[str]:
-        """Yield the lines of `command`, unless it is None or one that does the same was shown."""
+        """Yield the lines of `command`. Yield nothing if it is None, or a command with the same effect was printed."""
         if command and self.is_new(command):
             self.said.add(_does(command))
             yield from command_lines(self.style, command)
 
 
 def _does(command: Command) -> tuple[object, ...]:
-    """Return what the command does: its input and options, without the name of its output."""
+    """Return the input and options of a command, without the name of its output."""
     return (*command.arguments[:1], *command.arguments[2:])
 
 
 def _part_of(command: Command) -> str:
-    """Return the part that the command takes, or "" if it takes everything."""
+    """Return a text that names the part that the command selects. Return an empty text if it converts everything."""
     options = {each.keyword: each.value for each in command.arguments if isinstance(each, Option)}
     parts = ["the state dict"] if "state_dict" in options else []
     if "select" in options:
@@ -236,7 +244,7 @@ def _part_of(command: Command) -> str:
 
 
 def _first_word(style: Style, word: str, colour: str) -> Callable[[str], str]:
-    """Return a function that paints `word` at the start of a line."""
+    """Return a function that colours `word` if it is the first word of a line."""
     return lambda line: style.paint(word, colour) + line.removeprefix(word) if word and line.startswith(word) else line
 
 
@@ -244,7 +252,7 @@ def _first_word(style: Style, word: str, colour: str) -> Callable[[str], str]:
 
 
 def _devices(summary: Summary, style: Style) -> Iterator[str]:
-    """Yield the devices in the file, and that a format without a pickle stores none."""
+    """Yield the devices in the file. For a format without a pickle, yield that it stores none."""
     if summary.devices:
         yield from fact(style, "devices", _shares(summary.devices), paint=partial(_accelerators, style))
     elif summary.protocol is None:
@@ -252,7 +260,7 @@ def _devices(summary: Summary, style: Style) -> Iterator[str]:
 
 
 def _contents(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
-    """Yield the number of tensors and storages, their sizes, and their dtypes."""
+    """Yield the number of tensors and storages with their sizes, and the dtypes."""
     stored = "" if summary.stored_nbytes == summary.nbytes else f" ({size(summary.stored_nbytes)} stored)"
     storages = count(summary.storages, "storage")
     one = f", {next(iter(summary.dtypes))}" if len(summary.dtypes) == 1 else ""
@@ -262,7 +270,7 @@ def _contents(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[st
 
 
 def _parts(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]]:
-    """Yield state dicts, whole modules, and the tensors that are in neither."""
+    """Yield the state dicts, pickled modules, optimizers, and the tensors that belong to none of them."""
     modules = {module.path for module in summary.modules}
     of_kinds: dict[str, list[str]] = {}
     for part in summary.parts:
@@ -275,13 +283,13 @@ def _parts(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str]]
 
 
 def _some_parts(style: Style, kind: str, listed: list[str], most: int) -> Iterator[str]:
-    """Yield a fact for each of the first `most` parts, and one for the others."""
+    """Yield a fact for each of the first `most` of `listed`, and one with the number of the others."""
     for text in first_of(listed, most):
         yield from fact(style, kind, text)
 
 
 def _part(part: Part, summary: Summary) -> str:
-    """Return the text of a part; for a state dict also how its names start."""
+    """Return the text about a group of tensors. For a state dict it includes the prefix of its names."""
     state_dict = next((each for each in summary.state_dicts if each.path == part.path), None)
     where = "" if part.path in ("", ".") else f"{_short(part.path, _LONGEST_PATH)}: "
     if state_dict is None or part.kind not in ("model", "EMA"):
@@ -295,7 +303,9 @@ def _part(part: Part, summary: Summary) -> str:
 
 
 def _optimizer(optimizer: OptimizerSummary) -> str:
-    """Return by what an optimizer lists its parameters, how many have a state, and which weights they are."""
+    """Return a text about an optimizer: the keys of its parameters, the number with a state, and the weights that it
+    fits.
+    """
     if optimizer.trouble:
         return f"; {optimizer.trouble}"
     named = "by names" if optimizer.keyed_by == "names" else "by number" + ", with names" * optimizer.has_names
@@ -314,7 +324,7 @@ def _optimizer(optimizer: OptimizerSummary) -> str:
 
 
 def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
-    """Yield a fact for each of the first `most` whole modules, with the names of the state dict that it would give."""
+    """Yield a fact for each of the first `most` pickled modules, with the names in its state dict."""
     has_finding = any(finding.kind == "prefix" for finding in summary.findings)
     every = summary.modules
     for module in every[:most]:
@@ -341,19 +351,22 @@ def _modules(summary: Summary, style: Style, most: int) -> Iterator[str]:
 
 
 def _shares(shares: dict[str, Share]) -> list[str]:
-    """Return each name with its tensors and bytes, or only the name if there is one."""
+    """Return each name with the number of its tensors and their bytes.
+
+    If there is only one name, return only the name.
+    """
     if len(shares) == 1:
         return list(shares)
     return [f"{name} ×{share.tensors:,} ({size(share.nbytes)})" for name, share in shares.items()]
 
 
 def _accelerators(style: Style, line: str) -> str:
-    """Return `line`, which lists devices, with all but the CPU painted."""
+    """Return `line`, a list of devices, with all devices except the CPU in colour."""
     return re.sub(r"(^|, )(?!cpu(?: |$)|…)([^ ,]+)(?=$|,| [×x])", lambda m: m[1] + style.paint(m[2], "device"), line)
 
 
 def _prefix(prefixes: dict[str, int], names: int) -> str:
-    """Return the prefix that all names start with, or how many start with one of a wrapper, or ""."""
+    """Return a text about the prefix that all names start with, or about the prefix of a wrapper. Empty without one."""
     for prefix, n in prefixes.items():
         if n == names > 1:
             return f", all start with {_short(prefix)}"
@@ -363,7 +376,7 @@ def _prefix(prefixes: dict[str, int], names: int) -> str:
 
 
 def _special_tensors(summary: Summary, style: Style) -> Iterator[str]:
-    """Yield tied tensors, views, and devices in the user's own data."""
+    """Yield facts about tied tensors, views, and devices in the user's own data."""
     ties = [" = ".join(tie[:_SHOWN]) + (" …" if len(tie) > _SHOWN else "") for tie in summary.ties]
     if ties:
         yield from fact(style, "tied", first_of(ties, _SHOWN_LONG))
@@ -378,7 +391,9 @@ def _special_tensors(summary: Summary, style: Style) -> Iterator[str]:
 
 
 def _safety(summary: Summary, style: Style) -> Iterator[str]:
-    """Yield unusual globals, pickles inside byte strings, and whether loading needs code, if no finding says so."""
+    """Yield facts about unusual globals, about pickles inside byte strings, and that no code is needed if this is
+    proved.
+    """
     usual = (*_USUAL_GLOBALS, *summary.obstacles)
     foreign = [name for name in summary.globals if not name.startswith(usual)]
     if foreign:
@@ -390,7 +405,7 @@ def _safety(summary: Summary, style: Style) -> Iterator[str]:
         return
     if summary.protocol is None:
         yield from fact(style, "needs code", "no: the format cannot contain any")
-    elif summary.weights_only and not summary.loads_here:  # otherwise a finding says what is refused
+    elif summary.weights_only and not summary.loads_here:  # otherwise a finding tells what is refused
         yield from fact(style, "needs code", "no: only tensors and plain data")
 
 
@@ -405,18 +420,18 @@ def summary_lines(
     everything: bool = False,
     by_size: bool = False,
 ) -> Iterator[str]:
-    """Yield `summary` and its tensors, or only the `tensors` that are given.
+    """Yield the lines of `summary`, with the table of its tensors or only of `tensors`.
 
-    On a terminal all lines fit 24 rows, with the prompt, unless `limit` rows or `everything` is asked for.
+    On a terminal, all lines and the prompt fit into 24 rows, unless `limit` or `everything` is set.
 
     Args:
-        summary: What to draw.
-        style: What the text is drawn for.
-        tensors: The tensors to show, if not all.
-        tree: Whether to draw a tree in place of a table.
-        depth: The levels of the tree; implies `tree`.
-        limit: The largest number of rows.
-        everything: Whether to draw all rows, with repeated blocks unfolded.
+        summary: The summary.
+        style: The style of the output.
+        tensors: The tensors in the table, or None for all.
+        tree: Whether to print a tree instead of a table.
+        depth: The number of levels of the tree. A number implies `tree`.
+        limit: The largest number of rows of the table.
+        everything: Whether to print all rows, without folding repeated blocks.
         by_size: Whether the largest tensors come first.
     """
     shown = summary.tensors if tensors is None else tensors

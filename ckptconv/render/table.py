@@ -1,4 +1,4 @@
-"""Draw tensors as a table or as a tree, on a terminal or as lines for a program."""
+"""Format tensors as a table or as a tree, for a terminal or as lines for a program."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ if TYPE_CHECKING:
 
 _GAP = "  "
 _HEADINGS = ("tensor", "dtype", "shape", "device", "size")
-_NARROW = 70  # columns; a narrower terminal has no room for bars
-_LEAST_NAME = 16  # columns of a name; other columns are left out for it
+_NARROW = 70  # columns; on a narrower terminal there are no bars
+_LEAST_NAME = 16  # columns of a name; other columns are left out to make space for it
 _LONGEST_NAME = 300  # characters of a name, so that none fills the screen
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_LONGEST_TWICE = 12  # columns of a prefix that is shown for both the first and the last block
+_LONGEST_TWICE = 12  # columns of a prefix that is repeated for the first and the last block
 
 
 class Row(NamedTuple):
-    """A row of the table or tree: the texts under the headings, the bytes, the number of tensors, and the indent of the
-    name.
+    """A row of the table or tree.
+
+    Attributes:
+        texts: The texts under the headings.
+        nbytes: The bytes of its tensors.
+        tensors: The number of tensors that the row stands for.
+        indent: The indent of the name, in columns.
     """
 
     texts: tuple[str, ...]
@@ -52,10 +57,10 @@ def table_lines(
     fold: bool = True,
     by_size: bool = False,
 ) -> Iterator[str]:
-    """Yield the table of `tensors`: at most `limit` rows, and as many as fit `height` lines.
+    """Yield the table of `tensors`: at most `limit` rows, and as many as fit into `height` lines.
 
-    A terminal shows repeated blocks as one row if `fold` is set. Rows are in the file's order, or the largest first if
-    `by_size` is set. The names in whole modules are those of the state dict that the module would give.
+    With `fold`, repeated blocks become one row on a terminal. Rows are in the order of the file, or with `by_size` the
+    largest first. Tensors of pickled modules have their names in the module's state dict.
     """
     tensors = _as_in_state_dicts(tensors)
     if style.width is None:
@@ -80,7 +85,7 @@ def table_lines(
 
 
 def _as_in_state_dicts(tensors: Sequence[TensorSummary]) -> Sequence[TensorSummary]:
-    """Return `tensors` with those in whole modules under the paths that they would have in a state dict."""
+    """Return `tensors`. Those of pickled modules get the paths that they would have in a state dict."""
     new = {
         tensor.path: ("" if tensor.module == "." else tensor.module) + key_segment(tensor.name, 0)
         for tensor in tensors
@@ -99,19 +104,21 @@ def _as_in_state_dicts(tensors: Sequence[TensorSummary]) -> Sequence[TensorSumma
 
 
 def named(name: str, tensor: TensorSummary) -> str:
-    """Return `name`, and the path of the tensor that `tensor` is tied to, if there is one."""
+    """Return `name`, followed by the path of the tensor that `tensor` is tied to, if it is tied."""
     return f"{name} = {tensor.tied_to}" if tensor.tied_to else name
 
 
 def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int, folded: bool = True) -> Iterator[str]:
-    """Yield the line below a table: what is missing, or what the rows stand for. Yield nothing if neither is needed.
+    """Yield the line below a table. It tells what is left out, or that rows are folded.
+
+    Yield nothing if neither applies.
 
     Args:
-        style: What the text is drawn for.
+        style: The style of the output.
         tensors: The number of all tensors.
-        drawn: The number of rows that are drawn.
+        drawn: The number of rows that are printed.
         rows: The number of all rows.
-        shown: The number of tensors that the drawn rows stand for.
+        shown: The number of tensors that the printed rows stand for.
         folded: Whether a row can stand for several tensors.
     """
     if rows > drawn:
@@ -131,9 +138,17 @@ def footer(style: Style, tensors: int, *, drawn: int, rows: int, shown: int, fol
 def drawn(
     rows: list[Row], style: Style, tensors: int, *, every: int, height: int | None, folded: bool = True
 ) -> list[str]:
-    """Return `rows` under headings, and the footer, in at most `height` lines unless that is None.
+    """Return the lines of the table: headings, `rows` and the footer.
 
-    `rows` are the first of `every` rows for all `tensors`. `folded`: a row can stand for several tensors.
+    If `height` is given, there are at most so many lines.
+
+    Args:
+        rows: The first rows.
+        style: The style of the output.
+        tensors: The number of all tensors.
+        every: The number of all rows.
+        height: The largest number of lines, or None.
+        folded: Whether a row can stand for several tensors.
     """
     n = len(rows)
     while True:
@@ -145,9 +160,10 @@ def drawn(
 
 
 def _draw(rows: list[Row], style: Style) -> Iterator[str]:
-    """Yield `rows` under headings, no line wider than the terminal.
+    """Yield `rows` under headings, not wider than the terminal.
 
-    A name that is too long goes on in the next line. If there is room, each row has a bar for its bytes.
+    A name that is too long is continued on the next line. If the terminal is wide enough, each row has a bar for its
+    bytes.
     """
     if not rows:
         return
@@ -165,9 +181,9 @@ def _draw(rows: list[Row], style: Style) -> Iterator[str]:
 
 
 def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int], int]:
-    """Return the widths of the columns that fit `width`, by their index, and the width of the bar, which can be 0.
+    """Return the widths of the columns that fit into `width`, by their index, and the width of the bar (0: no bar).
 
-    `widths` are what the columns need. The column for devices is left out unless there are `devices`.
+    `widths` are the widths that the columns need. Without `devices`, the column for devices is left out.
     """
     most = max(12, width // 5)
     columns = {i: min(wanted, most) if 0 < i < 4 else wanted for i, wanted in enumerate(widths)}
@@ -185,7 +201,7 @@ def _fit(widths: list[int], width: int, *, devices: bool) -> tuple[dict[int, int
 
 
 def _drawn(row: Row, columns: dict[int, int], bar: str, style: Style) -> Iterator[str]:
-    """Yield the lines of `row`, as many as its longest cell needs."""
+    """Yield the lines of `row`. Cells that are too wide are continued on further lines."""
     indent = min(row.indent, columns[0] // 2)
     lines = {i: broken(row.texts[i], width) for i, width in columns.items() if i}
     lines[0] = [" " * indent + line for line in broken(_cut(row.texts[0]), columns[0] - indent, hanging=2)]
@@ -200,14 +216,15 @@ def _drawn(row: Row, columns: dict[int, int], bar: str, style: Style) -> Iterato
 
 
 def _cut(name: str) -> str:
-    """Return `name` without its middle if it is longer than 300 characters."""
+    """Return `name`. If it is longer than 300 characters, its middle is left out."""
     half = _LONGEST_NAME // 2
     return name if len(name) <= _LONGEST_NAME else f"{name[:half]}...{name[-half:]}"
 
 
 def _bar(nbytes: int, largest: int, width: int, style: Style) -> str:
-    """Return a bar for `nbytes`, `width` columns wide for `largest`, in eighths of a column, or in whole ones without
-    Unicode.
+    """Return a bar for `nbytes`. It is `width` columns long for `largest`.
+
+    With Unicode its length has steps of an eighth of a column, otherwise of a column.
     """
     if not style.unicode:
         return "#" * round(width * nbytes / max(1, largest))
@@ -225,10 +242,11 @@ def tree_lines(
     by_size: bool = False,
     depth: int | None = None,
 ) -> Iterator[str]:
-    """Yield the tree of `tensors`: at most `limit` rows, `depth` levels, and as many rows as fit `height` lines.
+    """Yield the tree of `tensors`: at most `limit` rows and `depth` levels, and as many rows as fit into `height`
+    lines.
 
-    A terminal shows repeated blocks as one branch if `fold` is set, and the share of each branch in all bytes. Siblings
-    are in the file's order, or the largest first if `by_size` is set.
+    On a terminal, repeated blocks become one branch if `fold` is set, and each branch has its share of all bytes.
+    Siblings are in the order of the file, or with `by_size` the largest first.
     """
     from ckptconv.render.folding import tree_of
 
@@ -256,9 +274,9 @@ def tree_lines(
 def _rows(
     branches: list[Branch], style: Style, *, by_size: bool, whole: int, depth: int | None, indent: int = 0
 ) -> Iterator[Row]:
-    """Yield a row for each of `branches`, and for `depth` levels below them, or all.
+    """Yield a row for each of `branches`, and for `depth` levels below them (None: all levels).
 
-    The names are indented by `indent`. Each row shows its share in the bytes of the `whole`, unless that is 0.
+    Names are indented by `indent`. Each row has its share of `whole`, the bytes of all tensors, unless `whole` is 0.
     """
     for branch in sorted(branches, key=lambda branch: -branch.nbytes) if by_size else branches:
         name = ""
@@ -283,7 +301,10 @@ def _rows(
 
 
 def _label(prefix: str, branch: Branch) -> str:
-    """Return the name of `branch` after the `prefix` of its parents; ``layers.0 … layers.31 ×32`` for many siblings."""
+    """Return the name of `branch` after the names `prefix` of its parents.
+
+    Several siblings: ``layers.0 … layers.31 ×32``.
+    """
     numbers = branch.numbers
     if not numbers:
         return prefix + branch.segment

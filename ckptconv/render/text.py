@@ -1,4 +1,4 @@
-"""Draw what all renderers share: styles, widths, line breaks, escapes, labelled facts and commands."""
+"""Functions that all renderers use: styles, widths, line breaks, escapes, labelled facts and commands."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ckptconv.system import calls
 _INDENT = "  "
 _LABEL = 14  # columns
 _NARROWEST = 40  # columns; a narrower terminal gets lines for 40
-_TIE = "\N{NO-BREAK SPACE}"  # joins words that stay together; printable() escapes it in texts from files
-# Patterns are texts, so that they are compiled only for a terminal: that takes longer than everything else done here.
-_TOGETHER = r"(?<=\d) (?=[kMGT]?B\b)| (?=[×x]\d)"  # a size and its unit; a word and how often it occurs
+_TIE = "\N{NO-BREAK SPACE}"  # joins words that must stay on one line; printable() escapes it in texts from files
+# Patterns are plain texts, so that they are compiled only for a terminal, because compiling is slow.
+_TOGETHER = r"(?<=\d) (?=[kMGT]?B\b)| (?=[×x]\d)"  # a size and its unit; a word and the number of times that it occurs
 _ASCII = str.maketrans(
     {"×": "x", "…": "...", "→": "->", "←": "<-", "─": "-", "–": "-", "—": "--", "·": "*", "≤": "<=", "≥": ">="}
 )
@@ -36,9 +36,9 @@ _SEGMENT = r"(?:[^./ ]| (?=[×x][0-9]))*(?:[./ ]|$)"
 
 
 class Style(NamedTuple):
-    """What the text is drawn for: a terminal of `width` columns, or a program if that is None.
+    """The properties of the output: a terminal with `width` columns, or a program if `width` is None.
 
-    The text has colours only if `colour` is set, and it is ASCII unless `unicode` is set.
+    `colour` allows colours. Without `unicode`, the text is ASCII.
     """
 
     width: int | None = None
@@ -47,11 +47,11 @@ class Style(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """The width to draw for, which is at least 40."""
+        """The width of the lines, at least 40."""
         return max(self.width or 0, _NARROWEST)
 
     def text(self, raw: object) -> str:
-        """Return `raw` as printable text. It may come from a file, so control characters are escaped."""
+        """Return `raw` as printable text. Control characters are escaped, because the text may come from a file."""
         text = str(raw)
         if text.isascii():
             return text if text.isprintable() else printable(text)
@@ -59,7 +59,10 @@ class Style(NamedTuple):
         return text if self.unicode else text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
 
     def paint(self, text: str, style: str | None) -> str:
-        """Return `text` in the colours of `style`, a key of ``_STYLES``, or as it is without colours or style."""
+        """Return `text` in the colours of `style`, a key of ``_STYLES``.
+
+        Return it unchanged without colours or `style`.
+        """
         if not (self.colour and style and text):
             return text
         from click import style as styled  # only output in colours needs it
@@ -87,19 +90,20 @@ def _cells_of(character: str) -> int:
 
 
 def rows_of(lines: Iterable[str], style: Style) -> int:
-    """Return the number of terminal rows that `lines` take. A line that is wider than the terminal takes several."""
+    """Return the number of terminal rows that `lines` need. A line that is wider than the terminal needs several."""
     return sum(max(1, -(-cells(re.sub(r"\x1b\[[0-9;]*m", "", line)) // style.columns)) for line in lines)
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:
-    """Return `text` with spaces up to `width` columns. If `right` is set, the spaces are on its left."""
+    """Return `text` with spaces up to `width` columns, after the text or, if `right` is set, before it."""
     gap = " " * (width - cells(text))
     return gap + text if right else text + gap
 
 
 def wrapped(text: str, room: int) -> list[str]:
-    """Return `text` in lines of at most `room` columns, broken at spaces. A word that is wider than a line is broken
-    too.
+    """Return `text` in lines of at most `room` columns, broken at spaces.
+
+    A word that is too long for a line is broken too.
     """
     lines, line, used = [], "", 0
     for word in text.split(" "):
@@ -138,10 +142,10 @@ def broken(name: str, room: int, *, hanging: int = 0) -> list[str]:
 
 
 def _cut(text: str, most: int, rest: int) -> list[str]:
-    """Return `text` in pieces: the first of at most `most` columns, the others of at most `rest`, all of one character
-    or more.
+    """Return `text` in pieces of at least one character: the first of at most `most` columns, the others of at most
+    `rest`.
 
-    A space at the end of `text` takes no column.
+    A space at the end of `text` needs no column.
     """
     pieces, start, used = [], 0, 0
     for i, character in enumerate(text.rstrip()):
@@ -153,8 +157,9 @@ def _cut(text: str, most: int, rest: int) -> list[str]:
 
 
 def fitting(text: str, room: int, style: Style, *, end: bool = False) -> str:
-    """Return `text`, or as much of it as fits `room` columns with a mark. The beginning is kept, or the `end` if that
-    is set.
+    """Return `text`, cut to `room` columns with a mark if it is longer.
+
+    The beginning is kept, or with `end` the end.
     """
     if cells(text) <= room:
         return text
@@ -184,7 +189,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def headline(style: Style, path: str, what: str) -> Iterator[str]:
-    """Yield the first line: `path` and `what` is there. If one line is too short for both, `what` starts a new one."""
+    """Yield the first line: `path` and `what`. If both do not fit into one line, `what` begins a new one."""
     path, what = f"{style.text(path)}:", style.text(what)
     if style.width is None or cells(path) + 1 + cells(what) <= style.columns:
         yield style.paint(f"{path} {what}", "title")
@@ -204,10 +209,14 @@ def fact(
     separator: str = ", ",
     paint: Callable[[str], str] = lambda line: line,
 ) -> Iterator[str]:
-    """Yield the lines of a fact: a `label`, and `what` it says.
+    """Yield the lines of a fact: a `label` and a text.
 
-    `what` is a sentence, or several items with a `separator` between them. An item is broken only if it is wider than a
-    line. `paint` is applied to the text of each line on a terminal.
+    Args:
+        style: The style of the output.
+        label: The label.
+        what: A sentence, or several items. An item is broken only if it is longer than a line.
+        separator: The text between two items.
+        paint: Applied to the text of each line on a terminal.
     """
     if style.width is None:
         text = style.text(what) if isinstance(what, str) else separator.join(map(style.text, what))
@@ -225,11 +234,11 @@ def fact(
 
 
 def command_lines(style: Style, command: Command) -> Iterator[str]:
-    """Yield the lines of `command`, as it is typed.
+    """Yield the lines of `command` as it is typed.
 
-    If it is wider than the terminal, all lines but the last end in a backslash, so it can still be pasted; shells that
-    do not read that get one line. A flag and its value stay in one line, and a word that is wider than the terminal is
-    not broken.
+    If it is wider than the terminal, all lines but the last end in a backslash, so that it can be pasted. For shells
+    that do not support this, it is one line. A flag and its value are on the same line. A word that is wider than the
+    terminal is not broken.
     """
     indent = 2 * _INDENT
     line = ""
@@ -246,7 +255,7 @@ def command_lines(style: Style, command: Command) -> Iterator[str]:
 
 
 def first_of(items: Iterable[str], most: int, *, hint: str = "") -> list[str]:
-    """Return the first `most` of `items`, and the number of the others, followed by `hint`, as another item."""
+    """Return the first `most` of `items`. If there are more, add a text with their number, followed by `hint`."""
     every = list(items)
     rest = [f"… {len(every) - most:,} more{hint}"] if len(every) > most else []
     return every[:most] + rest

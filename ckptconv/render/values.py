@@ -1,4 +1,4 @@
-"""Draw the values of tensors (NaN, infinities, extremes, means) as a table, or as lines for a program."""
+"""Format the statistics of tensors (NaN, infinities, extremes, means) as a table, or as lines for a program."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 _GAP = "  "
 _NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
 _HEADINGS = ("tensor", "dtype", *_NUMBERS, "histogram")
-_LAST_TO_STAY = (0, 2, 5, 6, 7, 8, 3, 4, 10, 9, 1)  # columns; the last one is left out first if there is no room
+_LAST_TO_STAY = (0, 2, 5, 6, 7, 8, 3, 4, 10, 9, 1)  # columns; the last one is the first to be left out
 _LEAST_NAME = 24  # columns
 _SHOWN = 3
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def not_finite(tensors: Sequence[TensorSummary], kinds: Sequence[str] = ("nan", "inf")) -> list[TensorSummary]:
-    """Return the `tensors` whose count of any of `kinds` is not 0. Tied tensors count once."""
+    """Return the `tensors` that contain elements of any of `kinds`. Tied tensors count once."""
     return [each for each in _untied(tensors) if each.values and any(getattr(each.values, kind) for kind in kinds)]
 
 
 def _untied(tensors: Sequence[TensorSummary]) -> list[TensorSummary]:
-    """Return `tensors` without those that are tied to an earlier one of them."""
+    """Return `tensors` without those that are tied to an earlier one in the list."""
     first: dict[str, TensorSummary] = {}
     for tensor in tensors:
         first.setdefault(tensor.tied_to or tensor.path, tensor)
@@ -36,7 +36,7 @@ def _untied(tensors: Sequence[TensorSummary]) -> list[TensorSummary]:
 
 
 def values_fact(tensors: Sequence[TensorSummary], style: Style) -> Iterator[str]:
-    """Yield the fact that says how many of `tensors` contain NaN or infinities, and which."""
+    """Yield a fact with the number of `tensors` that contain NaN or infinities, and the first of them."""
     bad = not_finite(tensors)
     read = sum(tensor.values is not None for tensor in _untied(tensors))
     if not bad:
@@ -48,14 +48,14 @@ def values_fact(tensors: Sequence[TensorSummary], style: Style) -> Iterator[str]
 
 
 def counted_words(values: TensorValues) -> str:
-    """Return the counts of NaN and of infinities in words, without those that are 0."""
+    """Return the counts of NaN and infinities as text, without those that are 0."""
     return ", ".join(f"{n:,} {word}" for n, word in ((values.nan, "NaN"), (values.inf, "inf")) if n)
 
 
 def values_lines(
     tensors: Sequence[TensorSummary], style: Style, *, limit: int | None = None, height: int | None = None
 ) -> Iterator[str]:
-    """Yield the table of `tensors` and their values, at most `limit` rows, and as many as fit `height` lines."""
+    """Yield the table of `tensors` with their statistics: at most `limit` rows, and as many as fit `height` lines."""
     if style.width is None:
         has_histogram = any(map(_histogram, tensors))
         if tensors[:limit]:
@@ -97,7 +97,7 @@ def _histogram(tensor: TensorSummary) -> Histogram | None:
 
 
 def _fit(rows: Sequence[tuple[str, ...]], style: Style, *, histogram: bool) -> dict[int, int]:
-    """Return the widths of the columns that fit the terminal, by their index."""
+    """Return the widths of the columns that fit the terminal, by their index. Less important columns are left out."""
     widths = {i: max(map(cells, column)) for i, column in enumerate(zip(_HEADINGS, *rows, strict=True))}
     if not histogram:
         del widths[len(_HEADINGS) - 1]
@@ -113,7 +113,7 @@ def _fit(rows: Sequence[tuple[str, ...]], style: Style, *, histogram: bool) -> d
 def _drawn(
     rows: Sequence[tuple[str, ...]], columns: dict[int, int], tensors: Sequence[TensorSummary], style: Style
 ) -> Iterator[list[str]]:
-    """Yield the lines of each row. A name that is too long goes on in the next line."""
+    """Yield the lines of each row. A name that is too long is continued on the next line."""
     for row, tensor in zip(rows, tensors, strict=False):
         names = broken(row[0], columns[0], hanging=2)
         rest = "".join(_GAP + padded(row[i], width, right=i > 1) for i, width in columns.items() if i)
@@ -122,16 +122,16 @@ def _drawn(
 
 
 def short_number(number: float | int | None) -> str:
-    """Return `number` with few digits, or ``-`` for None."""
+    """Return `number` as text with three digits. Small integers are exact. Return ``-`` for None."""
     if number is None:
         return "-"
     return f"{number:.3g}" if isinstance(number, float) or abs(number) >= 10**6 else str(number)
 
 
 def bars(histogram: Histogram | None, style: Style) -> str:
-    """Return `histogram` as a line of bars, from the most negative numbers to the largest; "" for None.
+    """Return `histogram` as a line of bars, from the most negative numbers to the largest. Return "" for None.
 
-    The half for negative numbers is left out if there are none. Without Unicode the line has the counts.
+    The half for negative numbers is left out if it is empty. Without Unicode, the line contains the counts as numbers.
     """
     if histogram is None:
         return ""

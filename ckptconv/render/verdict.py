@@ -1,4 +1,4 @@
-"""Draw the verdict of ``verify``: a line for each finding, and the verdict as the last line."""
+"""Format the verdict of ``verify``: a line for each finding, and the verdict as the last line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from ckptconv.inspection.verification import Verdict
 
 
-#: The levels of findings that need more words in the last line.
+#: The levels of findings that have other words in the last line.
 _WORDS = {"unknown": "cannot be judged"}
 #: The same for the safety of a checkpoint.
 _SAFETY = {"needs code": "needs code that weights_only=True refuses", "holds no code": "contains no code"}
 
 
 def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = False) -> Iterator[str]:
-    """Yield the lines of `verdict`. `quiet` leaves out what is sound, and `verbose` adds notes."""
+    """Yield the lines of `verdict`. `quiet` suppresses them for a checkpoint that is ok, and `verbose` adds notes."""
     for finding in verdict.findings:
         if verbose if finding.level == "note" else not (quiet and verdict.ok):
             yield str(finding)
@@ -35,7 +35,7 @@ def verdict_lines(verdict: Verdict, *, quiet: bool = False, verbose: bool = Fals
 
 
 def _soundness(verdict: Verdict) -> Iterator[str]:
-    """Yield what is said about a sound checkpoint: format, checksums, and safety if it is known."""
+    """Yield the texts about a checkpoint that is ok: its format, its checksums, and its safety if that is known."""
     yield str(verdict.format)
     yield f"{count(verdict.checked, 'checksum')} right ({size(verdict.nbytes)})" if verdict.checked else "no checksums"
     if verdict.safety in _SAFETY:

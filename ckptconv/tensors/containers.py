@@ -239,9 +239,7 @@ def _remade(node: Any, items: list[Any]) -> Any:
     """
     if not attributes_of(node) and all(new is old for new, old in zip(items, _items(node), strict=True)):
         return node
-    if hasattr(
-        type(node), "n_sequence_fields"
-    ):  # a ``torch.return_types`` class, which is created like Python's ``os.stat_result``
+    if hasattr(type(node), "n_sequence_fields"):  # a ``torch.return_types``, made like an ``os.stat_result``
         return type(node)(items)
     return _base(node).__new__(type(node), items)
 

@@ -1,4 +1,4 @@
-"""``regroup`` for a state dict in memory: what ``convert --regroup`` does to a file, with real tensors."""
+"""``regroup`` for a state dict in memory: the same operation as ``convert --regroup``, with real tensors."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def regroup(
 
     Args:
         state_dict: The state dict.
-        rules: Rules, as for :func:`ckptconv.convert`; files of rules, and those that ``ckptconv rules`` lists. Texts
-            with a ``=`` are rules. Files come first.
+        rules: Texts that contain a ``=`` are rules, as for :func:`ckptconv.convert`. Others are files of rules, or
+            names that ``ckptconv rules`` lists. Files are applied first.
         reverse: Apply the rules backwards.
         sizes: Numbers for the ``$NAME`` of rules.
 
     Returns:
-        A mapping of the same type, with ``_metadata``. Other tensors are not copied. A part of a tensor is a view of
-        it if its elements follow one another.
+        A mapping of the same type, with ``_metadata``. Other tensors are not copied. A slice of a tensor is a view of
+            the
+        tensor if its elements are adjacent.
 
     Raises:
         CkptconvError: One of its subclasses, if a rule makes no sense, matches nothing, or does not fit the tensors.
@@ -62,7 +63,7 @@ def regroup(
 
 
 class _Tensors(Maker[Any]):
-    """Makes tensors of others. `sizes` are numbers for the ``$NAME`` of rules."""
+    """Applies rules to real tensors. `sizes` are numbers for the ``$NAME`` of rules."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = sizes
@@ -75,7 +76,10 @@ class _Tensors(Maker[Any]):
         return value if is_plain and not value.is_quantized else None  # type: ignore[attr-defined, return-value]
 
     def made(self, group: Group, values: Sequence[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
-        """Return the new tensors of `group`. Tied tensors are regrouped once. Raise RefusedError if parts differ."""
+        """Return the new tensors of `group`. Tied tensors are regrouped once.
+
+        Raises RefusedError if the tensors to join differ in device, in ``requires_grad``, or in being parameters.
+        """
         if len({(type(each), each.requires_grad, each.device) for each in values}) > 1:
             raise RefusedError(
                 f"{group.rule}: the parts differ in device, in requires_grad, or in being parameters",
@@ -92,7 +96,7 @@ class _Tensors(Maker[Any]):
         return self._made[known]
 
     def check_ties(self, values: Mapping[str, object]) -> None:
-        """Raise RefusedError if one of `values` is still tied to a tensor of which others were made."""
+        """Raise RefusedError if one of `values` is tied to a regrouped tensor, but was not regrouped itself."""
         new = {id(tensor) for made in self._made.values() for tensor in made}
         for name, value in values.items():
             tensor = self.tensor(value)
@@ -104,19 +108,19 @@ class _Tensors(Maker[Any]):
 
 
 def _view(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a value that is equal for tensors which are the same elements of one storage."""
+    """Return a key that is equal for tensors that consist of the same elements of one storage."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _split(group: Group, whole: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parts of `whole`."""
+    """Return the tensors into which `whole` is split."""
     geometry = group.geometry
     refined = whole.detach().reshape(geometry.refined(geometry.shape, geometry.dim))
     return [refined[box.slices].reshape(box.shape) for box in geometry.boxes()]
 
 
 def _whole(group: Group, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the tensor that consists of `parts`."""
+    """Return the tensor that is joined from `parts`."""
     geometry = group.geometry
     whole = parts[0].new_empty(geometry.refined(geometry.shape, geometry.dim))
     for box, part in zip(geometry.boxes(), parts, strict=True):

@@ -1,6 +1,6 @@
-"""Make a checkpoint of an object in memory: parse its pickle and refer to its storages where they are.
+"""Create a checkpoint from an object in memory: parse its pickle, and refer to its storages without copying them.
 
-So saving is a conversion like any other: edits, a plan, and a file that appears complete or not at all.
+So saving is a conversion like any other: edits, a plan, and a file that is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _WHERE = Path("the object")
 
 
 def checkpoint_of_object(obj: object) -> Checkpoint:
-    """Return `obj` as a checkpoint, as ``torch.save`` would write it.
+    """Return `obj` as a checkpoint, with the pickle that ``torch.save`` would write.
 
-    The object must not change before the checkpoint is written. Raises RefusedError if torch's format cannot store a
+    The object must not change until the checkpoint is written. Raises RefusedError if torch's format cannot store a
     tensor, and every exception of pickling `obj`.
     """
     stream = io.BytesIO()
@@ -43,7 +43,7 @@ def checkpoint_of_object(obj: object) -> Checkpoint:
 
 
 class Memory(Readable):
-    """The bytes of a storage on any device. ``fd`` is -1, because there is no file that the kernel could copy from."""
+    """The bytes of a storage on any device, as a source. ``fd`` is -1, because there is no file."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.path = _WHERE
@@ -57,7 +57,7 @@ class Memory(Readable):
         return ctypes.string_at(part.data_ptr(), length)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on."""
+        """Fill `buffer` with the bytes at `offset`."""
         part = self._bytes[offset : offset + len(buffer)].cpu()
         ctypes.memmove((ctypes.c_char * len(buffer)).from_buffer(buffer), part.data_ptr(), len(buffer))
 
@@ -65,7 +65,7 @@ class Memory(Readable):
 class _Pickler(pickle.Pickler):
     """A pickler that writes storages as persistent ids.
 
-    Protocol and persistent ids are those of torch's own writer (``torch.serialization._save`` of 2.13).
+    Protocol and persistent ids are the same as in torch's own writer (``torch.serialization._save`` of 2.13).
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
@@ -74,7 +74,12 @@ class _Pickler(pickle.Pickler):
         self._known: dict[int, tuple[str, DType]] = {}  # by the address of a storage, which `storages` keeps alive
 
     def persistent_id(self, obj: Any) -> tuple[object, ...] | None:
-        """Return the persistent id of a storage, or None for any other object. Record the storage in ``storages``."""
+        """Return the persistent id of a storage, and record the storage in ``storages``.
+
+        Return None for any other object.
+
+        Raises RefusedError if torch's format cannot store the dtype, or two dtypes on one storage.
+        """
         if isinstance(obj, torch.storage.TypedStorage):
             storage = obj._untyped_storage  # its public name emits a deprecation warning
             dtype = BY_NAME[str(obj.dtype).removeprefix("torch.")]
@@ -83,7 +88,7 @@ class _Pickler(pickle.Pickler):
         else:
             return None
         key, first = self._known.setdefault(storage._cdata, (str(len(self._known)), dtype))
-        if first.name != dtype.name:  # a loader assumes one dtype for each storage
+        if first.name != dtype.name:  # a loader expects one dtype for each storage
             raise RefusedError(
                 f"two tensors are views of one storage as {first.name} and {dtype.name}, which torch's format"
                 " cannot say",

@@ -1,8 +1,8 @@
 """Cast numbers as torch does, resolve conjugate and negative bits, and swap byte order.
 
-If torch's result depends on the processor, or on the position of a number in a vector, one of its results is chosen:
-NaNs become bfloat16 as in its plain code (vector instructions lose sign and payload in several ways), and float32 from
-float16 as in its vectors (its plain code loses both).
+In some cases torch's result depends on the processor, or on the position of a number in a vector. Then one of its
+results is chosen: NaNs become bfloat16 as in its scalar code (vector instructions lose sign and payload in several
+ways), and float32 from float16 as in its vector code (the scalar code loses both).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _HALF = 0x7FFF  # all bits of float16 except the sign
 
 
 class CastBuffer:
-    """Memory for numbers to cast and for the results, used by one thread at a time.
+    """Memory for numbers and for the results of their cast, used by one thread at a time.
 
     Attributes:
-        room: The memory to fill with numbers to cast.
+        room: The memory to fill with numbers.
     """
 
     def __init__(self, piece: Cast, nbytes: int) -> None:
-        """Take the dtypes, the lazy bits and the byte orders from `piece`. Have room for `nbytes` bytes of numbers."""
+        """Allocate memory for `nbytes` bytes of numbers. The dtypes, lazy bits and byte orders are those of `piece`."""
         self._piece = piece
         self._old: torch.dtype = getattr(torch, piece.old)
         self._new: torch.dtype = getattr(torch, piece.new)
@@ -44,10 +44,10 @@ class CastBuffer:
         The result is valid until the next call.
 
         Args:
-            filled: The number of bytes, whole elements.
-            at: The offset of these bytes in what the piece is made of.
-            shown: Pairs of first and last element, as in :class:`~ckptconv.byteranges.spans.Cast`. Only elements that
-                they contain are counted as too large. Empty: all are.
+            filled: The number of bytes, a multiple of the item size.
+            at: The offset of these bytes in the source piece.
+            shown: Pairs of a first element and an exclusive end, as in :class:`~ckptconv.byteranges.spans.Cast`. Only
+                numbers among these elements are counted as too large. Empty: all.
         """
         data, out = self.room[:filled], self._out[: filled // self._old.itemsize * self._new.itemsize]
         piece, overflowed = self._piece, 0
@@ -68,7 +68,7 @@ class CastBuffer:
 
 
 def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]) -> int:
-    """Return how many elements are `too_large`, of those that are `shown`. The first element has the number `first`."""
+    """Return how many elements are `too_large` among those in `shown`. `first` is the index of the first element."""
     if not shown:
         return int(too_large.sum())
     last = first + len(too_large)
@@ -77,9 +77,9 @@ def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]
 
 
 def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
-    """Return which finite `numbers` were too large for the dtype of `rounded`, or None if none was.
+    """Return a mask of the finite `numbers` that were too large for the dtype of `rounded`. None if there are none.
 
-    Make the NaNs in `rounded` the same on all machines.
+    The NaNs in `rounded` are changed so that they are the same on all machines.
     """
     if not rounded.is_floating_point():
         return _outside(numbers, torch.iinfo(rounded.dtype))
@@ -107,8 +107,8 @@ def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:
 
 
 def _keep_nans(halves: torch.Tensor, floats: torch.Tensor) -> None:
-    """Give the NaNs in `floats` the sign and the payload that they have in `halves`."""
-    if floats.aminmax().min.isnan():  # this is faster than to look at each
+    """Give the NaNs in `floats` the sign and payload of the same elements of `halves`."""
+    if floats.aminmax().min.isnan():  # this is faster than checking each number
         is_nan = halves.isnan()
         bits = halves.view(torch.int16)[is_nan].to(torch.int32)
         sign = torch.iinfo(torch.int32).min
@@ -116,9 +116,9 @@ def _keep_nans(halves: torch.Tensor, floats: torch.Tensor) -> None:
 
 
 def _shorten_nans(floats: torch.Tensor, halves: torch.Tensor) -> None:
-    """Give the NaNs in `halves` the sign that they have in `floats`, and the part of the payload that fits.
+    """Give the NaNs in `halves` the sign of the same elements of `floats`, and as much of the payload as fits.
 
-    At the end of a tensor, the plain code of torch 2.6 writes other bits than its vectors do.
+    At the end of a tensor, the scalar code of torch 2.6 writes other bits than its vector code.
     """
     is_nan = floats.isnan()
     bits = floats.view(torch.int32)[is_nan]
@@ -127,7 +127,7 @@ def _shorten_nans(floats: torch.Tensor, halves: torch.Tensor) -> None:
 
 
 def _outside(numbers: torch.Tensor, info: torch.iinfo) -> torch.Tensor | None:
-    """Return which integers in `numbers` the dtype that `info` describes does not have, or None if it has all."""
+    """Return a mask of the integers in `numbers` that are outside the range of `info`. None if all are inside."""
     if numbers.dtype == torch.uint64:
         wide = numbers.view(torch.int64)  # in which the upper half is negative
         return None if info.max > _INT64.max else (wide < 0) | (wide > info.max)
@@ -137,10 +137,10 @@ def _outside(numbers: torch.Tensor, info: torch.iinfo) -> torch.Tensor | None:
 
 @cache
 def _most(dtype: torch.dtype) -> float:
-    """Return the largest number of `dtype` plus half of the step to it.
+    """Return the middle between the largest number of `dtype` and the number that would follow it.
 
-    Larger numbers are rounded to more than `dtype` has. So is this number, except in float8_e4m3fn, whose largest
-    number is even.
+    Larger numbers overflow when they are rounded. The middle itself overflows too, except in float8_e4m3fn, whose
+    largest number has an even mantissa.
     """
     largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype)
     before = (largest.view(_WORDS[dtype.itemsize]) - 1).view(dtype)
@@ -154,7 +154,7 @@ def _reverse_bytes(data: memoryview, dtype: torch.dtype) -> None:
 
 
 def _flip_signs(data: memoryview, dtype: torch.dtype, *, conj: bool, neg: bool) -> None:
-    """Resolve torch's lazy bits by flipping bits of signs.
+    """Resolve torch's lazy bits by inverting sign bits.
 
     Arithmetic would change NaNs at some positions of a vector and not at others.
     """

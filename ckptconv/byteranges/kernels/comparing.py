@@ -1,8 +1,8 @@
 """Compare the numbers of two tensors: how many elements differ, and by how much.
 
 Integers are compared exactly, other numbers as float64, complex numbers by their modulus. Tensors of two dtypes are
-compared by value. All NaNs are equal, and so are, as for torch, all complex numbers with a NaN in either part. If
-elements differ and one of them is NaN or infinite, they have no distance and are counted separately.
+compared by value. All NaNs are equal. As in torch, complex numbers with a NaN in either component are equal too.
+Elements that differ and of which one is NaN or infinite have no distance, and are counted separately.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MODEST = 1 << 62
 
 
 class _Far(NamedTuple):
-    """Facts about the elements that differ.
+    """Facts about elements that differ.
 
     Attributes:
-        outside: How many are out of tolerance.
+        outside: The number of elements outside the tolerance.
         largest: The largest difference.
         relative: The largest relative difference.
-        not_finite: How many have no difference, because one of the two is not finite.
+        not_finite: The number of elements without a difference, because one of the two is not finite.
     """
 
     outside: int
@@ -38,7 +38,7 @@ class _Far(NamedTuple):
 
 
 def comparable(a: str, b: str) -> bool:
-    """Return whether values of the dtypes `a` and `b` can be compared: both are numbers, or the dtypes are the same."""
+    """Return whether elements of the dtypes `a` and `b` can be compared: both are numbers, or the dtypes are equal."""
     return a == b or (is_number(a) and is_number(b))
 
 
@@ -47,12 +47,12 @@ class Comparer:
 
     Attributes:
         differing: The number of elements that differ by more than the tolerance.
-        not_finite: The number of these that are NaN or infinite on at least one side.
-        largest: The largest difference of the others, within the tolerance or not: an int for integers, None if the
-            elements are not numbers.
-        largest_relative: The largest relative difference of the others, or None if the elements are not numbers.
-        largest_of_b: The largest magnitude of the finite elements of `b`, or None if they are not numbers.
-        exponents: With `histogram`, how many differences of finite numbers have which exponent.
+        not_finite: How many of these are NaN or infinite on at least one side.
+        largest: The largest difference of finite elements, even if it is within the tolerance. An int for integers,
+            None if the elements are not numbers.
+        largest_relative: The largest relative difference of finite elements, or None if the elements are not numbers.
+        largest_of_b: The largest magnitude of the finite elements of `b`, or None if it is not known.
+        exponents: With `histogram`, the number of differences of finite elements by their exponent.
     """
 
     def __init__(self, a: str, b: str, rtol: float = 0.0, atol: float = 0.0, *, histogram: bool = False) -> None:
@@ -76,7 +76,7 @@ class Comparer:
         return self._unequal and not self.differing
 
     def __or__(self, other: Comparer) -> Comparer:
-        """Return both comparisons together. They have the same dtypes."""
+        """Return the combined result of both comparisons, which must have the same dtypes."""
         both = copy(self)
         both._unequal |= other._unequal
         both.differing += other.differing
@@ -93,7 +93,7 @@ class Comparer:
         return both
 
     def add(self, a: memoryview, b: memoryview) -> None:
-        """Compare the elements in `a` with those in `b`, as many."""
+        """Compare the elements in `a` with those in `b`. Both have the same number of elements."""
         if self._dtypes is None or self.largest is None or self.largest_relative is None:
             x, y = torch.frombuffer(a, dtype=torch.uint8), torch.frombuffer(b, dtype=torch.uint8)
             self.differing += int((x != y).view(-1, self._width).any(1).sum())
@@ -114,7 +114,7 @@ class Comparer:
             self.largest_relative = max(self.largest_relative, far.relative)
 
     def see(self, b: memoryview) -> None:
-        """Update only ``largest_of_b`` by the elements in `b`, which are equal on both sides or compared already."""
+        """Update only ``largest_of_b`` with the elements in `b`, which are known to be equal on both sides."""
         if self._dtypes is None or self.largest_of_b is None:
             return
         numbers = torch.frombuffer(b, dtype=self._dtypes[1])
@@ -134,7 +134,7 @@ class Comparer:
         return self._with_others(unequal, apart[finite], b[finite].abs())
 
     def _count(self, apart: torch.Tensor) -> None:
-        """Count the exponents of the differences `apart` that are not 0. Infinity counts as the largest number."""
+        """Count the exponents of the differences `apart`, except for 0. Infinity counts as the largest number."""
         if self._histogram:
             self.exponents.update(exponents_of(apart[apart != 0].clamp_(max=torch.finfo(torch.float64).max)))
 
@@ -146,7 +146,7 @@ class Comparer:
         return self._with_others(unequal, torch.hypot(apart[:, 0], apart[:, 1]), b[finite].abs())
 
     def _whole(self, a: torch.Tensor, b: torch.Tensor) -> _Far | None:
-        """Compare integers. Numbers of 64 bits differ by up to 65 bits: they are compared in halves."""
+        """Compare integers. Differences of 64-bit integers need up to 65 bits, so large ones are compared in halves."""
         if _is_modest(a) and _is_modest(b):
             numbers = as_whole(b)
             apart = (as_whole(a) - numbers).abs_()
@@ -168,18 +168,18 @@ class Comparer:
         return self._far(high.double() * 2.0**32 + low.double(), size.abs_(), largest)
 
     def _with_others(self, unequal: torch.Tensor, apart: torch.Tensor, size: torch.Tensor) -> _Far | None:
-        """Return the facts about the `unequal` numbers, or None if there are none.
+        """Return the facts about elements, of which the mask `unequal` selects those that differ. None if none differs.
 
-        `apart` and `size` are the differences and the magnitudes in `b` of the finite ones.
+        `apart` contains the differences of the finite ones, and `size` their magnitudes in `b`.
         """
         others = int(unequal.sum()) - apart.numel()
         far = self._far(apart, size, float(apart.max())) if apart.numel() else _Far(0, 0.0, 0.0)
         return far._replace(outside=far.outside + others, not_finite=others) if unequal.any() else None
 
     def _far(self, apart: torch.Tensor, size: torch.Tensor, most: float | int) -> _Far:
-        """Return the facts about finite numbers, some of which differ.
+        """Return the facts about finite elements, some of which differ.
 
-        `apart` are the absolute differences, at most `most`, and `size` the magnitudes in `b`.
+        `apart` contains the absolute differences, of which `most` is the largest, and `size` the magnitudes in `b`.
         """
         outside = int(apart.count_nonzero())
         if self._rtol or self._atol:
@@ -200,7 +200,7 @@ def _is_modest(numbers: torch.Tensor) -> bool:
 
 
 def _halves(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the upper 32 bits of the integers `numbers`, with the sign, and the lower 32 bits."""
+    """Return the upper 32 bits of the integers `numbers`, with the sign, and their lower 32 bits."""
     unsigned = numbers.dtype == torch.uint64
     words = as_whole(numbers)
     high = words >> 32

@@ -1,8 +1,8 @@
 """Gather the elements of a strided view, or assemble a tensor from chunks, in row-major order and bounded memory.
 
-The rows of a view can be far apart (adjacent elements of a transposed weight are a row of the storage apart). So each
-block of the output is filled from tiles: stretches of the storage that are read in one call, because the bytes between
-their elements cost less to read than another call.
+Adjacent elements of a view can be far apart in the storage (in a transposed weight, by a row of the storage). So each
+block of the output is filled from tiles. A tile consists of stretches of the storage that are read in one call each,
+because reading the bytes between elements is faster than another call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]  # the first index and the numb
 
 
 def gather(view: Gather, storage: ByteRange) -> Iterator[memoryview]:
-    """Yield the elements of `view` on `storage` in row-major order, up to 16 MiB at a time, in the same buffer."""
+    """Yield the elements of `view` on `storage` in row-major order, up to 16 MiB at a time. The buffer is reused."""
     tiles = Tiles()
     for out, block, region in _blocks(view.shape, view.itemsize):
         tiles.fill(block, view, storage, region)
@@ -31,7 +31,11 @@ def gather(view: Gather, storage: ByteRange) -> Iterator[memoryview]:
 
 
 def _blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[memoryview, torch.Tensor, Region]]:
-    """Yield the regions of `shape` to fill, with the same memory for each of them: as bytes, and as a tensor."""
+    """Yield the regions of `shape` that are filled one after another: the memory as bytes and as a tensor, and the
+    region.
+
+    The memory is the same for all regions.
+    """
     room = memoryview(bytearray(min(prod(shape) * itemsize, _BLOCK)))
     for region in halved(shape, _BLOCK // itemsize):
         out = room[: prod(region[1]) * itemsize]
@@ -39,13 +43,13 @@ def _blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[memoryview,
 
 
 class Tiles:
-    """A reader of tiles, with memory for one of them."""
+    """A reader of tiles. Its memory is reused for each tile."""
 
     def __init__(self) -> None:
         self._room = memoryview(b"")
 
     def fill(self, block: torch.Tensor, view: Gather, storage: ByteRange, region: Region) -> None:
-        """Fill `block` with the elements of `region` of `view` on `storage`."""
+        """Fill the tensor `block` with the elements of `region` of `view` on `storage`."""
         for starts, sizes in _tiles(region, view.stride, view.itemsize):
             need = _packed(sizes, view.stride, view.itemsize)
             if len(self._room) < need:
@@ -55,7 +59,7 @@ class Tiles:
 
 
 def halved(shape: tuple[int, ...], most: int) -> Iterator[Region]:
-    """Yield regions of `shape` of at most `most` elements, cut along the first dimensions, in row-major order."""
+    """Yield regions of `shape` with at most `most` elements, in row-major order. The first dimensions are cut first."""
     return _parts(
         ((0,) * len(shape), shape),
         lambda sizes: prod(sizes) <= most,
@@ -66,7 +70,7 @@ def halved(shape: tuple[int, ...], most: int) -> Iterator[Region]:
 def _parts(
     region: Region, fits: Callable[[tuple[int, ...]], bool], longest: Callable[[tuple[int, ...]], int]
 ) -> Iterator[Region]:
-    """Yield the parts of `region`, each cut in half along its `longest` dimension until its sizes fit."""
+    """Yield slices of `region` whose sizes fit. A larger region is cut in half along its `longest` dimension."""
     todo = [region]
     while todo:
         starts, sizes = todo.pop()
@@ -84,7 +88,10 @@ def _cut(starts: tuple[int, ...], sizes: tuple[int, ...], dimension: int) -> lis
 
 
 def _tiles(region: Region, stride: tuple[int, ...], itemsize: int) -> Iterator[Region]:
-    """Yield the parts of `region` that fit into a buffer of 16 MiB, cut along the dimension that reaches farthest."""
+    """Yield slices of `region` that fit into 16 MiB.
+
+    The dimension with the largest extent in the storage is cut first.
+    """
     return _parts(
         region,
         lambda sizes: _packed(sizes, stride, itemsize) <= _TILE,
@@ -93,15 +100,15 @@ def _tiles(region: Region, stride: tuple[int, ...], itemsize: int) -> Iterator[R
 
 
 def _packed(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
-    """Return the number of bytes of all stretches of a tile."""
+    """Return the number of bytes of all stretches of a tile with these `sizes`."""
     span, apart = _stretch(sizes, stride, itemsize)
     return span * prod(sizes[d] for d in apart) * itemsize
 
 
 def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> tuple[int, list[int]]:
-    """Return how many elements of the storage a stretch has, and the dimensions along which stretches are apart.
+    """Return the number of storage elements in a stretch, and the dimensions along which there are several stretches.
 
-    The dimension with the smallest stride is first.
+    The dimension with the smallest stride is first in the result.
     """
     span = 1
     dimensions = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: stride[d])
@@ -116,7 +123,10 @@ def _stretch(sizes: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> 
 
 
 def _read_tile(view: Gather, storage: ByteRange, tile: Region, scratch: memoryview) -> torch.Tensor:
-    """Read the stretches of `tile` into `scratch`, one after another, and return its elements as a view of that."""
+    """Read the stretches of `tile` into `scratch`, one after another.
+
+    Return the elements of the tile as a view of `scratch`.
+    """
     starts, sizes = tile
     itemsize = view.itemsize
     span, apart = _stretch(sizes, view.stride, itemsize)
@@ -134,7 +144,7 @@ def _read_tile(view: Gather, storage: ByteRange, tile: Region, scratch: memoryvi
 
 
 def assemble(piece: Assemble) -> Iterator[memoryview]:
-    """Yield the elements of `piece` in row-major order, up to 16 MiB at a time, in the same buffer."""
+    """Yield the elements of `piece` in row-major order, up to 16 MiB at a time. The buffer is reused."""
     tiles = Tiles()
     for out, block, region in _blocks(piece.shape, piece.itemsize):
         for placement in piece.placements:
@@ -146,7 +156,7 @@ def assemble(piece: Assemble) -> Iterator[memoryview]:
 
 
 def _shared(region: Region, placement: ChunkPlacement) -> Region | None:
-    """Return the region that is in both `region` and `placement`, or None."""
+    """Return the intersection of `region` and `placement`, or None if it is empty."""
     starts = tuple(map(max, region[0], placement.offsets))
     ends = (
         min(a + n, b + m) for a, n, b, m in zip(region[0], region[1], placement.offsets, placement.sizes, strict=True)
@@ -156,11 +166,11 @@ def _shared(region: Region, placement: ChunkPlacement) -> Region | None:
 
 
 def _moved(region: Region, origin: tuple[int, ...]) -> Region:
-    """Return `region` with its indices counted from `origin`."""
+    """Return `region` with indices relative to `origin`."""
     return tuple(start - first for start, first in zip(region[0], origin, strict=True)), region[1]
 
 
 def _slices(region: Region, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return `region` as an index into a block that begins at `origin`."""
+    """Return `region` as an index into a block whose first element is `origin`."""
     starts, sizes = _moved(region, origin)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))

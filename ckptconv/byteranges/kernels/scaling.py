@@ -1,7 +1,7 @@
-"""Multiply the codes of quantized weights by their scales, in float32 and in bounded windows.
+"""Multiply the codes of quantized weights by their scales, in float32 and in bounded memory.
 
-The values are those of the programs that define the layouts. A code or a scale becomes float32 exactly. A second scale
-is applied to the first one, and the product to the code. A NaN has the same bits on every machine.
+The results are the same as those of the programs that define the layouts. A code or a scale becomes float32 exactly. A
+second scale is applied to the first scale, and the product to the code. A NaN has the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def read_scaled(piece: Scaled, offset: int, buffer: memoryview) -> None:
-    """Fill `buffer` with the bytes of `piece` from `offset` on, both whole elements of float32."""
+    """Fill `buffer` with the bytes at `offset` of `piece`.
+
+    Offset and length are multiples of 4, the size of float32.
+    """
     out = torch.frombuffer(buffer, dtype=torch.float32)
     start = piece.start + offset // 4
     _, rows, columns = piece.matrix
@@ -36,9 +39,9 @@ def read_scaled(piece: Scaled, offset: int, buffer: memoryview) -> None:
 
 
 def _boxes(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the boxes of rows of `width` elements that the elements from `start` to `stop` are.
+    """Yield boxes that together contain the elements `start` to `stop` (exclusive) of a matrix with `width` columns.
 
-    Each is a first row, the number of rows, a first column, and the number of columns.
+    A box is (first row, number of rows, first column, number of columns).
     """
     while start < stop:
         row, column = divmod(start, width)
@@ -50,7 +53,7 @@ def _boxes(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, i
 
 
 def _numbers(piece: Scaled, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
-    """Return the numbers in `rows` and `columns` of the codes, each given as the first one and how many there are.
+    """Return the dequantized numbers in `rows` and `columns`, each given as a first index and a number.
 
     Rows are counted through all matrices.
     """
@@ -84,7 +87,7 @@ def _numbers(piece: Scaled, rows: tuple[int, int], columns: tuple[int, int]) -> 
 
 
 def _scales(piece: Scaled, width: int, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
-    """Return the scales in `rows` and `columns` of the grid, which is `width` scales wide, as float32."""
+    """Return the scales in `rows` and `columns` of the grid of scales, as float32. The grid is `width` scales wide."""
     size = 1 if piece.scale_dtype == "ldexp" else BY_NAME[piece.scale_dtype].itemsize
     data = _region(piece.scales, width * size, rows, (columns[0] * size, columns[1] * size))
     if size == 1:
@@ -116,9 +119,9 @@ def _region(data: Piece, width: int, rows: tuple[int, int], columns: tuple[int, 
 
 
 def _decoded(codes: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return the numbers of `codes`, rows of bytes, as float32.
+    """Return the numbers of `codes`, a matrix of bytes, as float32.
 
-    Torch casts float8 an element at a time. A table that has the numbers of two bytes is ten times as fast.
+    Torch casts float8 one element at a time. A table with the numbers of each two bytes is ten times as fast.
     """
     flat, n = codes.view(-1), codes.numel()
     if dtype == "fp4":
@@ -134,7 +137,9 @@ def _decoded(codes: torch.Tensor, dtype: str) -> torch.Tensor:
 
 @cache
 def _table(dtype: str) -> torch.Tensor:
-    """Return pairs of float32 as int64: for ``fp4`` of each byte, and for other dtypes of each two bytes."""
+    """Return a table of pairs of float32, stored as int64: for each byte of ``fp4``, or each two bytes of another
+    dtype.
+    """
     if dtype == "fp4":
         half = torch.tensor([*_FP4, *(-number for number in _FP4)])
         byte = torch.arange(256)

@@ -1,7 +1,7 @@
 """Compute statistics of numbers: counts of NaN, infinities and zeros, extremes, moments, and a histogram.
 
-Counts and extremes are exact. Mean and squares are float64: each block's come from two passes over it, and blocks are
-combined by Chan's formulas, so that neither many elements nor a mean far from 0 loses more than a few digits. Complex
+Counts and extremes are exact. Mean and squares are computed in float64, in two passes over each block, and blocks are
+combined by Chan's formulas. So neither many elements nor a mean far from 0 loses more than a few digits. Complex
 numbers count by their magnitude.
 """
 
@@ -32,11 +32,11 @@ BINS = 32
 _EXPONENT = 52  # the first bit of the exponent of a float64, which has 11 bits and is followed by the sign
 _SIGN = 1 << 11
 _BIAS = 1023
-_BLOCK = 1 << 15  # elements that are summed at once: so few that torch uses one thread, and they stay in its cache
+_BLOCK = 1 << 15  # elements summed in one step: few enough that torch uses one thread and they fit into a cache
 
 
 def is_number(name: str) -> bool:
-    """Return whether elements of the dtype `name` are numbers, one in each item, and this torch has the dtype."""
+    """Return whether elements of the dtype `name` are numbers (or bool), one in each item, and torch has this dtype."""
     return name in _NUMBERS and isinstance(getattr(torch, name, None), torch.dtype)
 
 
@@ -48,7 +48,7 @@ def as_real(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def as_whole(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the integers or truth values `numbers` as int64, in which the upper half of uint64 is negative."""
+    """Return the integers or bools `numbers` as int64. The upper half of uint64 becomes negative."""
     if numbers.dtype == torch.uint64:
         return numbers.view(torch.int64)
     return (numbers.view(torch.uint8) != 0 if numbers.dtype == torch.bool else numbers).to(torch.int64)
@@ -66,7 +66,7 @@ def as_complex(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def exponents_of(values: torch.Tensor) -> Counter[int]:
-    """Return how many of `values`, finite float64, have which sign and exponent, as the upper 12 bits."""
+    """Return the counts of `values`, finite float64, by sign and exponent (the upper 12 bits)."""
     words = (values.view(torch.int64) >> _EXPONENT) & (2 * _SIGN - 1)
     counts = torch.bincount(words, minlength=1)
     used = counts.nonzero().view(-1)
@@ -74,11 +74,11 @@ def exponents_of(values: torch.Tensor) -> Counter[int]:
 
 
 def bins_of(exponents: Counter[int]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return the edges of the bins, and how many numbers are in each.
+    """Return the edges of the bins of a histogram, and the number of elements in each bin.
 
-    Half of the bins are for negative numbers. From the largest magnitude on, each bin is half as wide as the one before
-    it, except for the two around 0, which contain the rest. A bin contains its edge on the side of 0. Zeros of both
-    signs, and float64's subnormal numbers, are on the positive side.
+    `exponents` is a result of :func:`exponents_of`. Half of the bins are for negative numbers. Starting at the largest
+    magnitude, each bin is half as wide as the previous one, except for the two around 0, which contain the rest. A bin
+    includes its edge on the side of 0. Zeros and float64's subnormal numbers count as positive.
     """
     half = BINS // 2
     lowest = half - _BIAS  # so that numbers with the exponent of subnormal ones are in a bin around 0
@@ -96,19 +96,19 @@ class Statistics:
     """Statistics of numbers.
 
     Attributes:
-        finite: The number of finite ones.
+        finite: The number of finite numbers.
         nan: The number of NaNs.
         inf: The number of infinities.
         zeros: The number of zeros.
-        low: The smallest finite number, or None if there is none.
-        high: The largest finite number, or None if there is none.
+        low: The smallest finite number, or None.
+        high: The largest finite number, or None.
         mean: The mean of the finite numbers.
         squares: The sum of the squares of their distances from the mean.
-        exponents: With `histogram`, how many have which sign and exponent.
+        exponents: With `histogram`, the counts of the finite numbers by sign and exponent.
     """
 
     def __init__(self, name: str, *, histogram: bool = False) -> None:
-        """Count numbers of the dtype `name`."""
+        """Create empty statistics for numbers of the dtype `name`."""
         self._dtype: torch.dtype = getattr(torch, name)
         self._histogram = histogram
         self.nan = self.inf = self.zeros = self.finite = 0
@@ -126,7 +126,7 @@ class Statistics:
     def _add(self, numbers: torch.Tensor) -> None:
         values = _magnitudes(as_complex(numbers)) if numbers.is_complex() else as_real(numbers)
         total = float(values.sum())
-        if not isfinite(total):  # rarely
+        if not isfinite(total):  # this is rare
             values = self._finite(values)
             total = float(values.sum())
         n = len(values)
@@ -141,7 +141,7 @@ class Statistics:
         self._put(n, low, high, mean, float(torch.dot(values, values)))
 
     def _finite(self, values: torch.Tensor) -> torch.Tensor:
-        """Count the values that are not finite, and return the finite ones."""
+        """Count the values that are not finite. Return the finite ones."""
         is_finite = values.isfinite()
         nan = int(values.isnan().sum())
         self.nan += nan
@@ -149,19 +149,19 @@ class Statistics:
         return values[is_finite]
 
     def _put(self, n: int, low: float | int, high: float | int, mean: float, squares: float) -> None:
-        """Add `n` finite numbers with these extremes, this mean and this sum of squares."""
+        """Add `n` finite numbers with these extremes, this mean, and this sum of squared distances."""
         before, self.finite = self.finite, self.finite + n
         self.low = low if self.low is None else min(self.low, low)
         self.high = high if self.high is None else max(self.high, high)
         apart = mean - self.mean
         if isfinite(apart):
             self.mean += apart * (n / self.finite)
-        else:  # the numbers are near the largest of float64
+        else:  # the numbers are near the largest float64
             self.mean = self.mean * (before / self.finite) + mean * (n / self.finite)
         self.squares += squares + (apart * apart * (before / self.finite) * n if before else 0.0)
 
     def merge(self, other: Statistics) -> None:
-        """Add the numbers that `other` has counted."""
+        """Add the statistics `other`."""
         self.nan += other.nan
         self.inf += other.inf
         self.zeros += other.zeros
@@ -170,7 +170,7 @@ class Statistics:
             self._put(other.finite, other.low, other.high, other.mean, other.squares)
 
     def repeat(self, times: int) -> None:
-        """Multiply all counts by `times`."""
+        """Multiply all counts by `times`, for elements that a view repeats."""
         self.nan *= times
         self.inf *= times
         self.zeros *= times
@@ -190,14 +190,14 @@ class Statistics:
 
 
 def _magnitudes(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the magnitudes of complex `numbers`: NaN if one part is NaN."""
+    """Return the magnitudes of complex `numbers`. A number with a NaN component has the magnitude NaN."""
     values = numbers.abs()
     values[numbers.isnan()] = torch.nan
     return values
 
 
 def _extremes(numbers: torch.Tensor) -> tuple[float | int, float | int]:
-    """Return the smallest and the largest of `numbers`, at least one. They are exact."""
+    """Return the smallest and the largest of `numbers`, exactly. There must be at least one."""
     if numbers.is_floating_point():
         low, high = numbers.aminmax()
         return float(low) + 0.0, float(high) + 0.0  # -0.0 is 0.0

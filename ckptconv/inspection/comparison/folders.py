@@ -15,7 +15,7 @@ _ANY = "safetensors"  # every checkpoint can be converted to it, so its file nam
 
 
 class Pair(NamedTuple):
-    """Two checkpoints of one name. One is None if a side has no such checkpoint."""
+    """Two checkpoints with the same name. One is None if a side has no such checkpoint."""
 
     name: str
     a: Path | None
@@ -23,13 +23,13 @@ class Pair(NamedTuple):
 
 
 def pairs_of(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Pair] | None:
-    """Return the pairs of checkpoints to compare, sorted by name, or None if `a` and `b` themselves are to be compared.
+    """Return the pairs of checkpoints to compare, sorted by name. Return None if `a` and `b` themselves are compared.
 
     If both are folders of checkpoints, a name is the path in the folder. ``model.pt`` and ``model.safetensors`` are
     paired if no other file on either side would have that name after a conversion. If one is such a folder and the
-    other is a file, the only pair is the file and the checkpoint of the same name, unless that is the file itself.
+    other is a file, the only pair is the file and the checkpoint with the same name, unless both are the same file.
 
-    Raises InputError.
+    Raises InputError if a folder cannot be listed.
     """
     paths = [locate(each) for each in (a, b)]
     folders = [_named_in(each) if is_folder(each) else {} for each in paths]
@@ -51,7 +51,10 @@ def _is_same(a: Path, b: Path) -> bool:
 
 
 def _named_in(folder: Path) -> dict[str, Found]:
-    """Return the checkpoints in `folder` by their paths there, or nothing if the folder is a checkpoint itself."""
+    """Return the checkpoints in `folder` by their relative paths.
+
+    Return an empty dict if the folder is a checkpoint itself.
+    """
     every = [each for each in find(folder) if each.kind in ("file", "shards", "dcp")]
     if any(each.kind != "file" and each.parts[0].parent == folder for each in every):
         return {}
@@ -59,7 +62,7 @@ def _named_in(folder: Path) -> dict[str, Found]:
 
 
 def _paired(a: dict[str, Found], b: dict[str, Found]) -> list[Pair]:
-    """Return the pairs of `a` and `b`, first by equal names, then by names that would be equal after a conversion."""
+    """Return the pairs of `a` and `b`: first by equal names, then by names that would be equal after a conversion."""
     pairs = [Pair(name, a[name].path, b[name].path) for name in a.keys() & b.keys()]
     rest = [{name: each for name, each in side.items() if name not in other} for side, other in ((a, b), (b, a))]
     keys = [{name: _key(name, each) for name, each in side.items()} for side in rest]
@@ -73,7 +76,10 @@ def _paired(a: dict[str, Found], b: dict[str, Found]) -> list[Pair]:
 
 
 def _key(name: str, found: Found) -> str:
-    """Return what `found`, called `name` in its folder, has in common with the same checkpoint in another container."""
+    """Return a key for `found`, whose relative path is `name`.
+
+    It is the same for the same checkpoint in another format.
+    """
     if found.kind == "shards":
         return name if found.path.is_dir() else os.path.dirname(name)
     return os.path.join(os.path.dirname(name), name_in_folder(found, _ANY))

@@ -1,4 +1,4 @@
-"""Declare the keywords of ``diff``, each once, and make them data."""
+"""The keywords of ``diff``, each declared once, and the same options as data."""
 
 # No annotations from __future__: the texts in Annotated are read when the package is imported.
 
@@ -15,7 +15,7 @@ from ckptconv.light_dataclass import dataclass
 
 
 class _ComparisonOptions(TypedDict, total=False):
-    """The options that choose what is compared, and how exactly."""
+    """The options that choose the facts to compare, and the tolerances."""
 
     rtol: Annotated[
         float,
@@ -46,12 +46,12 @@ class _ComparisonOptions(TypedDict, total=False):
 
 
 class DiffOptions(_ComparisonOptions, PartOptions, NameOptions, total=False):
-    """The keywords of :func:`ckptconv.diff`; those that edit are as in :func:`ckptconv.convert`."""
+    """The keywords of :func:`ckptconv.diff`. Those that edit are the same as in :func:`ckptconv.convert`."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What is compared, and how exactly: keywords of :func:`ckptconv.diff`, with their defaults."""
+    """The facts to compare, and the tolerances: keywords of :func:`ckptconv.diff`, with their defaults."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -62,7 +62,7 @@ class Compared:
     download: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ArgumentTypeError for a value of a wrong type, and UsageError for one that makes no sense."""
+        """Raise ArgumentTypeError for a value of a wrong type, and UsageError for an invalid value or combination."""
         check_flags(self)
         for name, tolerance in (("rtol", self.rtol), ("atol", self.atol)):
             if not isinstance(tolerance, Real) or isinstance(tolerance, bool):
@@ -78,10 +78,10 @@ class Compared:
                 raise UsageError(option("names_only") + " and " + option(name) + " cannot be combined")
 
     def options(self) -> list[Option]:
-        """Return the options that are not at their defaults, for a command that is to be typed."""
+        """Return the options that differ from their defaults, for a suggested command."""
         options = (Option(each.name, getattr(self, each.name)) for each in fields(self))
         return [each for each in options if each.value]
 
 
-#: Everything is compared, to the last bit, except for data that has the same checksum on both sides.
+#: Everything is compared exactly, except for data with the same checksum on both sides, which counts as equal.
 ALL = Compared()

@@ -1,7 +1,6 @@
-"""Diagnose why a checkpoint would not load on this machine, with a command for each issue. Changes nothing.
+"""Diagnose why a checkpoint would not load on this machine, with a command for each issue. Nothing is changed.
 
-The diagnosis is for a plain ``torch.load(path)``: with the safe loader (``weights_only=True``), without
-``map_location``.
+The diagnosis is for ``torch.load(path)`` with the safe loader (``weights_only=True``) and without ``map_location``.
 """
 
 from __future__ import annotations
@@ -59,13 +58,14 @@ def diagnose(
     loading: Loading,
     concerns: Sequence[Concern],
 ) -> Diagnosis:
-    """Return the findings for somebody who loads `checkpoint` on `host`.
+    """Return the diagnosis for loading `checkpoint` on `host`.
 
     Args:
         checkpoint: The checkpoint.
         host: The machine.
         loading: The result of :func:`ckptconv.safety.torch_load.torch_loading` for the checkpoint.
-        concerns: The result of :func:`ckptconv.safety.scan.concerns` for it.
+        concerns: The result of :func:`ckptconv.safety.scan.concerns` for it. If one is dangerous, the diagnosis has
+            only this finding.
     """
     if text := danger(concerns):
         return Diagnosis([Advice(kind="dangerous", blocks=True, text=text, command=None)], None)
@@ -106,22 +106,26 @@ def diagnose(
 
 
 def danger(concerns: Sequence[Concern]) -> str:
-    """Return which of the `concerns` attacks use, in words, or "" if none is dangerous."""
+    """Return a text about the dangerous `concerns`, or "" if none is dangerous."""
     dangers = [f"{concern.name} (at {concern.path})" for concern in concerns if concern.dangerous]
     said = f"it names {some(dangers)}, which no checkpoint needs, but attacks use: do not load it"
     return said if dangers else ""
 
 
 def _combined(scope: Scope, code: list[Issue], names: Scope) -> list[Issue]:
-    """Return the issues that one command can fix: those of `scope`, `code`, and those of names in the scope `names`."""
+    """Return the issues that one command can fix: devices, optimizers and random states of `scope`, `code`, and
+    prefixes.
+
+    `names` is the scope whose names are checked for prefixes.
+    """
     about_names = _of_module(names, prefixes(names), code)
     return [*missing_devices(scope), *code, *about_names, *optimizers(scope), *rng_states(scope)]
 
 
 def _of_program(fix: Fix | None, part: LoadablePart | None) -> Fix | None:
-    """Return `fix` for a TorchScript archive, of which only the state dict can be written.
+    """Return `fix` for a TorchScript archive: it selects the state dict, because nothing else can be written.
 
-    Return None if there is no fix, or `part` is None because the archive has no state dict.
+    Return None if `fix` is None, or `part` is None because the archive has no state dict.
     """
     if fix is None or part is None:
         return None
@@ -129,10 +133,10 @@ def _of_program(fix: Fix | None, part: LoadablePart | None) -> Fix | None:
 
 
 def _of_module(scope: Scope, issues: Iterable[Issue], code: list[Issue]) -> list[Issue]:
-    """Return `issues` about names, with fixes that also take the state dict of the module of `scope`.
+    """Return `issues` about names. If `scope` is a module, their fixes also select its state dict.
 
-    The names of a module can only be changed in its state dict. The options that take it are those of the fix in
-    `code`.
+    The names of a module can only be changed in its state dict. The options that select it are those of the first fix
+    in `code`.
     """
     taking = next((issue.fix.part for issue in code if issue.fix), ()) if scope.module else ()
     return [replace(issue, fix=issue.fix and replace(issue.fix, part=taking)) for issue in issues]

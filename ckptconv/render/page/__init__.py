@@ -1,8 +1,8 @@
-"""Render a checkpoint as one page of HTML that needs no network: a treemap, a tree, a table, and the commands.
+"""Render a checkpoint as one HTML page that needs no network: a treemap, a tree, a table, and commands.
 
-``summary`` and ``difference`` make the data of a page, and :func:`page_of` fills it into ``page.html`` with
-``page.css`` and ``page.js``. Texts from files stand in the page only as JSON, which the script shows. The policy of a
-page allows its own script and style, and nothing else.
+``summary`` and ``difference`` compute the data of a page. :func:`page_of` inserts the data into ``page.html``, with
+``page.css`` and ``page.js``. Texts from files occur in the page only as JSON, which the script displays. The content
+security policy of a page allows only its own script and style.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MOST = 40  # notes and findings
 LONGEST = 1000  # characters of a text that is not a name
-#: The numbers that a page shows of the values of a tensor, in this order.
+#: The statistics of a tensor that a page displays, in this order.
 NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
 _BAD = ("nan", "inf")
 _LISTED = 12
@@ -36,12 +36,14 @@ _DIGITS = 4  # of each number
 
 
 def hashes() -> tuple[str, str]:
-    """Return the hashes of the script and of the style, for the policy of a page that contains such pages."""
+    """Return the hashes of the script and of the style, for the content security policy of a page that includes such
+    pages.
+    """
     return _sum(_text("page.js")), _sum(_text("page.css"))
 
 
 def page_of(data: dict[str, Any]) -> str:
-    """Return the page that shows `data`."""
+    """Return the HTML page for `data`."""
     script, style = _text("page.js"), _text("page.css")
     return Template(_text("page.html")).substitute(
         policy=f"default-src 'none'; script-src '{_sum(script)}'; style-src '{_sum(style)}'; base-uri 'none';"
@@ -55,21 +57,21 @@ def page_of(data: dict[str, Any]) -> str:
 
 @cache
 def _text(name: str) -> str:
-    """Return the file `name` without indents, empty lines and comment lines."""
+    """Return the content of the file `name` without indents, empty lines and comment lines."""
     lines = map(str.strip, files(__package__).joinpath(name).read_text("utf-8").splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("// ")) + "\n"
 
 
 @cache
 def _sum(text: str) -> str:
-    """Return the hash of `text` as a policy names it."""
+    """Return the hash of `text` in the form that a content security policy uses."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def largest(tensors: Sequence[Any], most: int | None) -> tuple[Sequence[Any], list[tuple[str, str]]]:
-    """Return the `most` tensors with the most bytes in their order, or all, and a fact that says what was left out.
+    """Return the `most` largest tensors in their order, and a list with a fact about the tensors that are left out.
 
-    Tied tensors count once.
+    If there are not more than `most`, or it is None, return all and an empty list. Tied tensors count once.
     """
     if most is None or len(tensors) <= most:
         return tensors, []
@@ -95,14 +97,14 @@ def columns(
     storage: Sequence[int | None] | None = None,
     histograms: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the data of `tensors`, which have a path and the path of the tensor that they are tied to.
+    """Return the data of `tensors` in columns. Each tensor has a path, and the path of the tensor that it is tied to.
 
     Args:
         tensors: The tensors of the page.
-        sides: For each file its tensors, or None for those that it does not have.
-        facts: What is known of the tensors; None is left out.
-        storage: For each tensor the number of its storage, or None.
-        histograms: What :func:`bars` returns.
+        sides: For each file, its tensors, with None for those that it does not have.
+        facts: The facts about the tensors. None is left out.
+        storage: The number of the storage of each tensor, or None.
+        histograms: The results of :func:`bars`.
     """
     numbers = {tensor.path: i for i, tensor in enumerate(tensors)}
     return {
@@ -116,7 +118,10 @@ def columns(
 
 
 def _counted(side: Iterable[Any]) -> Iterator[tuple[int, int, int] | None]:
-    """Yield the bytes and elements of each tensor, and 0 if it is tied to an earlier tensor of the page, else 1."""
+    """Yield the bytes and elements of each tensor, and 1.
+
+    Instead of 1, yield 0 for a tensor that is tied to an earlier one.
+    """
     homes: set[str] = set()
     for tensor in side:
         yield tensor and (tensor.nbytes, prod(tensor.shape), int(_home(tensor) not in homes))
@@ -127,14 +132,14 @@ def _counted(side: Iterable[Any]) -> Iterator[tuple[int, int, int] | None]:
 def words(
     name: str, values: Iterable[str | None], *, table: bool = True, colour: bool = False, ordered: Sequence[str] = ()
 ) -> dict[str, Any] | None:
-    """Return a fact in words, or None if no tensor has one.
+    """Return a fact whose values are texts. Return None if no tensor has a value.
 
     Args:
         name: The name of the fact.
-        values: For each tensor the words, or None.
-        table: Whether the table has a column for it. Otherwise it is shown for a selected tensor.
-        colour: Whether the page can colour by it.
-        ordered: The order of the words, if they have one.
+        values: The text for each tensor, or None.
+        table: Whether the table has a column for the fact. Otherwise it is displayed for a selected tensor only.
+        colour: Whether tensors can be coloured by the fact.
+        ordered: The order of the texts, if they have one.
     """
     values = list(values)
     if not any(values):
@@ -143,11 +148,11 @@ def words(
 
 
 def numbers(name: str, values: Iterable[Any], form: str = "number", *, bad: bool = False) -> dict[str, Any] | None:
-    """Return a fact that is a number or a pair of numbers, or None if no tensor has one.
+    """Return a fact whose values are numbers or pairs of numbers. Return None if no tensor has a value.
 
     Args:
         name: The name of the fact.
-        values: For each tensor the number, or None.
+        values: The number for each tensor, or None.
         form: How the page writes the number.
         bad: Whether a number other than 0 is a warning.
     """
@@ -158,7 +163,10 @@ def numbers(name: str, values: Iterable[Any], form: str = "number", *, bad: bool
 
 
 def values_numbers(values: Sequence[Any]) -> list[dict[str, Any] | None]:
-    """Return a fact for each number in `values`, which has the values of each tensor, a pair of such, or None."""
+    """Return a fact for each statistic in ``NUMBERS``.
+
+    `values` contains the statistics of each tensor, a pair of them, or None.
+    """
 
     def number_of(value: Any, name: str) -> Any:
         if isinstance(value, tuple):
@@ -169,7 +177,7 @@ def values_numbers(values: Sequence[Any]) -> list[dict[str, Any] | None]:
 
 
 def bars(title: str, histograms: Iterable[Histogram | None]) -> list[dict[str, Any]]:
-    """Return the `histograms` of the tensors under a `title`, or an empty list if there are none."""
+    """Return the `histograms` of the tensors under a `title`. Return an empty list if all are None."""
     histogram_of_each = list(histograms)
     if not any(histogram_of_each):
         return []
@@ -179,11 +187,11 @@ def bars(title: str, histograms: Iterable[Histogram | None]) -> list[dict[str, A
 def listed(
     label: str, groups: Sequence[Sequence[int]], says: Sequence[str] = (), *, bad: bool = False
 ) -> dict[str, Any] | None:
-    """Return tensors to show above all others, or None if there are none.
+    """Return a list of tensors that the page displays above all others. Return None if `groups` is empty.
 
     Args:
-        label: What they have in common.
-        groups: The numbers of tensors, those of a group together.
+        label: The heading: a property that these tensors have in common.
+        groups: The numbers of tensors. Tensors in the same group are displayed together.
         says: A text for each group.
         bad: Whether the list is a warning.
     """
@@ -193,28 +201,28 @@ def listed(
 
 
 def typed(kind: str, label: str, command: Command, keyword: str) -> list[str | None]:
-    """Return the words of `command` with the option `keyword`, and None as its value.
+    """Return `kind`, `label`, the words of `command`, the flag of the option `keyword`, and None as its value.
 
-    The page replaces None by the path of what is selected, or by a glob that matches it; `kind` says which.
+    The page replaces None by the path of the selection (`kind` is ``path``), or by a glob for it (``glob``).
     """
     (flag, _), *_ = Option(keyword, "").words()
     return [kind, label, *chain.from_iterable(command.words()), flag, None]
 
 
 def shape_words(shape: Sequence[int]) -> str:
-    """Return `shape` as text."""
+    """Return `shape` as text, such as "3×4"."""
     return "×".join(map(str, shape)) or "scalar"
 
 
 def _coded(values: Iterable[Hashable], ordered: Sequence[Hashable] = ()) -> dict[str, Any]:
-    """Return the different `values`, those of `ordered` first, and for each value its number, which is -1 for None."""
+    """Return the distinct `values`, beginning with `ordered`, and the index of each value among them (-1 for None)."""
     numbers_of: dict[Hashable, int] = {word: i for i, word in enumerate(ordered)}
     at = [-1 if value is None else numbers_of.setdefault(value, len(numbers_of)) for value in values]
     return {"words": [*numbers_of], "at": at}
 
 
 def _front_coded(paths: Sequence[str]) -> list[Any]:
-    """Return for each path how many characters it shares with the beginning of the path before it, and the rest."""
+    """Return two items for each path: the length of the prefix common with the previous path, and the rest."""
     coded: list[Any] = []
     before = ""
     for path in paths:
@@ -226,7 +234,7 @@ def _front_coded(paths: Sequence[str]) -> list[Any]:
 
 
 def _rounded(number: Any) -> Any:
-    """Return `number` with few digits. Infinities, and integers that JavaScript would round, are texts."""
+    """Return `number` with four digits. Infinities, and integers that JavaScript would round, become texts."""
     if isinstance(number, tuple):
         return [_rounded(each) for each in number]
     if not isinstance(number, float):

@@ -1,4 +1,4 @@
-"""Make the data of the page of a difference: two maps of the tensors that differ, and how far they are apart."""
+"""Compute the data of the page of a difference: maps of the tensors that differ, and the size of the differences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptconv.inspection.comparison.differences import Difference, OnlyIn, TensorDifference, TensorFacts
 
 _ONLY = ("only in A", "only in B")
-#: Words for the largest difference in a tensor. A map can be coloured by them.
+#: Words for the largest difference in a tensor. The map can be coloured by them.
 _APART = (
     *((1.0, "1 or more"), (0.1, "0.1 to 1"), (1e-2, "0.01 to 0.1"), (1e-3, "0.001 to 0.01")),
     *((1e-4, "0.0001 to 0.001"), (0.0, "less than 0.0001")),
@@ -36,9 +36,10 @@ _NOT_FINITE, _NO_NUMBER = "NaN or inf on one side", "not known"
 
 
 def difference_data(difference: Difference, command: Command | None = None, most: int | None = None) -> dict[str, Any]:
-    """Return the data of the page of `difference`, which shows the `most` largest tensors, or all.
+    """Return the data of the page of `difference`, with the `most` largest tensors (None: all).
 
-    The page offers `command`, which found the difference, for a part of the tensors, unless it is None.
+    `command` is the command that found the difference. If it is not None, the page offers it for a selection of
+    tensors.
     """
     rows, left_out = largest([*_rows(difference)], most)
     paths = f"{difference.a} ↔ {difference.b}"
@@ -62,14 +63,14 @@ def difference_data(difference: Difference, command: Command | None = None, most
 
 
 def _alike(rows: Sequence[_Row]) -> bool:
-    """Return whether the tensors of all rows have the same place and size on both sides, so that one map shows both."""
+    """Return whether all rows have the same shape and dtype on both sides, so that one map is enough."""
     return all(row.found and not row.found.shape and not row.found.dtype for row in rows)
 
 
 class _Row:
-    """A tensor that only one side has, or that differs, and its facts on both sides.
+    """A tensor that differs or that only one side has, and its facts on both sides.
 
-    ``tied_to`` is None unless it is tied to the same path on all sides that have it.
+    ``tied_to`` is set only if the tensor is tied to the same path on all sides that have it.
     """
 
     def __init__(self, a: TensorFacts | None, b: TensorFacts | None, found: TensorDifference | None) -> None:
@@ -84,7 +85,7 @@ class _Row:
 
     @property
     def what(self) -> str:
-        """What differs, in words."""
+        """The kinds of differences, in words."""
         if self.found is None:
             return _ONLY[self.sides[0] is None]
         differing = [label for name, label in FACTS if getattr(self.found, name) is not None]
@@ -94,7 +95,7 @@ class _Row:
 
     @property
     def apart(self) -> str | None:
-        """How far the values are apart, in words; None if they are equal or were not compared."""
+        """The size of the difference of the values, in words. None if they are equal or were not compared."""
         values = self.values
         if values is None or not values.differing:
             return None
@@ -105,12 +106,12 @@ class _Row:
         return next(word for least, word in _APART if values.largest >= least)
 
     def pair(self, says: Any) -> str:
-        """Return what `says` returns for both sides, once if it is the same."""
+        """Return the results of `says` for both sides, joined by an arrow. Equal results are written once."""
         return " → ".join(dict.fromkeys(says(each) for each in self.there))
 
 
 def _rows(difference: Difference) -> Iterator[_Row]:
-    """Yield the rows of `difference`: tensors that differ, then those of one side only."""
+    """Yield the rows of `difference`: tensors that differ, then those that only one side has."""
     missing: list[tuple[OnlyIn | None, OnlyIn | None]]
     missing = [*((each, None) for each in difference.only_in_a), *((None, each) for each in difference.only_in_b)]
     for difference_of_tensor in difference.differing:
@@ -135,7 +136,10 @@ def _facts(difference: Difference) -> list[tuple[str, str]]:
 
 
 def _lists(rows: Sequence[_Row]) -> Iterator[dict[str, Any] | None]:
-    """Yield the tensors that are furthest apart, those with NaN, and those of one side only; None for an empty list."""
+    """Yield lists of tensors: the largest differences, those with NaN, and those of one side only.
+
+    An empty list is None.
+    """
     far = [(row.values.largest, i) for i, row in enumerate(rows) if row.values and row.values.largest]
     far.sort(key=lambda each: (-each[0], each[1]))
     words_of = ["inf" if isinf(number) else f"{number:.3g}" for number, _ in far]
@@ -148,7 +152,7 @@ def _lists(rows: Sequence[_Row]) -> Iterator[dict[str, Any] | None]:
 
 
 def _columns(rows: Sequence[_Row]) -> dict[str, Any]:
-    """Return the tensors of the page in columns."""
+    """Return the data of the tensors of the page in columns."""
     values = [row.values for row in rows]
     statistics = [row.found.statistics if row.found else None for row in rows]
     has_statistics = any(statistics)
@@ -189,6 +193,6 @@ def _columns(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _changed(found: TensorDifference | None, name: str) -> str | None:
-    """Return the values of the attribute `name` on both sides, or None if they do not differ."""
+    """Return the values of the attribute `name` on both sides as text. None if they do not differ."""
     pair = getattr(found, name, None)
     return pair and f"{pair[0]} → {pair[1]}"

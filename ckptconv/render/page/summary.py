@@ -1,4 +1,4 @@
-"""Make the data of the page of a checkpoint: facts as texts, and tensors in columns."""
+"""Compute the data of the page of a checkpoint: facts as texts, and tensors in columns."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from ckptconv.render.values import counted_words
 if TYPE_CHECKING:
     from ckptconv.inspection.summary import Part, Summary, TensorSummary
 
-#: For a page whose verdict is shown elsewhere.
+#: The verdict for a page whose verdict is displayed elsewhere.
 NO_VERDICT: dict[str, Any] = {"good": None, "text": "", "danger": [], "findings": [], "remedy": None}
 _PARTS, _OTHERS, _ALONE = 12, 24, 3
 _GROUP = regex(r"(.*?)param_groups\[(\d+)\]/([^/\[]+)")
 
 
 def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
-    """Return the data of the page of `summary`, which shows the `most` largest tensors, or all."""
+    """Return the data of the page of `summary`, with the `most` largest tensors (None: all)."""
     tensors, left_out = largest(summary.tensors, most)
     src = Path(summary.path)
     inside = [each for each in summary.optimizers if each.path != "."]
@@ -64,7 +64,7 @@ def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
 
 
 def _verdict(summary: Summary) -> dict[str, Any]:
-    """Return whether the checkpoint loads here, what is in the way, and what to type."""
+    """Return whether the checkpoint loads here, the findings, and the command that fixes them."""
     says = {
         True: "It loads on this machine: torch.load takes it as it is.",
         False: "It does not load on this machine as it is.",
@@ -86,7 +86,7 @@ def _verdict(summary: Summary) -> dict[str, Any]:
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
-    """Return the labelled facts of the page."""
+    """Return the facts of the page, as pairs of a label and a text."""
     parts = [
         f"{_part(part)}: {count(part.tensors, 'tensor')}, {_share(part.nbytes, summary)}" for part in summary.parts
     ]
@@ -126,18 +126,18 @@ def _hyperparameters(summary: Summary) -> list[dict[str, Any]]:
 
 
 def _part(part: Part) -> str:
-    """Return what `part` is and where."""
+    """Return the kind and path of `part` as text."""
     said = part.path.casefold() in ("", ".", part.kind.casefold())
     return part.kind if said else f"{part.kind} at {part.path}"
 
 
 def _share(nbytes: int, summary: Summary) -> str:
-    """Return `nbytes` with their share in the bytes of all tensors."""
+    """Return `nbytes` as text, with their share of the bytes of all tensors."""
     return f"{size(nbytes)} ({100 * nbytes / max(summary.nbytes, 1):.3g} %)"
 
 
 def _parameters(summary: Summary) -> str:
-    """Return how many numbers the tensors contain, in all and for each kind of part."""
+    """Return the number of elements of the tensors as text, in all and by kind of group."""
     part_of = _parts(summary)
     numbers: Counter[str] = Counter()
     for tensor in summary.tensors:
@@ -148,7 +148,10 @@ def _parameters(summary: Summary) -> str:
 
 
 def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield what could be taken alone or left out, with the size of the result, and the command that does it."""
+    """Yield pairs of a text and a command that selects a part, or leaves parts out.
+
+    The text contains the resulting size.
+    """
     if len(summary.parts) < 2:
         return
     src, places = Path(summary.path), {state_dict.path for state_dict in summary.state_dicts}
@@ -169,7 +172,7 @@ def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _lists(summary: Summary, tensors: Sequence[TensorSummary]) -> list[dict[str, Any]]:
-    """Return the tensors that are tied, and those with NaN or infinities."""
+    """Return the lists of tied tensors, and of tensors with NaN or infinities."""
     numbers = {tensor.path: i for i, tensor in enumerate(tensors)}
     ties = [[numbers[path] for path in tie if path in numbers] for tie in summary.ties]
     bad, says = [], []
@@ -186,7 +189,7 @@ def _lists(summary: Summary, tensors: Sequence[TensorSummary]) -> list[dict[str,
 
 
 def _columns(summary: Summary, tensors: Sequence[TensorSummary]) -> dict[str, Any]:
-    """Return `tensors` in columns."""
+    """Return the data of `tensors` in columns."""
     part_of = _parts(summary)
     values = [tensor.values for tensor in tensors]
     facts = [
@@ -208,7 +211,7 @@ def _columns(summary: Summary, tensors: Sequence[TensorSummary]) -> dict[str, An
 
 
 def _parts(summary: Summary) -> Any:
-    """Return a function that returns the kind of part that a tensor belongs to."""
+    """Return a function that returns the kind of the group (such as "model") that a tensor belongs to."""
     rng = set(summary.rng_states)
     parts = sorted(((part.path, part.kind) for part in summary.parts), key=lambda part: -len(part[0]))
 
@@ -224,7 +227,7 @@ def _parts(summary: Summary) -> Any:
 
 
 def _stride(tensor: TensorSummary) -> str:
-    """Return the stride, and whether the elements are contiguous."""
+    """Return the stride of `tensor` as text, and whether its elements are contiguous."""
     step, strides = 1, ", ".join(map(str, tensor.stride))
     for n, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=False):
         if stride != step and n > 1:
@@ -234,7 +237,7 @@ def _stride(tensor: TensorSummary) -> str:
 
 
 def _stored(tensor: TensorSummary) -> str | None:
-    """Return the storage that contains more than the elements, or None if the storage has the size of the tensor."""
+    """Return a text about the storage of `tensor`. None if the storage has the same size as the tensor."""
     if tensor.storage_nbytes is None or tensor.storage_nbytes == tensor.nbytes:
         return None
     return f"in a storage of {size(tensor.storage_nbytes)}, from element {tensor.offset:,}"
