@@ -171,8 +171,8 @@ class _Reader:
     # Recognising modules
 
     def is_module(self, node: Value) -> bool:
-        """Return whether `node` is a module: an object that :meth:`has_parts`, possibly inside a result of
-        torch.compile.
+        """Return whether `node` is a module: an object with the content of one, or a result of torch.compile with
+        one.
         """
         if not isinstance(node, Call):
             return False

@@ -157,10 +157,7 @@ _ADDED_BY_TORCHAO = {
 
 
 def is_allowed(node: Global) -> bool:
-    """Return whether the unpickler accepts `node`.
-
-    Under every protocol it maps names of Python 2 to those of Python 3 first.
-    """
+    """Return whether the unpickler accepts `node`, also by a name that Python 2 has for an accepted global."""
     return imported_name(node, 2) in ALLOWED
 
 

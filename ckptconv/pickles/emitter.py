@@ -110,7 +110,7 @@ class _Writer:
         self.kept: list[object] = []  # keeps alive the objects whose ids are in the memo
 
     def pickle(self) -> list[bytes | Blob]:
-        """Return the pieces of the pickle."""
+        """Return the pieces of the pickle: bytes, and blobs that are copied from the source."""
         raise NotImplementedError
 
     def finish(self) -> list[bytes | Blob]:

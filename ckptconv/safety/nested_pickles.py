@@ -343,7 +343,7 @@ def _next_name(held: Readable, at: int) -> int:
 
 
 def _members(held: Readable) -> tuple[Member, ...]:
-    """Return the members of the archive `held`. The tuple is empty if no member has the name of a pickle or checkpoint.
+    """Return the members of the archive `held`, or none if no member has the name of a pickle or checkpoint.
 
     Raises Undecidable if the archive cannot be read.
     """

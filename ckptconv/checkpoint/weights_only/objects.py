@@ -275,11 +275,10 @@ class Objects:
             raise NotKnown("more steps than a file of its size should take")
 
     def copy(self, elements: int, itemsize: int) -> None:
-        """Count the memory that torch would allocate for `elements` of `itemsize` bytes.
+        """Count the memory that torch would allocate for `elements` elements of `itemsize` bytes.
 
-        Raise NotKnown above the limit.
-
-        A small file can make torch allocate much, because it can expand a single element.
+        Raises NotKnown above the limit. A small file can make torch allocate much memory, because one stored
+        element can be expanded to many.
         """
         self._copies_left -= elements * itemsize
         if self._copies_left < 0:

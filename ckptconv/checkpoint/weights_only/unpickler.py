@@ -463,7 +463,10 @@ class _Run:
             self.add(why, target, "")
 
     def add(self, why: Refused | NotKnown, node: Node, name: str) -> None:
-        """Record the reason `why` for `node`. The text `name` is put before the reason."""
+        """Record the reason `why` for `node`. The text `name` is put before the reason.
+
+        AfterUnknown is not recorded as a reason, because there is one already. It sets ``is_unknown``.
+        """
         if isinstance(why, AfterUnknown):
             self.is_unknown = True
         else:

@@ -415,9 +415,9 @@ class Arrays:
         return _nested(array, lambda i: read(held[i * dtype.itemsize : (i + 1) * dtype.itemsize]))
 
     def _spend(self, nbytes: int, values: int = 0) -> None:
-        """Count bytes and values.
+        """Count `nbytes` bytes and `values` values that the conversion creates. Raise LimitError above the limits.
 
-        Raise LimitError above the limits: a pickle can use one byte string any number of times.
+        A small pickle can use one byte string any number of times.
         """
         self._room -= nbytes
         self._values -= values

@@ -354,7 +354,7 @@ def refusal(
     *,
     objects_help: Callable[[], bool] | None,
 ) -> RefusedError:
-    """Return the error for objects that cannot be converted to plain data. Its hints are the commands that help.
+    """Return the error for objects that cannot be converted to plain data. Its hints name options that help.
 
     Args:
         checkpoint: The checkpoint.
