@@ -1,4 +1,4 @@
-"""The limits on input, each with its reason, in one frozen dataclass: :data:`LIMITS`."""
+"""The limits on input, each with its reason. :data:`LIMITS` has the values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 1024 * KIB
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on input. Input above one of them raises :class:`~ckptconv.errors.LimitError`."""
+    """The limits on input. Input above a limit raises :class:`~ckptconv.errors.LimitError`."""
 
     #: A checkpoint of 60,000 tensors has a pickle of 8 MB, a thirtieth of this. Long texts in it do not count.
     pickle_bytes: int = 256 * MIB
@@ -19,8 +19,8 @@ class Limits:
     pickle_opcodes: int = 20_000_000
     #: Different classes and functions that one pickle names; Python, torch and numpy together have fewer.
     globals: int = 50_000
-    #: Characters in the names of all these. A text that the pickle contains once can be the module of each. Python,
-    #: torch and numpy have fewer.
+    #: Characters in the names of all globals. One text in a pickle can be the module of many globals. Python, torch and
+    #: numpy have fewer characters.
     global_characters: int = 16 * MIB
     #: Steps of work in one command (:mod:`ckptconv.work`), and more for each byte of its pickles and headers. A step is
     #: about half a microsecond or 30 bytes of memory. The real files that tests read take at most 62,000 steps, and at
@@ -35,9 +35,10 @@ class Limits:
     nesting: int = 1_000
     #: Characters in all paths. A key that the pickle contains once can be in the path of everything below it.
     path_characters: int = 16 * MIB
-    #: The same, in addition, for each opcode: a tensor takes thirty, and its path is rarely longer than a hundred.
+    #: Characters in all paths, in addition, for each opcode: a tensor takes thirty opcodes, and its path is rarely
+    #: longer than a hundred characters.
     path_characters_each: int = 100
-    #: The same without a pickle: the names in a safetensors header fit.
+    #: Characters in all paths of a file without a pickle: the names in a safetensors header fit.
     path_characters_unpickled: int = 128 * MIB
     #: torch's tensors have at most 64 dimensions.
     rank: int = 64
@@ -63,19 +64,20 @@ class Limits:
     #: Nested calls that make one tensor (a parameter of a subclass of a view); torch writes three. They are read by
     #: recursion.
     nested_calls: int = 50
-    #: Bytes of tensors that are read to tell whether torch loads a file: the sizes of nested tensors, 16 for each part.
+    #: Bytes of tensors that are read to find out whether torch loads a file: the sizes of nested tensors, 16 bytes for
+    #: each component.
     values_read: int = 16 * MIB
-    #: Bytes of tensors that torch copies while it loads them, for the same. Most are not copied.
+    #: Bytes of tensors that torch copies while it loads them, for the same purpose. Most are not copied.
     values_copied: int = 256 * MIB
-    #: Bytes of deflated storages, for the same. Only small checkpoints are deflated.
+    #: Bytes of deflated storages, for the same purpose. Only small checkpoints are deflated.
     inflated_to_prove: int = 64 * MIB
     #: Levels of pickles inside byte strings inside pickles. One occurs, two are an attack.
     nested_pickles: int = 8
     #: Pickles inside one file. A model of a thousand layers can have one in each.
     pickles_inside: int = 10_000
-    #: Concerns that are listed, and as many dangerous ones in addition. The others are counted.
+    #: Concerns that are listed, and the same number of dangerous ones in addition. The others are counted.
     concerns: int = 1_000
-    #: Opcodes of one pickle inside a byte string, whose graph is in memory meanwhile: those of 30,000 tensors.
+    #: Opcodes of a pickle inside a byte string, whose graph is in memory at the same time: those of 30,000 tensors.
     nested_opcodes: int = 1_000_000
     #: Opcodes of a file of another format that begins like a pickle, and bytes of one of their lines. More do not occur
     #: by chance.
@@ -128,7 +130,7 @@ class Limits:
     ranks: int = 100_000
     #: Pieces of the flat tensors of DeepSpeed ZeRO that parameters are cut into: 10,000 parameters on 1,000 ranks.
     zero_cuts: int = 10_000_000
-    #: Parts of one tensor that one process has: with tensor parallelism and FSDP, one for each of some tens of
+    #: Slices of one tensor that one process has: with tensor parallelism and FSDP, one for each of some tens of
     #: processes.
     strips: int = 10_000
     #: Steps, for each opcode of a rank's pickle, of finding which elements of its tensors the process has. A tensor
@@ -139,11 +141,11 @@ class Limits:
     opcodes_of_a_chunk: int = 4
     #: A configuration next to a model, from which a dtype is read, has some thousands.
     config_bytes: int = MIB
-    #: Names in a folder that are looked at, to say what the folder is.
+    #: Names in a folder that are read to find out the kind of the folder.
     folder_names: int = 5_000
-    #: Files in a remote folder and below it: a listing of a hundred requests.
+    #: Files in and below a remote folder: a listing of a hundred requests.
     far_files: int = 100_000
-    #: Bytes of JSON that are read to say what a file is that is not a checkpoint. A configuration has some thousands.
+    #: Bytes of JSON that are read to describe a file that is not a checkpoint. A configuration has some thousands.
     foreign_json: int = MIB
     #: The same for an index of shards: 90,000 tensors take nine million bytes.
     foreign_index: int = 16 * MIB
@@ -161,7 +163,9 @@ class Limits:
     gathered_ratio: int = 16
 
     def paths(self, opcodes: int) -> int:
-        """Return how many characters all paths in a pickle of `opcodes` opcodes may have. 0: there is no pickle."""
+        """Return how many characters all paths may have in a pickle of `opcodes` opcodes, or without a pickle if it
+        is 0.
+        """
         return self.path_characters + self.path_characters_each * opcodes if opcodes else self.path_characters_unpickled
 
     def gathered(self, nbytes: int) -> int:
@@ -169,7 +173,7 @@ class Limits:
         return max(self.gathered_ratio * nbytes, self.gathered_bytes)
 
     def written(self, nbytes: int) -> int:
-        """Return how many bytes an output made of `nbytes` may have."""
+        """Return how many bytes an output may have whose input has `nbytes`."""
         return max(self.gathered_ratio * nbytes, nbytes + self.gathered_bytes)
 
 
@@ -177,13 +181,13 @@ LIMITS = Limits()
 
 
 def lower(**bounds: int) -> None:
-    """Make some of :data:`LIMITS` smaller until the process ends: a browser's stack has less than 1,000 levels.
+    """Make some of :data:`LIMITS` smaller until the process ends, for example for a browser, whose stack is small.
 
     Args:
         **bounds: New values by the names of limits.
 
     Raises:
-        ValueError: There is no such limit, or the value is not smaller.
+        ValueError: There is no such limit, or the new value is larger than the old one or not positive.
     """
     for name, bound in bounds.items():
         if not 0 < bound <= getattr(LIMITS, name, 0):

@@ -25,7 +25,7 @@ class UnreadRecord(NamedTuple):
 class PickleSequence(NamedTuple):
     """A sequence of `number` pickles at the start of `of`. `name` is for errors.
 
-    `known` contains the globals that every reader of this format knows, and that are therefore not scanned.
+    `known` contains the globals that belong to the format. They are not reported as unsafe.
     """
 
     name: str

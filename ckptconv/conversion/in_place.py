@@ -395,7 +395,7 @@ def _write(files: list[_File], *, keep_journal: bool) -> int:
 def _write_all(files: list[_File], signals: HeldSignals, *, keep_journal: bool) -> int:
     """Write the patches as :func:`_write` does, while `signals` are delayed.
 
-    The journal of the first file, the leader, is marked last-but-one: its mark completes the change of the set.
+    The first file is the leader. The change of the set is complete when the leader's journal is marked as done.
     """
     leader = files[0]
     names = tuple(file.path.name for file in files) if len(files) > 1 else ()

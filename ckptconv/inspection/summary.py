@@ -135,7 +135,7 @@ class OptimizerSummary:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A name in the state dict that a module would give, and the path of its tensor in the file.
+    """A name in the state dict of a pickled module, and the path of its tensor in the file.
 
     The path is None if only the module contains the tensor.
     """
@@ -231,11 +231,11 @@ class TorchLoadSummary:
         reasons: Why the file is refused, or why the answer is not known.
         other_torch: The version of torch that was requested or is installed, if its rules are not known. Otherwise
             None.
-        needs: The lowest version of torch that has the call, if the call needs a newer version only. Otherwise None.
+        needs: The lowest version of torch that has the call, if older versions do not have it. Otherwise None.
         installed: The version of torch that is installed, or None.
         flaws: The known vulnerabilities of the safe loader in the requested version.
-        versions: The answer of each known version of torch. None if all versions give the same answer, or if `torch`
-            loads the file and the answers of all versions were not requested.
+        versions: The answer of each known version of torch. None unless the answers were requested, or `torch` does not
+            load the file and another version has another answer.
     """
 
     answer: Answer
@@ -373,7 +373,7 @@ def inspect(
     download: bool = False,
     torch: str | None = None,
 ) -> Summary:
-    """Summarise the checkpoint at `path`. No tensor data is read, unless its values are asked for.
+    """Summarise the checkpoint at `path`. No tensor data is read, unless `values` or `histogram` is set.
 
     Args:
         path: A checkpoint, as for :func:`ckptconv.convert`, or a binary file object, as for :func:`ckptconv.open`.
@@ -385,7 +385,7 @@ def inspect(
             versions as well. None means the installed one, or the newest known one if none is installed.
 
     Returns:
-        Tensors, devices, dtypes, names, and the rest.
+        The summary: tensors, devices, dtypes, names, findings, and more.
 
     Raises:
         CkptconvError: One of its subclasses.
@@ -443,7 +443,10 @@ def summary_of(
 
 
 def summarize(checkpoint: Checkpoint, host: Host, *, every: bool = False) -> Summary:
-    """Return the summary of `checkpoint`, to be loaded on `host`. `every` asks about all known versions of torch."""
+    """Return the summary of `checkpoint` for loading on `host`.
+
+    `every` requests the answers of all known versions of torch.
+    """
     detected = checkpoint.detected
     tensors = list(checkpoint.tensors.values())
     untied = [info for info in tensors if info.tied_to is None]
@@ -562,7 +565,7 @@ def _rows(checkpoint: Checkpoint) -> Iterator[TensorSummary]:
 
 
 def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
-    """Return the tensors of `checkpoint` grouped by model, EMA, optimizer, random states and others, in this order."""
+    """Return the tensors of `checkpoint` grouped by model, EMA, optimizer, random states and others."""
     detected = checkpoint.detected
     part_at: dict[int, tuple[_Kind, str]] = {}
     for state_dict in detected.state_dicts:

@@ -73,7 +73,7 @@ class Finding:
         expected: The expected value.
         got: The value that was found.
         hint: What the user can do.
-        path: The path in the graph of the object that needs code. None for other findings.
+        path: The path in the graph, if the finding is about an object of a pickle. None for other findings.
     """
 
     level: Level

@@ -186,7 +186,7 @@ def together(fixes: list[Fix]) -> Fix:
 
 
 def fix_command(checkpoint: Checkpoint, fix: Fix) -> str:
-    """Return the ``ckptconv convert`` command for `fix`. The output is next to the checkpoint."""
+    """Return the ``ckptconv convert`` command for `fix`. The output is in the current folder."""
     path = Path(placed(checkpoint.source.path))
     writer = WRITERS[fix.format] if fix.format else writer_for(objects=not checkpoint.is_state_dict)
     is_set = isinstance(checkpoint.source, SourceFolder)
