@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def convert(
     src: str | os.PathLike[str], dst: str | os.PathLike[str] | None = None, **options: Unpack[ConvertOptions]
 ) -> Report:
-    """Convert the checkpoint `src`, and write the result to `dst`. It is not loaded, and its code is not run.
+    """Convert the checkpoint `src` to `dst`, without loading it or running its code.
 
     Args:
         src: A file; a sharded set as on the Hub, by its folder or index; a folder of ``torch.distributed.checkpoint``;
