@@ -157,7 +157,8 @@ def pickle_pieces(
     from ckptconv.pickles.emitter import emit  # lazily, for start-up
 
     graph = graph or checkpoint.graph
-    parts = emit(graph, loadable=can_be_made_loadable(graph), short=short)
+    splice = not short and not checkpoint.source.is_far  # splicing reads the source again
+    parts = emit(graph, loadable=can_be_made_loadable(graph), short=short, splice=splice)
     return [Literal(part) if isinstance(part, bytes) else blob_bytes(checkpoint, part) for part in parts]
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 CENTRAL_FIELDS = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_PADDING = struct.Struct("<HH")
+_DESCRIPTOR, _PADDING = struct.Struct("<4sIII"), struct.Struct("<HH")
 END_FIELDS = struct.Struct("<4sHHHHIIH")
 ZIP64_END_FIELDS = struct.Struct("<4sQHHIIQQQQ")
 ZIP64_LOCATOR_FIELDS = struct.Struct("<4sIQI")
@@ -52,6 +52,8 @@ _KNOWN_FLAGS = HAS_DESCRIPTOR | UTF8 | 1 << 1 | 1 << 2  # the last two are the l
 _FOLDER = 0x10  # among the external attributes
 STORED, DEFLATED = 0, 8
 _AHEAD = 4096  # bytes read at once for headers: small members are close to each other
+_ALIKE = 1 << 18  # bytes of a directory read at once
+_UNSAID = bytes(12)  # the numbers of a local header if the descriptor contains them
 
 
 class Member(NamedTuple):
@@ -203,7 +205,7 @@ def read_archive(
         try:
             data_offset = None
             if not (is_large and source.is_far and _is_spared(source, entry, following, is_large)):
-                data_offset = _placed(window, entry, following)
+                data_offset = _plain_place(window, entry, following) or _placed(window, entry, following)
             members.append(Member._make((*entry[:7], data_offset, following)))
         except InputError as error:
             report(error)
@@ -389,7 +391,17 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
         raise _bad(source, start, what, f"{count} entries", f"{size} bytes")
     entries: list[Member] = []
     at, end = start, start + size
-    for _ in range(count):
+    alike, left = 1, count
+    while left:
+        length = CENTRAL_SIZE + len(entries[-1].name.encode()) if entries else 0
+        alike = min(2 * alike, left, _ALIKE // max(length, 1))
+        if 0 < alike * length <= end - at and (many := _alike(window.read(at, alike * length), length)):
+            entries += many
+            at += alike * length
+            left -= alike
+            continue
+        alike = 1
+        left -= 1
         if end - at < CENTRAL_SIZE:
             raise _bad(source, at, "the zip's directory ends inside an entry")
         fields = CENTRAL_FIELDS.unpack(window.read(at, CENTRAL_SIZE))
@@ -404,6 +416,36 @@ def _read_directory(window: _Window, count: int, size: int, start: int) -> list[
     if at != end:
         raise _bad(source, at, "the zip's directory has bytes after its entries", end, at)
     return entries
+
+
+@lru_cache(maxsize=16)
+def _with_name(fields: str, length: int) -> struct.Struct:
+    """Return the format of a header with a name of `length` bytes."""
+    return struct.Struct(f"{fields}{length}s")
+
+
+def _alike(data: bytes, length: int) -> list[Member]:
+    """Return the entries in `data`, if each has `length` bytes and is a stored file with nothing after its name.
+
+    Otherwise return an empty list.
+    """
+    form = _with_name("<4s4xHH4xIII8s2xII", length - CENTRAL_SIZE)
+    columns = [*zip(*form.iter_unpack(data), strict=True)]
+    if not columns:
+        return []
+    signatures, flags, methods, sums, stored, sizes, lengths, attributes, offsets, raw_names = columns
+    variable = struct.pack("<HHHH", length - CENTRAL_SIZE, 0, 0, 0)  # no extra field, no comment, the first disk
+    if (set(signatures), set(methods), set(lengths)) != ({CENTRAL}, {STORED}, {variable}) or stored != sizes:
+        return []
+    if any(flag & ~_KNOWN_FLAGS for flag in set(flags)) or any(kind & _FOLDER for kind in set(attributes)):
+        return []
+    if max(sizes) == ONES32 or max(offsets) == ONES32 or any(name.endswith(b"/") for name in raw_names):
+        return []
+    try:
+        names = [name.decode() for name in raw_names]
+    except UnicodeDecodeError:
+        return []
+    return [*map(Member, names, flags, methods, sums, stored, sizes, offsets)]
 
 
 def _entry(source: Readable, at: int, fields: tuple[int, ...], variable: bytes) -> Member:
@@ -504,6 +546,28 @@ def _check_names(source: Readable, members: list[Member], root: str) -> list[Mem
 
 
 # Local headers and descriptors
+
+
+def _plain_place(window: _Window, entry: Member, following: int) -> int:
+    """Return the position of the data of `entry` if its header and descriptor have torch's form, else 0."""
+    name, flags, method, crc32, stored_size, size, at = entry[:7]
+    raw_name = name.encode()
+    n = len(raw_name)
+    form = _with_name("<4s2xHH4x12sHH", n)
+    if following - at < form.size + 4:
+        return 0
+    header = window.read(at, form.size + 4)
+    *fields, n_extra, local_name = form.unpack_from(header)
+    if fields != [LOCAL, flags, method, _UNSAID, n] or local_name != raw_name:
+        return 0
+    data_offset: int = at + form.size + n_extra
+    end = data_offset + stored_size
+    if n_extra < 4 or header[-4:] != _PADDING.pack(PADDING_EXTRA, n_extra - 4) or following - end != _DESCRIPTOR.size:
+        return 0
+    if not flags & HAS_DESCRIPTOR or max(size, stored_size) >= ONES32:
+        return 0
+    descriptor = _DESCRIPTOR.pack(DESCRIPTOR, crc32, stored_size, size)
+    return data_offset if window.read(end, _DESCRIPTOR.size) == descriptor else 0
 
 
 def _placed(window: _Window, entry: Member, following: int) -> int:

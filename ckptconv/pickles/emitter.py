@@ -17,6 +17,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
+from operator import is_
 from typing import TypeAlias
 
 from ckptconv.pickles.graph import (
@@ -40,7 +42,7 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.machine import CODES
-from ckptconv.pickles.rows import RowCall, RowForm
+from ckptconv.pickles.rows import RowCall, RowForm, RowItems
 
 # By the number of items; the last is for more than three.
 _TUPLE = [CODES[name] for name in ("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE")]
@@ -54,19 +56,19 @@ _LONG_BINPUT, _LONG_BINGET, _BINUNICODE = CODES["LONG_BINPUT"], CODES["LONG_BING
 _with_number = struct.Struct("<cI").pack
 
 
-def emit(graph: Graph, *, loadable: bool, short: bool = False) -> list[bytes | Blob]:
-    """Return the pickle of `graph` in pieces: bytes, and the blobs that are copied from the source.
+def emit(graph: Graph, *, loadable: bool, short: bool = False, splice: bool = False) -> list[bytes | Blob]:
+    """Return the pickle of `graph` in pieces: bytes, and the blobs that stay in the source.
 
     Args:
         graph: The graph to write.
-        loadable: Whether torch's ``weights_only`` unpickler accepts the graph. If so, only its opcodes are used, unless
-            the graph needs the replayed way.
-        short: Whether to write a smaller pickle in twice the time: only values that are read again are put into the
-            memo, and short texts have a short opcode if the protocol has it.
+        loadable: Whether torch's ``weights_only`` unpickler accepts the graph. If so, use only its opcodes.
+        short: Put into the memo only the values that are read from it again, which takes twice the time. Use the short
+            opcode for texts if the header's protocol has it.
+        splice: Also return a blob for items of mappings that the source contains in the same bytes.
     """
     if not graph.discarded:
         with suppress(_OutOfOrder):
-            return (_ShortPlain if short else _Plain)(graph, loadable).pickle()
+            return _ShortPlain(graph, loadable).pickle() if short else _Plain(graph, loadable, splice).pickle()
     return (_ShortReplayed if short else _Replayed)(graph, False).pickle()
 
 
@@ -158,13 +160,14 @@ class _Writer:
 
 
 class _Plain(_Writer):
-    """The plain way of writing: depth first.
+    """The plain way, depth first. Raises _OutOfOrder if the result would not do the same as the source.
 
-    The methods raise _OutOfOrder if effects would not happen in the order of the source.
+    If `splice` is set, items of rows are left in the source if the same bytes would be written.
     """
 
-    def __init__(self, graph: Graph, loadable: bool) -> None:
+    def __init__(self, graph: Graph, loadable: bool, splice: bool = False) -> None:
         super().__init__(graph, loadable)
+        self.splice = splice
         self.todo: list[_Step] = [graph.root]
         self.open: set[int] = set()  # ids of nodes that are started and not complete
         self.order = 0
@@ -186,7 +189,10 @@ class _Plain(_Writer):
                 self.done(step.code, step.order, step.made)
             elif (slot := self.memo.get(id(step))) is not None:
                 self.get(slot)
-            elif not (type(step) is RowCall and self.row(step)) and not self.atom(step):
+            elif type(step) is RowCall and self.row(step):
+                if self.splice:
+                    self.leave_items(step)
+            elif not self.atom(step):
                 self.start(step)
 
     def row(self, call: RowCall) -> bool:
@@ -297,6 +303,46 @@ class _Plain(_Writer):
         for effect in target.effects:
             steps += _effect_steps(effect)
         self.todo += steps[::-1]
+
+    def leave_items(self, row: RowCall) -> None:
+        """Leave in the source the items after `row`, which was just written, if they come next and are unchanged."""
+        while (items := row.next_items) and self.follow(items):
+            self.pieces += (bytes(self.out), Blob("str", items.offset, items.length))
+            self.out = bytearray()
+            row = items.rows()[-1]
+
+    def follow(self, items: RowItems) -> bool:
+        """Update the state as if `items` were written.
+
+        Return False if they do not come next or would be written in other bytes.
+        """
+        memo, rows, starts = self.memo, items.rows(), items.starts
+        names, n = items.values[::2], len(items.values)
+        coming = self.todo[: -n - 1 : -1]
+        if len(coming) < n or not all(map(is_, coming, items.values)) or not items.is_as_read():
+            return False
+        if self.slots != starts[0] or items.order < self.order:
+            return False
+        if any(memo.get(id(function)) != slot for function, slot in items.called.items()):
+            return False
+        texts = {*map(id, chain(names, items.keys))}  # equal texts of one character are one object
+        if len(texts) < n or not memo.keys().isdisjoint(texts):
+            return False
+        if not self.graph.shared.isdisjoint(row.reference for row in rows):
+            return False
+        tags = {(row.form, id(row.reference.tag)): row.reference.tag for row in rows}
+        for (form, _), tag in tags.items():
+            if form is None or form.tag_slot is None:
+                return False
+            for slot, value in zip(form.reads, form.values, strict=True):
+                if memo.get(id(tag if slot == form.tag_slot else value)) != slot:
+                    return False
+        memo.update(zip(map(id, names), starts, strict=False))
+        memo.update(zip(map(id, items.keys), (start + 1 for start in starts), strict=False))
+        memo.update(zip(map(id, rows), (start - 1 for start in starts[1:]), strict=True))
+        self.slots, self.order = starts[-1], rows[-1].order or 0
+        del self.todo[-n:]
+        return True
 
 
 class _Pieces(_Plain):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import struct
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -120,6 +121,7 @@ class RowForm:
             the key from the memo.
         reads: The memo slots that a row reads, except for the slot of the key.
         values: The values of these slots.
+        tag_slot: The slot in ``reads`` that contains the tag and nothing else, or None.
     """
 
     functions: _Functions
@@ -136,6 +138,7 @@ class RowForm:
     puts_key: bool
     reads: tuple[int, ...]
     values: tuple[Value, ...]
+    tag_slot: int | None
 
     def is_for(self, memo: Mapping[Any, Value]) -> bool:
         """Return whether the slots ``reads`` of `memo` contain the same objects as when the first row was read."""
@@ -190,10 +193,11 @@ class RowId(PersistentId):
 class RowCall(Call):
     """The outermost call of a row.
 
-    ``form`` is None after the first access to ``args``, because the caller may then change them.
+    ``form`` is None after the first access to ``args``, because the caller may change them. ``next_items`` are the
+    items that follow the row in its mapping, if they were read at once.
     """
 
-    __slots__ = ("_args", "_inside", "form", "reference")
+    __slots__ = ("_args", "_inside", "form", "next_items", "reference")
 
     def __init__(self, form: RowForm, reference: RowId, order: int) -> None:
         self.effects = NO_EFFECTS
@@ -203,6 +207,7 @@ class RowCall(Call):
         self.order = order
         self.form: RowForm | None = form
         self.reference = reference
+        self.next_items: RowItems | None = None
 
     @property
     def args(self) -> Value:
@@ -256,6 +261,50 @@ def _paths(value: Value, path: _Path = ()) -> Iterator[tuple[int, _Path]]:
     for i, part in enumerate(_parts(value)):
         yield from _paths(part, (*path, i))
     yield id(value), path
+
+
+class RowItems:
+    """Items of a mapping that were read at once, and their position in the source.
+
+    Attributes:
+        values: Keys and rows in turn.
+        keys: The keys of the storages.
+        order: The order of the first reference.
+        starts: The first memo slot of each item, and the slot after the last item. An item puts its key first, and then
+            the parts of its row.
+        called: The functions that the rows call, with their memo slots.
+        offset: Offset of the items in the source.
+        length: Number of bytes of the items.
+    """
+
+    __slots__ = ("called", "keys", "length", "offset", "order", "starts", "values")
+
+    def __init__(
+        self, values: list[Value], starts: list[int], called: dict[Global, int], offset: int, length: int
+    ) -> None:
+        self.values = values
+        self.keys = [row.reference.key for row in self.rows()]
+        self.order = self.rows()[0].reference.order or 0
+        self.starts = array("Q", starts)
+        self.called = called
+        self.offset = offset
+        self.length = length
+
+    def rows(self) -> list[RowCall]:
+        """Return the rows."""
+        return cast("list[RowCall]", self.values[1::2])
+
+    def is_as_read(self) -> bool:
+        """Return whether the rows are unchanged, apart from tags."""
+        order = self.order
+        for row, key in zip(self.rows(), self.keys, strict=True):
+            form, reference = row.row, row.reference
+            if form is None or reference.key is not key or reference.order != order:
+                return False
+            order += form.orders
+            if row.order != order - 1:
+                return False
+        return True
 
 
 class _Memo(dict[Any, Value]):
@@ -413,7 +462,7 @@ class RowMachine(PickleMachine):
             columns[_AROUND], last = zip(*map(spelling.split, columns[_AROUND]), strict=True)
             puts = *puts, last
         slots = self._new_slots(spelling, b"".join(chain.from_iterable(zip(*puts, strict=True))))
-        functions = self._called({*called})
+        functions, slot_of = self._called({*called})
         form_keys = zip(map(functions.get, called), map(not_, key_gets), *_form_groups(columns), strict=True)
         forms = [form for form in map(self._forms.get, form_keys) if form]
         names = self._names(spelling, lengths, texts, gets)
@@ -427,13 +476,15 @@ class RowMachine(PickleMachine):
         used = _EACH_GET.findall(b"".join({*called, *gets, *key_gets}))
         for opcode in (*used, spelling.text, p0[0]) if is_put else used:
             self.used[opcode[0]] = 1
-        self.shared.update(chain.from_iterable(functions.values()))
+        self.shared |= slot_of.keys()
         starts = [*accumulate((len(form.parts) + is_put for form in forms), initial=slots.start)]
         if is_put:
             self.memo.update(zip(starts, names, strict=False))
-        calls = self._made(spelling, forms, keys, tags, [start + is_put for start in starts[:-1]])
+        row, calls = self._rows[-1], self._made(spelling, forms, keys, tags, [start + is_put for start in starts[:-1]])
         self._end = slots.stop
         values: list[Value] = [value for item in zip(names, calls, strict=True) for value in item]
+        if is_put and spelling is _LONG and not any(key_gets):
+            row.next_items = RowItems(values, starts, slot_of, self.tell(), found[-1].end() - self.pos)
         self.stack += values
         self.pos = found[-1].end()
         self._patience += len(calls)
@@ -459,18 +510,22 @@ class RowMachine(PickleMachine):
         """Return whether the pickle contains puts with the number of a slot, which can overwrite a slot."""
         return any(map(self.used.__getitem__, _PUT_OPCODES))
 
-    def _called(self, called: set[bytes]) -> dict[bytes, _Functions]:
-        """Return the globals that each sequence of GETs in `called` reads.
+    def _called(self, called: set[bytes]) -> tuple[dict[bytes, _Functions], dict[Global, int]]:
+        """Return the globals that each sequence of GETs in `called` reads, and the slot of each global.
 
-        The dict is empty if a value is not a global.
+        Return two empty dictionaries if a value is not a global or occurs in two slots.
         """
         functions: dict[bytes, _Functions] = {}
+        pairs: set[tuple[Global, int]] = set()
         for gets in called:
-            globals_ = [self.memo.get(int.from_bytes(get[1:], "little")) for get in _EACH_GET.findall(gets)]
+            slots = [int.from_bytes(get[1:], "little") for get in _EACH_GET.findall(gets)]
+            globals_ = tuple(map(self.memo.get, slots))
             if not all(isinstance(value, Global) for value in globals_):
-                return {}
-            functions[gets] = cast("_Functions", tuple(globals_))
-        return functions
+                return {}, {}
+            functions[gets] = cast("_Functions", globals_)
+            pairs.update(zip(functions[gets], slots, strict=True))
+        slot_of = dict(pairs)
+        return (functions, slot_of) if len(slot_of) == len(pairs) else ({}, {})
 
     def _names(
         self, spelling: _Spelling, lengths: Sequence[bytes], texts: Sequence[bytes], gets: Sequence[bytes]
@@ -550,9 +605,8 @@ class RowMachine(PickleMachine):
     ) -> RowForm | None:
         """Return the form of `row`, or None if it is not a row or the machine refuses it.
 
-        `functions` are on the stack, and the row calls them. `tag` contains the opcodes of the location tag, and
-        `slots` the memo slots of the row. `key_read` is the GET of the storage's key (empty if the row contains the
-        key), and the key.
+        The row calls `functions`, which are on the stack. `tag` contains the opcodes of the location tag, `slots` the
+        memo slots of the row, and `key_read` the GET of the key (empty if the row contains the key) and the key.
         """
         is_own = tag.startswith(spelling.text)
         if is_own and tag[1 : spelling.at] != spelling.lengths[len(tag) - spelling.at]:
@@ -598,6 +652,7 @@ class RowMachine(PickleMachine):
             key_slot is None,
             reads,
             tuple(map(self.memo.__getitem__, reads)),
+            None if is_own or text is word else int.from_bytes(tag[1:], "little"),
         )
 
     def _in_row(self, slot: int) -> Value:

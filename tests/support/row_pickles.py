@@ -194,14 +194,14 @@ class _Maker:
         return self.text(text) + self.put()
 
 
-def emitted(graph: Graph, data: bytes, tag: str | None = None) -> bytes:
+def emitted(graph: Graph, data: bytes, tag: str | None = None, *, splice: bool) -> bytes:
     """The pickle of `graph`, which was read from `data`, with the other `tag` in all references where one is given."""
     for reference in graph.references if tag else ():
         if isinstance(reference, RowId) and reference.form:
             reference.tag = tag or ""
         elif isinstance(reference.id, Tuple) and len(reference.id.items) == 5:
             reference.id = Tuple([*reference.id.items[:3], tag, reference.id.items[4]])
-    pieces = emit(graph, loadable=False)
+    pieces = emit(graph, loadable=False, splice=splice)
     return b"".join(each if isinstance(each, bytes) else data[each.offset :][: each.length] for each in pieces)
 
 
