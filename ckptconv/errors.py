@@ -278,8 +278,7 @@ class NoMatchError(RefusedError):
     Attributes:
         unmatched: The name of a field of :class:`~ckptconv.edits.options.Edits`, and the item in it that matches
             nothing. None if the request makes no sense without the item. In a batch, the item may match something in
-            another
-                file.
+            another file.
     """
 
     def __init__(

@@ -123,8 +123,7 @@ def find_target(src: Path, dst: str | os.PathLike[str], format: str | None) -> t
 
     Returns:
         The path and the format: `format`, or else the only format that the suffix of the path allows. None if the
-            suffix
-        allows several.
+        suffix allows several.
 
     Raises:
         UsageError: `format` and the suffix contradict each other, or `dst` cannot be a path.

@@ -50,8 +50,7 @@ def open(path: Input, *, download: bool = False) -> CheckpointFile:
     Args:
         path: A file, a sharded set, or a folder of torch.distributed.checkpoint. Or a binary file object that can seek,
             such as an io.BytesIO. It is read from its byte 0, whatever its position. Each read restores the position,
-                and
-            the object stays open.
+            and the object stays open.
         download: For a URL, as for :func:`ckptconv.convert`.
 
     Returns:
@@ -111,8 +110,7 @@ class CheckpointFile:
 
         Returns:
             The tensor on the CPU, with the dtype, shape, stride, ``requires_grad`` and class (such as ``Parameter``)
-                that
-            torch would load.
+            that torch would load.
 
         Raises:
             NoMatchError: There is no tensor at this path.
@@ -252,8 +250,7 @@ def save(obj: object, path: Output, **options: Unpack[SaveOptions]) -> Report:
         path: A local file or one in S3. The format is safetensors if the suffix is ``.safetensors``, else torch's zip
             format. Or a binary file object that can seek. If it has a ``name``, the name determines the format in the
             same way. It is written from its position on and stays open, and its position is then after the last byte,
-                as
-            with ``torch.save``. If writing fails, the bytes written so far stay in it.
+            as with ``torch.save``. If writing fails, the bytes written so far stay in it.
         **options: The keys of :class:`~ckptconv.conversion.options.SaveOptions`.
         force: Whether `path` may exist.
 

@@ -35,8 +35,7 @@ def regroup(
 
     Returns:
         A mapping of the same type, with ``_metadata``. Other tensors are not copied. A slice of a tensor is a view of
-            the
-        tensor if its elements are adjacent.
+        the tensor if its elements are adjacent.
 
     Raises:
         CkptconvError: One of its subclasses, if a rule makes no sense, matches nothing, or does not fit the tensors.
