@@ -20,7 +20,7 @@ from ckptconv.checkpoint.tensor_info import LeftBehind, Reference, Replica, Stor
 from ckptconv.dtypes import DType
 from ckptconv.errors import InputError, MalformedError
 from ckptconv.light_dataclass import dataclass
-from ckptconv.pickles.graph import Global, Graph, PersistentId, subgraph, walk
+from ckptconv.pickles.graph import Global, Graph, Object, PersistentId, strings_of, subgraph, walk
 from ckptconv.pickles.paths import Place
 from ckptconv.pickles.rows import RowForm, RowId
 
@@ -173,6 +173,11 @@ class Checkpoint:
     def storages(self) -> dict[str, Storage]:
         """The storages by key, in the order of first use."""
         return self.index.storages
+
+    def named_tensors(self, mapping: Object) -> dict[str, TensorInfo]:
+        """Return the tensors in `mapping` that have a name, by name."""
+        infos = self.tensor_nodes
+        return {name: infos[id(node)] for name, node in strings_of(mapping).items() if id(node) in infos}
 
 
 def checkpoint_of(

@@ -35,7 +35,7 @@ from ckptconv.edits.regroup_files import content_of_config
 from ckptconv.errors import CollisionError, InputError, RefusedError, some
 from ckptconv.errors import count as counted
 from ckptconv.hints import Placeholder, command, option
-from ckptconv.pickles.graph import Call, Value, strings_of
+from ckptconv.pickles.graph import Call, Value
 
 _TARGETS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _MOST = 20  # globs in a hint
@@ -55,14 +55,7 @@ def dequantize(checkpoint: Checkpoint, rules: Sequence[DTypeRule], changes: Chan
         RefusedError: The layout of a weight is not known, or its scales do not fit.
         CollisionError: Another tensor already has the name of a dequantized weight.
     """
-    tensors = {
-        id(found.node): {
-            name: info
-            for name, node in strings_of(found.node).items()
-            if (info := checkpoint.tensor_nodes.get(id(node)))
-        }
-        for found in checkpoint.detected.state_dicts
-    }
+    tensors = {id(found.node): checkpoint.named_tensors(found.node) for found in checkpoint.detected.state_dicts}
     dtypes = {info.dtype for each in tensors.values() for info in each.values()}
     if dtypes.isdisjoint(CODES):
         return False
@@ -91,8 +84,7 @@ def show_values(checkpoint: Checkpoint, wanted: Collection[str]) -> Counter[str]
     """
     config, weights, layouts = known_config(checkpoint.source), _Weights(checkpoint, Changes()), Counter[str]()
     for found in checkpoint.detected.state_dicts:
-        infos = checkpoint.tensor_nodes
-        known = {name: infos[id(node)] for name, node in strings_of(found.node).items() if id(node) in infos}
+        known = checkpoint.named_tensors(found.node)
         asked = [each for each in find_quantized(known, config) if each.weight in wanted and not each.trouble]
         with suppress(RefusedError, CollisionError):
             weights.replace(found, known, asked)

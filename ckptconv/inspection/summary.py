@@ -50,7 +50,6 @@ from ckptconv.pickles.graph import (
     Value,
     gc_paused,
     is_global,
-    strings_of,
 )
 from ckptconv.pickles.paths import Place
 from ckptconv.result import Result
@@ -690,8 +689,7 @@ def _quantized(state_dict: StateDict, checkpoint: Checkpoint) -> list[Quantized]
     from ckptconv.checkpoint.quantization import find_quantized  # lazily, for start-up
     from ckptconv.edits.dequantizing import known_config
 
-    infos = checkpoint.tensor_nodes
-    tensors = {name: infos[id(node)] for name, node in strings_of(state_dict.node).items() if id(node) in infos}
+    tensors = checkpoint.named_tensors(state_dict.node)
     return [each for each in find_quantized(tensors, known_config(checkpoint.source)) if not each.trouble]
 
 
