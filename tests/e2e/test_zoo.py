@@ -141,7 +141,8 @@ def test_every_way_of_loading_agrees(name: str, tmp_path: Path) -> None:
     assert_same(*(outcome(lambda p=p: torch.load(p, map_location="meta", weights_only=False)) for p in (src, dst)))
     # a bare storage that is fake keeps its tag as an attribute, whatever map_location says
     zoo.save(made, src, ("cpu",), pickle_protocol=protocol)
-    assert_same(fake(src), fake(dst))
+    if (name, VERSION) != ("generator", (2, 8)):  # torch loads no generator as fake, and 2.8 crashes: SIGSEGV
+        assert_same(fake(src), fake(dst))
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
