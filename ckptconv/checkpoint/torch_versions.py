@@ -24,6 +24,8 @@ Version: TypeAlias = "tuple[int, int]"
 
 OLDEST, NEWEST = (2, 6), (2, 15)
 KNOWN: tuple[Version, ...] = tuple((2, minor) for minor in range(OLDEST[1], NEWEST[1] + 1))
+#: The known versions, for messages.
+RANGE = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
 
 _BITS = [f"torch.{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)]
 #: The first versions whose list has these globals. The others have been on it since :data:`OLDEST`.

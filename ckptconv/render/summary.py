@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptconv.checkpoint.torch_versions import NEWEST, OLDEST, by_version, word_of
+from ckptconv.checkpoint.torch_versions import RANGE, by_version
 from ckptconv.errors import count, size
 from ckptconv.hints import Command, Option, command, command_in, option
 from ckptconv.lazy_regex import regex
@@ -144,8 +144,7 @@ def _verdict(summary: Summary, style: Style) -> Iterator[tuple[int, Iterable[str
     is_here = not by_rules and (load.installed is None or f"{load.installed}.".startswith(f"{load.torch}."))
     label = "loads here" if is_here else f"torch {load.torch}"
     if by_rules:
-        known = f"{word_of(OLDEST)} to {word_of(NEWEST)}"
-        text = f"not known: ckptconv knows the rules of torch {known}, and not those of {load.other_torch}"
+        text = f"not known: ckptconv knows the rules of torch {RANGE}, and not those of {load.other_torch}"
         yield 0, fact(style, "loads", text)
     if load.versions:
         yield 2, fact(style, "all versions", by_version(load.versions))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckptconv.checkpoint.torch_versions import KNOWN, NEWEST, by_version, version_of, word_of
+from ckptconv.checkpoint.torch_versions import KNOWN, RANGE, by_version, version_of
 from ckptconv.errors import count, printable, size
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _soundness(verdict: Verdict) -> Iterator[str]:
     if verdict.safety in _SAFETY:
         yield _SAFETY[verdict.safety]
     elif verdict.safety:
-        newest = "" if not verdict.torch or version_of(verdict.torch) in KNOWN else f" (known: to {word_of(NEWEST)})"
+        newest = "" if not verdict.torch or version_of(verdict.torch) in KNOWN else f" (known: {RANGE})"
         yield (
             f"{verdict.safety} by the rules of torch {verdict.torch}{newest}"
             if "weights_only" in verdict.safety

@@ -17,7 +17,7 @@ from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Inflate
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.storage_ids import storage_id
-from ckptconv.checkpoint.torch_versions import KNOWN, NEWEST, OLDEST, Rules, Version, asked_version, word_of
+from ckptconv.checkpoint.torch_versions import KNOWN, NEWEST, RANGE, Rules, Version, asked_version, word_of
 from ckptconv.checkpoint.weights_only.objects import Answer, Contents, Reason
 from ckptconv.checkpoint.weights_only.unpickler import reasons
 from ckptconv.dtypes import BY_NAME, UNTYPED
@@ -88,9 +88,7 @@ def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True, torch: Versi
     blobs = checkpoint.blobs or checkpoint.source
     found = list(_reasons(checkpoint, blobs, rules))
     if torch not in KNOWN:
-        known = f"{word_of(OLDEST)} to {word_of(NEWEST)}"
-        text = f"the rules of torch {word_of(torch)}, for ckptconv knows those of {known}"
-        found = [Reason("not known", text)]
+        found = [Reason("not known", f"rules that are not known; those of torch {RANGE} are")]
     found.sort(key=lambda each: each.known != "refused")
     return Loading(found[0].known if found else "loads", tuple(found), word_of(torch), rules.vary)
 

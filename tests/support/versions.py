@@ -1,7 +1,8 @@
 """Run tests with one version of torch or Python, and keep what came of it in ``versions.tsv``, for ``.ci/versions``.
 
-A row is the version, the commit, what was run, how many tests passed, failed and were skipped, and for how many mutants
-of ``tests/hostile/test_loads.py`` more or less was claimed than this torch does.
+A row is the version, the commit, what was run, how many tests passed, failed and were skipped, how many of those of the
+zoo (objects saved, converted and loaded by this torch) passed, and for how many mutants of
+``tests/hostile/test_loads.py`` more or less was claimed than this torch does.
 """
 
 from __future__ import annotations
@@ -10,11 +11,24 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("versions.tsv")
-HEAD = ("version", "commit", "run", "passed", "failed", "skipped", "mutants", "over-claimed", "under-claimed")
+HEAD = (
+    "version",
+    "commit",
+    "run",
+    "passed",
+    "failed",
+    "skipped",
+    "zoo equal",
+    "mutants",
+    "over-claimed",
+    "under-claimed",
+)
 
 
 def rows() -> dict[str, list[str]]:
@@ -39,13 +53,25 @@ def pytest(python: str, *arguments: str) -> str:
 
 def run(version: str, python: str, paths: list[str]) -> list[str]:
     """The row of `version`, whose interpreter is `python`, for the tests at `paths`."""
-    out = pytest(python, "-n", str(os.cpu_count() or 1), *paths)
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        out = pytest(python, "-n", str(os.cpu_count() or 1), f"--junitxml={report.name}", *paths)
+        zoo = [
+            not [*case] for case in ElementTree.parse(report.name).iter("testcase") if "test_zoo" in str(case.attrib)
+        ]
     last = out.splitlines()[-1] if out else ""
     counts = [_number(last, word) for word in ("passed", "failed", "skipped")]
     mutants = os.environ.setdefault("CKPTCONV_MUTANTS", "2000")
     judged = pytest(python, "-s", "tests/hostile/test_loads.py")
     claims = [_number(judged, f"all: {claim}") for claim in ("loads, and torch refuses", "refused, and torch loads")]
-    return [version, commit(), " ".join(paths), *counts, mutants, *(claims if "mutants of" in judged else "??")]
+    return [
+        version,
+        commit(),
+        " ".join(paths),
+        *counts,
+        f"{sum(zoo)} of {len(zoo)}",
+        mutants,
+        *(claims if "mutants of" in judged else "??"),
+    ]
 
 
 def _number(text: str, what: str) -> str:
