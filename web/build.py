@@ -46,7 +46,7 @@ ENCODINGS = "__init__ aliases ascii cp437 latin_1 raw_unicode_escape unicode_esc
 #: Modules of the package that are left out: they need a terminal, a network, torch, processes or a disk.
 NOT_HERE = """
     __main__ byteranges/kernels/casting byteranges/kernels/comparing
-    byteranges/kernels/gathering byteranges/kernels/summing cli conversion/batches conversion/convert
+    byteranges/kernels/gathering byteranges/kernels/summing byteranges/scaling cli conversion/batches conversion/convert
     conversion/in_place conversion/jobs conversion/process_pool conversion/worker formats/in_place
     inspection/verification output/in_place output/signals render/notebook
     render/sarif render/schemas stores/fsspec stores/http stores/remote stores/requests stores/s3 stores/uploads

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptconv.byteranges import reading
 from ckptconv.byteranges.checksums import check_crc32, checksum
+from ckptconv.byteranges.rounding import RoundingBuffer, needs_torch
 from ckptconv.byteranges.sources import Readable
 from ckptconv.byteranges.spans import Assemble, ByteRange, Cast, Gather, Inflate, InflateSlice, Piece, Scaled
 from ckptconv.byteranges.threads import Task
@@ -42,7 +43,7 @@ class Pieces:
         self._folder = folder
         self._inflated: dict[int, ByteRange] = {}
         self._files = ExitStack()
-        self._importing = _begin_import() if any(piece.is_computed for piece in pieces) else None
+        self._importing = _begin_import() if any(map(needs_torch, pieces)) else None
         self.spooled_bytes = sum({id(of): of.length for piece in pieces if (of := piece.spooled())}.values())
         self.overflowed: dict[tuple[str, ...], int] = {}
 
@@ -57,7 +58,7 @@ class Pieces:
 
         Raises the errors of reading.
         """
-        if piece.is_computed:
+        if needs_torch(piece):
             self._await_import()
         piece = self.located(piece)
         if isinstance(piece, Gather):
@@ -86,8 +87,7 @@ class Pieces:
         if not isinstance(piece, Scaled):
             reading.read_into(piece, offset, buffer)
             return
-        self._await_import()
-        from ckptconv.byteranges.kernels.scaling import read_scaled
+        from ckptconv.byteranges.scaling import read_scaled
 
         read_scaled(piece, offset, buffer)
 
@@ -100,8 +100,10 @@ class Pieces:
             return piece
         return self._seekable(piece.of).slice(piece.offset, piece.length)
 
-    def buffer_for(self, piece: Cast, nbytes: int) -> CastBuffer:
+    def buffer_for(self, piece: Cast, nbytes: int) -> CastBuffer | RoundingBuffer:
         """Return a buffer that casts up to `nbytes` source bytes of `piece` in one step."""
+        if not needs_torch(piece):
+            return RoundingBuffer(nbytes)
         self._await_import()
         from ckptconv.byteranges.kernels.casting import CastBuffer
 
@@ -234,4 +236,4 @@ def _import_kernels() -> None:
     Ctrl-C is delayed until the end, because it would break the import of torch.
     """
     with calls.interrupts_blocked():
-        from ckptconv.byteranges.kernels import casting, gathering, scaling  # noqa: F401
+        from ckptconv.byteranges.kernels import casting, gathering  # noqa: F401

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
+from ckptconv.byteranges.rounding import needs_torch
 from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Data
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
@@ -305,7 +306,7 @@ def refuse_different(checkpoint: Checkpoint) -> None:
                 continue  # an edit dropped it
         wanted.setdefault(replica.pieces or replica, replica)
     every = [piece for replica in wanted.values() for piece in replica.pieces or ()]
-    if any(piece.is_computed for piece in every):
+    if any(map(needs_torch, every)):
         require_torch("comparing strided copies", checkpoint.source.path)
     with Pieces(every) as pieces:
         differ = [

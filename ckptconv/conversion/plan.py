@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import field, replace
 from pathlib import Path
 
+from ckptconv.byteranges.rounding import needs_torch
 from ckptconv.byteranges.sources import ComputedSource, Readable
 from ckptconv.byteranges.spans import Assemble, Cast, Gather, OutFile, Overflow, Piece, Scaled
 from ckptconv.checkpoint.model import Checkpoint
@@ -270,7 +271,7 @@ def _check_layout(layout: Layout, checkpoint: Checkpoint, writer: Writer, *, is_
     check_growth(
         layout.files, checkpoint, views + "to take some of the tensors: " + option("include", Placeholder("GLOB"))
     )
-    computed = dict.fromkeys(type(piece) for file in layout.files for piece in file.pieces if piece.is_computed)
+    computed = dict.fromkeys(type(piece) for file in layout.files for piece in file.pieces if needs_torch(piece))
     if computed:
         require_torch(" and ".join(_COMPUTED[kind] for kind in computed), checkpoint.source.path)
     if is_loadable:

@@ -14,7 +14,7 @@ from itertools import count
 from math import prod
 
 from ckptconv.byteranges.sources import Readable
-from ckptconv.byteranges.spans import ByteRange, Piece, Scaled
+from ckptconv.byteranges.spans import Piece, Scaled
 from ckptconv.checkpoint.merging import TensorCalls, drop_effect_order
 from ckptconv.checkpoint.model import Checkpoint
 from ckptconv.checkpoint.quantization import (
@@ -201,13 +201,10 @@ class _Weights:
         if self.checkpoint.byteorder == "big":
             raise RefusedError("scales in a big-endian file are not read", where=where, got=each.scales[0])
 
-    def _piece(self, name: str, info: TensorInfo, *, one: bool = False) -> Piece:
-        """Return the bytes of the tensor `name`. Raise RefusedError if they are deflated or made of other bytes.
-
-        If `one` is True, they must be a single range of the source.
-        """
+    def _piece(self, name: str, info: TensorInfo) -> Piece:
+        """Return the bytes of the tensor `name`. Raise RefusedError if they are deflated or made of other bytes."""
         piece = piece_of(info, "little")
-        if info.conj or info.neg or not piece.ranges() or (one and not isinstance(piece, ByteRange)):
+        if info.conj or info.neg or not piece.ranges():
             raise RefusedError(
                 f"the bytes of {name} are not stored in one piece (deflated, or made of others)",
                 where=self.checkpoint.source.path,
@@ -231,8 +228,8 @@ class _Weights:
             for span in info.storage.data.with_checksums()
         }
         data = Scaled(
-            self._piece(each.codes, codes, one=each.transposed),
-            self._piece(each.scales[0], scale, one=each.transposed),
+            self._piece(each.codes, codes),
+            self._piece(each.scales[0], scale),
             self._piece(each.scales[1], second[0]) if second else None,
             "fp4" if each.fp4 else codes.dtype,
             "ldexp" if each.transposed else scale.dtype,

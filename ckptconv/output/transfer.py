@@ -39,12 +39,14 @@ from ckptconv.output.direct_writes import WINDOW, DirectDestination
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.kernels.casting import CastBuffer
+    from ckptconv.byteranges.rounding import RoundingBuffer
     from ckptconv.output.direct_writes import Destination
 
 _COPY = 64 << 20  # bytes for each copy_file_range: large enough to be fast, small enough for progress and Ctrl-C
 _BEHIND = 8 << 20  # bytes after which writing to the disk is started: a call for each small tensor would cost too much
 _WORTH_A_THREAD = 64 << 10  # bytes: smaller casts are faster in this thread
-_CAST_BLOCK = 4 << 20  # bytes of the source that a thread casts at once
+_CAST_BLOCK = 16 << 20  # bytes of the source or of the result that a thread casts in one task
+_CAST_WINDOW = 2 << 20  # bytes that it reads, casts and writes at once: they fit into caches
 _MOST_THREADS = 4
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
@@ -68,7 +70,7 @@ class Transfer:
         self._pieces = Pieces(file.pieces, folder)
         is_read_again = compared or bool(file.sums) or any(piece.is_computed for piece in file.pieces)
         starts = accumulate((piece.length for piece in file.pieces), initial=0)
-        # pieces and their offsets, in the order of writing: first those that do not need torch
+        # pieces and their offsets, in the order of writing: first those that are copied
         self._placed = sorted(zip(starts, file.pieces, strict=False), key=lambda placed: placed[1].is_computed)
         kept = reading.announce((piece for _, piece in self._placed), keep=folder if is_read_again else None)
         self.beside = self._pieces.spooled_bytes + kept
@@ -269,16 +271,21 @@ class CastThreads:
 
     def _cast(self, piece: Cast, offset: int, length: int, at: int) -> _Block:
         """Cast `length` bytes at `offset` of the piece inside `piece`, and write the result at `at`."""
-        buffer = self._buffer(piece)
-        data = buffer.room[:length]
-        self._pieces.read_into(piece.of, offset, data)
-        crc32_read = checksum(data) if piece.checked_range() else 0
-        result, overflowed = buffer.cast(length, offset, piece.shown)
-        self._out.write(at, result)
-        self._out.start_writeback(at, len(result))
-        return _Block(length, crc32_read, len(result), checksum(result), overflowed)
+        buffer, is_checked = self._buffer(piece), piece.checked_range() is not None
+        crc32_read = crc32_written = written = overflowed = 0
+        for start in range(offset, offset + length, len(buffer.room)):
+            data = buffer.room[: offset + length - start]
+            self._pieces.read_into(piece.of, start, data)
+            crc32_read = checksum(data, crc32_read) if is_checked else 0
+            result, too_large = buffer.cast(len(data), start, piece.shown)
+            self._out.write(at + written, result)
+            crc32_written = checksum(result, crc32_written)
+            written += len(result)
+            overflowed += too_large
+        self._out.start_writeback(at, written)
+        return _Block(length, crc32_read, written, crc32_written, overflowed)
 
-    def _buffer(self, piece: Cast) -> CastBuffer:
+    def _buffer(self, piece: Cast) -> CastBuffer | RoundingBuffer:
         """Return this thread's buffer for `piece`.
 
         A buffer is reused for pieces with the same dtypes, because memory that was just allocated is slow.
@@ -286,8 +293,8 @@ class CastThreads:
         key = (piece.old, piece.new, piece.conj, piece.neg, piece.swapped_in, piece.swapped_out)
         if getattr(self._own, "key", None) != key:
             self._own.key = key
-            self._own.buffer = self._pieces.buffer_for(piece, _CAST_BLOCK)
-        buffer: CastBuffer = self._own.buffer
+            self._own.buffer = self._pieces.buffer_for(piece, _CAST_WINDOW)
+        buffer: CastBuffer | RoundingBuffer = self._own.buffer
         return buffer
 
 

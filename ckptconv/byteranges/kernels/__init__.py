@@ -7,7 +7,7 @@ from ckptconv.errors import MissingTorchError, require_torch
 
 require_torch("computing numbers")
 try:
-    import torch  # noqa: F401
+    import torch as torch
 except Exception as error:
     raise MissingTorchError(
         "torch is installed, but cannot be imported",

@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 
+from ckptconv.byteranges.rounding import count_shown
 from ckptconv.byteranges.spans import Cast
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,19 +62,10 @@ class CastBuffer:
             rounded.copy_(numbers)
             too_large = _mend(numbers, rounded)
             if too_large is not None:
-                overflowed = _count(too_large, at // self._old.itemsize, shown)
+                overflowed = count_shown(too_large, at // self._old.itemsize, shown)
         if piece.swapped_out:
             _reverse_bytes(out, self._new)
         return out, overflowed
-
-
-def _count(too_large: torch.Tensor, first: int, shown: Sequence[tuple[int, int]]) -> int:
-    """Return how many elements are `too_large` among those in `shown`. `first` is the index of the first element."""
-    if not shown:
-        return int(too_large.sum())
-    last = first + len(too_large)
-    inside = [(max(start - first, 0), stop - first) for start, stop in shown if start < last and stop > first]
-    return sum(int(too_large[start:stop].sum()) for start, stop in inside)
 
 
 def _mend(numbers: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,124 @@
+"""Codes times scales and rounding: NumPy and torch compute the same bits, in windows of any size."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptconv.byteranges import rounding, scaling
+from ckptconv.byteranges.kernels.casting import CastBuffer
+from ckptconv.byteranges.rounding import RoundingBuffer, needs_torch
+from ckptconv.byteranges.spans import ByteRange, Cast, Literal, Piece, Scaled
+from tests.unit.byteranges.kernels.test_casting import patterns
+
+FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+
+
+@pytest.fixture
+def without_numpy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A call after which NumPy cannot be imported."""
+    yield lambda: (monkeypatch.setattr(rounding, "numpy", lambda: None), scaling._arrays.cache_clear(),
+                   monkeypatch.setattr(scaling, "numpy", lambda: None))  # fmt: skip
+    scaling._arrays.cache_clear()
+
+
+def piece(codes: str, scales: str, matrix: tuple[int, int, int], block: tuple[int, int], **more: Any) -> Scaled:
+    """A weight of random codes and scales, among which every byte is."""
+    n, rows, columns = matrix
+    grid = n * -(-rows // block[0]) * -(-columns // block[1]) * (4 if scales == "float32" else 1)
+    if scales in ("bfloat16", "float16"):
+        grid *= 2
+    data = random.Random(7).randbytes(n * rows * columns // (2 if codes == "fp4" else 1) + grid)
+    second = Literal(b"\x9a\x99\x6c\x40") if more.get("divides") else None
+    return Scaled(
+        Literal(data[grid:]), Literal(data[:grid]), second, codes, scales, "float32" if second else "", matrix, block,
+        0, n * rows * columns * 4, **more,
+    )  # fmt: skip
+
+
+PIECES = [
+    *(piece(codes, "float32", (1, 300, 200), (128, 128)) for codes in FLOAT8),
+    *(piece("float8_e4m3fn", scales, (2, 61, 129), (16, 100)) for scales in ("uint8", "float8_e8m0fnu", "bfloat16")),
+    piece("float8_e4m3fn", "float16", (1, 1, 1), (1, 1)),
+    piece("float8_e4m3fn", "float32", (1, 65, 77), (1, 77)),
+    piece("fp4", "float8_e4m3fn", (1, 33, 48), (1, 16), divides=True),
+    piece("fp4", "ldexp", (3, 70, 64), (1, 32), transposed=True),
+]
+
+
+def values(each: Scaled, window: int = 1 << 22) -> bytes:
+    """The bytes of `each`, which are read `window` at a time."""
+    out = bytearray(each.length)
+    for at in range(0, each.length, window):
+        scaling.read_scaled(each, at, memoryview(out)[at : at + window])
+    return bytes(out)
+
+
+@pytest.mark.parametrize("each", PIECES)
+def test_torch_computes_the_same(each: Scaled, without_numpy: Any) -> None:
+    """Every bit, also of NaN, and where a window begins and ends does not matter."""
+    found = values(each)
+    assert values(each, 404) == values(each, 4096) == found
+    assert b"\x00\x00\xc0\x7f" in found or each.length < 100 or each.transposed
+    without_numpy()
+    assert needs_torch(each)
+    assert values(each, 4096) == values(each) == found
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, "float8_e8m0fnu"])
+def test_every_code(dtype: str) -> None:
+    """The table of a dtype has the numbers of torch, and one NaN."""
+    wanted = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).float()
+    wanted[wanted.isnan()] = torch.nan
+    found = torch.frombuffer(scaling._table(dtype), dtype=torch.float32).view(256, 256, 2)
+    assert torch.equal(found[0, :, 0].view(torch.int32), wanted.view(torch.int32))
+    assert torch.equal(found[:, 0, 1].view(torch.int32), wanted.view(torch.int32))
+
+
+@pytest.mark.parametrize("shown", [(), ((3, 200), (1000, 1 << 20))])
+@pytest.mark.parametrize("most", [8, 1000, 1 << 20])
+def test_rounding(most: int, shown: tuple[tuple[int, int], ...]) -> None:
+    """Every exponent with the mantissas that matter: the bits of CastBuffer, and as many that are too large."""
+    numbers = patterns("float32").numpy().tobytes()
+    numbers = numbers[: len(numbers) if most > 8 else 4000]
+    of = ByteRange(None, 0, len(numbers))  # type: ignore[arg-type]
+    results = []
+    for buffer in (RoundingBuffer(most), CastBuffer(Cast(of, "float32", "bfloat16", len(numbers) // 2), most)):
+        out, overflowed = bytearray(), 0
+        for at in range(0, len(numbers), len(buffer.room)):
+            chunk = numbers[at : at + len(buffer.room)]
+            buffer.room[: len(chunk)] = chunk
+            result, n = buffer.cast(len(chunk), at, shown)
+            out += result
+            overflowed += n
+        results.append((out, overflowed))
+    assert results[0] == results[1]
+    assert overflowed or most == 8
+
+
+def test_what_needs_torch(without_numpy: Any) -> None:
+    """Only float32 in the usual order that becomes bfloat16, and scales, do not."""
+    of = Literal(bytes(8))
+    usual = Cast(of, "float32", "bfloat16", 4)
+    others: list[Piece] = [
+        Cast(of, "float32", "float16", 4),
+        Cast(of, "float32", "bfloat16", 4, neg=True),
+        Cast(of, "float32", "bfloat16", 4, swapped_in=True),
+    ]
+    scaled = [Cast(each, "float32", "bfloat16", each.length // 2) for each in PIECES]
+    assert not any(map(needs_torch, [of, usual, *PIECES, *scaled])) and all(map(needs_torch, others))
+    without_numpy()
+    assert all(map(needs_torch, [usual, *PIECES, *scaled])) and not needs_torch(of)
+
+
+def test_rows_of_which_some_columns_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of any size, from a literal or a file."""
+    each = PIECES[-1]
+    found = values(each)
+    for window in (1, 40, 1000):
+        monkeypatch.setattr(scaling, "_WINDOW", window)
+        assert values(each, 400) == found
