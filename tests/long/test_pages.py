@@ -217,7 +217,7 @@ def test_a_search_says_what_it_found(pages: Path, chromium: Any) -> None:
             ("", ""),
             ("model layers.1.", "2 tensors"),
             ("rng", "1 tensor"),
-            ("lr", "No tensor has this in its name. Other values stand above, they are not searched."),
+            ("lr", "No tensor has this in its name. Other values are listed above. They are not searched."),
         ):
             page.fill("#search", query)
             assert hits.inner_text() == said
@@ -335,7 +335,7 @@ def test_a_difference(pages: Path, chromium: Any) -> None:
         assert "0 → 1" in said and page.locator("#selected .bad").count() == 2  # not finite, nan
         page.select_option("#filter", label="all tensors")
         page.get_by_role("button", name="max |A − B|", exact=True).click()
-        assert page.locator("#rows tr").first.locator("td").nth(7).inner_text() == "1"
+        assert page.locator("#rows tr").first.locator("td").nth(4).inner_text() == "1"
         page.select_option("#colour", "by at most")
         assert page.locator("#legend li").all_inner_texts()[0] == "1 or more"
 
@@ -416,6 +416,21 @@ def test_sixty_thousand(pages: Path, chromium: Any) -> None:
         page.locator("#rows tr[aria-rowindex='30002']").wait_for()  # a function that waits would need eval
         page.fill("#search", "layers.4321.experts.7")
         assert page.locator("#rows .name").all_inner_texts() == ["model.layers.4321.experts.7.weight"]
+        found = page.locator("#tree li:not(.dim) .name", has_text="7.weight")
+        found.wait_for()  # the tree shows some of 6,000 layers: those from the first that was found on
+        page.locator("#rows button").click()
+        assert page.locator("#tree li[aria-selected=true] .name").inner_text() == "7.weight"
+        assert page.locator("#tree li").count() < 300
+        page.get_by_role("treeitem", name="… 4,321 before").click()
+        assert page.get_by_role("treeitem", name="… 4,221 before").count() == 1
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_row_of_the_table_has_one_height(width: int, pages: Path, chromium: Any) -> None:
+    """Long names too: the table computes the position of a row from it. A narrow page has two lines for a name."""
+    with opened(chromium, pages / "hostile.html", width=width) as page:
+        heights = page.locator("#rows tr").evaluate_all("all => all.map((row) => row.getBoundingClientRect().height)")
+        assert all(28 <= height <= 29 for height in heights)
 
 
 def test_in_a_notebook(pages: Path, chromium: Any) -> None:

@@ -31,7 +31,7 @@ LONGEST = 1000  # characters of a text that is not a name
 #: The statistics of a tensor that a page displays, in this order.
 NUMBERS = ("nan", "inf", "zeros", "min", "max", "mean", "std", "norm")
 _BAD = ("nan", "inf")
-_LISTED = 12
+_LISTED = 6
 _DIGITS = 4  # of each number
 
 

@@ -57,7 +57,7 @@ def difference_data(difference: Difference, command: Command | None = None, most
         "facts": [*_facts(difference), *left_out],
         "lists": [each for each in _lists(rows) if each],
         "maps": ["A and B"] if _alike(rows) else ["A", "B"],
-        "commands": [typed("glob", "Compare this alone", command, "include")] if command else [],
+        "commands": [typed("glob", "Compare only this", command, "include")] if command else [],
         "tensors": _columns(rows),
     }
 
@@ -143,7 +143,7 @@ def _lists(rows: Sequence[_Row]) -> Iterator[dict[str, Any] | None]:
     far = [(row.values.largest, i) for i, row in enumerate(rows) if row.values and row.values.largest]
     far.sort(key=lambda each: (-each[0], each[1]))
     words_of = ["inf" if isinf(number) else f"{number:.3g}" for number, _ in far]
-    yield listed("furthest apart", [[i] for _, i in far], words_of)
+    yield listed("largest max |A − B|", [[i] for _, i in far], words_of)
     broken = [i for i, row in enumerate(rows) if row.values and row.values.not_finite]
     says = [f"{row.values.not_finite:,}" for row in rows if row.values and row.values.not_finite]
     yield listed("NaN or inf on one side", [[i] for i in broken], says, bad=True)

@@ -32,7 +32,8 @@
     return element;
   }
 
-  const named = (text, most = 120) => make("span", { class: "name" }, short(shown(text), most));
+  const named = (text, most = 120) => // a long name breaks after its points
+    make("span", { class: "name" }, ...short(shown(text), most).split(/(?<=[./])/).flatMap((piece, n) => (n ? [make("wbr"), piece] : [piece])));
 
   function size(n) {
     if (n < 1000) return n + " B";
@@ -44,7 +45,7 @@
   const counted = new Intl.NumberFormat("en").format;
   const arrow = (texts) => (texts.every((text) => text === texts[0]) ? texts[0] : texts.join(" → "));
   const measured = (n) => (measure === "bytes" ? size(n) : counted(n));
-  const percent = (part, whole) => (whole ? ((100 * part) / whole).toFixed(part / whole < 0.1 ? 1 : 0) + " %" : "");
+  const percent = (part, whole) => (part && part / whole < 0.0005 ? "< 0.1 %" : whole ? ((100 * part) / whole).toFixed(part / whole < 0.1 ? 1 : 0) + " %" : "");
   const number = (n) => (n === null ? "–" : typeof n !== "number" ? String(n) : Number.isInteger(n) ? counted(n)
     : Math.abs(n) < 1e-3 ? n.toExponential(2) : String(Number(n.toPrecision(4))));
   const worth = (n) => (Array.isArray(n) ? worth(n[n.length - 1]) : n === null ? null : n === "inf" ? Infinity : n === "-inf" ? -Infinity : Number(n));
@@ -139,8 +140,9 @@
     }
     at.tensor = each;
     nodeOf[each.i] = at;
+    const bytes = own(each, 0), parameters = own(each, 1);
     for (let node = at; node; node = node.above) {
-      node.bytes += own(each, 0); node.parameters += own(each, 1);
+      node.bytes += bytes; node.parameters += parameters;
       each.extents.forEach((extent, k) => {
         if (!extent) return;
         if (extent[2]) { node.sides[k].bytes += extent[0]; node.sides[k].parameters += extent[1]; }
@@ -154,7 +156,9 @@
   const told = facts.filter((fact) => fact.words);
   function form(node) {
     if (node.form === undefined) {
-      const key = node.tensor ? told.map((fact) => fact.at[node.tensor.i]) + "," + node.tensor.tied + node.tensor.bad + node.bytes : node.below.map((each) => each.name + form(each)).join();
+      let key = node.tensor ? node.tensor.tied + "," + node.tensor.bad + node.bytes : "";
+      if (node.tensor) for (const fact of told) key += "," + fact.at[node.tensor.i];
+      else for (const each of node.below) key += each.name + form(each) + ",";
       node.form = FORMS.get(key) ?? FORMS.size;
       FORMS.set(key, node.form);
     }
@@ -188,6 +192,12 @@
   function visit(node, run) { // calls `run` with each tensor in it
     if (node.tensor) run(node.tensor);
     node.below.forEach((below) => visit(below, run));
+  }
+
+  function holdersOf(node) { // a test of whether a branch contains `node`
+    const line = new Set();
+    for (; node; node = node.above) line.add(node);
+    return (each) => line.has(each) || (each.members || []).some((member) => line.has(member));
   }
 
   function sole(node) { // what a chain of only children ends in
@@ -245,7 +255,7 @@
     return { name, words: all.length && most > from ? words : [], word, fill: (each) => "--s" + (6 - words.indexOf(each)), worst: true };
   }
 
-  colour = ["differs", "by at most", "part", "dtype", "device"].map((name) => scales.find((scale) => scale.name === name && scale.words.length > 1))
+  colour = ["differs", "by at most", "part", "dtype", "device", UNLIKE].map((name) => scales.find((scale) => scale.name === name && scale.words.length > 1))
     .find((scale) => scale) || scales[0];
   const hue = (word) => (word === null ? "var(--panel)" : "var(" + colour.fill(word) + ")");
   const spread = (node, format) => arrow(node.sides.map((side) => format(side[measure])));
@@ -473,7 +483,7 @@
     const n = cells.length, whole = sumOf(cells);
     let best = 1, least = Infinity;
     for (let rows = 1; rows <= n; rows++) {
-      const per = Math.ceil(n / rows), bad = Math.abs(Math.log((w * rows) / (1.6 * h * per || 1))) + (per * Math.ceil(n / per) - n) / per;
+      const per = Math.ceil(n / rows), bad = Math.abs(Math.log((w * rows) / (1.6 * h * per || 1))) + (1.5 * (per * Math.ceil(n / per) - n)) / per + (h < 40 * Math.ceil(n / per) ? 0.3 : 0); // titles need 40 pixels
       if (bad < least) [best, least] = [per, bad];
     }
     for (let k = 0; k < n; k += best) {
@@ -509,7 +519,7 @@
   function lines(cell) { // the texts that fit the cell: none is cut
     const { node, w, h } = cell, name = plain(cell), fits = (text) => text.length < 100 && wide(text) < w - 8;
     const some = node.tensor ? "" : counted(node.count) + (node.count > 1 ? " tensors" : " tensor");
-    const first = [name + (some && h < 32 ? " (" + counted(node.count) + ")" : ""), name, name.replace(/\.weight$/, "")].find(fits);
+    const first = [name + (some && h < 32 ? " (" + counted(node.count) + ")" : ""), name, name.replace(/\.weight$/, ""), name.replace(/–.*/, "…")].find(fits);
     if (!first || h < 16) return "";
     return [first, ...[some, measured(cell.value)].filter((text) => text && fits(text))].slice(0, Math.floor(h / 16)).join("\n");
   }
@@ -536,9 +546,7 @@
     const top = layouts[k].top;
     const boxes = document.createDocumentFragment();
     const tied = new Set(chosen && chosen.tensor ? mates(chosen.tensor).map((i) => nodeOf[i]) : []);
-    const holding = new Set(), frames = [];
-    for (let node = chosen; node; node = node.above) holding.add(node);
-    const holds = (node) => holding.has(node) || (node.members || []).some((each) => holding.has(each));
+    const frames = [], holds = holdersOf(chosen);
     const todo = top.below ? [...top.below] : [{ ...top, from: focus.above }];
     while (todo.length) {
       const cell = todo.pop(), node = cell.node;
@@ -589,23 +597,35 @@
 
   let visible = [];
   const isOpen = (node) => expanded.has(node) || opened.has(node) || (opened.size > 0 && (node.members || []).some((each) => opened.has(each)));
+  const part = (node) => more.get(node) || [0, AT_ONCE]; // of its children, which the tree shows
+  function listed(node) { // the children of a branch, layers in their order and others by size
+    const below = [...kids(node)];
+    return node.members || indexed(node.below) ? below : below.sort((a, b) => b[measure] - a[measure] || 0);
+  }
+  function extend({ node, before }) {
+    const [from, to] = part(node);
+    more.set(node, before ? [Math.max(from - AT_ONCE, 0), to] : [from, to + AT_ONCE]);
+  }
   function flatten() {
     visible = [];
     const add = (node, level, above) => {
       const end = node.members ? node : sole(node);
-      const kin = above ? above.kin : 1, place = above ? above.place : 1;
-      visible.push({ node: end, top: node, level, from: above ? above.node.members ? above.node.above : above.node : null, kin, place });
+      visible.push({ node: end, top: node, level, from: above ? above.node.members ? above.node.above : above.node : null,
+        kin: above ? above.kin : 1, place: above ? above.place : 1 });
       if (!isOpen(end)) return;
-      const below = [...kids(end)], most1 = below.reduce((a, b) => Math.max(a, b[measure]), 0) || 1;
-      for (const each of below) each.share = each[measure] / most1;
-      if (!end.members && !indexed(end.below)) below.sort((a, b) => b[measure] - a[measure] || 0);
-      const most = more.get(end) || AT_ONCE;
-      below.slice(0, most).forEach((each, n) => add(each, level + 1, { node: end, kin: below.length, place: n + 1 }));
-      if (below.length > most) visible.push({ node: end, level: level + 1, rest: below.length - most, kin: below.length, place: most + 1 });
+      const below = listed(end), kin = below.length, most = below.reduce((a, b) => Math.max(a, b[measure]), 0) || 1;
+      const [from, to] = part(end);
+      if (from) visible.push({ node: end, level: level + 1, rest: from, before: true, kin, place: from });
+      below.slice(from, to).forEach((each, n) => {
+        each.share = each[measure] / most;
+        add(each, level + 1, { node: end, kin, place: from + n + 1 });
+      });
+      if (kin > to) visible.push({ node: end, level: level + 1, rest: kin - to, kin, place: to + 1 });
     };
     add(root, 1, null);
   }
 
+  if (columns.sides.length > 1) $("tree").style.setProperty("--sizes", "9em"); // "2.81 MB → 2.71 MB"
   let current = 0; // the place in what is visible that the keyboard is at
   function tree(focused) {
     flatten();
@@ -614,23 +634,23 @@
       const node = each.node;
       const opens = !each.rest && node.below.length > 0;
       const twist = make("span", { class: "twist", "aria-hidden": "true" }, opens ? (isOpen(node) ? "▾" : "▸") : "");
-      const text = each.rest ? "… " + counted(each.rest) + " more" : label(node, each.from);
+      const text = each.rest ? "… " + counted(each.rest) + (each.before ? " before" : " more") : label(node, each.from);
       const item = make("li", {
         role: "treeitem", "aria-level": each.level, "aria-setsize": each.kin, "aria-posinset": each.place,
         "aria-expanded": opens ? String(isOpen(node)) : null, class: !each.rest && dim(node) ? "dim" : null, "aria-selected": String(!each.rest && node === chosen),
-        tabindex: n === current ? "0" : "-1",
-      }, twist, named(text, 80));
+        tabindex: n === current ? "0" : "-1", title: text.length > 12 ? short(shown(text), 300) : null,
+      }, twist, named(text, 80), !each.rest && node.bad ? make("span", { class: "bad" }, "⚠") : null);
       item.style.paddingLeft = 6 + 14 * (Math.min(each.level, 20) - 1) + "px";
       if (!each.rest) {
-        const bar = make("i", { class: "bar", "aria-hidden": "true", title: "in proportion to the largest beside it" });
+        const bar = make("i", { class: "bar", "aria-hidden": "true", title: "compared with the largest of its neighbours" });
         bar.style.setProperty("--share", (100 * (each.top.share ?? 1)) + "%");
         item.append(bar, make("span", { class: "size" },
-          (node.tensor && node.tensor.tied >= 0 && measure !== "count" ? "tied" : spread(node, measured)) + (node.bad ? " ⚠" : "")));
+          (node.tensor && node.tensor.tied >= 0 && measure !== "count" ? "tied" : spread(node, measured))));
         item.style.borderLeftColor = hue(main(node));
       }
       item.addEventListener("click", (event) => {
         current = n;
-        if (each.rest) { more.set(node, (more.get(node) || AT_ONCE) + AT_ONCE); tree(true); return; }
+        if (each.rest) { extend(each); tree(true); return; }
         if (opens && (event.target === twist || node === chosen)) toggle(node);
         choose(node, false, true);
       });
@@ -658,7 +678,7 @@
     else if (event.key === "ArrowLeft") {
       if (opens && isOpen(node)) toggle(node);
       else while (current > 0 && visible[current].level >= each.level) current--;
-    } else if (enters && each.rest) more.set(node, (more.get(node) || AT_ONCE) + AT_ONCE);
+    } else if (enters && each.rest) extend(each);
     else if (!enters) return;
     event.preventDefault();
     if (enters && !each.rest) choose(node, false, true);
@@ -692,7 +712,7 @@
     const fact = (name, ...what) => lines.push(make("div", {}, make("dt", {}, name), make("dd", {}, ...what)));
     if (each) tensorFacts(each, fact);
     else {
-      if (chosen.members) fact("holds", counted(chosen.below.length) + " neighbours");
+      if (chosen.members) fact("contains", counted(chosen.below.length) + " neighbours");
       fact("tensors", arrow(chosen.sides.map((side) => counted(side.count))));
       if (chosen.bad) fact("NaN or inf", make("span", { class: "bad" }, "in " + counted(chosen.bad)));
     }
@@ -706,7 +726,7 @@
     const commands = chosen === root || chosen.members || !chosen.sides[0].count ? [] // the first file must have it
       : data.commands.filter(([of]) => of === kind && (kind === "path" || !(data.optimizers || []).some((path) => chosen.path.startsWith(path))));
     box.replaceChildren(
-      make("h3", { dir: "ltr" }, make("bdi", {}, chosen === root ? "everything" : shown(chosen.path + (chosen.members ? chosen.name : "")))),
+      make("h3", { dir: "ltr" }, named(chosen === root ? "everything" : chosen.path + (chosen.members ? chosen.name : ""), Infinity)),
       make("dl", {}, ...lines), ...columns.histograms.filter((of) => each && of.bars[each.i]).map((of) => histogram(of.title, of.bars[each.i])),
       make("div", {}, ...commands.flatMap(([, what, ...words]) =>
         [make("div", {}, what + ":"), command(words.map((word) => quoted(word === null ? value : word)).join(" "))]),
@@ -721,14 +741,14 @@
       if (text) fact(of.name, make("span", { class: of.bad && nonzero(said(of, i)) ? "bad" : null }, make("bdi", {}, text)));
     }
     const storage = columns.storage ? columns.storage[i] : null;
-    if (storage !== null) fact("storage", "number " + storage + (onStorage.get(storage).length > 1 ? "" : ", of no other tensor on this page"));
+    if (storage !== null) fact("storage", "number " + storage + (onStorage.get(storage).length > 1 ? "" : ", not shared on this page"));
     const same = mates(each);
-    if (same.length) fact("tied to", ...listed(same));
+    if (same.length) fact("tied to", ...links(same));
     const others = (onStorage.get(storage) || []).filter((n) => n !== i && !same.includes(n));
-    if (others.length) fact("same storage", ...listed(others));
+    if (others.length) fact("same storage", ...links(others));
   }
 
-  const listed = (numbers) => [
+  const links = (numbers) => [
     ...numbers.slice(0, 12).flatMap((i, n) => [n ? ", " : "", link(tensors[i])]),
     numbers.length > 12 ? ", … " + counted(numbers.length - 12) + " more" : "",
   ];
@@ -759,19 +779,17 @@
     return image;
   }
 
-  function holdsNode(above, node) {
-    while (node && node !== above) node = node.above;
-    return node === above;
-  }
-
   function choose(node, opens, focused) { // everything is drawn before anything is asked, so that the page is laid out once
     chosen = node;
     if (opens) {
+      const holds = holdersOf(node);
       for (let above = node.above; above; above = above.above) {
-        expanded.add(above);
-        const fold = kids(above).find((each) => each.members && each.members.some((member) => holdsNode(member, node)));
-        if (fold) expanded.add(fold);
-        if (above.below.length >= AT_ONCE) for (const each of [above, fold]) if (each) more.set(each, each.below.length);
+        for (const each of [kids(above).find((kid) => kid.members && holds(kid)), above]) {
+          if (!each) continue;
+          expanded.add(each);
+          const at = listed(each).findIndex(holds), [from, to] = part(each);
+          if (at < from || at >= to) more.set(each, [Math.max(at - AT_ONCE / 2, 0), at + AT_ONCE / 2]);
+        }
       }
       flatten();
       current = Math.max(0, visible.findIndex((each) => each.node === sole(node) && !each.rest));
@@ -799,6 +817,8 @@
 
   const HEADS = [{ name: "tensor" }, ...facts.filter((fact) => fact.table && fact.words && (fact.words.length > 1 || tensors.length < 2)), // what all have stands above
     { name: "bytes" }, ...columns.histograms.map((of) => ({ name: of.title || "histogram", bars: of.bars })), ...facts.filter((fact) => fact.table && fact.numbers)];
+  const far = HEADS.findIndex((each) => each.name === "differing"); // how far both sides are apart stands before what they are
+  if (far > 0) HEADS.splice(HEADS[1].name === "differs" ? 2 : 1, 0, ...HEADS.splice(far, 4));
   const falls = (head) => head.name === "bytes" || head.name === "shape" || !!head.numbers; // the largest first
   let found = [];
 
@@ -828,7 +848,15 @@
     find();
     show();
     clearTimeout(dimming);
-    dimming = setTimeout(() => { map(); current = 0; tree(false); }, 60);
+    dimming = setTimeout(() => {
+      for (const node of opened) {
+        const at = node.below.length > AT_ONCE ? listed(node).findIndex((each) => !dim(each)) : 0;
+        more.set(node, [at, at + AT_ONCE]); // from the first that was found on
+      }
+      map();
+      current = 0;
+      tree(false);
+    }, 60);
     if (dims && hidden > 0) requestAnimationFrame(() => scrollBy(0, hidden));
   }
 
@@ -870,8 +898,8 @@
     if (!words.length) return "";
     const inside = focus === root || !focus.path ? "" : " in " + short(shown(focus.path), 60);
     if (found.length) return counted(found.length) + (found.length > 1 ? " tensors" : " tensor") + inside;
-    const others = (data.tables || []).length || data.facts.some(([name]) => name === "other values") ? " Other values stand above, they are not searched." : "";
-    return "No tensor" + inside + " has " + (words.length > 1 ? "these words" : "this") + " in its name" + (kept ? ", of the rows chosen." : ".") + others;
+    const others = (data.tables || []).length || data.facts.some(([name]) => name === "other values") ? " Other values are listed above. They are not searched." : "";
+    return "No tensor" + inside + " has " + (words.length > 1 ? "these words" : "this") + " in its name" + (kept ? " among the selected rows." : ".") + others;
   }
 
   function row(each, n) {
@@ -888,7 +916,7 @@
   let longest = 120; // characters of a name in the table; longer ones are cut in the middle
   function paint() {
     const [width, height] = room[maps.length];
-    longest = printing ? 120 : Math.max(16, Math.floor(width / (innerWidth > 600 ? 16 : 18)));
+    longest = printing ? 120 : Math.max(16, Math.floor(width / (innerWidth > 600 ? 16 : 8))); // a narrow page has two lines
     const top = Math.max(0, Math.floor(from / ROW) - 10);
     const first = printing ? 0 : top, last = printing ? Math.min(500, found.length) : Math.min(found.length, top + Math.ceil(height / ROW) + 20);
     const space = (height) => {

@@ -54,10 +54,10 @@ def summary_data(summary: Summary, most: int | None = None) -> dict[str, Any]:
         "maps": ["Map"],
         "optimizers": [each.path + "/" for each in inside],  # whose tensors follow weights, and no globs
         "commands": [
-            typed("path", "Take this part alone", Command("convert", (src, "part.pt")), "select"),
-            typed("path", "Leave it out", Command("convert", (src, "rest.pt")), "drop"),
-            typed("glob", "Take this alone", Command("convert", (src, "part.pt", *without)), "include"),
-            typed("glob", "Leave it out", Command("convert", (src, "rest.pt", *without)), "exclude"),
+            typed("path", "Save only this part", Command("convert", (src, "part.pt")), "select"),
+            typed("path", "Save everything else", Command("convert", (src, "rest.pt")), "drop"),
+            typed("glob", "Save only this", Command("convert", (src, "part.pt", *without)), "include"),
+            typed("glob", "Save everything else", Command("convert", (src, "rest.pt", *without)), "exclude"),
         ],
         "tensors": _columns(summary, tensors),
     }
@@ -158,7 +158,7 @@ def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
     alone = [part for part in summary.parts if part.kind == "model" and part.path in places and part.path != "."]
     for part in alone[:_ALONE]:
         typed = command_line("convert", src, Path("part.pt"), Option("select", part.path))
-        yield f"{_part(part)} alone has {_share(part.nbytes, summary)}", str(typed)
+        yield f"only {_part(part)}: {_share(part.nbytes, summary)}", str(typed)
     gone = [part for part in summary.parts if part.kind in ("optimizer", "EMA") and part.path not in ("", ".")]
     left = [part for part in summary.parts if part not in gone]
     if gone and len(gone) <= _PARTS and any(part.kind == "model" for part in left):
@@ -167,8 +167,8 @@ def _smaller(summary: Summary) -> Iterator[tuple[str, str]]:
             "" if sum(part.nbytes for part in summary.parts) == summary.nbytes else "at most "
         )  # parts can share tensors
         typed = command_line("convert", src, Path("rest.pt"), *(Option("drop", part.path) for part in gone))
-        less = f"leaving out {' and '.join(map(_part, gone))} leaves {most}{_share(nbytes, summary)}"
-        yield f"{less}, unless they stand at other paths too", str(typed)
+        less = f"without {' and '.join(map(_part, gone))}: {most}{_share(nbytes, summary)}"
+        yield f"{less}, unless other parts use the same tensors", str(typed)
 
 
 def _lists(summary: Summary, tensors: Sequence[TensorSummary]) -> list[dict[str, Any]]:
