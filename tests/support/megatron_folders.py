@@ -51,6 +51,7 @@ SHAPES = {
 }
 OBJECT = f"{_ATTENTION}.linear_proj._extra_state/shard_0_2"
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_torch.bfloat16.bucket_idx_0.exp_avg"
+GROUP = f"{BUCKET}.group/shard_0_1"
 RESHAPED = "optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"
 
 
@@ -70,7 +71,7 @@ def write_megatron(
     """
     model = weights()
     moments = {f"optimizer.state.exp_avg.{name}": tensor * 2 for name, tensor in model.items()}
-    others = {OBJECT: [None], BUCKET: torch.zeros(7), f"{BUCKET}.group/shard_0_1": [{"step": 3}]}
+    others = {OBJECT: [None], BUCKET: torch.zeros(7), GROUP: [{"step": 3}]}
     if version in ("0.14", "0.15"):
         others[RESHAPED] = torch.ones(2, 2, 2)
     flat: dict[str, Any] = {**model, **moments, **others} if state is None else dict(state)

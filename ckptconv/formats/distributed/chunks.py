@@ -34,8 +34,9 @@ def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequen
     Each chunk is regarded as a function of the elements: 1 inside the chunk, 0 elsewhere. The chunks cover the tensor
     exactly once if and only if the sum of these functions is the function of the complete tensor. The differences of
     such a function along all dimensions are 1 or -1 at the corners of the chunk, and 0 elsewhere. They are the
-    coefficients of a polynomial, whose exponents are the indices of the corners. The polynomials are compared at one
-    random point, where two different ones are equal with a probability of 2^-58. So no chunk is compared with another.
+    coefficients of a polynomial, which has a variable for each index of a corner in each dimension. The polynomials are
+    compared at one random point, where two different ones are equal with a probability of at most 2^-120. So no chunk is
+    compared with another.
 
     Args:
         where: The name of the file in errors.
@@ -66,10 +67,10 @@ def _adds_up(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
         ends = [(0, size), *((chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]) for chunk in chunks)]
         if len(set(ends)) == 1:  # every chunk reaches from end to end
             continue
-        point = int.from_bytes(os.urandom(32), "little") % _PRIME  # nobody can know it and choose chunks for it
-        powers = {end: pow(point, end, _PRIME) for end in set(chain.from_iterable(ends))}
+        # nobody can know these numbers and choose chunks for them
+        point = {end: int.from_bytes(os.urandom(16), "little") for end in {*chain.from_iterable(ends)}}
         values = [
-            value * (powers[stop] - powers[start]) % _PRIME for value, (start, stop) in zip(values, ends, strict=True)
+            value * (point[stop] - point[start]) % _PRIME for value, (start, stop) in zip(values, ends, strict=True)
         ]
     return (sum(values[1:]) - values[0]) % _PRIME == 0
 

@@ -158,7 +158,7 @@ class _Reader:
         self.where = folder.folder / METADATA
         self.read_file = read_file
         self.of_megatron = of_megatron
-        self.metadata, self.empty = megatron.nested(metadata, of_megatron) if of_megatron else (metadata, [])
+        self.metadata, self.empty = megatron.nested(metadata, of_megatron, self.where) if of_megatron else (metadata, [])
         metadata = self.metadata
         self.left_out = len(self.empty)
         self.left = {key: place for key, place in metadata.stored.items() if key[0] not in metadata.unread}
@@ -286,7 +286,7 @@ class _Reader:
 
     def object(self, name: str) -> Value:
         """Return the object `name`, which is not a tensor. It can be anything that ``torch.save`` takes."""
-        if self.of_megatron and name == megatron.COMMON and (name, None) not in self.metadata.stored:
+        if name == megatron.COMMON and name in self.of_megatron:
             return self.merger.take(self.read_file(self.folder.open(name)), in_order=True)
         window = self.window(name, None)
         with _about(name, window):

@@ -167,7 +167,8 @@ def _items_of(node: Dict | Call, name: str, where: Path, numbered: list[str]) ->
     items: dict[str | float | None, Value] = {}  # bool and int are numbers too
     for key, value in node.entries():
         if isinstance(key, (Node, bytes)):
-            raise RefusedError(f"a key in {name or 'the checkpoint'} is no text and no number", where=where)
+            what = f"a key in {name or 'the checkpoint'} is no text and no number"
+            raise RefusedError(what, where=where, hint=option("select") + " takes one of the parts")
         items[key] = value  # a key that is set twice keeps its first place and its last value
     texts = {str(key): value for key, value in items.items()}
     if len(texts) < len(items):

@@ -10,12 +10,13 @@ The names of items are flat. The items are nested at these paths:
 
     model/NAME                      a weight
     optimizer/state/MOMENT/NAME     optimizer.state.MOMENT.NAME, in a ChainedOptimizer with chained_N. before it
-    objects/NAME                    everything that is not a tensor: NAME/shard_OFFSET_SHAPE, of one process
+    objects/NAME                    everything that is not a tensor: NAME/shard_OFFSET_SHAPE, of one process. All objects
+                                    are read, because loading one can run code
     common                          the common state
 
-Two kinds of items are left out: optimizers stored by the buckets of the run's processes (``optimizer.distributed.``),
-whose elements cannot be assigned to parameters, and tensors that are stored in another shape than that of the
-parameter.
+Two kinds of tensors are left out: those of optimizers stored by the buckets of the run's processes
+(``optimizer.distributed.``), whose elements cannot be assigned to parameters, and those that are stored in another
+shape than that of the parameter.
 
 Source: ``megatron/core/dist_checkpointing`` and ``optimizer/distrib_optimizer.py`` of Megatron-Core 0.14 to 0.19.
 """
@@ -27,7 +28,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ckptconv.checkpoint.tensor_info import LeftBehind
-from ckptconv.errors import count
+from ckptconv.errors import MalformedError, count
 from ckptconv.formats.distributed.metadata import ItemPath, Metadata, TensorItem
 from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.hints import Option, Placeholder, command
@@ -40,7 +41,7 @@ COMMON = "common.pt"
 _FILE = "metadata.json"
 _COMMON_ITEM = "common_state/shard_0_1"
 _STATE = regex(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
-_BUCKETS = regex(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..*")
+_BUCKETS = regex(r"(?:chained_[0-9]+\.)?optimizer\.distributed\.")
 _QKV = regex(r"decoder\.layers\.(?:[0-9]+\.)?self_attention\.linear_qkv\.weight")
 #: The arguments of the run that notes show.
 _SHOWN = (
@@ -54,8 +55,8 @@ _OTHER_MODELS = ("attention_output_gate", "apply_layernorm_1p", "rotary_interlea
 def files_in(folder: Path, names: Collection[str]) -> list[str]:
     """Return the names of the files that Megatron-Core adds to a DCP folder.
 
-    ``common.pt`` is included if ``metadata.json`` says that it was written. The result is empty if another program
-    wrote `folder`. `names` are the names of the files in it.
+    ``common.pt`` is included if it is there, because all versions read it then, or if ``metadata.json`` says that it was
+    written. The result is empty if another program wrote `folder`. `names` are the names of the files in it.
     """
     data = first_bytes(folder / _FILE, LIMITS.config_bytes) if _FILE in names else b""
     try:
@@ -65,26 +66,29 @@ def files_in(folder: Path, names: Collection[str]) -> list[str]:
         return []
     if not isinstance(content, dict) or "sharded_backend" not in content:
         return []
-    return [_FILE, COMMON] if "common_backend" in content else [_FILE]
+    return [_FILE, COMMON] if COMMON in names or "common_backend" in content else [_FILE]
 
 
-def nested(metadata: Metadata, files: Collection[str]) -> tuple[Metadata, list[LeftBehind]]:
+def nested(metadata: Metadata, files: Collection[str], where: Path) -> tuple[Metadata, list[LeftBehind]]:
     """Return `metadata` with a path for each item, and the items that are left out.
 
-    `files` are the result of :func:`files_in`. If ``common.pt`` is among them, it becomes an item.
+    `files` are the result of :func:`files_in`. If ``common.pt`` is among them, it becomes an item. Raises
+    MalformedError, which names the file `where`, if another item has that name.
     """
     items: dict[str, TensorItem | None] = {}
     paths = dict(metadata.paths)
     left: dict[str, str] = {}
     for name, item in metadata.items.items():
-        if _BUCKETS.fullmatch(name):
+        if item and _BUCKETS.match(name):
             left[name] = "an optimizer in the buckets of the run's processes, not by parameter"
-        elif name in metadata.reshaped:
+        elif item and name in metadata.reshaped:
             left[name] = "stored in another shape than that of its parameter"
         else:
             items[name] = item
             paths.setdefault(name, _path(name, item))
-    if COMMON in files and COMMON not in items:
+    if COMMON in files:
+        if COMMON in metadata.items:  # one of the two would not be read
+            raise MalformedError(f"an item has the name of the file {COMMON}", where=where)
         items[COMMON] = None
         paths[COMMON] = ("common",)
     sizes = dict.fromkeys(left, 0)
@@ -126,7 +130,7 @@ def notes_on(path: Path, common: Value, names: Collection[str], left: int) -> It
     about += f", iteration {iteration:,}" if is_count(iteration) else ""
     yield about + (f"; its args: {', '.join(known)}" if known else "")
     if left:
-        yield f"not read: {count(left, 'item')} of its optimizer, which is not stored by parameter"
+        yield f"not read: {count(left, 'tensor')} of its optimizer, which is not stored by parameter"
     is_known = args.get("swiglu") is True and not any(args.get(name) for name in _OTHER_MODELS)
     if not is_known or not any(map(_QKV.fullmatch, names)):
         return

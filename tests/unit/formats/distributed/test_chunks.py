@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from random import Random
 
@@ -14,6 +15,7 @@ from ckptconv.byteranges.sources import BytesSource
 from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat
 from ckptconv.checkpoint.blocks import assembled
 from ckptconv.formats.distributed.chunks import Chunk, check_cover
+from ckptconv.errors import MalformedError
 from tests.support.chunks import cut, placements_of
 
 HERE = Path("here")
@@ -45,6 +47,19 @@ def test_chunks_that_were_cut_cover_and_others_do_not(seed: int) -> None:
     else:
         with pytest.raises(Exception, match="the chunks of 'w'"):
             check_cover(HERE, "w", shape, chunks)
+
+
+def test_far_offsets_take_no_longer() -> None:
+    """A few bytes of a pickle are an offset of 62 bits, so the work for a chunk does not depend on the offset."""
+
+    def seconds(unit: int) -> float:
+        chunks = [Chunk((i * unit + unit // 3,) * 20, (unit,) * 20) for i in range(1000)]
+        start = time.process_time()
+        with pytest.raises(MalformedError, match="overlap"):
+            check_cover(HERE, "w", (10 * unit,) * 3 + (unit,) * 17, chunks)
+        return time.process_time() - start
+
+    assert min(seconds(1 << 50) for _ in range(3)) < 3.5 * min(seconds(1) for _ in range(3))
 
 
 def test_rows_stay_where_they_are() -> None:

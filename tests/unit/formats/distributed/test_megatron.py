@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from argparse import Namespace
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.support.megatron_folders import (
     ARGS,
     BUCKET,
     FFN,
+    GROUP,
     GROUPS,
     HEADS,
     LAYERS,
@@ -53,7 +55,7 @@ def test_everything_has_a_place(iteration: Path, dst: Path) -> None:
     state = torch.load(dst, weights_only=False)
     assert_same(state["model"], weights())
     assert_same(state["optimizer"], {"state": {"exp_avg": {name: each * 2 for name, each in weights().items()}}})
-    assert state["objects"] == {OBJECT: [None]} and list(state) == ["model", "optimizer", "objects", "common"]
+    assert state["objects"] == {OBJECT: [None], GROUP: [{"step": 3}]} and list(state) == ["model", "optimizer", "objects", "common"]
     assert state["common"] == {"args": Namespace(**ARGS), "checkpoint_version": 3.0, "iteration": 1000}
 
 
@@ -66,12 +68,12 @@ def test_verify_reads_all_of_it(iteration: Path) -> None:
 
 
 def test_what_is_not_by_parameter_is_left_out(iteration: Path, tmp_path: Path) -> None:
-    """Buckets and tensors in another shape are named, and refused only if they are selected."""
+    """Tensors in buckets or in another shape are named, and refused only if they are selected."""
     is_old = (iteration / ".metadata").read_bytes().count(b"nd_reformulated") > 0
-    names = [BUCKET, f"{BUCKET}.group/shard_0_1", *([RESHAPED] if is_old else [])]
+    names = [BUCKET, *([RESHAPED] if is_old else [])]
     report = ckptconv.convert(iteration, tmp_path / "out.pt")
     assert {left.path for left in report.left_behind} == {f"optimizer/{name}" for name in names}
-    assert any(f"not read: {len(names)} items" in note for note in report.notes)
+    assert any(f"not read: {len(names)} tensor" in note for note in report.notes)
     for name in names:
         refused(RefusedError, "cannot be selected", iteration, tmp_path / "no.pt", select=f"optimizer/{name}")
 
@@ -182,15 +184,33 @@ def test_a_common_state_of_another_kind(tmp_path: Path, root: Any, args: Any) ->
     assert converted(src, tmp_path / "out.pt", select="model").keys() == SHAPES.keys()
 
 
+@pytest.mark.parametrize("key", [OBJECT, GROUP, "optimizer.state.exp_avg.w"])
+def test_an_object_that_runs_code(tmp_path: Path, key: str) -> None:
+    """It is found in every object, also in those of an optimizer whose tensors are left out."""
+    objects = {key: [Reduced(os.system, ("true",))]}
+    src = write_megatron(tmp_path / "src", state={**weights(), BUCKET: torch.zeros(7), **objects})
+    assert [found.level for found in ckptconv.verify(src).findings].count("dangerous") == 1
+    refused(ckptconv.errors.DangerousError, "posix.system", src, tmp_path / "out.pt")
+
+
 def test_a_common_state_that_runs_code(tmp_path: Path) -> None:
     """It is found in ``common.pt``, and in the item that 0.19 writes."""
-    import os
-
     for version in ("0.16", "0.19"):
         src = write_megatron(tmp_path / version, version, args={"x": Reduced(os.system, ("true",))})
         verdict = ckptconv.verify(src)
         assert verdict.findings[0].level == "dangerous" and "common/args" in str(verdict.findings[0])
         refused(ckptconv.errors.DangerousError, "posix.system", src, tmp_path / "out.pt")
+
+
+def test_a_common_state_twice(tmp_path: Path) -> None:
+    """Megatron-Core reads ``common.pt`` if it is there, so no item takes its place, and nothing in it is missed."""
+    src = write_megatron(tmp_path / "new", "0.19", {"w": torch.ones(2)})
+    torch.save({"x": Reduced(os.system, ("true",))}, src / "common.pt")
+    refused(MalformedError, "'common.pt' and another item cannot both stand", src, tmp_path / "out.pt")
+    for item in ([1], torch.ones(3)):
+        src = write_megatron(tmp_path / type(item).__name__, state={"w": torch.ones(2), "common.pt": item})
+        refused(MalformedError, "an item has the name of the file common.pt", src, tmp_path / "out.pt")
+        assert not ckptconv.verify(src).ok
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "other"])
