@@ -35,8 +35,8 @@ def check_cover(where: object, name: str, shape: tuple[int, ...], chunks: Sequen
     exactly once if and only if the sum of these functions is the function of the complete tensor. The differences of
     such a function along all dimensions are 1 or -1 at the corners of the chunk, and 0 elsewhere. They are the
     coefficients of a polynomial, which has a variable for each index of a corner in each dimension. The polynomials are
-    compared at one random point, where two different ones are equal with a probability of at most 2^-120. So no chunk is
-    compared with another.
+    compared at one random point, where two different ones are equal with a probability of at most 2^-120. So no chunk
+    is compared with another.
 
     Args:
         where: The name of the file in errors.

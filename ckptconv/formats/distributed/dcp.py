@@ -158,8 +158,10 @@ class _Reader:
         self.where = folder.folder / METADATA
         self.read_file = read_file
         self.of_megatron = of_megatron
-        self.metadata, self.empty = megatron.nested(metadata, of_megatron, self.where) if of_megatron else (metadata, [])
-        metadata = self.metadata
+        self.empty: list[LeftBehind] = []
+        if of_megatron:
+            metadata, self.empty = megatron.nested(metadata, of_megatron, self.where)
+        self.metadata = metadata
         self.left_out = len(self.empty)
         self.left = {key: place for key, place in metadata.stored.items() if key[0] not in metadata.unread}
         self.gone: set[str] = set()  # files that are missing or too short

@@ -10,8 +10,8 @@ The names of items are flat. The items are nested at these paths:
 
     model/NAME                      a weight
     optimizer/state/MOMENT/NAME     optimizer.state.MOMENT.NAME, in a ChainedOptimizer with chained_N. before it
-    objects/NAME                    everything that is not a tensor: NAME/shard_OFFSET_SHAPE, of one process. All objects
-                                    are read, because loading one can run code
+    objects/NAME                    everything that is not a tensor: NAME/shard_OFFSET_SHAPE, of one process. All are
+                                    read, because loading one can run code
     common                          the common state
 
 Two kinds of tensors are left out: those of optimizers stored by the buckets of the run's processes
@@ -55,8 +55,8 @@ _OTHER_MODELS = ("attention_output_gate", "apply_layernorm_1p", "rotary_interlea
 def files_in(folder: Path, names: Collection[str]) -> list[str]:
     """Return the names of the files that Megatron-Core adds to a DCP folder.
 
-    ``common.pt`` is included if it is there, because all versions read it then, or if ``metadata.json`` says that it was
-    written. The result is empty if another program wrote `folder`. `names` are the names of the files in it.
+    ``common.pt`` is included if it is there, because all versions read it then, or if ``metadata.json`` says that it
+    was written. The result is empty if another program wrote `folder`. `names` are the names of the files in it.
     """
     data = first_bytes(folder / _FILE, LIMITS.config_bytes) if _FILE in names else b""
     try:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ckptconv.byteranges.sources import BytesSource
 from ckptconv.byteranges.spans import Assemble, ByteRange, ChunkPlacement, Concat
 from ckptconv.checkpoint.blocks import assembled
-from ckptconv.formats.distributed.chunks import Chunk, check_cover
 from ckptconv.errors import MalformedError
+from ckptconv.formats.distributed.chunks import Chunk, check_cover
 from tests.support.chunks import cut, placements_of
 
 HERE = Path("here")

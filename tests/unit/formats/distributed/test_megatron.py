@@ -55,7 +55,8 @@ def test_everything_has_a_place(iteration: Path, dst: Path) -> None:
     state = torch.load(dst, weights_only=False)
     assert_same(state["model"], weights())
     assert_same(state["optimizer"], {"state": {"exp_avg": {name: each * 2 for name, each in weights().items()}}})
-    assert state["objects"] == {OBJECT: [None], GROUP: [{"step": 3}]} and list(state) == ["model", "optimizer", "objects", "common"]
+    assert list(state) == ["model", "optimizer", "objects", "common"]
+    assert state["objects"] == {OBJECT: [None], GROUP: [{"step": 3}]}
     assert state["common"] == {"args": Namespace(**ARGS), "checkpoint_version": 3.0, "iteration": 1000}
 
 
