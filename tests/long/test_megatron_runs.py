@@ -1,6 +1,6 @@
 """Folders that Megatron-Core writes in one and two processes, judged by torch, transformers and its own logits.
 
-It needs Megatron-Core, which only ``.ci/megatron`` installs.
+It needs Megatron-Core, which only ``.ci/megatron`` installs, for this Python or for that of ``MEGATRON_PYTHON``.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ import transformers
 from safetensors.torch import load_file
 
 import ckptconv
-from tests.support.megatron_folders import by_torch
+from ckptconv.errors import RefusedError
 from tests.support.megatron_runs import CASES, PADDED, TOKENS, VOCAB
+from tests.support.paths import ROOT
 
-if importlib.util.find_spec("megatron") is None and "MEGATRON_RUNS" not in os.environ:
+_PYTHON = os.environ.get("MEGATRON_PYTHON", sys.executable)
+if importlib.util.find_spec("megatron") is None and sys.executable == _PYTHON:
     pytest.skip("Megatron-Core is not installed", allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-_RUNS = Path(__file__).parents[1] / "support" / "megatron_runs.py"
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of all cases, written by so many processes."""
-    if given := os.environ.get("MEGATRON_RUNS"):
-        return Path(given) / f"runs{request.param}"
     folder = tmp_path_factory.mktemp(f"megatron{request.param}")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    subprocess.run([sys.executable, *launch, str(_RUNS), str(folder)], env=environment, check=True)
+    command = [_PYTHON, *launch, "-m", "tests.support.megatron_runs", str(folder)]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True)
     return folder
 
 
@@ -60,20 +59,34 @@ def config_of(case: str) -> Any:
 def test_weights_and_moments_are_those_of_torch(runs: Path, tmp_path: Path, case: str) -> None:
     """Every tensor is what ``torch.distributed.checkpoint.load`` gives, and the common state is there."""
     folder = runs / case / "iter_0001000"
-    ckptconv.convert(folder, tmp_path / "out.pt", loadable_objects=True)
+    report = ckptconv.convert(folder, tmp_path / "out.pt", loadable_objects=True)
     found = torch.load(tmp_path / "out.pt", weights_only=False)
-    wanted = by_torch(folder)
-    tensors = {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
+    wanted = torch.load(runs / case / "tensors.pt")
+    in_buckets = {name for name in wanted if name.startswith("optimizer.distributed.")}
+    assert {f"optimizer/{name}" for name in in_buckets} == {left.path for left in report.left_behind}
     moments = {
         f"optimizer.state.{moment}.{name}": tensor
         for moment, state in found.get("optimizer", {"state": {}})["state"].items()
         for name, tensor in state.items()
     }
     mine = {**found["model"], **moments}
-    assert mine.keys() == tensors.keys() and len(mine) > 7
-    for name, tensor in tensors.items():
-        assert torch.equal(mine[name], tensor) and mine[name].dtype == tensor.dtype, name
-    assert found["common"]["iteration"] == 1000 and len(moments) == (2 * len(found["model"]) if "adam" in case else 0)
+    assert mine.keys() == wanted.keys() - in_buckets and len(mine) > 7
+    for name, tensor in mine.items():
+        assert torch.equal(wanted[name], tensor) and wanted[name].dtype == tensor.dtype, name
+    assert found["common"]["iteration"] == 1000
+    states = {"llama-adam": 2, "llama-reshardable": 3}.get(case, 0)
+    assert len(moments) == states * len(found["model"]) and bool(in_buckets) == (case == "llama-buckets")
+
+
+def test_an_optimizer_in_buckets_cannot_be_selected(runs: Path, tmp_path: Path) -> None:
+    """It is named, and the learning rates are there, which are objects."""
+    folder = runs / "llama-buckets" / "iter_0001000"
+    with pytest.raises(RefusedError, match="optimizer cannot be selected: an optimizer in the buckets"):
+        ckptconv.convert(folder, tmp_path / "out.pt", select="optimizer")
+    ckptconv.convert(folder, tmp_path / "objects.pt", select="objects")
+    objects = torch.load(tmp_path / "objects.pt")
+    (state,) = objects["optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"]
+    assert state["param_groups"][0]["lr"] == 1e-3
 
 
 @pytest.mark.parametrize("case", CASES)

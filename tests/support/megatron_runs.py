@@ -1,7 +1,8 @@
-"""Models of Megatron-Core on the CPU, each saved as a ``torch_dist`` folder, with the logits that the model gives:
-``python -m torch.distributed.run --nproc_per_node RANKS tests/support/megatron_runs.py FOLDER CASE...``.
+"""Models of Megatron-Core on the CPU, each saved as a ``torch_dist`` folder. ``logits.pt`` next to the folder has what
+the model gives, and ``tensors.pt`` what torch loads from the folder:
+``python -m torch.distributed.run --nproc_per_node RANKS -m tests.support.megatron_runs FOLDER CASE...``.
 
-It needs Megatron-Core, and none of this project, so that it runs in an environment of its own.
+It needs Megatron-Core and torch, and none of this project's packages, so that it runs in an environment of its own.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from tests.support.megatron_folders import by_torch
 
 VOCAB, PADDED = 100, 128
 #: What the configuration of each case has in addition to that of all cases; our own keys are under ``run``.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-adam": {"run": {"optimizer": True}},
+    "llama-buckets": {"run": {"distributed": "dp_reshardable"}},  # what Megatron-LM does by default
+    "llama-reshardable": {"run": {"distributed": "fully_reshardable"}},
     "llama-single": {"run": {"singleton_local_shards": True}},
     "llama-tied": {"run": {"tied": True}},
     "llama-heads": {"num_query_groups": 4},
@@ -121,14 +127,47 @@ def _optimizer(model: Any, sharded: Any) -> Any:
     return state
 
 
+def _distributed(model: Any) -> tuple[Any, Any]:
+    """A distributed optimizer of Megatron-Core after a step, and the model."""
+    from megatron.core.distributed import (  # type: ignore[import-not-found]
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # type: ignore[import-not-found]
+
+    parallel = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrapped = DistributedDataParallel(model.config, parallel, model)
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, clip_grad=0.0)
+    optimizer = get_megatron_optimizer(config, [wrapped])
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.main_grad.copy_(torch.rand(parameter.shape, generator=generator))
+    optimizer.step()
+    return optimizer, wrapped.module
+
+
+class _OnCpu(TorchFunctionMode):
+    """Tensors are made on the CPU, and say that they are on a GPU if they are asked for their type."""
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
+        is_type = func is torch.Tensor.type and isinstance(found, str)
+        return found.replace("torch.", "torch.cuda.") if is_type else found
+
+
 def run(folder: Path, name: str) -> None:
     """Save the model of the case `name` in ``folder/NAME/iter_0001000``, and its logits next to that."""
     from megatron.core import dist_checkpointing  # type: ignore[import-not-found]
 
     case = CASES[name]
     own = case.get("run", {})
-    model = model_of(case)
-    sharded = model.sharded_state_dict(metadata={"singleton_local_shards": own.get("singleton_local_shards", False)})
+    model, optimizer = model_of(case), None
+    metadata: dict[str, Any] = {"singleton_local_shards": own.get("singleton_local_shards", False)}
+    if kind := own.get("distributed"):
+        optimizer, model = _distributed(model)
+        metadata["distrib_optim_sharding_type"] = kind
+    sharded = model.sharded_state_dict(metadata=metadata)
     config = model.config
     args = Namespace(
         num_layers=2, hidden_size=32, num_attention_heads=4, group_query_attention=config.num_query_groups < 4,
@@ -138,6 +177,8 @@ def run(folder: Path, name: str) -> None:
     state = {"model": sharded, "checkpoint_version": 3.0, "iteration": 1000, "args": args}
     if own.get("optimizer"):
         state["optimizer"] = _optimizer(model, sharded)
+    if optimizer:
+        state["optimizer"] = optimizer.sharded_state_dict(sharded, metadata=metadata)
     target = folder / name / "iter_0001000"
     target.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -146,6 +187,9 @@ def run(folder: Path, name: str) -> None:
     if not dist.get_rank():
         (folder / name / "latest_checkpointed_iteration.txt").write_text("1000")
         torch.save(logits, folder / name / "logits.pt")
+        loaded = by_torch(target)
+        tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+        torch.save(tensors, folder / name / "tensors.pt")
     dist.barrier()
 
 
@@ -153,6 +197,8 @@ def main(folder: Path, names: list[str]) -> None:
     """Run the cases `names` in this process, which is one of those of ``torch.distributed.run``."""
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.cuda.empty_cache = lambda: None
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     dist.init_process_group("gloo")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random  # type: ignore[import-not-found]
@@ -162,8 +208,9 @@ def main(folder: Path, names: list[str]) -> None:
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     random.get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # it has states of GPUs only
-    for name in names:
-        run(folder, name)
+    with _OnCpu():
+        for name in names:
+            run(folder, name)
     dist.destroy_process_group()
 
 
