@@ -26,7 +26,7 @@ from ckptconv.render.difference import difference_lines
 from ckptconv.render.page import page_of
 from ckptconv.render.page.summary import NO_VERDICT, summary_data
 from ckptconv.render.report import report_lines
-from ckptconv.render.text import Style
+from ckptconv.render.text import Style, error_lines
 from ckptconv.stores import is_url, list_folder
 
 __all__ = ["Bridge", "error_text"]
@@ -72,16 +72,16 @@ class Bridge:
         self.path = path
         summary = summary_of(path)
         dangers = [printable(each.text) for each in summary.findings if each.kind == "dangerous"]
+        findings = [
+            {"text": printable(str(each.text)), "blocks": each.blocks, "fix": _fix(each.command)}
+            for each in summary.findings
+            if each.kind != "dangerous"
+        ] + (self._without_danger() if dangers else [])
         return {
             "loads": summary.loads_here,
-            "verdict": _verdict(summary),
+            "verdict": _verdict(summary, bool(findings)),
             "format": summary.format,
-            "findings": [
-                {"text": printable(str(each.text)), "blocks": each.blocks, "fix": _fix(each.command)}
-                for each in summary.findings
-                if each.kind != "dangerous"
-            ]
-            + (self._without_danger() if dangers else []),
+            "findings": findings,
             "danger": dangers,
             "remedy": _fix(summary.remedy),
             "notes": [printable(str(note)) for note in summary.notes],
@@ -206,19 +206,19 @@ def _by_headers(a: dict[str, Any], b: dict[str, Any]) -> str:
 def error_text(error: BaseException) -> str:
     """`error` as the command line says it; an error that a browser's limits cause, in words of its own."""
     if isinstance(error, CkptconvError):
-        return printable(f"ckptconv: {error}")
+        return "\n".join(map(printable, error_lines(error)))
     if isinstance(error, (MemoryError, RecursionError)):
         return "ckptconv: this file needs more memory than a browser gives: use the command line"
     return printable(f"ckptconv: a fault of this program: {type(error).__name__}: {error}")
 
 
-def _verdict(summary: Summary) -> str:
+def _verdict(summary: Summary, has_findings: bool) -> str:
     said = {
         True: "torch.load takes it as it is.",
         False: "torch.load refuses it as it is.",
         None: "torch.load may refuse it.",
     }[summary.loads_here]
-    return said + (" What was found:" if summary.findings else "")
+    return said + (" What was found:" if has_findings else "")
 
 
 def _fix(message: str | None) -> dict[str, Any] | None:

@@ -29,12 +29,15 @@ function say(text, done) {
   else if (done !== undefined) $("progress").value = done;
 }
 
-// Shows an error beside the field that it names, or else after `place`.
+// Shows an error next to the field whose option or value is in its text, or else after `place`.
 function fail(error, place = $("drop")) {
   const text = String(error.message ?? error);
-  const named = [...text.matchAll(/--([a-z-]+)/g)].map(([, flag]) => FIELDS[flag] ?? flag.replaceAll("-", "_"));
-  const field = place === $("drop") ? null : named.map((name) => form[name]).find((each) => each && !each.disabled && (each.checked || (each.type !== "checkbox" && each.value)));
+  const named = [...text.matchAll(/--([a-z-]+)/g)].map(([, flag]) => form[FIELDS[flag] ?? flag.replaceAll("-", "_")]);
+  const filled = (each) => each?.type === "checkbox" ? each.checked : each?.value;
+  const quoted = (each) => filled(each) && each.type !== "checkbox" && each.value.split("\n").some((line) => line && text.includes("'" + line + "'"));
+  const field = place === $("drop") ? null : named.find(filled) ?? [...form].find(quoted);
   (field ? field.closest("p, .grid") : place).after($("error"));
+  field?.focus();
   $("error").hidden = false;
   $("error").textContent = text;
 }
@@ -154,19 +157,24 @@ async function unchanged() {
 async function take(dropped) {
   const mine = ++turn;
   for (const id of ["error", "errors", "danger", "file", "compared", "planned"]) $(id).hidden = true;
+  let seconds = 0, clock;
   try {
     await ready();
-    say("Reading " + (dropped.length > 2 ? counted(dropped.length) + " files" : dropped.map((each) => each.path).join(" and ")), null);
+    const reading = "Reading " + (dropped.length > 2 ? counted(dropped.length) + " files" : dropped.map((each) => each.path).join(" and "));
+    say(reading, null);
+    clock = setInterval(() => mine === turn && say(reading + ": " + (seconds += 2) + " s", null), 2000); // Python does not say how far it is
     const paths = await opened(dropped);
     if (mine !== turn) return;
     source = { path: paths[0], dropped };
     if (paths.length === 2) await compare(paths, mine);
     else await look(mine);
-    if (mine === turn) say("Ready: " + (paths.length === 2 ? "the two are compared." : "the file was read, and nothing of it was run. Next: " + next() + "."));
+    if (mine === turn) say("Ready: " + (paths.length === 2 ? "the two are compared. Next: choose other files, or see in a terminal how far values differ." : "the file was read, and nothing of it was run. Next: " + next() + "."));
   } catch (error) {
     if (mine !== turn) return;
     fail(error);
     say("Choose another file, or the same one again.");
+  } finally {
+    clearInterval(clock);
   }
 }
 
@@ -217,6 +225,9 @@ async function look(mine) {
 
 // A new frame for each file: Chromium never lays out a page that is put into a frame which was hidden.
 const frame = (srcdoc) => make("iframe", { id: "inside", sandbox: "allow-scripts", title: "What is inside the file", srcdoc });
+
+$("full").hidden = !document.fullscreenEnabled;
+$("full").addEventListener("click", () => $("inside").requestFullscreen());
 
 const button = (text, fix) => make("button", { type: "button", title: fix.command, onclick: () => mend(fix) }, text);
 

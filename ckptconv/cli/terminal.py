@@ -11,44 +11,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from ckptconv.errors import CkptconvError
-from ckptconv.hints import Command, Message
-from ckptconv.lazy_regex import regex
-from ckptconv.render.text import Style
+from ckptconv.render.text import Style, error_lines
 
 if TYPE_CHECKING:
     from ckptconv.byteranges.spans import Progress
     from ckptconv.conversion.plan import Report
 
 PROGRESS_FROM = 256_000_000  # bytes; for less, no bar is shown
-_CLAUSE = regex(r"""(?<!\w)'[^']*'|"[^"]*"|; """)
-_LONGEST = 8000  # characters of a line of a hint, which can name anything in a file
 
 
 def show_error(error: CkptconvError) -> None:
-    """Print the verdict of `error`, and below it the hint, with each command on a line of its own."""
+    """Print the lines of `error`."""
     style = style_of(sys.stderr)
-    for line in (f"ckptconv: {error.verdict}", *(f"  {line[:_LONGEST]}" for line in _lines_of(error.hint))):
+    for line in error_lines(error):
         click.echo(style.text(line), err=True)
-
-
-def _clauses(text: str) -> list[str]:
-    """Return `text` split at semicolons, except for those in quotes, which belong to commands."""
-    cuts = [found for found in _CLAUSE.finditer(text) if found[0] == "; "]
-    starts = [0, *(cut.end() for cut in cuts)]
-    return [text[a:b] for a, b in zip(starts, [*(cut.start() for cut in cuts), len(text)], strict=True)]
-
-
-def _lines_of(hint: str | None) -> list[str]:
-    """Return `hint` as lines, split at semicolons. Each command is on an indented line of its own."""
-    lines = [""]
-    for part in hint.parts if isinstance(hint, Message) else (hint or "",):
-        if isinstance(part, Command):
-            lines += [f"  {Message(part)}", ""]
-        else:
-            first, *others = _clauses(part) if isinstance(part, str) else [f"{Message(part)}"]
-            lines[-1] += first if lines[-1] else first.lstrip()
-            lines += others
-    return [line.rstrip() for line in lines if line.strip()]
 
 
 def warn_of_flaws(torch: str | None) -> None:

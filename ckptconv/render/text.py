@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ckptconv.errors import printable
-from ckptconv.hints import Command
+from ckptconv.errors import CkptconvError, printable
+from ckptconv.hints import Command, Message
+from ckptconv.lazy_regex import regex
 from ckptconv.system import calls
 
+_CLAUSE = regex(r"""(?<!\w)'[^']*'|"[^"]*"|; """)
+_LONGEST = 8000  # characters of a line of a hint, which can name anything in a file
 _INDENT = "  "
 _LABEL = 14  # columns
 _NARROWEST = 40  # columns; a narrower terminal gets lines for 40
@@ -259,3 +262,29 @@ def first_of(items: Iterable[str], most: int, *, hint: str = "") -> list[str]:
     every = list(items)
     rest = [f"… {len(every) - most:,} more{hint}"] if len(every) > most else []
     return every[:most] + rest
+
+
+def error_lines(error: CkptconvError) -> Iterator[str]:
+    """Yield the verdict of `error`, and below it the hint, with each command on a line of its own."""
+    yield f"ckptconv: {error.verdict}"
+    yield from (f"  {line[:_LONGEST]}" for line in _lines_of(error.hint))
+
+
+def _clauses(text: str) -> list[str]:
+    """Return `text` split at semicolons, except for those in quotes, which belong to commands."""
+    cuts = [found for found in _CLAUSE.finditer(text) if found[0] == "; "]
+    starts = [0, *(cut.end() for cut in cuts)]
+    return [text[a:b] for a, b in zip(starts, [*(cut.start() for cut in cuts), len(text)], strict=True)]
+
+
+def _lines_of(hint: str | None) -> list[str]:
+    """Return `hint` as lines, split at semicolons. Each command is on an indented line of its own."""
+    lines = [""]
+    for part in hint.parts if isinstance(hint, Message) else (hint or "",):
+        if isinstance(part, Command):
+            lines += [f"  {Message(part)}", ""]
+        else:
+            first, *others = _clauses(part) if isinstance(part, str) else [f"{Message(part)}"]
+            lines[-1] += first if lines[-1] else first.lstrip()
+            lines += others
+    return [line.rstrip() for line in lines if line.strip()]

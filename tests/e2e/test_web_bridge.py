@@ -23,7 +23,6 @@ from ckptconv.errors import CkptconvError, MissingTorchError
 from ckptconv.hints import Option, command
 from ckptconv.inspection.summary import summary_of
 from tests.support import zoo
-from tests.support.command import in_one_line
 from tests.support.paths import ROOT
 from web.bridge import Bridge, _fix, _verdict, error_text
 
@@ -178,7 +177,7 @@ def test_the_verdict(bridge: Bridge) -> None:
     assert bridge.inspect("ddp.pt")["verdict"] == "torch.load takes it as it is. What was found:"
     assert bridge.inspect("hook.pt")["verdict"] == "torch.load refuses it as it is. What was found:"
     seen = replace(summary_of("ddp.pt"), loads_here=None)
-    assert _verdict(seen) == "torch.load may refuse it. What was found:"
+    assert _verdict(seen, True) == "torch.load may refuse it. What was found:"
 
 
 class Harm:
@@ -200,6 +199,7 @@ def test_a_dangerous_file_is_named_and_mended_by_its_weights(bridge: Bridge, fol
     assert "--" not in error_text(caught.value) and "take the state dict" in error_text(caught.value)
     torch.save([Harm()], "y.pt")
     assert bridge.inspect("y.pt")["findings"] == []
+    assert bridge.inspect("y.pt")["verdict"] == "torch.load refuses it as it is."  # without a list to introduce
     assert bridge.inspect("ddp.pt")["danger"] == []
     assert bridge.diff("x.pt", "ddp.pt")["dangers"][0].startswith("A: it names posix.system")
 
@@ -292,7 +292,7 @@ def test_errors_are_those_of_the_command_line(bridge: Bridge, capsys: pytest.Cap
     with pytest.raises(CkptconvError) as caught:
         bridge.inspect("bad.pt")
     assert main(["inspect", "bad.pt"]) == 1
-    assert error_text(caught.value) == in_one_line(capsys.readouterr().err).strip()
+    assert error_text(caught.value) == capsys.readouterr().err.strip()
     assert "more memory than a browser gives" in error_text(RecursionError())
     assert error_text(KeyError("x")) == "ckptconv: a fault of this program: KeyError: 'x'"
 

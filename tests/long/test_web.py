@@ -267,6 +267,9 @@ def test_the_contents_are_the_page_of_inspect(page: Page) -> None:
         frame = page.page.frame_locator("#inside")
         frame.locator("#map div").nth(3).wait_for(state="attached")  # what is out of sight may not be drawn
     assert "optimizer" in frame.locator("#tree").text_content() and frame.locator("#rows button").count() >= 9
+    page.page.locator("#full").click()
+    page.page.wait_for_function("document.fullscreenElement?.id === 'inside'")
+    page.page.evaluate("document.exitFullscreen()")
     assert not frame.locator("#verdict").text_content()
 
 
@@ -355,6 +358,11 @@ def test_what_cannot_be_converted_is_said_so_too(page: Page, capsys: pytest.Capt
     assert main(["convert", "zip.pt", "x.pt", "--strip-prefix", "modul."]) == 1
     assert page.text("error") == capsys.readouterr().err.strip()
     assert page.page.locator("#edits #error").count() == 1 and page.page.locator("#save").is_disabled()
+    page.prepare(strip_prefix="", to="nonsense:x")  # its error names no option, but its value
+    error = page.page.locator("p:has([name=to]) + #error")
+    assert error.inner_text().startswith("ckptconv: 'nonsense:x' is not a device")
+    assert page.page.evaluate("document.activeElement.name") == "to"
+    page.prepare(to="")
     data = Path("zip.pt").read_bytes()
     flip_bit(Path("zip.pt"), data.index(state()["module.layers.3.weight"].numpy().tobytes()))
     page.choose(Path("zip.pt"))
@@ -370,9 +378,10 @@ def test_what_is_dangerous_is_not_saved(page: Page) -> None:
     dangerous(Path("bad.pt"))
     page.choose(Path("bad.pt"))
     assert page.text("danger").startswith("Dangerous: do not load this file") and "posix.system" in page.text("danger")
+    assert page.text("verdict") == "torch.load refuses it as it is."
     save = page.page.locator("#save")
     for options in ({}, {"to": "cpu"}):
-        assert save.is_disabled() and "what is dangerous" in page.text("saved")
+        assert save.is_disabled() and "something dangerous" in page.text("saved")
         page.prepare(dst="x.pt", **options)
         assert "posix.system" in page.text("error") and "--" not in page.text("error") and not page.shows("planned")
     page.prepare(drop="v")
@@ -489,13 +498,13 @@ def test_a_worker_that_hangs_is_ended(chromium: Any, site: Site) -> None:
         page.choose(write("zip"))
         page.page.evaluate("globalThis.hangs = true")
         page.choose(write("legacy"))
-        assert "and was ended" in page.text("error")
+        assert "so this was stopped" in page.text("error")
         page.page.evaluate("globalThis.hangs = false")
         page.choose(write("legacy"))
         assert not page.shows("error") and page.text("name") == "legacy.pt"
         page.page.evaluate("globalThis.hangs = true")
         page.prepare(to="cuda:0")
-        assert "and was ended" in page.text("error")
+        assert "so this was stopped" in page.text("error")
         page.page.evaluate("globalThis.hangs = false")
         page.prepare(to="cuda:0")
         assert not page.shows("error") and page.shows("planned")
