@@ -22,8 +22,11 @@ function make(tag, attributes, ...below) {
   return element;
 }
 
+// What cannot be seen in names of files, or turns other characters round, in escapes.
+const shown = (text) => text.replace(/[^\P{C}\n]|[\p{Zl}\p{Zp}]/gu, (c) => "\\u{" + c.codePointAt(0).toString(16) + "}");
+
 function say(text, done) {
-  $("state").textContent = text;
+  $("state").textContent = shown(text);
   $("progress").hidden = done === undefined;
   if (done === null) $("progress").removeAttribute("value");
   else if (done !== undefined) $("progress").value = done;
@@ -31,7 +34,7 @@ function say(text, done) {
 
 // Shows an error next to the field whose option or value is in its text, or else after `place`.
 function fail(error, place = $("drop")) {
-  const text = String(error.message ?? error);
+  const text = shown(String(error.message ?? error));
   const named = [...text.matchAll(/--([a-z-]+)/g)].map(([, flag]) => form[FIELDS[flag] ?? flag.replaceAll("-", "_")]);
   const filled = (each) => each?.type === "checkbox" ? each.checked : each?.value;
   const quoted = (each) => filled(each) && each.type !== "checkbox" && each.value.split("\n").some((line) => line && text.includes("'" + line + "'"));
@@ -202,7 +205,7 @@ function warn(dangers, what) {
 async function look(mine) {
   const found = await post("inspect", { path: source.path });
   if (mine !== turn) return;
-  $("name").textContent = source.path;
+  $("name").textContent = shown(source.path);
   $("stands").hidden = !source.path.startsWith("FOLDER");
   $("several").hidden = source.dropped.length === 1;
   warn(found.danger, "this file");
@@ -326,12 +329,12 @@ function show(plan) {
   $("reads").textContent = reads
     ? size(reads) + " of " + (source.dropped.length > 1 ? "the files" : "the file") + " will be read first, to compute or to compare checksums."
     : "The data of the tensors need not be read.";
-  $("save").textContent = plan.folder ? "Save " + counted(plan.files.length) + " files, " + total + ", in a folder" : "Save " + plan.files[0].name + ", " + total;
+  $("save").textContent = plan.folder ? "Save " + counted(plan.files.length) + " files, " + total + ", in a folder" : "Save " + shown(plan.files[0].name) + ", " + total;
   $("save").hidden = Boolean(plan.folder) && !globalThis.showDirectoryPicker;
   $("save").disabled = false;
   $("saved").textContent = "";
   $("outputs").replaceChildren(...(plan.folder ? plan.files.map((each, i) =>
-    make("li", {}, make("button", { type: "button", onclick: () => save([i], oneFile) }, "Save " + size(each.size)), " " + each.name)) : []));
+    make("li", {}, make("button", { type: "button", onclick: () => save([i], oneFile) }, "Save " + size(each.size)), " " + shown(each.name))) : []));
   $("planned").hidden = false;
 }
 

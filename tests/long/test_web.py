@@ -395,6 +395,9 @@ def test_names_are_text(page: Page) -> None:
     """Of files and in files."""
     name = "<img src=x onerror=document.title='gone'>"
     torch.save({f"module.{name}": torch.ones(1), "other": torch.ones(1)}, f"{name.replace('/', '')}.pt")
+    Path("a\u202egnp.pt").write_bytes(Path(f"{name}.pt").read_bytes())
+    page.choose(Path("a\u202egnp.pt"))
+    assert page.text("name") == "a\\u{202e}gnp.pt" and "\u202e" not in page.page.inner_text("body")
     page.choose(Path(f"{name}.pt"))
     page.prepare(drop=f"module.{name}")
     assert page.page.title() == "ckptconv in the browser" and page.page.locator("main img").count() == 0

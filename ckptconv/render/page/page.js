@@ -19,8 +19,8 @@
   // Texts: everything that a file says goes through textContent, with what cannot be seen in escapes.
 
   const shown = (text) => String(text).replace(HIDDEN, (c) => "\\u{" + c.codePointAt(0).toString(16) + "}");
-  const short = (text, most) =>
-    text.length <= most ? text : text.slice(0, most * 0.6) + "…" + text.slice(-most * 0.4);
+  const short = (text, most) => // cuts no character in half
+    text.length <= most ? text : text.slice(0, most * 0.6).replace(/\p{Cs}$/u, "") + "…" + text.slice(-most * 0.4).replace(/^\p{Cs}/u, "");
 
   function make(tag, attributes, ...below) {
     const element = document.createElement(tag);
