@@ -73,18 +73,16 @@ class Bridge:
         summary = summary_of(path)
         dangers = [printable(each.text) for each in summary.findings if each.kind == "dangerous"]
         findings = [
-            {"text": printable(str(each.text)), "blocks": each.blocks, "fix": _fix(each.command)}
+            {"text": printable(str(each.text)), "fix": _fix(each.command)}
             for each in summary.findings
             if each.kind != "dangerous"
         ] + (self._without_danger() if dangers else [])
         return {
             "loads": summary.loads_here,
             "verdict": _verdict(summary, bool(findings)),
-            "format": summary.format,
             "findings": findings,
             "danger": dangers,
             "remedy": _fix(summary.remedy),
-            "notes": [printable(str(note)) for note in summary.notes],
             "page": page_of({**summary_data(summary), "verdict": NO_VERDICT}),
         }
 
@@ -99,7 +97,7 @@ class Bridge:
             return []
         finally:
             self.forget()
-        return [{"text": "A copy of only the state dict contains nothing dangerous.", "blocks": True, "fix": fix}]
+        return [{"text": "A copy of only the state dict contains nothing dangerous.", "fix": fix}]
 
     def plan(self, dst: str, options: dict[str, Any]) -> dict[str, Any]:
         """Plan a copy named `dst` by the `options` of ``convert``: its report, its command line, its files."""

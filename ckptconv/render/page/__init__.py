@@ -57,9 +57,9 @@ def page_of(data: dict[str, Any]) -> str:
 
 @cache
 def _text(name: str) -> str:
-    """Return the content of the file `name` without indents, empty lines and comment lines."""
-    lines = map(str.strip, files(__package__).joinpath(name).read_text("utf-8").splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith("// ")) + "\n"
+    """Return the content of the file `name` without indents, empty lines and comments. No text in it has " // "."""
+    lines = files(__package__).joinpath(name).read_text("utf-8").splitlines()
+    return "\n".join(filter(None, (f" {line}".partition(" // ")[0].strip() for line in lines))) + "\n"
 
 
 @cache
