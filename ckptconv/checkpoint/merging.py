@@ -17,7 +17,7 @@ from ckptconv.byteranges.sources import SourceFolder
 from ckptconv.byteranges.spans import Data
 from ckptconv.checkpoint.model import Checkpoint, checkpoint_of
 from ckptconv.checkpoint.rebuild_functions import OtherDType
-from ckptconv.checkpoint.storage_ids import changed_id, new_id, storage_id
+from ckptconv.checkpoint.storage_ids import change_id, new_id, storage_id
 from ckptconv.checkpoint.tensor_info import Replica, row_major
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import RefusedError, UnsupportedError, require_torch, some
@@ -40,6 +40,7 @@ from ckptconv.pickles.graph import (
     walk,
 )
 from ckptconv.pickles.paths import Place, is_item, item_segments
+from ckptconv.pickles.rows import RowCall, RowForm, RowId
 
 _MOST_DROPPED = 20  # paths in a command; more would be too long to type
 
@@ -116,11 +117,14 @@ class TensorCalls:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._words: dict[tuple[str, str], Global] = {}
+        self._forms: dict[tuple[str, tuple[int, ...], int], RowForm] = {}
 
     def tensor(
         self, dtype: DType, shape: tuple[int, ...], key: str, nbytes: int, conj: bool = False, neg: bool = False
     ) -> Call:
         """Return a call that builds a row-major tensor of a complete storage.
+
+        Calls for tensors of one dtype and shape are rows, which are two nodes each.
 
         Args:
             dtype: The dtype of the tensor.
@@ -130,10 +134,25 @@ class TensorCalls:
             conj: Whether the tensor has torch's lazy conjugate bit.
             neg: Whether the tensor has torch's lazy negative bit.
         """
+        if not dtype.storage_class or conj or neg:
+            call, storage = self._call(dtype, shape, key, nbytes, conj, neg)
+        else:
+            form = self._forms.get((dtype.name, shape, nbytes))
+            if form is None:
+                form = RowForm.of(*self._call(dtype, shape, key, nbytes))
+                self._forms[dtype.name, shape, nbytes] = form
+            storage = RowId(form, key, "cpu")
+            call = RowCall(form, storage)
+        self._graph.references.append(storage)
+        return call
+
+    def _call(
+        self, dtype: DType, shape: tuple[int, ...], key: str, nbytes: int, conj: bool = False, neg: bool = False
+    ) -> tuple[Call, PersistentId]:
+        """Return the call that :meth:`tensor` describes, and the persistent id of its storage."""
         name, version = dtype.storage_class, 2
         cls = self.word("torch", name) if name else self.word("torch.storage", "UntypedStorage")
         storage = PersistentId(new_id(cls, key, "cpu", prod(shape) if name else nbytes))
-        self._graph.references.append(storage)
         hooks = Call("REDUCE", self.word("collections", "OrderedDict"), Tuple([]))
         args: list[Value] = [storage, 0, Tuple([*shape]), Tuple([*row_major(shape)]), False, hooks]
         if not name:
@@ -144,7 +163,7 @@ class TensorCalls:
         if conj or neg:
             bits = [*(("conj", True) if conj else ()), *(("neg", True) if neg else ())]
             args.append(set_items(Dict(), bits))
-        return Call("REDUCE", self.word("torch._utils", f"_rebuild_tensor_v{version}"), Tuple(args))
+        return Call("REDUCE", self.word("torch._utils", f"_rebuild_tensor_v{version}"), Tuple(args)), storage
 
     def word(self, module: str, name: str) -> Global:
         """Return the node of the global `name` of `module`. Further calls return the same node."""
@@ -191,7 +210,7 @@ class Merger:
         prefix = f"{len(self._parts)}/"
         self._parts.append(part)
         for reference in part.references:
-            reference.node.id = changed_id(reference.node, key=prefix + reference.storage.key)
+            change_id(reference.node, key=prefix + reference.storage.key)
         part.changed()
         self.records.update((prefix + key, storage.data) for key, storage in part.storages.items())
         if part.graph.opcodes:
@@ -231,14 +250,16 @@ class Merger:
 
         Raises MalformedError, LimitError.
         """
-        self._graph.root = root
-        graph = subgraph(self._graph, root)
-        reached = set(graph.globals)
-        graph.globals += [
-            node for node in self._graph.globals if node not in reached
-        ]  # globals that the merged files name and discard
-        for part in self._parts:
-            graph.left_out += [*part.graph.discarded, part.graph.root, *part.graph.written.values()]
+        graph = self._graph
+        graph.root = root
+        if graph.opcodes:  # otherwise it has only calls for tensors, and `root` contains them all
+            graph = subgraph(graph, root)
+            reached = set(graph.globals)
+            graph.globals += [
+                node for node in self._graph.globals if node not in reached
+            ]  # globals that the merged files name and discard
+            for part in self._parts:
+                graph.left_out += [*part.graph.discarded, part.graph.root, *part.graph.written.values()]
         source, known = self.source, self.source.faults.again()
         checkpoint = checkpoint_of(name, source, graph, container, self.records.get, str(source.path), known)
         checkpoint.is_byteorder_said = any(part.is_byteorder_said for part in self._parts)
@@ -262,7 +283,7 @@ def split(checkpoint: Checkpoint, parts: Iterable[tuple[Value, Checkpoint | None
         if like is not None:  # storages get back the keys that they had in it
             for reference in part.references:
                 reference.storage.key = storage_id(reference.node).key.partition("/")[2]
-                reference.node.id = changed_id(reference.node, key=reference.storage.key)
+                change_id(reference.node, key=reference.storage.key)
         yield replace(
             part,
             container=like.container if like else None,

@@ -56,14 +56,18 @@ from ckptconv.formats.layout import (
 )
 from ckptconv.formats.writers import WRITERS
 from ckptconv.formats.zip_archive import (
+    CENTRAL_CRC32,
+    LOCAL_CRC32,
     STORED,
     UTF8,
     Archive,
     EndMissing,
     Member,
-    central_directory,
+    central_entry,
+    end_records,
     local_header,
     read_archive,
+    with_crc32,
 )
 from ckptconv.lazy_regex import regex
 from ckptconv.light_dataclass import dataclass
@@ -400,29 +404,32 @@ class ZipWriter:
         self.pieces.append(piece)
         self.at += piece.length
 
-    def header(self, name: str, crc32: int | Piece, size: int, padding: int) -> None:
+    def header(
+        self, name: str, crc32: int | Piece, size: int, wanted: int | None = None, modulus: int = 1, after: int = 0
+    ) -> None:
         """Append the local header of the record `name`, and its entry in the central directory.
 
         Args:
             name: The name without the root folder.
             crc32: The checksum. If it is not known yet, the piece from which it is computed during the copy.
             size: The number of bytes of the record.
-            padding: The number of bytes to add between the header and the record, as an extra field.
+            wanted: If not None, the header is padded with an extra field, so that a position in the record equals
+                `wanted` modulo `modulus`.
+            modulus: See `wanted`.
+            after: The number of bytes from the end of the header to that position.
         """
-        raw_name = f"{self.root}/{name}".encode()
+        name = f"{self.root}/{name}"
         known = crc32 if isinstance(crc32, int) else 0
-        header = local_header(raw_name, known, size, padding)
-        self.entries.append(Member(f"{self.root}/{name}", UTF8, STORED, known, size, size, self.at))
+        header = local_header(name.encode(), known, size, 0)
+        if wanted is not None and (padding := _padding(self.at + len(header) + after, wanted, modulus)):
+            header = local_header(name.encode(), known, size, padding)
+        self.entries.append(Member(name, UTF8, STORED, known, size, size, self.at))
         if not isinstance(crc32, int):
             place = self.awaited[len(self.entries) - 1] = len(self.sums)
             self.sums.append(crc32)
-            self.add(Deferred(len(header), lambda sums: local_header(raw_name, sums[place], size, padding)))
+            self.add(Deferred(len(header), lambda sums: with_crc32(header, LOCAL_CRC32, sums[place])))
         else:
             self.add(Literal(header))
-
-    def bare_header(self, name: str, size: int) -> int:
-        """Return the number of bytes of the local header of record `name` without padding."""
-        return len(local_header(f"{self.root}/{name}".encode(), 0, size, 0))
 
     def pickle(self, name: str, pieces: list[Literal | ByteRange], *, like: int | None) -> None:
         """Append the pickle `pieces` as the record `name`.
@@ -435,14 +442,13 @@ class ZipWriter:
         if self.checked:
             for piece in pieces:
                 crc32 = crc32_of(piece, crc32)
-        end = self.at + self.bare_header(name, size) + size
-        self.header(name, crc32, size, 0 if like is None else _padding(end, like, FILESYSTEM_BLOCK))
+        self.header(name, crc32, size, like, FILESYSTEM_BLOCK, after=size)
         for piece in pieces:
             self.add(piece)
 
     def record(self, name: str, data: bytes) -> None:
         """Append a small record `name` with the content `data`, without padding."""
-        self.header(name, zlib.crc32(data) if self.checked else 0, len(data), 0)
+        self.header(name, zlib.crc32(data) if self.checked else 0, len(data))
         self.add(Literal(data))
 
     def storage(self, name: str, data: Piece, *, summed: bool = True) -> None:
@@ -462,7 +468,7 @@ class ZipWriter:
                 if span is not data.checked_range() and id(span) not in self.checked_parts:
                     self.checked_parts.add(id(span))
                     self.sums.append(span)
-        self.header(name, crc32, data.length, _padding(self.at + self.bare_header(name, data.length), 0, _ALIGNMENT))
+        self.header(name, crc32, data.length, 0, _ALIGNMENT)
         if data.length:
             self.add(data)
 
@@ -480,23 +486,24 @@ class ZipWriter:
             self.entries.append(member._replace(header_offset=self.at))
             self.add(ByteRange(source, member.header_offset, member.end - member.header_offset))
             return
-        start = self.at + self.bare_header(name, member.size)
         keeps_place = member.method == STORED and is_aligned
         wanted, modulus = (data_start, FILESYSTEM_BLOCK) if keeps_place else (0, _ALIGNMENT)
-        self.header(name, member.crc32, member.size, _padding(start, wanted, modulus))
+        self.header(name, member.crc32, member.size, wanted, modulus)
         if member.size:
             self.add(member.data(source, checked=checked))
 
     def finish(self, path: Path) -> OutFile:
         """Append the central directory and the end. Return the archive as a file to be written to `path`."""
-        start, entries, awaited = self.at, self.entries, self.awaited
-        directory = central_directory(entries, start)
+        directory = [*map(central_entry, self.entries)]
+        size = sum(map(len, directory))
+        end, awaited = end_records(len(directory), size, self.at), self.awaited
 
         def with_sums(sums: Sequence[int]) -> bytes:
-            summed = [e._replace(crc32=sums[awaited[i]]) if i in awaited else e for i, e in enumerate(entries)]
-            return central_directory(summed, start)
+            for i, place in awaited.items():
+                directory[i] = with_crc32(directory[i], CENTRAL_CRC32, sums[place])
+            return b"".join([*directory, end])
 
-        self.add(Deferred(len(directory), with_sums) if awaited else Literal(directory))
+        self.add(Deferred(size + len(end), with_sums) if awaited else Literal(with_sums(())))
         return OutFile(path, joined(self.pieces), self.at, tuple(self.sums))
 
 

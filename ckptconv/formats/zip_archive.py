@@ -35,6 +35,7 @@ LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, ZIP64_END, ZIP64_LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 CENTRAL_FIELDS = struct.Struct("<4sHHHHHHIIIHHHHHII")
+LOCAL_CRC32, CENTRAL_CRC32 = 14, 16  # offsets in the local header, and in an entry of the central directory
 _DESCRIPTOR, _PADDING = struct.Struct("<4sIII"), struct.Struct("<HH")
 END_FIELDS = struct.Struct("<4sHHHHIIH")
 ZIP64_END_FIELDS = struct.Struct("<4sQHHIIQQQQ")
@@ -660,10 +661,9 @@ def local_header(name: bytes, crc32: int, size: int, padding: int) -> bytes:
     return _LOCAL.pack(LOCAL, version, UTF8, STORED, 0, 0, crc32, shown, shown, len(name), len(extra)) + name + extra
 
 
-def central_directory(members: list[Member], start: int) -> bytes:
-    """Return the directory of `members`, all stored, followed by the end records. It begins at position `start`."""
-    out = b"".join(map(central_entry, members))
-    return out + end_records(len(members), len(out), start)
+def with_crc32(header: bytes, at: int, crc32: int) -> bytes:
+    """Return `header` with the checksum `crc32` at the offset `at`, LOCAL_CRC32 or CENTRAL_CRC32."""
+    return header[:at] + crc32.to_bytes(4, "little") + header[at + 4 :]
 
 
 def central_entry(member: Member) -> bytes:

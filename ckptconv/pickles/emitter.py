@@ -202,10 +202,8 @@ class _Plain(_Writer):
         _OutOfOrder if a later effect of the source was written already.
         """
         form, reference, slot, memo = call.row, call.reference, self.slots, self.memo
-        order, key, tag = reference.order, reference.key, reference.tag
-        if form is None or order is None or slot < len(_BINPUT) or reference in self.graph.shared:
-            return False
-        if key is tag:
+        key, tag = reference.key, reference.tag
+        if form is None or key is tag or slot < len(_BINPUT) or reference in self.graph.shared:
             return False
         known, known_key = memo.get(id(tag)), memo.get(id(key))
         pieces = self.rows.get((form, tag if known is None else known))
@@ -213,9 +211,8 @@ class _Plain(_Writer):
             if any(id(each) not in memo for each in (*form.functions, *form.values) if each is not form.tag):
                 return False
             pieces = self.rows[form, tag if known is None else known] = self.row_pieces(form, tag)
-        if order < self.order:
-            raise _OutOfOrder
-        self.order = call.order or order
+        self.advance(reference.order)
+        self.advance(call.order)
         start, pack, parts = pieces
         if known_key is None:
             text = key.encode("utf-8", "surrogatepass")
@@ -263,10 +260,7 @@ class _Plain(_Writer):
         `order` is the position of the opcode in the source, or None. Raises _OutOfOrder if a later one was written
         already.
         """
-        if order is not None:
-            if order < self.order:
-                raise _OutOfOrder
-            self.order = order
+        self.advance(order)
         self.out += code
         if made is not None:
             if isinstance(made, PersistentId):
@@ -275,6 +269,16 @@ class _Plain(_Writer):
                 self.put(made)
             if isinstance(made, Object) and made.effects:
                 self.effects(made)
+
+    def advance(self, order: int | None) -> None:
+        """Record that the effect at position `order` of the source is written. An effect that is not there has None.
+
+        Raises _OutOfOrder if a later effect was written already.
+        """
+        if order is not None:
+            if order < self.order:
+                raise _OutOfOrder
+            self.order = order
 
     def start(self, node: Value) -> None:
         """Write `node`, if it is a list, dict or set, or else plan the steps that construct it.

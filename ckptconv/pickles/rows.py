@@ -5,7 +5,7 @@ arguments. All of these are put into consecutive memo slots. A row can be the ar
 followed by a flag and one more call without arguments: this is a parameter. Rows that differ only in the key of the
 persistent id and in the numbers of memo slots have the same :class:`RowForm`. The machine itself reads the first row of
 each form, opcode by opcode. The nodes inside other rows are copies of its nodes. They are created when they are first
-needed, and the same copies are returned each time.
+needed, and the same copies are returned each time. Calls for tensors from other containers are created as rows, too.
 
 This module does not know which functions are called. Any call of this shape is read in this way, with the same meaning.
 """
@@ -140,6 +140,31 @@ class RowForm:
     values: tuple[Value, ...]
     tag_slot: int | None
 
+    @classmethod
+    def of(cls, call: Call, reference: PersistentId) -> RowForm:
+        """Return the form of new calls that differ from `call` only in the key of its storage `reference`."""
+        assert isinstance(call.callable, Global) and isinstance(reference.id, Tuple)
+        word, storage_class, _, tag, numel = reference.id.items
+        inner = [(each, path) for each, path in _paths(call) if isinstance(each, Call) and each is not call]
+        values = (word, storage_class, tag, *(each.callable for each, _ in inner))
+        return cls(
+            (call.callable,),
+            call,
+            reference,
+            cast("str", word),
+            cast("Global", storage_class),
+            cast("str", tag),
+            cast("int", numel),
+            parts=[],
+            calls=[path for _, path in inner],
+            orders=0,
+            opcodes=0,
+            puts_key=True,
+            reads=(),
+            values=values,
+            tag_slot=None,
+        )
+
     def is_for(self, memo: Mapping[Any, Value]) -> bool:
         """Return whether the slots ``reads`` of `memo` contain the same objects as when the first row was read."""
         return all(map(is_, map(memo.get, self.reads), self.values))
@@ -170,7 +195,7 @@ class RowId(PersistentId):
 
     __slots__ = ("_id", "form", "key", "tag")
 
-    def __init__(self, form: RowForm, key: str, tag: str, order: int | None) -> None:
+    def __init__(self, form: RowForm, key: str, tag: str, order: int | None = None) -> None:
         self.form: RowForm | None = form
         self.key = key
         self.tag = tag
@@ -199,7 +224,7 @@ class RowCall(Call):
 
     __slots__ = ("_args", "_inside", "form", "next_items", "reference")
 
-    def __init__(self, form: RowForm, reference: RowId, order: int) -> None:
+    def __init__(self, form: RowForm, reference: RowId, order: int | None = None) -> None:
         self.effects = NO_EFFECTS
         self.kind = "REDUCE"
         self.callable = form.functions[0]
@@ -256,11 +281,11 @@ def _parts(value: Value) -> list[Value]:
     return [value.id] if isinstance(value, PersistentId) else value.items if isinstance(value, Tuple) else []
 
 
-def _paths(value: Value, path: _Path = ()) -> Iterator[tuple[int, _Path]]:
-    """Yield the id and the path of each value inside `value`, and then of `value` itself."""
+def _paths(value: Value, path: _Path = ()) -> Iterator[tuple[Value, _Path]]:
+    """Yield each value inside `value` and its path, and then `value` itself."""
     for i, part in enumerate(_parts(value)):
         yield from _paths(part, (*path, i))
-    yield id(value), path
+    yield value, path
 
 
 class RowItems:
@@ -632,7 +657,7 @@ class RowMachine(PickleMachine):
         if memo.reads.count(key_slot) != (key_slot is not None):  # other rows of this form have other keys
             return None
         reads = tuple(dict.fromkeys(slot for slot in memo.reads if slot != key_slot))
-        paths = dict(_paths(call))
+        paths = {id(value): path for value, path in _paths(call)}
         paths[id(key)] = (*paths[id(reference.id)], 2)  # also if the tag of this row is the same object
         for opcode in graph.used:
             self.used[opcode] = 1

@@ -19,11 +19,18 @@ from ckptconv.checkpoint.safe_globals import is_allowed
 from ckptconv.checkpoint.tensor_info import TensorInfo
 from ckptconv.errors import DangerousError, UnsupportedError, some
 from ckptconv.formats import torch_zip
-from ckptconv.formats.zip_archive import CENTRAL, CENTRAL_SIZE, DESCRIPTOR, HAS_DESCRIPTOR, Archive
+from ckptconv.formats.zip_archive import (
+    CENTRAL,
+    CENTRAL_CRC32,
+    CENTRAL_SIZE,
+    DESCRIPTOR,
+    HAS_DESCRIPTOR,
+    LOCAL_CRC32,
+    Archive,
+)
 from ckptconv.light_dataclass import dataclass
 
 _ID = ".data/serialization_id"
-_CRC_IN_ENTRY = 16  # APPNOTE 4.3.12
 _LENGTHS_IN_ENTRY = struct.Struct("<28x3H")
 _MOST = 16  # files of one size that are remembered
 
@@ -44,16 +51,14 @@ class _Known:
     """A file that was parsed, with which other files are compared.
 
     Attributes:
-        before: The bytes before its storage.
-        after: The bytes after its storage, with zeros at `blanks`.
+        rest: The bytes before and after its storage, with zeros at `blanks`.
         records: The offset and the length of each record that may differ, the storage first.
-        checksums: For each of these records, the two offsets of its checksum in `after`. The two must be equal.
-        blanks: The slices of `after` that may differ.
+        checksums: For each of these records, the two offsets of its checksum in `rest`. The two must be equal.
+        blanks: The slices of `rest` that may differ.
         file: The content of the file.
     """
 
-    before: bytes
-    after: bytes
+    rest: bytes
     records: tuple[tuple[int, int], ...]
     checksums: tuple[tuple[int, int], ...]
     blanks: tuple[slice, ...]
@@ -64,11 +69,9 @@ class _Known:
 
         Return None if `window` differs from the known file in other bytes.
         """
-        if window.read(0, len(self.before)) != self.before:
-            return None
-        after = window.read(window.size - len(self.after), len(self.after))
-        numbers = [(after[a : a + 4], after[b : b + 4]) for a, b in self.checksums]
-        if any(a != b for a, b in numbers) or _blanked(after, self.blanks) != self.after:
+        rest = _without(window, *self.records[0])
+        numbers = [(rest[a : a + 4], rest[b : b + 4]) for a, b in self.checksums]
+        if any(a != b for a, b in numbers) or _blanked(rest, self.blanks) != self.rest:
             return None
         return [
             ByteRange(window.of, window.offset + at, length, int.from_bytes(number, "little"))
@@ -134,30 +137,37 @@ def _remembered(checkpoint: Checkpoint, file: ChunkFile, window: SliceSource) ->
     archive = checkpoint.container
     if not isinstance(archive, Archive) or not isinstance(file.data, ByteRange) or file.data.crc32 is None:
         return None
-    start = file.data.offset - window.offset
-    end = start + file.data.length
+    start, length = file.data.offset - window.offset, file.data.length
     members = archive.names()
     storage = next((member for member in members.values() if member.data_start(window) == start and member.size), None)
-    changing = [member for member in (storage, members.get(_ID)) if member]
-    records = tuple((member.data_start(window), member.size) for member in changing)
     entries = _entries(archive, window)
-    # Members that are so damaged that the archive was read without them can be in between.
-    if any(member.name not in entries for member in changing):
-        return None
-    checksums, blanks = [], []
-    for member in changing:
-        descriptor = member.data_start(window) + member.stored_size
-        if not member.flags & HAS_DESCRIPTOR or window.read(descriptor, 4) != DESCRIPTOR or descriptor < end:
+    records, checksums, blanks = [], [], []
+    for member in filter(None, [storage, members.get(_ID)]):
+        at = member.header_offset + LOCAL_CRC32
+        if member.flags & HAS_DESCRIPTOR:
+            at = member.data_start(window) + member.stored_size + len(DESCRIPTOR)
+            if window.read(at - len(DESCRIPTOR), len(DESCRIPTOR)) != DESCRIPTOR:
+                return None
+        # Members that are so damaged that the archive was read without them can be in between.
+        if member.name not in entries:
             return None
-        places = descriptor + 4 - end, entries[member.name] + _CRC_IN_ENTRY - end
-        checksums.append(places)
+        places = [each if each < start else each - length for each in (at, entries[member.name] + CENTRAL_CRC32)]
+        checksums.append((places[0], places[1]))
         blanks += [slice(place, place + 4) for place in places]
+        records.append((member.data_start(window), member.size))
         if member is not storage:
-            blanks.append(slice(member.data_start(window) - end, descriptor - end))
+            place = records[-1][0] - (length if records[-1][0] > start else 0)
+            blanks.append(slice(place, place + member.size))
     if storage is None:
         return None
-    after = _blanked(window.read(end, window.size - end), tuple(blanks))
-    return _Known(window.read(0, start), after, records, tuple(checksums), tuple(blanks), file)
+    rest = _blanked(_without(window, start, length), tuple(blanks))
+    return _Known(rest, tuple(records), tuple(checksums), tuple(blanks), file)
+
+
+def _without(window: SliceSource, start: int, length: int) -> bytes:
+    """Return the bytes of `window` before and after the `length` bytes at `start`."""
+    end = start + length
+    return window.read(0, start) + window.read(end, window.size - end)
 
 
 def _entries(archive: Archive, window: SliceSource) -> dict[str, int]:

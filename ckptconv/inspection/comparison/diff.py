@@ -417,7 +417,7 @@ class _Comparison:
         assert a and b and isinstance(place_a.node, Call) and isinstance(place_b.node, Call)
         plain = self.pairing.tensors_alone
         difference = TensorDifference(
-            "",
+            place_a.path,
             dtype=_pair(a.dtype, b.dtype),
             shape=_pair(a.shape, b.shape),
             device=None if plain else _pair(a.device, b.device),
@@ -435,8 +435,8 @@ class _Comparison:
                 if not (same and len(alike) == len(inner)) and not difference.requires_grad:
                     difference = replace(difference, made_of=(a.kind, f"{b.kind}, of other parts"))
                 keys += [self.values.want(x, y) for x, y in alike]
-        if keys or difference != TensorDifference(""):
-            self.found.append((replace(difference, path=place_a.path), keys))
+        if keys or _is_described(difference):
+            self.found.append((difference, keys))
             self.places[place_a.path] = pair
 
     def compare_storages(self, place_a: Place, place_b: Place) -> None:
@@ -475,15 +475,15 @@ class _Comparison:
         if pairing.a.only or pairing.b.only:
             return True
         others = () if self.compared.names_only else (*pairing.others, *(each for each, key in self.others if not key))
-        unlike = (difference for difference, _ in self.found if replace(difference, path="") != TensorDifference(""))
-        return bool(others) or next(unlike, None) is not None or None in self.values.found.values()
+        unlike = any(_is_described(difference) for difference, _ in self.found)
+        return bool(others) or unlike or None in self.values.found.values()
 
     def result(self) -> Difference:
         """Return the complete difference, after tensor values were compared."""
         differing = []
         for difference, keys in self.found:
             values = _sum([self.values.found[key] for key in keys]) if keys else None
-            if values is None or values.differing or replace(difference, path="") != TensorDifference(""):
+            if values is None or values.differing or _is_described(difference):
                 place_a, place_b = self.places[difference.path]
                 sides = TensorFacts(*self.pairing.a.facts(place_a)), TensorFacts(*self.pairing.b.facts(place_b))
                 differing.append(replace(difference, values=values, sides=sides))
@@ -619,6 +619,12 @@ def _why_weights_alone(checkpoint: Checkpoint) -> str | None:
 def _pair(a: _T, b: _T) -> tuple[_T, _T] | None:
     """Return `a` and `b` as a pair if they differ, else None."""
     return None if a == b else (a, b)
+
+
+def _is_described(difference: TensorDifference) -> bool:
+    """Return whether `difference` contains a difference that is known before values are read."""
+    kinds = difference.dtype, difference.shape, difference.device, difference.requires_grad
+    return any((*kinds, difference.class_name, difference.made_of))
 
 
 def _are_numbers(a: str, b: str) -> bool:

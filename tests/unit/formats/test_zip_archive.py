@@ -236,14 +236,20 @@ def stored_member(name: str, crc32: int, size: int, offset: int) -> zip_archive.
     return zip_archive.Member(name, zip_archive.UTF8, zip_archive.STORED, crc32, size, size, offset)
 
 
+def directory_of(members: list[zip_archive.Member], start: int) -> bytes:
+    """Return the central directory of `members` with its end records."""
+    entries = b"".join(map(zip_archive.central_entry, members))
+    return entries + zip_archive.end_records(len(members), len(entries), start)
+
+
 def test_what_the_writer_writes_the_reader_reads(read: Read) -> None:
-    """``local_header`` and ``central_directory`` make an archive that this reader and zipfile take."""
+    """``local_header``, ``central_entry`` and ``end_records`` make an archive that this reader and zipfile take."""
     entries, out = [], b""
     for i, content in enumerate((b"", b"x" * 100)):
         name = f"m/é{i}".encode()
         entries.append(stored_member(name.decode(), zlib.crc32(content), len(content), len(out)))
         out += zip_archive.local_header(name, zlib.crc32(content), len(content), 4 + i) + content
-    out += zip_archive.central_directory(entries, len(out))
+    out += directory_of(entries, len(out))
     assert [(member.name, member.size) for member in read(out).members] == [("m/é0", 0), ("m/é1", 100)]
     assert zipfile.ZipFile(io.BytesIO(out)).testzip() is None
 
@@ -263,7 +269,7 @@ def test_sizes_and_offsets_above_4_gib_are_written_as_zip64(src: Path) -> None:
         file.write(header)
         file.seek(second)
         tail = zip_archive.local_header(b"m/b", 0, 0, 0)
-        file.write(tail + zip_archive.central_directory(entries, second + len(tail)))
+        file.write(tail + directory_of(entries, second + len(tail)))
     with Source(src) as source:
         members = read_archive(source).members
     assert [(m.size, m.header_offset) for m in members] == [(size, 0), (0, second)]

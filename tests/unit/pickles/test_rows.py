@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from math import prod
 from random import Random
+from typing import cast
 
 import pytest
 
+from ckptconv.checkpoint.merging import TensorCalls, empty_graph
 from ckptconv.checkpoint.storage_ids import change_id
+from ckptconv.dtypes import BY_NAME
 from ckptconv.pickles.emitter import emit
-from ckptconv.pickles.graph import Call, Graph, PersistentId, Tuple, args_of, type_of
+from ckptconv.pickles.graph import Call, Dict, Graph, PersistentId, Tuple, Value, args_of, set_items, type_of
 from ckptconv.pickles.rows import RowCall
 from tests.support.row_pickles import described, edit, emitted, made, mapping, read
 
@@ -137,3 +141,26 @@ def test_a_function_from_a_slot_of_many_digits(slot: int) -> None:
     data = mapping(_KEYS).replace(b"q\0", b"q\0p%d\n" % slot).replace(b"h\0((", b"g%d\n((" % slot, 4)
     graph, plain = _both(data)
     assert described(graph) == described(plain)
+
+
+def test_rows_that_are_new() -> None:
+    """Calls for tensors of other containers are rows, and are written as calls whose nodes were all created."""
+    pickles = []
+    keys = [*map(str, range(100))]
+    for entered in (False, True):
+        graph = empty_graph()
+        calls = TensorCalls(graph)
+        items: list[Value] = []
+        for i in range(200):
+            dtype, shape = (BY_NAME["float32"], (i % 3, 2)) if i % 7 else (BY_NAME["uint16"], (i % 3,))
+            call = calls.tensor(dtype, shape, keys[i // 2], dtype.itemsize * prod(shape))
+            items += (f"w{i}", call)
+            assert isinstance(call, RowCall) == bool(i % 7)
+            assert not entered or isinstance(call.args, Tuple)
+        set_items(cast("Dict", graph.root), items)
+        for reference in graph.references[::5]:
+            change_id(reference, tag="cuda:0")
+        pickles.append(emit(graph, loadable=True))
+        rows = [each for each in items if isinstance(each, RowCall) and each.row]
+        assert len(rows) == 0 if entered else len(rows) > 100
+    assert pickles[0] == pickles[1]

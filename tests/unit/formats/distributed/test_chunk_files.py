@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckptconv import convert
 from ckptconv.byteranges.sources import BytesSource, SliceSource
 from ckptconv.byteranges.spans import ByteRange
 from ckptconv.errors import InputError
@@ -37,20 +38,29 @@ def answer(files: ChunkFiles, raw: bytes) -> object:
     return facts, data and (data.offset, data.length, data.crc32), file.is_little_endian
 
 
-def test_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def converted(tensor: torch.Tensor, folder: Path) -> bytes:
+    """The file of a chunk that ckptconv writes for `tensor`, in which no record has a data descriptor."""
+    torch.save({"w": tensor}, folder / "w.pt")
+    convert(folder / "w.pt", folder / "dcp", format="dcp", force=True)
+    return (folder / "dcp" / "__0_0.distcp").read_bytes()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_parsed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ours: bool) -> None:
     """Tensors of one shape and dtype are parsed once, those of others on their own; each
     has its own bytes and its own checksum.
     """
     parsed = []
     read = torch_zip.read
-    monkeypatch.setattr(torch_zip, "read", lambda source: (parsed.append(source), read(source))[1])
     files = ChunkFiles()
     for shape in ((2, 3), (3, 2), (6,), (2, 3)):
         for _ in range(3):
             tensor = torch.randn(shape)
-            raw = saved(tensor)
+            raw = converted(tensor, tmp_path) if ours else saved(tensor)
+            monkeypatch.setattr(torch_zip, "read", lambda source: (parsed.append(source), read(source))[1])
             expected = read(BytesSource(raw, Path("here"))).storages["0"].data
             file = files.read(window(raw))
+            monkeypatch.undo()
             assert isinstance(file.data, ByteRange) and isinstance(expected, ByteRange)
             assert file.data.crc32 == expected.crc32 and file.data.offset == len(BEFORE) + expected.offset
             assert bytes(file.data.source.read(file.data.offset, file.data.length)) == bytes(tensor.numpy())
@@ -59,9 +69,11 @@ def test_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.untraced
-def test_every_change_is_seen() -> None:
+@pytest.mark.parametrize("ours", [False, True])
+def test_every_change_is_seen(tmp_path: Path, ours: bool) -> None:
     """With any byte changed, the answer is the one that there is without having read another file before."""
-    raw, other = saved(torch.arange(4.0)), saved(torch.ones(4))
+    tensors = torch.arange(4.0), torch.ones(4)
+    raw, other = (converted(tensor, tmp_path) if ours else saved(tensor) for tensor in tensors)
     for i in range(len(raw)):
         for change in (1, 0xFF):
             bad = bytearray(raw)
