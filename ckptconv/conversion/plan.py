@@ -22,10 +22,11 @@ from ckptconv.edits.devices import Devices
 from ckptconv.edits.options import Edits
 from ckptconv.edits.retag import tags_of, unmatched_rules
 from ckptconv.errors import CkptconvError, DangerousError, RefusedError, UsageError, require_torch, some
-from ckptconv.formats import exported, opening, torchscript
+from ckptconv.formats import opening, torchscript
 from ckptconv.formats.layout import Layout, check_growth
 from ckptconv.formats.sharded import index as sharded
 from ckptconv.formats.sharded.writing import layout as shards_layout
+from ckptconv.formats.torch_zip import is_exported
 from ckptconv.formats.writers import DEFAULT, WRITERS, Writer, also_meant, usual_format, words, writer_for
 from ckptconv.hints import Placeholder, option
 from ckptconv.light_dataclass import dataclass
@@ -226,10 +227,11 @@ def make_plan(
     Raises:
         CkptconvError: The edits or options do not fit the checkpoint.
     """
+    if path.suffix == ".pt2" and is_exported(checkpoint):
+        return _program_plan(checkpoint, path, edits, output)
     writer = WRITERS[output.format or DEFAULT.word]
     is_loadable = (edits.loadable or edits.loadable_objects) and writer.objects
     _check_writer(writer, path, copy_tied=output.copy_tied, loadable=is_loadable, is_folder=is_folder)
-    exported.refuse(checkpoint, path, devices=bool(edits.devices))
     torchscript.refuse(checkpoint, weights=edits.state_dict or not writer.objects)
     notes = _about_edits(checkpoint, edits, writer)
     edits = _edits_for(writer, edits, in_shards=is_folder and output.max_shard_size is not None)
@@ -259,6 +261,25 @@ def make_plan(
         ties=layout.ties,
         left_behind=(*changes.left_behind, *layout.left_behind, *checkpoint.unused),
         notes=(*checkpoint.notes, *changes.notes, *layout.notes, *notes),
+    )
+
+
+def _program_plan(checkpoint: Checkpoint, path: Path, edits: Edits, output: OutputOptions) -> Plan:
+    """Plan the archive at `path` with the program of `checkpoint`, as :func:`make_plan` does."""
+    from ckptconv.conversion.programs import plan_program  # lazily, for start-up
+
+    layout, changes = plan_program(checkpoint, path, edits if output.format in (None, DEFAULT.word) else None)
+    if not output.allow_unsafe:
+        refuse_dangers(checkpoint, as_archive=True)
+    return Plan(
+        formats=(checkpoint.format, checkpoint.format),
+        target=path,
+        is_folder=False,
+        files=tuple(replace(file, mode=checkpoint.source.mode) for file in layout.files),
+        changes=changes,
+        ties=(),
+        left_behind=(),
+        notes=(*checkpoint.notes, *changes.notes),
     )
 
 

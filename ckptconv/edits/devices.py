@@ -39,7 +39,7 @@ _REFUSED = {
 #: Other names of devices.
 _CALLED = {"all": "any", "rocm": "cuda", "hip": "cuda", "nvidia": "cuda", "metal": "mps", "mac": "mps", "host": "cpu"}
 _AUTO = "'auto' only works with load and remap, which know the devices of this machine"
-_DEVICE_STRING = regex(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
+DEVICE_STRING = regex(rf"({'|'.join(FAMILIES)}|xla|meta)(:\d+)?")
 _DEVICE = regex(r"([a-z]+)(?::(0|[1-9][0-9]*))?")
 _OF_A_BACKEND = regex(r"[a-z][a-z0-9_]*:(?:[0-9]|[1-9][0-9]|1[01][0-9]|12[0-7])")
 
@@ -283,6 +283,6 @@ def user_devices(places: Iterable[Place]) -> dict[str, str]:
     data = {}
     for place in places:
         device = torch_device(place.node)
-        if device is not None and (isinstance(place.node, Call) or _DEVICE_STRING.fullmatch(device)):
+        if device is not None and (isinstance(place.node, Call) or DEVICE_STRING.fullmatch(device)):
             data[place.path] = device
     return data

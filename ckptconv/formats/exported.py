@@ -1,4 +1,4 @@
-"""Programs of torch.export (``.pt2``): the weights are read, and the program is described. Programs are not written.
+"""Programs of torch.export (``.pt2``): the weights are read, and the program is described.
 
 Layout, in one folder of a zip archive (torch 2.9 and newer):
 
@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptconv.byteranges.sources import Readable, SliceSource
@@ -38,7 +37,7 @@ from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.dtypes import BY_NAME
 from ckptconv.errors import InputError, LimitError, MalformedError, RefusedError, UnsupportedError, count, some
 from ckptconv.formats.safetensors_header import check_nesting
-from ckptconv.formats.torch_zip import ExportedProgram, is_exported, read_inner, record_bytes
+from ckptconv.formats.torch_zip import ExportedProgram, read_inner, record_bytes
 from ckptconv.formats.zip_archive import STORED, Archive, Member, read_archive
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
@@ -46,6 +45,8 @@ from ckptconv.pickles.graph import Call, Object, Tuple, Value, is_count, set_ite
 
 NAME = "torch.export program"
 _WEIGHTS = "data/weights/"
+#: Files of torch.save in the archive.
+INNER = regex(r"data/(weights|constants|sample_inputs)/[^/]+\.pt")
 _MODEL = regex(r"models/([^/]+)\.json")
 #: Records that other readers of torch look for.
 _OTHERS = {"data.pkl", "constants.pkl", "attributes.pkl"}
@@ -93,31 +94,9 @@ def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
         raise unread
     checkpoint.format, checkpoint.container, checkpoint.is_state_dict = NAME, ExportedProgram(archive), True
     checkpoint.notes += _notes(source, archive, models[0])
-    checkpoint.notes += _sample_inputs(source, names, models[0], checkpoint)
+    checkpoint.notes += _inner_files(source, names, checkpoint)
     checkpoint.unused += _left_behind(names, config)
     return checkpoint
-
-
-def refuse(checkpoint: Checkpoint, path: Path, *, devices: bool) -> None:
-    """Raise RefusedError if `checkpoint` is a program and an edit or the output `path` requires more than its weights.
-
-    `devices` is whether devices are to be changed.
-    """
-    if not is_exported(checkpoint):
-        return
-    where = checkpoint.source.path
-    if path.suffix == ".pt2":
-        raise RefusedError(
-            "a program of torch.export is not written, only its weights",
-            where=where,
-            hint="name an output that ends in .safetensors",
-        )
-    if devices:
-        raise RefusedError(
-            "the devices of a program of torch.export are in its graph, which is not changed",
-            where=where,
-            hint="torch.export.passes.move_to_device_pass changes a program that torch.export.load has loaded",
-        )
 
 
 # The weights
@@ -154,7 +133,7 @@ def _weights(source: Readable, archive: Archive, config: str) -> Checkpoint:
 
 def _entries(source: Readable, archive: Archive, config: str) -> dict[str, Any]:
     """Return the entries in the JSON record `config` by name. Raises MalformedError, LimitError."""
-    parsed = _json(source, archive, config)
+    parsed = read_json(source, archive, config)
     entries = parsed.get("config") if isinstance(parsed, dict) else None
     if not isinstance(entries, dict):
         raise MalformedError("the record has no entries", where=f"{source.path}: {config}", expected='{"config": {…}}')
@@ -182,11 +161,11 @@ def _tensor(calls: TensorCalls, entry: Any, names: Mapping[str, Member], folder:
     assert isinstance(node.args, Tuple)
     node.args.items[1:4] = offset, Tuple([*size]), Tuple([*stride])
     reference = node.args.items[0]
-    change_id(reference, tag=_device(meta["device"]))  # type: ignore[arg-type]
+    change_id(reference, tag=device_of(meta["device"]))  # type: ignore[arg-type]
     return node
 
 
-def _device(device: Any) -> str:
+def device_of(device: Any) -> str:
     """Return the location tag of `device`, a JSON object with type and index.
 
     Raises KeyError, TypeError, ValueError.
@@ -205,10 +184,10 @@ def _notes(source: Readable, archive: Archive, model: str) -> Iterator[str]:
 
     If its JSON is not that of a program, a fault is reported.
     """
-    program = _json(source, archive, f"models/{model}.json")
+    program = read_json(source, archive, f"models/{model}.json")
     try:
         graph, version = program["graph_module"]["graph"], program["schema_version"]
-        devices = Counter(_devices(program))
+        devices = Counter(devices_in(program))
         inputs = [spec for spec in program["graph_module"]["signature"]["input_specs"] if "user_input" in spec]
         about = f"schema {version['major']}.{version['minor']}, {count(len(graph['nodes']), 'node')}"
         yield f"a program ({about}, {count(len(inputs), 'input')}) with code, which is not read as a checkpoint"
@@ -223,22 +202,24 @@ def _notes(source: Readable, archive: Archive, model: str) -> Iterator[str]:
         yield f"{count(len(texts), 'constant')}, not in the state dict: {some(texts, _SHOWN)}"
 
 
-def _sample_inputs(source: Readable, names: Mapping[str, Member], model: str, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a note about the sample inputs of the program `model`, if the archive has some.
+def _inner_files(source: Readable, names: Mapping[str, Member], checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield notes about the files of torch.save in the archive: the sample inputs, and those that are not read.
 
-    They are added to `checkpoint`, so that they are searched for dangerous functions. They are not converted.
+    They are added to `checkpoint`, so that they are searched for dangerous functions.
     """
-    name = f"data/sample_inputs/{model}.pt"
-    saved = names.get(name)
-    if saved and saved.method == STORED:
+    for name, saved in names.items():
+        if not INNER.fullmatch(name) or saved.method != STORED:
+            continue
+        is_sample = "sample_inputs" in name
         try:
             inner = read_inner(SliceSource(source, saved.data_start(source), saved.size))
         except InputError as error:  # it may contain objects of any class, and is not converted
-            yield f"sample inputs that are not read: {error.what}"
-            return
+            yield f"{'sample inputs that are' if is_sample else name + ' is'} not read: {error.what}"
+            continue
         checkpoint.beside[name] = inner
         shown = [f"{info.dtype} {[*info.shape]} on {info.device}" for info in inner.tensors.values()]
-        yield f"sample inputs: {some(shown, _SHOWN) or 'no tensor'}"
+        if is_sample:
+            yield f"sample inputs: {some(shown, _SHOWN) or 'no tensor'}"
 
 
 def _about(entry: Any) -> str:
@@ -246,12 +227,12 @@ def _about(entry: Any) -> str:
     try:
         meta = entry["tensor_meta"]
         size = [each["as_int"] for each in meta["sizes"]]
-        return f"{_SCALARS[meta['dtype']]} {size} on {_device(meta['device'])}"
+        return f"{_SCALARS[meta['dtype']]} {size} on {device_of(meta['device'])}"
     except (KeyError, TypeError, ValueError):
         return "an object"
 
 
-def _devices(program: Any) -> Iterator[str]:
+def devices_in(program: Any) -> Iterator[str]:
     """Yield each device in the JSON `program`: an object with the keys type and index."""
     todo = [program]
     while todo:
@@ -259,8 +240,8 @@ def _devices(program: Any) -> Iterator[str]:
         if isinstance(value, list):
             todo += value
         elif isinstance(value, dict):
-            if value.keys() == {"type", "index"}:
-                yield _device(value)
+            if value.keys() == {"type", "index"} and not isinstance(value["type"], (dict, list)):
+                yield device_of(value)
             else:
                 todo += value.values()
 
@@ -283,10 +264,11 @@ def _small(source: Readable, archive: Archive, name: str) -> bytes | None:
     return record_bytes(source, member, f"{source.path}: {name}", checked=archive.is_checked(member))
 
 
-def _json(source: Readable, archive: Archive, name: str) -> Any:
+def read_json(source: Readable, archive: Archive, name: str, *, exact: bool = False) -> Any:
     """Return the content of the JSON record `name`.
 
-    Raises MalformedError if it is not JSON, LimitError if it is too large.
+    Raises MalformedError if it is not JSON, LimitError if it is too large, and if `exact` is True, RefusedError if
+    writing it as torch does would not give the same bytes.
     """
     member, where = archive.names()[name], f"{source.path}: {name}"
     if member.size > LIMITS.program_bytes:
@@ -299,6 +281,9 @@ def _json(source: Readable, archive: Archive, name: str) -> Any:
     data = record_bytes(source, member, where, checked=archive.is_checked(member))
     try:
         check_nesting(data)
-        return json.loads(data)
+        parsed = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise MalformedError("the record is not JSON", where=where, got=str(error) or "nested too deeply") from None
+    if exact and json.dumps(parsed).encode() != data:
+        raise RefusedError("the record is not written as torch writes it, so it is not changed", where=where)
+    return parsed

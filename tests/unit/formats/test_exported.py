@@ -109,12 +109,11 @@ def test_older_archives(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], state["a"])
 
 
-def test_the_program_is_not_written(tmp_path: Path) -> None:
-    """Neither to a .pt2, nor for another device, nor in place."""
+def test_weights_on_another_device(tmp_path: Path) -> None:
+    """The weights become a file of torch.save with other tags. A program is not changed in place."""
     linear(tmp_path / "m.pt2")
-    for options in ({"dst": "x.pt2"}, {"dst": "x.pt", "map_location": "cuda"}):
-        with pytest.raises(ckptconv.RefusedError, match=r"program of torch\.export"):
-            ckptconv.convert(tmp_path / "m.pt2", tmp_path / options.pop("dst"), **options)
+    ckptconv.convert(tmp_path / "m.pt2", tmp_path / "w.pt", map_location="cuda")
+    assert {*ckptconv.inspect(tmp_path / "w.pt").devices} == {"cuda:0"}
     with pytest.raises(ckptconv.UnsupportedError, match="cannot be changed in place"):
         ckptconv.convert(tmp_path / "m.pt2", in_place=True, map_location="cuda")
 
