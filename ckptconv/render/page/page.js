@@ -125,15 +125,14 @@
   }
   const root = branch("", "", null);
   const nodeOf = [];
-  const places = new Map([["", root]]);
   for (const each of tensors) {
-    let at = root, path = "";
+    let at = root;
     for (const piece of pieces(each.path)) {
-      path += piece;
-      let next = places.get(path);
+      at.named ??= new Map();
+      let next = at.named.get(piece);
       if (!next) {
-        next = branch(piece, path, at);
-        places.set(path, next);
+        next = branch(piece, at.path + piece, at);
+        at.named.set(piece, next);
         at.below.push(next);
       }
       at = next;
