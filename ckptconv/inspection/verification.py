@@ -301,13 +301,14 @@ def _unproved(
     """
     has_pickle = not checkpoint.is_state_dict
     if loading.loads and versions and {*versions.values()} != {"loads"}:
-        what = "torch.load(weights_only=True) of some versions may refuse it"
-        yield Finding("not proved", what, str(checkpoint.source.path), got=by_version(versions))
+        what, got = "torch.load(weights_only=True) of some versions may refuse it", by_version(versions)
     elif has_pickle and not loading.loads and all(finding.level in ("note", "warning") for finding in findings):
         word = "refuses it" if loading.answer == "refused" else "may refuse it"
-        why = some([reason.text for reason in loading.reasons])
         what = f"torch.load(weights_only=True) {word} by the rules of torch {loading.torch}"
-        yield Finding("not proved", what, str(checkpoint.source.path), got=why)
+        got = some([reason.text for reason in loading.reasons])
+    else:
+        return
+    yield Finding("not proved", what, str(checkpoint.source.path), got=got)
 
 
 def _safety(

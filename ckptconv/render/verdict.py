@@ -38,14 +38,11 @@ def _soundness(verdict: Verdict) -> Iterator[str]:
     """Yield the texts about a checkpoint that is ok: its format, its checksums, and its safety if that is known."""
     yield str(verdict.format)
     yield f"{count(verdict.checked, 'checksum')} right ({size(verdict.nbytes)})" if verdict.checked else "no checksums"
-    if verdict.safety in _SAFETY:
-        yield _SAFETY[verdict.safety]
-    elif verdict.safety:
-        newest = "" if not verdict.torch or version_of(verdict.torch) in KNOWN else f" (known: {RANGE})"
-        yield (
-            f"{verdict.safety} by the rules of torch {verdict.torch}{newest}"
-            if "weights_only" in verdict.safety
-            else verdict.safety
-        )
+    if verdict.safety:
+        text = _SAFETY.get(verdict.safety, verdict.safety)
+        if verdict.torch and "weights_only" in verdict.safety:
+            known = "" if version_of(verdict.torch) in KNOWN else f" (known: {RANGE})"
+            text += f" by the rules of torch {verdict.torch}{known}"
+        yield text
     if verdict.versions:
         yield by_version(verdict.versions)

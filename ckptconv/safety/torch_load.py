@@ -82,13 +82,12 @@ def torch_loading(checkpoint: Checkpoint, *, is_sound: bool = True, torch: Versi
         The answer for :data:`CALL` on a machine without accelerators. It is ``not known`` for an unknown version.
     """
     torch = torch or asked_version(None)
-    if not is_sound:
-        return Loading("not known", (Reason("not known", "something is wrong with the file"),), word_of(torch))
+    if torch not in KNOWN or not is_sound:
+        why = f"rules that are not known; those of torch {RANGE} are"
+        why = why if is_sound else "something is wrong with the file"
+        return Loading("not known", (Reason("not known", why),), word_of(torch))
     rules = Rules(torch)
-    blobs = checkpoint.blobs or checkpoint.source
-    found = list(_reasons(checkpoint, blobs, rules))
-    if torch not in KNOWN:
-        found = [Reason("not known", f"rules that are not known; those of torch {RANGE} are")]
+    found = [*_reasons(checkpoint, checkpoint.blobs or checkpoint.source, rules)]
     found.sort(key=lambda each: each.known != "refused")
     return Loading(found[0].known if found else "loads", tuple(found), word_of(torch), rules.vary)
 
@@ -191,7 +190,7 @@ def _name_reasons(name: bytes, root: bytes) -> Iterator[Reason]:
 
 def _version_reasons(note: bytes | None) -> Iterator[Reason]:
     """Yield a reason if `note`, the content of the record with the archive's version, is missing or not accepted."""
-    number = _NUMBER.match(note) if note is not None else None
+    number = _NUMBER.match(note or b"")
     if note is None:  # the record is damaged, or its case differs as only Unicode defines it
         yield Reason("refused", "there is no record that says the archive's version")
     elif number is None:

@@ -33,6 +33,7 @@ import torch
 import torch.distributed.tensor  # DTensors are loaded here
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
 
@@ -42,7 +43,7 @@ from ckptconv.byteranges.undo_journal import HOT
 from ckptconv.cli.main import main
 from ckptconv.formats.foreign import paths
 from ckptconv.output import in_place as writing
-from tests.support import zoo
+from tests.support import written, zoo
 from tests.support.advice import Place, come_by, places
 from tests.support.archives import rezip
 from tests.support.megatron_folders import write_megatron
@@ -964,6 +965,10 @@ CASES: dict[str, Case] = {
     ),
     "a folder of DCP": Case(
         lambda m: _dcp(m), "inspect {m}", FINDING.format("over several files"), "loads", loads,
+    ),
+    "a folder of DCP that torch 2.15 wrote": Case(
+        lambda m: shutil.copytree(written.FOLDER / "2.15.dcp", m), "inspect {m}", FINDING.format("since torch 2.15"),
+        "any torch loads it", lambda made: _equal(FileSystemReader(made.parent).read_metadata().version, "1.0.0"),
     ),
     "a part of DCP": Case(
         lambda m: _dcp(m), "inspect {m}/__0_0.distcp", r"make it one file:\s+(.*)", "loads", loads,

@@ -10,6 +10,7 @@ import json
 import pickle
 import re
 import shlex
+import shutil
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,10 +21,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from huggingface_hub import load_torch_model, save_torch_state_dict
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.export.pt2_archive._package import package_pt2
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,7 +34,7 @@ from transformers.utils import import_utils
 
 import ckptconv
 from ckptconv.cli.main import main
-from tests.support import zoo
+from tests.support import torch_facts, written, zoo
 from tests.support.command import Command, in_one_line
 from tests.support.hostile_bytes import saved
 from tests.support.megatron_folders import FFN, GROUPS, HEADS, HIDDEN, LAYERS, VOCAB, write_megatron
@@ -307,6 +310,20 @@ def in_chunks() -> None:
     distributed({"model": state(), "step": 100}, Path("step-100"))
     with pytest.raises(IsADirectoryError):
         load("step-100")
+
+
+def of_a_newer_torch() -> Callable[[], Any] | None:
+    """A folder that torch 2.15 wrote."""
+    shutil.copytree(written.FOLDER / "2.15.dcp", "step-100")
+    return FileSystemReader("step-100").read_metadata if torch_facts.version() < (2, 15) else None
+
+
+def loads_with_dcp() -> None:
+    wanted = written.distributed_state()
+    made = {"model": {name: torch.empty_like(each) for name, each in wanted["model"].items()}, "epoch": 0}
+    dcp.load(made, checkpoint_id="step-100-any-torch")
+    assert torch.equal(made["model"]["w"], wanted["model"]["w"]) and made["epoch"] == 3  # type: ignore[index]
+    assert load("whole.pt")["name"] == "é"
 
 
 def is_fp32() -> None:
@@ -707,6 +724,7 @@ STORIES: dict[str, tuple[Callable[[], Callable[[], Any] | None], Callable[[], An
         saving(training, lambda: torch.optim.Adam([torch.ones(1)]).load_state_dict(load()["optimizer"])),
         lambda: load("noopt.pt").keys() == {"model", "ema"} or pytest.fail("other parts"),
     ),
+    "ValueError: too many values to unpack (expected 5)": (of_a_newer_torch, loads_with_dcp),
     "Not read by this version": (of_export, lambda: None),
 }
 
@@ -724,7 +742,10 @@ def test_every_recipe_has_a_story() -> None:
 
 
 @pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning:torch", "ignore:Detected pickle protocol 4", "ignore:.*TorchScript archive"
+    "ignore::DeprecationWarning:torch",
+    "ignore:Detected pickle protocol 4",
+    "ignore:.*TorchScript archive",
+    "ignore:.*single process",
 )
 @pytest.mark.parametrize("heading", STORIES)
 def test_the_error_comes_up_and_goes(heading: str, capsys: pytest.CaptureFixture[str]) -> None:

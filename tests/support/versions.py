@@ -44,7 +44,8 @@ def commit() -> str:
 
 def pytest(python: str, *arguments: str) -> str:
     """What pytest prints, also if tests fail."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # some tests run the command ``python``
+    environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     ran = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(ran.stdout[-6000:])

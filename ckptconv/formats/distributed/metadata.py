@@ -132,6 +132,7 @@ class Metadata(NamedTuple):
         unread: The names of items that are not in `items`, because a fault was reported for them, or because they are
             left behind.
         reshaped: The names of tensors that Megatron-Core stored in another shape than that of the parameter.
+        has_strides: Whether torch 2.15 or newer wrote the file. Older versions do not read it.
     """
 
     items: dict[str, TensorItem | None]
@@ -139,6 +140,7 @@ class Metadata(NamedTuple):
     stored: dict[_Key, Stored]
     unread: frozenset[str] = frozenset()
     reshaped: frozenset[str] = frozenset()
+    has_strides: bool = False
 
 
 def read_metadata(source: Readable) -> Metadata:
@@ -274,6 +276,7 @@ class _Reader:
         self.source = source
         self.where = str(source.path)
         self.most = most
+        self.has_strides = False
         # By the id of the node, because one node can be the value of any number of items.
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._paths: dict[int, ItemPath] = {}
@@ -319,7 +322,7 @@ class _Reader:
             for name, node in of_megatron.items()
             if isinstance(node, Dict) and next((key == _OTHER_SHAPE for key, _ in node.entries()), False)
         )
-        return Metadata(items, paths, stored, frozenset(nodes.keys() - items.keys()), reshaped)
+        return Metadata(items, paths, stored, frozenset(nodes.keys() - items.keys()), reshaped, self.has_strides)
 
     def item(self, name: str, node: Value) -> TensorItem | None:
         """Return the tensor that `node` describes, or None if the item `name` is not a tensor.
@@ -359,10 +362,10 @@ class _Reader:
                 expected=f"{_STATE[0]} or {_STATE[1]} items",
                 got=got,
             )
-        if len(state.items) < _STATE[0] or not isinstance(state.items[0], Global):
+        if len(state.items) < _STATE[0] or not isinstance(dtype := state.items[0], Global):
             self.fail(f"the properties of {name!r} are no TensorProperties")
-        dtype, layout = state.items[:2]
-        assert isinstance(dtype, Global)
+        self.has_strides |= len(state.items) > _STATE[0]
+        layout = state.items[1]
         if dtype.module != "torch" or dtype.name not in BY_NAME:
             self.refuse(f"{name!r} has a dtype that is not known to this version", got=dtype)
         words = args_of(layout) if isinstance(layout, Call) and is_global(layout.callable, _LAYOUT) else []

@@ -41,6 +41,7 @@ from ckptconv.inspection.diagnosis.refusals import (
     around,
     containers,
     nested,
+    old_readers,
     only_data,
     opcodes,
     partial_tensors,
@@ -85,7 +86,7 @@ def diagnose(
     names = Scope(checkpoint, host, module=module)
     combined = _combined(whole, code, names)
     issues = [*combined, *_of_module(names, inner_prefixes(names), code), *averages(whole), *inner_models(whole)]
-    issues += [*twins(whole), *nested(whole)]
+    issues += [*twins(whole), *nested(whole), *old_readers(checkpoint)]
     issues += [*others, *partial_tensors(whole, refused), *unused_bytes(whole), *shared(whole)]
     if is_script:
         issues = [replace(issue, fix=_of_program(issue.fix, part)) for issue in issues]

@@ -64,7 +64,7 @@ def refusals(
         return [_to_import(found), *containers(scope.checkpoint)], None, []
     part = found.loadable_part()
     texts = []
-    for word, (first, times) in list(found.where.items())[:SHOWN]:
+    for word, (first, times) in islice(found.where.items(), SHOWN):
         more = f" and {count(times - 1, 'more place')}" if times > 1 else ""
         texts.append(f"torch.load(weights_only=True) refuses {word}, at {first}{more}")
     if len(found.where) > SHOWN:
@@ -87,8 +87,7 @@ def refusals(
 def _to_import(found: Refused) -> Issue:
     """Return the issue for globals that torch's safe loader accepts after an import of a module of torch or torchao."""
     modules = dict.fromkeys(needed_import(name) or "" for name in found.where)
-    first, _ = next(iter(found.where.values()))
-    name, *others = found.where
+    (name, (first, _)), *others = found.where.items()
     more = f" and {len(others):,} more" if others else ""
     after = f"only after `import {', '.join(modules)}`"
     text = f"torch.load(weights_only=True) takes {name} (at {first}){more} in a fresh process {after}"
@@ -107,26 +106,25 @@ def _fix(found: Refused, part: LoadablePart | None, unwanted: Sequence[str]) -> 
     """
     checkpoint = found.checkpoint
     is_script = checkpoint.script_classes is not None
-    drop = Option("drop", tuple(unwanted))
     if part is None and unwanted:
-        return Fix("-loadable", part=(drop,)), f"without {some(unwanted)} the file loads, with every tensor"
+        fix = Fix("-loadable", part=(Option("drop", tuple(unwanted)),))
+        return fix, f"without {some(unwanted)} the file loads, with every tensor"
     if part is None:
-        if is_script:
-            return None, "it has no state dict"
-        return None, "no part of it loads without them: load it where their code is installed, and save its tensors"
+        nothing = "no part of it loads without them: load it where their code is installed, and save its tensors"
+        return None, "it has no state dict" if is_script else nothing
     share = f"{size(part.nbytes)} of {size(_total(checkpoint))}"
     left = found.left_out(part)
     lost = f", without {some(left, SHOWN)}" if left else ""
+    select = () if part.path is None else (Option("select", part.path),)
     if part.module:
-        select = () if part.path is None else (Option("select", part.path),)
         what = "it" if part.module.path == "." else part.module.path
         text = f"{what} is a pickled model; only its state dict loads ({share}{lost})"
-        if is_script:
-            text = f"only its state dict loads ({share})"
-        return Fix("-weights", part=(*select, Option("state_dict"))), text
+        return Fix("-weights", part=(*select, Option("state_dict"))), (
+            f"only its state dict loads ({share})" if is_script else text
+        )
     if part.path is None:
         return Fix("-weights", part=(Option("state_dict"),)), f"only the state dict loads ({share}{lost})"
-    return Fix("-part", part=(Option("select", part.path),)), f"only {part.path} loads ({share}{lost})"
+    return Fix("-part", part=select), f"only {part.path} loads ({share}{lost})"
 
 
 def what_is_refused(checkpoint: Checkpoint, loading: Loading) -> list[tuple[str, Value]]:
@@ -317,6 +315,17 @@ def nested(scope: Scope) -> Iterator[Issue]:
         yield Issue("nested", text, Fix("-inside", part=(Option("select", place.path),)))
 
 
+def old_readers(checkpoint: Checkpoint) -> Iterator[Issue]:
+    """Yield an issue if only torch 2.15 and newer can load a folder of torch.distributed.checkpoint."""
+    if checkpoint.format != WRITERS["dcp"].name:
+        return
+    from ckptconv.formats.distributed.dcp import DcpFolder
+
+    if isinstance(checkpoint.container, DcpFolder) and checkpoint.container.metadata.has_strides:
+        text = "torch.distributed.checkpoint loads this folder since torch 2.15, and the converted one before"
+        yield Issue("dcp", text, Fix("-any-torch", part=(Option("format", "dcp"),), format="dcp"))
+
+
 def containers(checkpoint: Checkpoint) -> list[Issue]:
     """Return an issue if ``torch.load`` cannot read the container of the checkpoint, or an empty list."""
     if isinstance(checkpoint.source, SourceFolder) and not checkpoint.format.startswith(sharded.NAME):
@@ -325,15 +334,13 @@ def containers(checkpoint: Checkpoint) -> list[Issue]:
     if checkpoint.format == _PICKLE:
         text = "it is a plain pickle: torch.load does not read it, and pickle.load has no map_location"
         return [Issue("pickle", text, Fix("-torch"), blocks=True)]
-    if checkpoint.format != _LEGACY:
-        return []
-    from ckptconv.formats.torch_legacy import unreadable
+    if checkpoint.format == _LEGACY:
+        from ckptconv.formats.torch_legacy import unreadable
 
-    lost = unreadable(checkpoint)
-    if lost is None:
-        return []
-    text = f"torch writes {lost} to its format from before 1.6, and cannot read that back"
-    return [Issue("legacy", text, Fix("-readable"), blocks=True)]
+        if lost := unreadable(checkpoint):
+            text = f"torch writes {lost} to its format from before 1.6, and cannot read that back"
+            return [Issue("legacy", text, Fix("-readable"), blocks=True)]
+    return []
 
 
 def opcodes(checkpoint: Checkpoint) -> list[Issue]:
@@ -341,12 +348,10 @@ def opcodes(checkpoint: Checkpoint) -> list[Issue]:
 
     Else an empty list.
     """
-    unread = containers(checkpoint)
-    if unread:
+    if unread := containers(checkpoint):
         return unread
     graph = checkpoint.graph
-    unknown = refused_opcodes(graph)
-    if unknown:
+    if unknown := refused_opcodes(graph):
         protocol = graph.protocol or "0 or 1"  # neither says which it is
         text = f"torch.load(weights_only=True) does not know {some(unknown)}, which pickle protocol {protocol} uses"
     elif graph.protocol > 2:
