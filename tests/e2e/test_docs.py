@@ -23,6 +23,7 @@ import torch
 
 import ckptconv
 from ckptconv.cli.main import cli, main
+from tests.support import versions
 from tests.support.paths import ROOT
 from tests.support.rank_runs import save_as_ranks
 from tests.support.writers import scripted
@@ -83,6 +84,11 @@ def test_every_page_stands_in_a_table_of_contents() -> None:
             words = [line for line in block.splitlines() if line and not line.startswith(":")]
             listed |= {(index.parent / f"{word}.md").resolve() for word in words}
     assert listed == {page.resolve() for page in (ROOT / "docs").rglob("*.md")} - {ROOT / "docs/index.md"}
+
+
+def test_the_page_of_versions_has_the_rows_of_the_runs() -> None:
+    """``.ci/versions`` writes both."""
+    assert versions.page(versions.rows()) in versions.PAGE.read_text()
 
 
 def test_an_index_lists_its_pages_by_their_titles() -> None:

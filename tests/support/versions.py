@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("versions.tsv")
+PAGE = ROOT / "docs/policy.md"
 HEAD = (
     "version",
     "commit",
@@ -81,14 +82,29 @@ def _number(text: str, what: str) -> str:
     return found[1].replace(",", "") if found else "0"
 
 
+def page(found: dict[str, list[str]]) -> str:
+    """The rows as ``docs/policy.md`` has them."""
+    lines = [
+        "| version | commit | tests | passed | failed | skipped | zoo equal | over-claimed | under-claimed |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for version, commit, ran, *counts, _, over, under in found.values():
+        name = f"Python {version[2:]}" if version.startswith("py") else f"torch {version}"
+        cells = (name, commit, "all" if ran == "tests/unit tests/e2e" else "some", *counts, over, under)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def keep(row: list[str]) -> None:
-    """Put `row` into the table, in place of an older one of its version."""
+    """Put `row` into the table, in place of an older one of its version, and the table into the page."""
+    before = page(rows())
     every = {**rows(), row[0]: row}
     lines = [
         HEAD,
         *(every[version] for version in sorted(every, key=lambda word: [*map(int, re.findall(r"\d+", word))])),
     ]
     TABLE.write_text("".join("\t".join(line) + "\n" for line in lines))
+    PAGE.write_text(PAGE.read_text().replace(before, page(rows())))
 
 
 def needs() -> list[str]:
