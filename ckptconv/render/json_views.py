@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
+from itertools import chain
 from math import isinf
 from typing import TYPE_CHECKING, Any
 
 from ckptconv.errors import CkptconvError, redacted
+from ckptconv.hints import command_in
 
 if TYPE_CHECKING:
     from ckptconv.conversion.plan import Report
@@ -36,6 +38,8 @@ _KEYS = {
         *("checked", "nbytes", "findings", "more"),
     ),
 }
+#: Fields that contain a command. The words of the command are under the same key with ``_words``.
+_COMMANDS = ("command", "remedy", "suggestion")
 #: Keys that are left out if the value is None.
 _OPTIONAL = {"TensorDifference": "statistics", "ValueDifference": "histogram"}
 
@@ -117,6 +121,9 @@ def _plain(value: Any) -> Any:
         return str(value)
     kind: Any = type(value)
     view = {name: _plain(getattr(value, name)) for name in _keys_of(kind)}
+    for name in view.keys() & {*_COMMANDS}:
+        command = command_in(getattr(value, name))
+        view[f"{name}_words"] = [*chain(*command.words())] if command else None
     if (optional := _OPTIONAL.get(kind.__name__)) and view[optional] is None:
         del view[optional]
     return view

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
@@ -20,7 +22,8 @@ def schema_of(command: str) -> Any:
 
 
 def check(command: str, printed: Any) -> None:
-    """Fail if `printed`, one object, is not what the schema of `command` describes.
+    """Fail if `printed`, one object, is not what the schema of `command` describes, or if the words of a command in it
+    are not those of its text.
 
     Without jsonschema nothing is checked: the gate has it, a browser does not.
     """
@@ -30,6 +33,11 @@ def check(command: str, printed: Any) -> None:
         error = best_match(_validator(command).iter_errors(printed))
         why = [f"{each.json_path}: {each.message[:300]}" for each in (error, *(error.context or ()))] if error else []
         assert not why, (command, *why)
+    for each in (printed, *printed.get("findings", ())):
+        for key, words in each.items():
+            if key.endswith("_words") and os.name == "posix":
+                typed = each[key.removesuffix("_words")]
+                assert words == (typed and shlex.split(typed)), (command, typed, words)
 
 
 @cache
