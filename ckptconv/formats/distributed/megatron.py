@@ -24,12 +24,13 @@ Source: ``megatron/core/dist_checkpointing`` and ``optimizer/distrib_optimizer.p
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ckptconv.checkpoint.tensor_info import LeftBehind
 from ckptconv.errors import MalformedError, count
-from ckptconv.formats.distributed.metadata import ItemPath, Metadata, TensorItem
+from ckptconv.formats.distributed.metadata import ItemPath, Metadata, TensorItem, states_of
 from ckptconv.formats.safetensors_header import check_nesting
 from ckptconv.hints import Option, Placeholder, command
 from ckptconv.lazy_regex import regex
@@ -91,10 +92,9 @@ def nested(metadata: Metadata, files: Collection[str], where: Path) -> tuple[Met
             raise MalformedError(f"an item has the name of the file {COMMON}", where=where)
         items[COMMON] = None
         paths[COMMON] = ("common",)
-    sizes = dict.fromkeys(left, 0)
+    sizes = Counter[str]()
     for (name, _), place in metadata.stored.items():
-        if name in left:
-            sizes[name] += place.length
+        sizes[name] += place.length
     unread = metadata.unread | left.keys()
     behind = [LeftBehind(f"optimizer/{name}", sizes[name], why) for name, why in left.items()]
     return metadata._replace(items=items, paths=paths, unread=unread), behind
@@ -148,6 +148,4 @@ def _arguments(args: Value) -> dict[str, Value]:
     """Return the attributes of `args`, an argparse.Namespace. Empty if it is another object."""
     if not isinstance(args, Call) or not is_global(args.callable, "argparse.Namespace"):
         return {}
-    return {
-        name: value for state in args.states() if isinstance(state, Dict) for name, value in strings_of(state).items()
-    }
+    return {name: value for state in states_of(args) for name, value in strings_of(state).items()}

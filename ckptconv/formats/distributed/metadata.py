@@ -242,7 +242,7 @@ def renamed(source: Readable, names: dict[str, str], paths: dict[str, ItemPath])
         paths: New paths, by the old names. Other paths stay.
     """
     graph, _ = parse(source.read, source.size, where=str(source.path))
-    (state,) = (state for state in _states_of(graph.root))
+    (state,) = (state for state in states_of(graph.root))
     for effect, i in state.pairs():
         field, mapping = effect.values[i], effect.values[i + 1]
         if field not in ("state_dict_metadata", "planner_data", "storage_data") or not isinstance(mapping, Dict):
@@ -252,7 +252,7 @@ def renamed(source: Readable, names: dict[str, str], paths: dict[str, ItemPath])
             if isinstance(key, str):
                 path = paths.get(key) if field == "planner_data" else None
                 inner.values[j : j + 2] = [names.get(key, key), Tuple([*path]) if path else inner.values[j + 1]]
-            for index in _states_of(key):
+            for index in states_of(key):
                 for fields, k in index.pairs():
                     if fields.values[k] == "fqn":
                         fields.values[k + 1] = names.get(str(fields.values[k + 1]), fields.values[k + 1])
@@ -260,10 +260,15 @@ def renamed(source: Readable, names: dict[str, str], paths: dict[str, ItemPath])
     return b"".join(each if isinstance(each, bytes) else source.read(each.offset, each.length) for each in pieces)
 
 
-def _states_of(node: Value) -> Iterator[Dict]:
+def states_of(node: Value) -> Iterator[Dict]:
     """Yield the attribute dicts of `node`, or nothing if `node` is not an object."""
     if isinstance(node, Call):
         yield from (state for state in node.states() if isinstance(state, Dict))
+
+
+def plain(value: Value) -> object:
+    """Return `value` if it is a number or a string, otherwise the name of its type."""
+    return value if isinstance(value, (int, str, float)) else type_of(value).__name__
 
 
 class _Reader:
@@ -302,7 +307,7 @@ class _Reader:
             self.refuse(
                 "a version of the format that is not known",
                 expected=f"{_VERSION}x",
-                got=version if isinstance(version, str) else type_of(version).__name__,
+                got=plain(version),
             )
         items = {}
         nodes = self.mapping(fields.get("state_dict_metadata"), "state_dict_metadata")
@@ -443,11 +448,7 @@ class _Reader:
                 f"the file of {name!r} is no path inside the folder", got=repr(file) if isinstance(file, str) else None
             )
         if not is_count(offset) or not is_count(length):
-            wrong = length if is_count(offset) else offset
-            self.fail(
-                f"{name!r} has no sound offset and length",
-                got=wrong if isinstance(wrong, int) else type_of(wrong).__name__,
-            )
+            self.fail(f"{name!r} has no sound offset and length", got=plain(length if is_count(offset) else offset))
         return Stored(file, offset, length)
 
     def check_container(self, items: dict[str, TensorItem | None], stored: dict[_Key, Stored]) -> None:

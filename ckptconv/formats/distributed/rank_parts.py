@@ -20,8 +20,9 @@ from ckptconv.checkpoint.tensor_info import TensorInfo, row_major
 from ckptconv.dtypes import BY_NAME, DType
 from ckptconv.errors import LimitError, MalformedError, UnsupportedError
 from ckptconv.formats.distributed.chunks import Chunk, Cut, Strip, held_sizes, is_apart, steps_of, strips_of
+from ckptconv.formats.distributed.metadata import plain
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Call, Dict, Global, List, Tuple, Value, args_of, is_count, type_of
+from ckptconv.pickles.graph import Call, Dict, Global, List, Tuple, Value, args_of, is_count
 from ckptconv.pickles.paths import Place
 
 _HERE = "torch.distributed."
@@ -169,9 +170,9 @@ class PartReader:
             if kind != "Replicate":
                 dim, split = fields.get("dim"), fields.get("split_factor", 1)
                 if not is_count(dim) or dim >= rank:
-                    self._fail("a placement cuts a dimension that the tensor has not", f"0 to {rank - 1}", _plain(dim))
+                    self._fail("a placement cuts a dimension that the tensor has not", f"0 to {rank - 1}", plain(dim))
                 if not is_count(split) or not 0 < split <= max(self.world, 1):
-                    self._fail("a placement has no sound split_factor", f"1 to {self.world}", _plain(split))
+                    self._fail("a placement has no sound split_factor", f"1 to {self.world}", plain(split))
                 said = f"Shard({dim})" if split == 1 else f"_StridedShard({dim}, split_factor={split})"
                 if parts > 1:
                     cuts.append(Cut(parts, at, dim, split))
@@ -188,7 +189,7 @@ class PartReader:
         fields = self._object(node, "DeviceMesh")
         rank = fields.get("_rank", self.rank)
         if rank != self.rank or type(rank) is not int:
-            self._fail("the file is of another rank than its name says", self.rank, _plain(rank))
+            self._fail("the file is of another rank than its name says", self.rank, plain(rank))
         listed = fields.get("_flatten_rank_map", fields.get("_flatten_mesh_list"))
         ranks = self._counts(listed) or ()
         if listed is not None and (self.rank not in ranks or max(ranks) >= self.world):
@@ -359,10 +360,6 @@ class PartReader:
         """Raise UnsupportedError. `needed` says how to save the tensor again: by default, as a complete tensor."""
         hint = _AGAIN + needed if needed else _WHOLE
         raise UnsupportedError(f"at {self._place.path}: {what}", where=self.where, got=got, hint=hint)
-
-
-def _plain(value: Value) -> object:
-    return value if isinstance(value, (int, str, float)) else type_of(value).__name__
 
 
 def _device(info: TensorInfo) -> str | None:
