@@ -23,7 +23,7 @@ from ckptconv.edits.options import Edits
 from ckptconv.edits.retag import about_kept_devices, tags_of, unmatched_rules
 from ckptconv.errors import MalformedError, RefusedError, count, some
 from ckptconv.formats import torch_zip
-from ckptconv.formats.exported import INNER, device_of, devices_in, read_json
+from ckptconv.formats.exported import INNER, device_of, devices_in, is_device, read_json
 from ckptconv.formats.layout import Layout
 from ckptconv.formats.torch_zip import ExportedProgram, ZipWriter
 from ckptconv.lazy_regex import regex
@@ -62,6 +62,12 @@ def plan_program(checkpoint: Checkpoint, path: Path, edits: Edits | None) -> tup
     assert isinstance(checkpoint.container, ExportedProgram)
     archive, source = checkpoint.container.archive, checkpoint.source
     names = archive.names()
+    if "archive_format" not in names:
+        raise RefusedError(
+            "a program of torch before 2.8 is not written, only its weights",
+            where=where,
+            hint="name an output that ends in .safetensors",
+        )
     texts = {name: read_json(source, archive, name, exact=True) for name in names if devices and _JSON.fullmatch(name)}
     inner = {name: each for name, each in checkpoint.beside.items() if devices and INNER.fullmatch(name)}
     tags = Counter(tag for each in inner.values() for tag in tags_of(each))
@@ -70,7 +76,8 @@ def plan_program(checkpoint: Checkpoint, path: Path, edits: Edits | None) -> tup
             tags.update(devices_in(text))
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedError("a device is not valid", where=f"{where}: {name}", got=error) from error
-    program = _Program(devices, str(where), tags)
+    has_nulls = '": null' in json.dumps(texts).replace('\\"', "")  # not in texts inside
+    program = _Program(devices, str(where), tags, has_nulls)
     writer = ZipWriter(archive.root, checked=archive.has_checksums)
     for name, member in names.items():
         if name in texts:
@@ -111,10 +118,11 @@ class _Program:
 
     Attributes:
         tags: The number of mentions of each device, as a tag.
+        has_nulls: Whether the JSON has nulls, which torch 2.8 leaves out.
     """
 
-    def __init__(self, devices: Devices, where: str, tags: Counter[str]) -> None:
-        self.devices, self.where, self.tags = devices, where, tags
+    def __init__(self, devices: Devices, where: str, tags: Counter[str], has_nulls: bool) -> None:
+        self.devices, self.where, self.tags, self.has_nulls = devices, where, tags, has_nulls
 
     def refuse(self, what: str, got: object) -> NoReturn:
         """Raise RefusedError because of the node or record `what`."""
@@ -145,6 +153,8 @@ class _Program:
                 if (new := self.devices.new_tag(tag)) != tag:
                     family, _, index = new.partition(":")
                     value.update(type=family, index=int(index) if index else None)
+                    if not index and not self.has_nulls:
+                        del value["index"]
             elif key == "target" and "inputs" in holder:
                 if _BOUND.fullmatch(value):
                     self.refuse(value, "an operator of one kind of device")
@@ -175,8 +185,8 @@ def _mentions(text: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     while todo:
         operator, holder, key = todo.pop()
         value = holder[key]
-        is_device = isinstance(value, dict) and value.keys() == {"type", "index"} and isinstance(value["type"], str)
-        if is_device or (isinstance(value, str) and key != "name") or (key == "use_pickle" and value is not False):
+        is_text = isinstance(value, str) and key != "name"
+        if is_text or is_device(value) or (key == "use_pickle" and value is not False):
             yield operator, holder, key
         elif isinstance(value, list):
             todo += ((operator, value, i) for i in range(len(value)))

@@ -15,7 +15,8 @@ Layout, in one folder of a zip archive (torch 2.9 and newer):
     data/sample_inputs/MODEL.pt          a file of torch.save
 
 torch 2.8 has ``data/weights/MODEL.pt``, a file of torch.save, in place of the configuration and the storages. Archives
-of torch before 2.8 have no folder, and are not read.
+of torch before 2.8 have no folder, and the records ``serialized_exported_program.json``,
+``serialized_state_dict.pt``, ``serialized_constants.pt`` and ``serialized_example_inputs.pt``.
 
 Nothing of a program is run. Source: ``torch/export/pt2_archive/_package.py`` and ``torch/_export/serde/schema.py`` of
 torch 2.13.
@@ -41,12 +42,14 @@ from ckptconv.formats.torch_zip import ExportedProgram, read_inner, record_bytes
 from ckptconv.formats.zip_archive import STORED, Archive, Member, read_archive
 from ckptconv.lazy_regex import regex
 from ckptconv.limits import LIMITS
-from ckptconv.pickles.graph import Call, Object, Tuple, Value, is_count, set_items
+from ckptconv.pickles.graph import Call, Dict, Object, Tuple, Value, is_count, set_items
 
 NAME = "torch.export program"
 _WEIGHTS = "data/weights/"
 #: Files of torch.save in the archive.
-INNER = regex(r"data/(weights|constants|sample_inputs)/[^/]+\.pt")
+INNER = regex(r"data/(weights|constants|sample_inputs)/[^/]+\.pt|serialized_(constants|example_inputs)\.pt")
+#: The program and the weights in an archive of torch before 2.8, which has no folder.
+_FLAT, _STATE_DICT = "serialized_exported_program.json", "serialized_state_dict.pt"
 _MODEL = regex(r"models/([^/]+)\.json")
 #: Records that other readers of torch look for.
 _OTHERS = {"data.pkl", "constants.pkl", "attributes.pkl"}
@@ -73,59 +76,63 @@ def read(source: Readable, unread: UnsupportedError) -> Checkpoint:
     """
 
     def is_known(names: list[str]) -> None:
-        below = [name.partition("/")[2].casefold() for name in names]
-        models = sum(bool(_MODEL.fullmatch(name)) for name in below)
-        if models != 1 or "archive_format" not in below or not _OTHERS.isdisjoint(below):
+        below = {name.partition("/")[2].casefold() for name in names}
+        if _FLAT not in names and ("archive_format" not in below or not _OTHERS.isdisjoint(below)):
             raise unread
 
-    archive = read_archive(source, is_known, lambda name: name.startswith(_WEIGHTS))
+    archive = read_archive(source, is_known, lambda name: name.startswith(_WEIGHTS), flat=_FLAT)
     names = archive.names()
     models = [match[1] for name in names if (match := _MODEL.fullmatch(name))]
-    if len(models) != 1 or "archive_format" not in names:  # a reader that collects faults leaves out bad names
-        raise unread
-    config = f"{_WEIGHTS}{models[0]}_weights_config.json"
+    configs = {model: f"{_WEIGHTS}{model}_weights_config.json" for model in models}
+    saved = names.get(_STATE_DICT if _FLAT in names else f"{_WEIGHTS}{models[0]}.pt" if len(models) == 1 else "")
     source.faults.unread(archive.unread(source))
-    if config in names:
-        checkpoint = _weights(source, archive, config)
-    elif (saved := names.get(f"{_WEIGHTS}{models[0]}.pt")) and saved.method == STORED:
+    if models and names.keys() >= {*configs.values()}:
+        checkpoint = _weights(source, archive, configs, unread)
+    elif saved and saved.method == STORED:
         checkpoint = read_inner(SliceSource(source, saved.data_start(source), saved.size))
         checkpoint.source, checkpoint.blobs = source, checkpoint.blobs or checkpoint.source
-    else:
+    else:  # a reader that collects faults leaves out bad names
         raise unread
-    checkpoint.format, checkpoint.container, checkpoint.is_state_dict = NAME, ExportedProgram(archive), True
-    checkpoint.notes += _notes(source, archive, models[0])
+    checkpoint.format, checkpoint.container = NAME, ExportedProgram(archive)
+    checkpoint.is_state_dict = len(models) < 2
+    for model in models or [_FLAT]:
+        checkpoint.notes += _notes(source, archive, model)
     checkpoint.notes += _inner_files(source, names, checkpoint)
-    checkpoint.unused += _left_behind(names, config)
+    checkpoint.unused += _left_behind(names, {*configs.values(), _STATE_DICT})
     return checkpoint
 
 
 # The weights
 
 
-def _weights(source: Readable, archive: Archive, config: str) -> Checkpoint:
-    """Return the tensors that the record `config` describes, as a dict.
+def _weights(source: Readable, archive: Archive, configs: dict[str, str], unread: UnsupportedError) -> Checkpoint:
+    """Return the tensors that the records `configs` describe, as a dict, or of several programs as a dict of dicts.
 
-    An entry that is not valid is reported as a fault. Raises MalformedError, LimitError.
+    An entry that is not valid is reported as a fault. Raises `unread` for one that is a pickle, MalformedError,
+    LimitError.
     """
-    names, where = archive.names(), f"{source.path}: {config}"
+    names = archive.names()
     graph = empty_graph()
     calls = TensorCalls(graph)
-    folder = config.rpartition("/")[0]
-    items: list[Value] = []
-    for name, entry in _entries(source, archive, config).items():
-        try:
-            items += (name, _tensor(calls, entry, names, folder))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            got = f"{type(error).__name__}: {error}"
-            source.faults.found(MalformedError(f"the entry of {name!r} is not valid", where=where, got=got))
-    assert isinstance(graph.root, Object)
-    set_items(graph.root, items)
+    for model, config in configs.items():
+        items: list[Value] = []
+        for name, entry in _entries(source, archive, config).items():
+            where = f"{source.path}: {config}"
+            try:
+                if entry["use_pickle"] is True:
+                    raise UnsupportedError(f"the weight {name!r} is a pickle", where=where, hint=unread.hint)
+                items += (name, _tensor(calls, entry, names))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                got = f"{type(error).__name__}: {error}"
+                source.faults.found(MalformedError(f"the entry of {name!r} is not valid", where=where, got=got))
+        assert isinstance(graph.root, Object)
+        set_items(graph.root, items if len(configs) == 1 else [model, set_items(Dict(), items)])
 
     def record(key: str) -> ByteRange | Inflate | None:
-        member = names.get(f"{folder}/{key}")
+        member = names.get(f"{_WEIGHTS}{key}")
         return member.data(source, checked=archive.is_checked(member)) if member else None
 
-    checkpoint = checkpoint_of(NAME, source, graph, ExportedProgram(archive), record, where)
+    checkpoint = checkpoint_of(NAME, source, graph, ExportedProgram(archive), record, str(source.path))
     order = _small(source, archive, "byteorder")
     checkpoint.byteorder, checkpoint.is_byteorder_said = "big" if order == b"big" else "little", order is not None
     return checkpoint
@@ -140,15 +147,15 @@ def _entries(source: Readable, archive: Archive, config: str) -> dict[str, Any]:
     return entries
 
 
-def _tensor(calls: TensorCalls, entry: Any, names: Mapping[str, Member], folder: str) -> Call:
+def _tensor(calls: TensorCalls, entry: Any, names: Mapping[str, Member]) -> Call:
     """Return a call that rebuilds the tensor that `entry` describes.
 
-    Its storage is a record in `folder`, listed in `names`. Raises KeyError, TypeError, ValueError or AttributeError if
+    Its storage is one of the records `names`. Raises KeyError, TypeError, ValueError or AttributeError if
     the entry is not valid.
     """
     meta, key = entry["tensor_meta"], entry["path_name"]
     if entry["use_pickle"] is not False:
-        raise ValueError(f"{key} is a pickle")
+        raise ValueError("use_pickle")
     if meta["layout"] != _STRIDED:
         raise ValueError(f"layout {meta['layout']}")
     dtype = BY_NAME[_SCALARS[meta["dtype"]]]
@@ -156,7 +163,7 @@ def _tensor(calls: TensorCalls, entry: Any, names: Mapping[str, Member], folder:
     offset = meta["storage_offset"]["as_int"]
     if not all(map(is_count, [*size, *stride, offset])):
         raise ValueError("a size is not a number")
-    nbytes = names[f"{folder}/{key}"].size
+    nbytes = names[f"{_WEIGHTS}{key}"].size
     node = calls.tensor(dtype, (nbytes // dtype.itemsize,), key, nbytes)
     assert isinstance(node.args, Tuple)
     node.args.items[1:4] = offset, Tuple([*size]), Tuple([*stride])
@@ -166,11 +173,11 @@ def _tensor(calls: TensorCalls, entry: Any, names: Mapping[str, Member], folder:
 
 
 def device_of(device: Any) -> str:
-    """Return the location tag of `device`, a JSON object with type and index.
+    """Return the location tag of `device`, a JSON object with a type and perhaps an index.
 
     Raises KeyError, TypeError, ValueError.
     """
-    kind, index = device["type"], device["index"]
+    kind, index = device["type"], device.get("index")
     if not isinstance(kind, str) or not kind.isidentifier() or not (index is None or is_count(index)):
         raise ValueError(f"a device {kind!r}")
     return kind if index is None else f"{kind}:{index}"
@@ -184,7 +191,9 @@ def _notes(source: Readable, archive: Archive, model: str) -> Iterator[str]:
 
     If its JSON is not that of a program, a fault is reported.
     """
-    program = read_json(source, archive, f"models/{model}.json")
+    record, constants = f"models/{model}.json", f"data/constants/{model}_constants_config.json"
+    record = model if model == _FLAT else record
+    program = read_json(source, archive, record)
     try:
         graph, version = program["graph_module"]["graph"], program["schema_version"]
         devices = Counter(devices_in(program))
@@ -194,10 +203,9 @@ def _notes(source: Readable, archive: Archive, model: str) -> Iterator[str]:
         listed = [f"{device} ×{n:,}" for device, n in devices.most_common()]
         yield f"devices in the program: {some(listed, _SHOWN) or 'none'}"
     except (KeyError, TypeError, ValueError) as error:
-        where, got = f"{source.path}: models/{model}.json", f"{type(error).__name__}: {error}"
+        where, got = f"{source.path}: {record}", f"{type(error).__name__}: {error}"
         source.faults.found(MalformedError("this is not the JSON of a program", where=where, got=got))
-    config = f"data/constants/{model}_constants_config.json"
-    if config in archive.names() and (entries := _entries(source, archive, config)):
+    if constants in archive.names() and (entries := _entries(source, archive, constants)):
         texts = [f"{name} ({_about(entry)})" for name, entry in entries.items()]
         yield f"{count(len(texts), 'constant')}, not in the state dict: {some(texts, _SHOWN)}"
 
@@ -210,7 +218,7 @@ def _inner_files(source: Readable, names: Mapping[str, Member], checkpoint: Chec
     for name, saved in names.items():
         if not INNER.fullmatch(name) or saved.method != STORED:
             continue
-        is_sample = "sample_inputs" in name
+        is_sample = "_inputs" in name
         try:
             inner = read_inner(SliceSource(source, saved.data_start(source), saved.size))
         except InputError as error:  # it may contain objects of any class, and is not converted
@@ -232,25 +240,39 @@ def _about(entry: Any) -> str:
         return "an object"
 
 
+def is_device(value: Any) -> bool:
+    """Return whether the JSON `value` is a device: an object with a type and perhaps an index, as in torch 2.8."""
+    return (
+        isinstance(value, dict)
+        and "type" in value
+        and value.keys() <= {"type", "index"}
+        and not isinstance(value["type"], dict | list)
+    )
+
+
 def devices_in(program: Any) -> Iterator[str]:
-    """Yield each device in the JSON `program`: an object with the keys type and index."""
+    """Yield each device in the JSON `program`."""
     todo = [program]
     while todo:
         value = todo.pop()
         if isinstance(value, list):
             todo += value
         elif isinstance(value, dict):
-            if value.keys() == {"type", "index"} and not isinstance(value["type"], (dict, list)):
+            if is_device(value):
                 yield device_of(value)
             else:
                 todo += value.values()
 
 
-def _left_behind(names: Mapping[str, Member], config: str) -> Iterator[LeftBehind]:
-    """Yield the records that a copy of the weights does not contain, with their total size by folder."""
+def _left_behind(names: Mapping[str, Member], read: set[str]) -> Iterator[LeftBehind]:
+    """Yield the records that a copy of the weights does not contain, with their total size by folder.
+
+    `read` are the names of other records, which the weights are read from.
+    """
     sizes: Counter[str] = Counter()
     for name, member in names.items():
-        if name.startswith(("models/", "data/", "extra/")) and not name.startswith(_WEIGHTS) and name != config:
+        is_part = name.startswith(("models/", "data/", "extra/", "serialized_", "extra_files/"))
+        if is_part and not name.startswith(_WEIGHTS) and name not in read:
             sizes["/".join(name.split("/")[: 2 if name.startswith("data/") else 1])] += member.size
     for name, size in sizes.items():
         yield LeftBehind(name, size, "part of the program")

@@ -171,6 +171,7 @@ def read_archive(
     source: Readable,
     refuse: Callable[[list[str]], None] | None = None,
     is_large: Callable[[str], bool] | None = None,
+    flat: str = "",
 ) -> Archive:
     """Return the archive in `source`, which must be a zip from its first byte to its last.
 
@@ -180,6 +181,8 @@ def read_archive(
             error for another kind of zip.
         is_large: A function that takes a name without the root folder, and returns whether that member is large. In a
             remote source, the local headers of large members may be left unread until their data is needed.
+        flat: The name of a member by which an archive without a folder is recognised. Its members get the folder
+            ``archive``.
 
     Raises:
         MalformedError: The archive is damaged or ambiguous.
@@ -215,6 +218,8 @@ def read_archive(
         at = following
     if not members:
         raise _bad(source, 0, "the zip archive is empty")
+    if flat and any(member.name == flat for member in members):
+        members = [member._replace(name=f"archive/{member.name}") for member in members]
     root = members[0].name.split("/")[0]
     members = _check_names(source, members, root)
     return Archive(root, tuple(members), any(member.crc32 for member in members), frozenset(broken))

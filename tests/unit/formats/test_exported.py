@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.export.pt2_archive._package import load_pt2, package_pt2
 
 import ckptconv
 from ckptconv.formats import exported
@@ -142,7 +143,7 @@ def lie(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     [
         lie("path_name", "weight_9"),
         lie("path_name", "../../models/model.json"),
-        lie("use_pickle", True),
+        lie("use_pickle", 1),
         lie("dtype", 99),
         lie("dtype", [6]),
         lie("sizes", [{"as_int": 9}, {"as_int": 9}]),
@@ -204,9 +205,57 @@ def test_a_program_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_another_reader(tmp_path: Path) -> None:
     """An archive with records of torch.save or TorchScript too is refused."""
     linear(tmp_path / "m.pt2")
-    for name in ("data.pkl", "Constants.pkl", "models/other.json"):
+    for name in ("data.pkl", "Constants.pkl", "attributes.pkl"):
         changed(tmp_path / "m.pt2", tmp_path / "two.pt2", lambda each, data: (each, data))
         with zipfile.ZipFile(tmp_path / "two.pt2", "a") as archive:
             archive.writestr(f"m/{name}", b"N.")
         with pytest.raises(ckptconv.UnsupportedError):
             ckptconv.inspect(tmp_path / "two.pt2")
+
+
+def test_a_weight_that_is_a_pickle(tmp_path: Path) -> None:
+    """It is not read, and nothing is wrong with the file."""
+    linear(tmp_path / "m.pt2")
+
+    def change(name: str, data: bytes) -> tuple[str, bytes]:
+        return name, data.replace(b'"use_pickle": false', b'"use_pickle": true') if "weights_config" in name else data
+
+    changed(tmp_path / "m.pt2", tmp_path / "x.pt2", change)
+    with pytest.raises(ckptconv.UnsupportedError, match=r"weight 'weight' is a pickle[^$]*torch\.export\.load"):
+        ckptconv.inspect(tmp_path / "x.pt2")
+
+
+def test_several_programs(tmp_path: Path) -> None:
+    """Each has its own names. One can be selected, and all of them are moved."""
+    models = {"one": nn.Linear(3, 2), "two": nn.Linear(3, 5)}
+    programs = {name: torch.export.export(model, (torch.rand(1, 3),)) for name, model in models.items()}
+    package_pt2(tmp_path / "m.pt2", exported_programs=programs)
+    ckptconv.convert(tmp_path / "m.pt2", tmp_path / "w.safetensors", select="two")
+    found = load_file(tmp_path / "w.safetensors")
+    assert found.keys() == {"weight", "bias"} and torch.equal(found["weight"], models["two"].weight)
+    assert [each.path for each in ckptconv.inspect(tmp_path / "m.pt2").state_dicts] == ["one", "two"]
+    ckptconv.convert(tmp_path / "m.pt2", tmp_path / "c.pt2", map_location="cuda")
+    assert {*ckptconv.inspect(tmp_path / "c.pt2").devices} == {"cuda:0"}
+    ckptconv.convert(tmp_path / "c.pt2", tmp_path / "b.pt2", map_location="cpu")
+    loaded, x = load_pt2(tmp_path / "b.pt2").exported_programs, torch.rand(1, 3)
+    assert all(torch.equal(loaded[name].module()(x), model(x)) for name, model in models.items())
+
+
+def test_archives_without_a_folder(tmp_path: Path) -> None:
+    """torch before 2.8 wrote four records. Their weights are read, and the program is not written."""
+    linear(tmp_path / "m.pt2")
+    state = {"a": torch.rand(3), "b": torch.rand(2)}
+    parts = {"state_dict": state, "constants": {}, "example_inputs": ((torch.rand(1, 3),), {})}
+    with zipfile.ZipFile(tmp_path / "m.pt2") as new, zipfile.ZipFile(tmp_path / "old.pt2", "w") as old:
+        old.writestr("serialized_exported_program.json", new.read("m/models/model.json"))
+        for name, part in parts.items():
+            torch.save(part, tmp_path / "part.pt")
+            old.writestr(f"serialized_{name}.pt", (tmp_path / "part.pt").read_bytes())
+        old.writestr("version", "8.2")
+    ckptconv.convert(tmp_path / "old.pt2", tmp_path / "w.safetensors")
+    found = load_file(tmp_path / "w.safetensors")
+    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    assert verify(tmp_path / "old.pt2").ok
+    assert "sample inputs: float32 [1, 3] on cpu" in str(ckptconv.inspect(tmp_path / "old.pt2"))
+    with pytest.raises(ckptconv.RefusedError, match=r"torch before 2\.8"):
+        ckptconv.convert(tmp_path / "old.pt2", tmp_path / "new.pt2", map_location="cuda")

@@ -28,7 +28,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_bytes
-from torch.export.pt2_archive._package import package_pt2
 
 import ckptconv
 from ckptconv.cli.main import main
@@ -378,10 +377,11 @@ def assert_out_is(folder: Path, expected: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_for_pt2_works(tmp_path: Path) -> None:
-    """The weights of what torch.export wrote."""
+    """The weights of what torch.export wrote, in an archive with a record of another reader."""
     linear = torch.nn.Linear(3, 2)
-    program = torch.export.export(linear, (torch.zeros(1, 3),))
-    package_pt2(tmp_path / "m.pt2", exported_programs={"model": program, "other": program})
+    torch.export.save(torch.export.export(linear, (torch.zeros(1, 3),)), tmp_path / "m.pt2")
+    with zipfile.ZipFile(tmp_path / "m.pt2", "a") as archive:
+        archive.writestr("m/data.pkl", b"N.")
     follow(tmp_path / "m.pt2", "a .pt2 archive")
     assert_out_is(tmp_path, linear.state_dict())
 
@@ -390,13 +390,13 @@ def test_the_command_for_pt2_works(tmp_path: Path) -> None:
 def test_the_command_for_pt2_can_run_code(tmp_path: Path) -> None:
     """torch.export.load runs a pickle in the archive, which is why the command is for files of people one trusts."""
     linear = torch.nn.Linear(3, 2)
-    program = torch.export.export(linear, (torch.zeros(1, 3),))
-    package_pt2(tmp_path / "good.pt2", exported_programs={"model": program, "other": program})
+    torch.export.save(torch.export.export(linear, (torch.zeros(1, 3),)), tmp_path / "good.pt2")
     torch.save({"x": Reduced(exec, (f"open({str(tmp_path / 'ran')!r}, 'w').close()",))}, tmp_path / "x.pt")
     with zipfile.ZipFile(tmp_path / "good.pt2") as good, zipfile.ZipFile(tmp_path / "m.pt2", "w") as bad:
         for name in good.namelist():
             is_input = "sample_inputs" in name
             bad.writestr(name, (tmp_path / "x.pt").read_bytes() if is_input else good.read(name))
+        bad.writestr("good/data.pkl", b"N.")
     follow(tmp_path / "m.pt2", "a .pt2 archive.*if you trust who made it")
     assert (tmp_path / "ran").exists()
 
