@@ -217,6 +217,7 @@ async function look(mine) {
   const fixes = found.findings.map((each) => make("li", {}, each.text, each.fix ? " " : "", each.fix ? button(word, each.fix) : ""));
   if (all) fixes.unshift(make("li", { class: "all" }, button("Mend all", found.remedy)));
   $("findings").replaceChildren(...fixes);
+  $("more").open = false;
   clear();
   $("change").textContent = source.dropped.every((each) => each.handle)
     ? "Leave the file as it is until the copy is saved. This page notices if it changes."

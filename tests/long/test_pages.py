@@ -277,6 +277,8 @@ def test_a_difference_of_one_layout_has_one_map(pages: Path, chromium: Any) -> N
         legend = page.locator("#legend li").all_inner_texts()
         assert legend[0] == "only in A" and "values" in legend
         assert page.locator("#beyond").inner_text().startswith("To the right: ")
+    with opened(chromium, pages / "difference.html", width=1000) as page:  # a name in the tree is left some room
+        assert page.locator("#tree .name").evaluate_all("all => Math.min(...all.map((e) => e.clientWidth))") > 40
 
 
 def test_names_stay_when_the_table_is_scrolled(pages: Path, chromium: Any) -> None:

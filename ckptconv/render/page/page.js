@@ -624,7 +624,6 @@
     add(root, 1, null);
   }
 
-  if (columns.sides.length > 1) $("tree").style.setProperty("--sizes", "9em"); // "2.81 MB → 2.71 MB"
   let current = 0; // the place in what is visible that the keyboard is at
   function tree(focused) {
     flatten();
@@ -639,7 +638,7 @@
         "aria-expanded": opens ? String(isOpen(node)) : null, class: !each.rest && dim(node) ? "dim" : null, "aria-selected": String(!each.rest && node === chosen),
         tabindex: n === current ? "0" : "-1", title: text.length > 12 ? short(shown(text), 300) : null,
       }, twist, named(text, 80), !each.rest && node.bad ? make("span", { class: "bad" }, "⚠") : null);
-      item.style.paddingLeft = 6 + 14 * (Math.min(each.level, 20) - 1) + "px";
+      item.style.paddingLeft = 6 + 10 * (Math.min(each.level, 20) - 1) + "px";
       if (!each.rest) {
         const bar = make("i", { class: "bar", "aria-hidden": "true", title: "compared with the largest of its neighbours" });
         bar.style.setProperty("--share", (100 * (each.top.share ?? 1)) + "%");
